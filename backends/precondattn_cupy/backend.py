@@ -28,7 +28,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
 
-RECURRENT = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery)
+RECURRENT = (
+    *(pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery),
+    *(pa.ErasingDelta, pa.ErasingGatedDelta, pa.PreconditionedKey),
+)
 
 KERNELS: KernelTable = {
     pa.UnitRows: "precondattn_cupy.unit_rows:UnitRows",

@@ -40,6 +40,7 @@ CALLS: Shipped = (
     ("laser", ("float16",), ((16, 16), (32, 32), (64, 64), (128, 128))),
     ("laser", ("bfloat16", "float32"), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
     ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
+    ("erasing_gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Full calls, with their gradients."""
 
@@ -48,10 +49,11 @@ STEPS: Shipped = (
     ("softmax", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
     ("laser", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
     ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
+    ("erasing_gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
 )
 """Extensions of a cache by one token."""
 
-SHARED = {"gated_delta": (1, 2)}
+SHARED = {"gated_delta": (1, 2), "erasing_gated_delta": (1, 2)}
 """How many value heads share a key head. Where they do, the gradient of the keys is in float32."""
 
 TOKENS, HEADS, BATCH, SLOTS = 1024, 2, 1, 64

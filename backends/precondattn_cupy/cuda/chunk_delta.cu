@@ -1,23 +1,28 @@
 // What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
 //
-//     Y = M (β ∘ V),    W = M (β ∘ reading ∘ K),    M = (I + diag(β) stril(D ∘ K Kᵀ))⁻¹
+//     Y = M (β ∘ V),    W = M (β ∘ reading ∘ A),    M = (I + diag(β) stril(D ∘ A Kᵀ))⁻¹
 //
-// and backward, with X = Mᵀ dU,
+// with A the keys that are erased: K, unless ERASES. Backward, with X = Mᵀ dU,
 //
 //     dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part from chunk_gradient.cu,
-//     dL = −stril((β ∘ X) Uᵀ),    dK = (dL ∘ D + its transpose) K + …,    L = stril(D ∘ K Kᵀ).
+//     dL = −stril((β ∘ X) Uᵀ),    L = stril(D ∘ A Kᵀ),
+//     dA = (dL ∘ D) K + …,    dK = (dL ∘ D)ᵀ A + …,
 //
-// A block has a chunk of one head, and iterates over blocks of channels.
+// and the sum of both where A is K. A block has a chunk of one head, and iterates over blocks of
+// channels.
 #include "chunk_inverse.cuh"
 #include "chunk_tiles.cuh"
 
-// Writes M to `inverse` (m, T, CHUNK), Y to `y` (m, T, step) and W to `w` (m, T, width).
-template <class T, int CHUNK, int BLOCK>
-__global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
-                              const float* __restrict__ sums, const float* __restrict__ strength,
-                              float* __restrict__ inverse, float* __restrict__ y,
-                              float* __restrict__ w, int heads, int k_heads, int v_heads, int s,
-                              int tokens, int d, int e, int width, int step) {
+// Writes M to `inverse` (m, T, CHUNK), Y to `y` (m, T, step) and W to `w` (m, T, width). Unless ERASES,
+// `a` is null.
+template <class T, int CHUNK, int BLOCK, bool ERASES = false>
+__global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ a,
+                              const T* __restrict__ v, const float* __restrict__ sums,
+                              const float* __restrict__ strength, float* __restrict__ inverse,
+                              float* __restrict__ y, float* __restrict__ w, int heads, int k_heads,
+                              int a_heads, int v_heads, int s, int tokens, int d, int e, int width,
+                              int step) {
+  static_assert(!ERASES || BLOCK <= CHUNK, "a tile of A has the memory of M");
   constexpr int SQUARE = CHUNK + GAP, STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
   Memory free{memory};
@@ -34,14 +39,21 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
   load_sums<CHUNK>(gates, sums, at);
   for (int i = threadIdx.x; i < CHUNK; i += 2 * CHUNK) beta[i] = strength[at + i];
 
+  Rows<const T> erased = keys;
+  if constexpr (ERASES) erased = tokens_of(a, b, head / (heads / a_heads), a_heads, s, d);
   Product<CHUNK> scores;
   scores.clear();
-  for (int c = 0; c < d; c += BLOCK) {
+  if constexpr (ERASES) {
+    add_pairs<CHUNK, BLOCK>(scores, solved, erased, start, tile, keys, start);
     __syncthreads();
-    load<CHUNK, BLOCK>(tile, keys, start, c);
-    __syncthreads();
-    add_tiles<T, OF_16_BITS, OF_16_BITS, false, true, CHUNK, BLOCK>(scores, tile + row * STEP, STEP,
-                                                                    tile, STEP);
+  } else {
+    for (int c = 0; c < d; c += BLOCK) {
+      __syncthreads();
+      load<CHUNK, BLOCK>(tile, keys, start, c);
+      __syncthreads();
+      add_tiles<T, OF_16_BITS, OF_16_BITS, false, true, CHUNK, BLOCK>(scores, tile + row * STEP, STEP,
+                                                                      tile, STEP);
+    }
   }
   decay_pairs<true>(scores, gates, 1.0f);
   scale_rows(scores, beta + row);
@@ -72,7 +84,7 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
   }
   for (int c = 0; c < width; c += BLOCK) {
     __syncthreads();
-    load<CHUNK, BLOCK, DEEP_GAP>(tile, keys, start, c);
+    load<CHUNK, BLOCK, DEEP_GAP>(tile, erased, start, c);
     __syncthreads();
     Product<BLOCK> found;
     found.clear();
@@ -83,17 +95,18 @@ __global__ void delta_prepare(const T* __restrict__ k, const T* __restrict__ v,
 }
 
 // Writes X to `d_right` (m, T, step), the values' gradient to `d_v` (b, s, m, e), and the factor of K
-// in dK to `d_keys` (m, T, CHUNK); the chunk's own part of the gradients of β and of the gates to
-// `d_strength` and `crossing_keys` (m, T).
-template <class T, class OUT, int CHUNK, int BLOCK>
-__global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
+// in dK to `d_keys` (m, T, CHUNK), or if ERASES, dL ∘ D; the chunk's own part of the gradients of β and
+// of the gates to `d_strength` and `crossing_keys` (m, T).
+template <class T, class OUT, int CHUNK, int BLOCK, bool ERASES = false>
+__global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ a,
+                               const T* __restrict__ v,
                                const float* __restrict__ sums, const float* __restrict__ strength,
                                const float* __restrict__ inverse, const float* __restrict__ u,
                                const float* __restrict__ d_u, float* __restrict__ d_right,
                                OUT* __restrict__ d_v, float* __restrict__ d_keys,
                                float* __restrict__ d_strength, float* __restrict__ crossing_keys,
-                               int heads, int k_heads, int v_heads, int s, int tokens, int d, int e,
-                               int step) {
+                               int heads, int k_heads, int a_heads, int v_heads, int s, int tokens,
+                               int d, int e, int step) {
   constexpr int SQUARE = CHUNK + 1, LEFT = CHUNK + DEEP_GAP, STEP = BLOCK + GAP;
   constexpr int DEEP = BLOCK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -141,7 +154,9 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
   }
   Product<CHUNK> scores;
   scores.clear();
-  add_pairs<CHUNK, BLOCK>(scores, right, keys, start, written, keys, start);
+  Rows<const T> erased = keys;
+  if constexpr (ERASES) erased = tokens_of(a, b, head / (heads / a_heads), a_heads, s, d);
+  add_pairs<CHUNK, BLOCK>(scores, right, erased, start, written, keys, start);
 
   decay_pairs<true>(among, gates, 1.0f);
   float* own_square = square + row * SQUARE;
@@ -164,7 +179,7 @@ __global__ void delta_gradient(const T* __restrict__ k, const T* __restrict__ v,
   if (threadIdx.x < CHUNK) d_strength[at + threadIdx.x] = d_beta - row_sums[threadIdx.x];
   for (int i = threadIdx.x; i < CHUNK * CHUNK; i += 2 * CHUNK) {
     const int m = i / CHUNK, n = i % CHUNK;
-    d_keys[at * CHUNK + i] = square[m * SQUARE + n] + square[n * SQUARE + m];
+    d_keys[at * CHUNK + i] = square[m * SQUARE + n] + (ERASES ? 0.0f : square[n * SQUARE + m]);
   }
   if (crossing_keys == nullptr) return;
   __syncthreads();

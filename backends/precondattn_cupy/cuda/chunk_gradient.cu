@@ -5,9 +5,13 @@
 //          − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K.
 //
 // The second line of dK applies to the delta rule only, with X and dL from chunk_delta.cu; S is the
-// state before the chunk, dS the gradient of the state after it. A block has a chunk and some key
-// channels, and iterates over the value channels. For the gradients of the gates and β, it also sums
-// the products of these terms with Q or K.
+// state before the chunk, dS the gradient of the state after it. If other keys A are erased than K, that
+// line is (dL ∘ D)ᵀ A, and the gradient of A is
+//
+//     dA = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ.
+//
+// A block has a chunk and some key channels, and iterates over the value channels. For the gradients of
+// the gates and β, it also sums the products of these terms with Q, K or A.
 #include "chunk_tiles.cuh"
 
 // Writes dA of one query of each token to `d_scores` (m r, T, CHUNK), and its part of the gates'
@@ -120,17 +124,18 @@ __global__ void d_queries(const T* __restrict__ q, const T* __restrict__ k,
 // Writes BLOCK channels of `d_k` (b, s, m, d). With gates, writes the sums of K with the part of dK
 // from the state after the chunk to `written` (m, blocks, T), and Σ S ∘ dS to `overlap` (m, chunks,
 // blocks); with the delta rule the sums of K with reading ∘ X Sᵀ to `from_keys` (m, blocks, T). Outputs
-// that are not needed are null.
-template <class T, class OUT, int CHUNK, int BLOCK>
-__global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v,
+// that are not needed are null. If ERASES, X is not read, and `from_keys` is left to `d_erased_of`.
+template <class T, class OUT, int CHUNK, int BLOCK, bool ERASES = false>
+__global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ a,
+                          const T* __restrict__ v,
                           const float* __restrict__ u, const float* __restrict__ sums,
                           const float* __restrict__ strength, const float* __restrict__ d_scores,
                           const float* __restrict__ d_right, const float* __restrict__ d_keys,
                           const float* __restrict__ states, const float* __restrict__ d_states,
                           OUT* __restrict__ d_k, float* __restrict__ written,
                           float* __restrict__ from_keys, float* __restrict__ overlap, int heads,
-                          int queries, int q_heads, int k_heads, int v_heads, int s, int t,
-                          int tokens, int d, int e, int width, int step) {
+                          int queries, int q_heads, int k_heads, int a_heads, int v_heads, int s,
+                          int t, int tokens, int d, int e, int width, int step) {
   constexpr int STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP, WARPS = CHUNK / 16;
   constexpr int LEFT = CHUNK + GAP, DEEP_LEFT = CHUNK + DEEP_GAP;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -161,7 +166,7 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
       load_factor<T, CHUNK, BLOCK>(own, scratch_of(u, at, CHUNK, step), 0, c);
     else
       load<CHUNK, BLOCK>(own, tokens_of(v, b, head / (heads / v_heads), v_heads, s, e), start, c);
-    if (d_right != nullptr)
+    if (!ERASES && d_right != nullptr)
       load_factor<T, CHUNK, BLOCK>(right, scratch_of(d_right, at, CHUNK, step), 0, c);
     load<BLOCK, BLOCK, GAP, 2 * CHUNK>(state, before, first, c);
     load<BLOCK, BLOCK, GAP, 2 * CHUNK>(d_state, lookback, first, c);
@@ -169,7 +174,7 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
     // Not rounded in shared memory, for the sake of `overlap`.
     add_tiles<T, FACTOR, WHOLE, false, true, BLOCK, BLOCK>(found, own + row * STEP, STEP, d_state,
                                                            STEP);
-    if (d_right != nullptr)
+    if (!ERASES && d_right != nullptr)
       add_tiles<T, FACTOR, WHOLE, false, true, BLOCK, BLOCK>(from_state, right + row * STEP, STEP,
                                                              state, STEP);
     if (overlap != nullptr)
@@ -182,8 +187,13 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
   float* keys = right;
   load<CHUNK, BLOCK, DEEP_GAP>(keys, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start,
                                first);
-  if (d_keys != nullptr)
+  if constexpr (ERASES) {
+    load_factor<T, CHUNK, CHUNK, DEEP_GAP>(left, scratch_of(d_keys, at, CHUNK, CHUNK), 0, 0);
+    load<CHUNK, BLOCK, DEEP_GAP>(own, tokens_of(a, b, head / (heads / a_heads), a_heads, s, d), start,
+                                 first);
+  } else if (d_keys != nullptr) {
     load_factor<T, CHUNK, CHUNK>(left, scratch_of(d_keys, at, CHUNK, CHUNK), 0, 0);
+  }
   both = sum_of_warp(both);
   if (lane() == 0) of_warps[warp()] = both;
   __syncthreads();
@@ -197,7 +207,10 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
 #pragma unroll
     for (int i = 0; i < 4; ++i) found.x[j][i] *= decay(gates, CHUNK - 1, row + row_of(i));
   if (written != nullptr) sum_rows(written + to_sums, found, keys + row * DEEP, DEEP);
-  if (d_keys != nullptr) {
+  if constexpr (ERASES) {
+    add_tiles<T, FACTOR, OF_16_BITS, true, false, BLOCK, CHUNK>(found, left + row, DEEP_LEFT, own,
+                                                                DEEP);
+  } else if (d_keys != nullptr) {
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; ++j)
 #pragma unroll
@@ -223,4 +236,60 @@ __global__ void d_keys_of(const T* __restrict__ q, const T* __restrict__ k, cons
                                                                 DEEP);
   }
   store(tokens_of(d_k, b, head, heads, s, d), start + row, first, found);
+}
+
+// Writes BLOCK channels of dA to `d_a` (b, s, m, d), and the sums of A with reading ∘ X Sᵀ to `from_keys`
+// (m, blocks, T). `d_pairs` (m, T, CHUNK) is dL ∘ D.
+template <class T, class OUT, int CHUNK, int BLOCK>
+__global__ void d_erased_of(const T* __restrict__ k, const T* __restrict__ a,
+                            const float* __restrict__ sums, const float* __restrict__ strength,
+                            const float* __restrict__ d_right, const float* __restrict__ d_pairs,
+                            const float* __restrict__ states, OUT* __restrict__ d_a,
+                            float* __restrict__ from_keys, int heads, int k_heads, int a_heads, int s,
+                            int tokens, int d, int e, int width, int step) {
+  constexpr int STEP = BLOCK + GAP, DEEP = BLOCK + DEEP_GAP, LEFT = CHUNK + GAP;
+  extern __shared__ __align__(16) unsigned char memory[];
+  Memory free{memory};
+  float* right = free.take<float>(CHUNK * STEP);
+  float* keys = free.take<float>(CHUNK * DEEP);
+  float* state = free.take<float>(BLOCK * STEP);
+  float* left = free.take<float>(CHUNK * LEFT);
+  float* gates = free.take<float>(2 * CHUNK);
+  const int blocks = (d + BLOCK - 1) / BLOCK;
+  const int chunk = blockIdx.x / blocks, block = blockIdx.x % blocks, first = block * BLOCK;
+  const long long m = blockIdx.y;
+  const int b = m / heads, head = m % heads, start = chunk * CHUNK, row = 16 * warp();
+  const long long at = m * tokens + start;
+  const Rows<const float> before =
+      scratch_of(states, (m * (tokens / CHUNK) + chunk) * width, width, step);
+  load_sums<CHUNK>(gates, sums, at);
+  Product<BLOCK> found;
+  found.clear();
+  for (int c = 0; c < e; c += BLOCK) {
+    __syncthreads();
+    load_factor<T, CHUNK, BLOCK>(right, scratch_of(d_right, at, CHUNK, step), 0, c);
+    load_factor<T, BLOCK, BLOCK, GAP, 2 * CHUNK>(state, before, first, c);
+    __syncthreads();
+    add_tiles<T, FACTOR, FACTOR, false, true, BLOCK, BLOCK>(found, right + row * STEP, STEP, state,
+                                                            STEP);
+  }
+  __syncthreads();
+  float* erased = right;
+  load<CHUNK, BLOCK>(erased, tokens_of(a, b, head / (heads / a_heads), a_heads, s, d), start, first);
+  load<CHUNK, BLOCK, DEEP_GAP>(keys, tokens_of(k, b, head / (heads / k_heads), k_heads, s, d), start,
+                               first);
+  load_factor<T, CHUNK, CHUNK>(left, scratch_of(d_pairs, at, CHUNK, CHUNK), 0, 0);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < BLOCK / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found.x[j][i] *= reading(gates, row + row_of(i));
+  sum_rows(from_keys + (m * blocks + block) * tokens + start + row, found, erased + row * STEP, STEP);
+#pragma unroll
+  for (int j = 0; j < BLOCK / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found.x[j][i] *= -strength[at + row + row_of(i)];
+  add_tiles<T, FACTOR, OF_16_BITS, false, false, BLOCK, CHUNK>(found, left + row * LEFT, LEFT, keys,
+                                                               DEEP);
+  store(tokens_of(d_a, b, head, heads, s, d), start + row, first, found);
 }

@@ -1,6 +1,8 @@
 // One token of a recurrence: every state is read once and written once.
 //
-//     S' = e^g S,   u = v  (additive),  β (v − S'ᵀ k)  (delta rule),   S = S' + k uᵀ,   o = s Sᵀ q
+//     S' = e^g S,   u = v  (additive),  β (v − S'ᵀ a)  (delta rule),   S = S' + k uᵀ,   o = s Sᵀ q
+//
+// with a the key that is erased: k, unless ERASES.
 //
 // A block has 32 value channels of one head, one for each lane, and all queries that read the head; its
 // warps split the key channels, and a thread has its elements of the state in registers. Everything is
@@ -20,16 +22,20 @@ __device__ __forceinline__ float sum_of_block(float (&of_warps)[WARPS][32], floa
   return sum;
 }
 
-// Writes `last` (m, d, e) from `initial`, and `o` (b, 1, m, r, e). g and β (b, 1, m) may be null.
-template <class T, int WIDTH, int WARPS>
+// Writes `last` (m, d, e) from `initial`, and `o` (b, 1, m, r, e). g and β (b, 1, m) may be null, and so
+// is `a` unless ERASES.
+template <class T, int WIDTH, int WARPS, bool ERASES = false>
 __global__ void step_token(const T* __restrict__ q, const T* __restrict__ k,
-                           const T* __restrict__ v, const float* __restrict__ g,
-                           const float* __restrict__ beta, const float* __restrict__ initial,
-                           float* __restrict__ last, T* __restrict__ o, int heads, int queries,
-                           int q_heads, int k_heads, int v_heads, int d, int e, float scale) {
+                           const T* __restrict__ a, const T* __restrict__ v,
+                           const float* __restrict__ g, const float* __restrict__ beta,
+                           const float* __restrict__ initial, float* __restrict__ last,
+                           T* __restrict__ o, int heads, int queries, int q_heads, int k_heads,
+                           int a_heads, int v_heads, int d, int e, float scale) {
   constexpr int ROWS = WIDTH / WARPS;
   __shared__ float of_warps[WARPS][32];
   __shared__ float key[WIDTH];
+  __shared__ float other[ERASES ? WIDTH : 1];
+  const float* erased = ERASES ? other : key;
   const long long m = blockIdx.y;
   const int b = m / heads, head = m % heads, channel = blockIdx.x * 32 + threadIdx.x % 32;
   const int first = threadIdx.x / 32 * ROWS;
@@ -41,6 +47,10 @@ __global__ void step_token(const T* __restrict__ q, const T* __restrict__ k,
     state[i] = there && first + i < d ? from[(long long)(first + i) * e] : 0.0f;
   k += ((long long)b * k_heads + head / (heads / k_heads)) * d;
   for (int i = threadIdx.x; i < WIDTH; i += blockDim.x) key[i] = i < d ? wide(k[i]) : 0.0f;
+  if constexpr (ERASES) {
+    a += ((long long)b * a_heads + head / (heads / a_heads)) * d;
+    for (int i = threadIdx.x; i < WIDTH; i += blockDim.x) other[i] = i < d ? wide(a[i]) : 0.0f;
+  }
   __syncthreads();
   if (g != nullptr) {
     const float kept = expf(g[m]);
@@ -52,7 +62,7 @@ __global__ void step_token(const T* __restrict__ q, const T* __restrict__ k,
   if (beta != nullptr) {
     float held = 0.0f;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) held += state[i] * key[first + i];
+    for (int i = 0; i < ROWS; ++i) held += state[i] * erased[first + i];
     written = beta[m] * (written - sum_of_block(of_warps, held));
   }
 #pragma unroll

@@ -32,6 +32,7 @@ FILES = {
     "d_scores_of": "chunk_gradient",
     "d_queries": "chunk_gradient",
     "d_keys_of": "chunk_gradient",
+    "d_erased_of": "chunk_gradient",
 }
 
 
@@ -49,7 +50,8 @@ def heads_first(x: Array) -> Array:
 class Call:
     """The arrays and numbers of one call.
 
-    `q` (b, t, heads, r, d), `k` (b, s, heads, d), `v` (b, s, heads, e), `g` and `beta` (b, s, m).
+    `q` (b, t, heads, r, d), `k` and `a` (b, s, heads, d), `v` (b, s, heads, e), `g` and `beta`
+    (b, s, m). `a` are the keys that the delta rule erases; None if these are `k`.
     """
 
     def __init__(self, x: Stream, state: Array, decays: bool, scale: float) -> None:
@@ -57,11 +59,13 @@ class Call:
         self.t, self.r = x.q.shape[2:4]
         self.s = x.k.shape[2]
         self.q, self.k, self.v = (tokens_first(array) for array in (x.q, x.k, x.v))
+        self.a = None if x.erase is None else tokens_first(x.erase)
         self.g = self._numbers(x.g[..., 0, 0]) if decays else None
         self.beta = None if x.beta is None else self._numbers(x.beta)
         self.initial = in_one_piece(state)
         self.scale = float(scale)
         self.q_heads, self.k_heads, self.v_heads = (a.shape[2] for a in (self.q, self.k, self.v))
+        self.a_heads = 1 if self.a is None else self.a.shape[2]
         self.width, self.step = padded_width(self.d), -(-self.e // 16) * 16
         half, widest = self.k.dtype.itemsize == 2, max(self.width, padded_width(self.e))
         tile = configuration("chunk_states", self.width, half)
@@ -78,6 +82,11 @@ class Call:
     def heads(self) -> int:
         """Heads of all sequences that have a state."""
         return self.b * self.m
+
+    @property
+    def erases(self) -> tuple[int, ...]:
+        """The last template argument of the delta rule's kernels, if keys beside `k` are erased."""
+        return () if self.a is None else (1,)
 
     @property
     def value_blocks(self) -> int:

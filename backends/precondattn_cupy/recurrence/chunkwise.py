@@ -1,13 +1,14 @@
 """The recurrence of linear attention and the delta rule in chunks, by CUDA kernels.
 
-    U = M β (V − reading ∘ K S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
+    U = M β (V − reading ∘ A S)  (additive: U = V),    O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),
     S ← total S + (writing ∘ K)ᵀ U
 
-with D and the factors of `cuda/chunk_tiles.cuh` and M of `cuda/chunk_inverse.cuh`. Chunks are
-prepared all at once (`cuda/chunk_delta.cu`), states are passed from chunk to chunk
-(`cuda/chunk_states.cu`), and outputs are read all at once (`cuda/chunk_reads.cu`). The gradient
-(`chunkwise_gradient.py`) recomputes the states, propagates their gradients back, and computes the
-rest for all chunks at once. A single token has a separate kernel (`cuda/recurrent_step.cu`).
+with D and the factors of `cuda/chunk_tiles.cuh` and M of `cuda/chunk_delta.cu`; A are the keys that
+are erased, K unless others are given. Chunks are prepared all at once (`cuda/chunk_delta.cu`),
+states are passed from chunk to chunk (`cuda/chunk_states.cu`), and outputs are read all at once
+(`cuda/chunk_reads.cu`). The gradient (`chunkwise_gradient.py`) recomputes the states, propagates
+their gradients back, and computes the rest for all chunks at once. A single token has a separate
+kernel (`cuda/recurrent_step.cu`).
 
 Besides inputs, outputs and their gradients, memory holds a state of d e numbers in float32 for each
 chunk, and M and two rows of numbers for each token; in the gradient, twice that and a few rows.
@@ -91,9 +92,11 @@ class Chunkwise:
 def _step(call: Call) -> tuple[Array, Array]:
     last = call.scratch(call.b, call.m, call.d, call.e)
     o = call.outputs(call.b, 1, call.m, call.r, call.e)
-    arrays = (call.q, call.k, call.v, call.g, call.beta, call.initial, last, o)
-    numbers = (call.m, call.r, call.q_heads, call.k_heads, call.v_heads, call.d, call.e)
-    kernel = f"step_token<{cpp_type(call.k)}, {call.width}, {STEP_WARPS}>"
+    arrays = (call.q, call.k, call.a, call.v, call.g, call.beta, call.initial, last, o)
+    heads = (call.m, call.r, call.q_heads, call.k_heads, call.a_heads, call.v_heads)
+    numbers = (*heads, call.d, call.e)
+    sizes = ", ".join(map(str, (call.width, STEP_WARPS, *call.erases)))
+    kernel = f"step_token<{cpp_type(call.k)}, {sizes}>"
     grid = (-(-call.e // 32), call.heads)
     launch("recurrent_step", kernel, grid, 32 * STEP_WARPS, (*arrays, *numbers, call.scale))
     return heads_first(o), last
@@ -112,17 +115,18 @@ def prepare(call: Call) -> Prepared:
         return Prepared(sums, None, None, None, None)
     inverse = call.scratch(heads, tokens, call.chunk)
     y, w = call.scratch(heads, tokens, call.step), call.scratch(heads, tokens, call.width)
-    numbers = (call.m, call.k_heads, call.v_heads, call.s, tokens)
+    numbers = (call.m, call.k_heads, call.a_heads, call.v_heads, call.s, tokens)
     widths = (call.d, call.e, call.width, call.step)
     call.launch(
         "delta_prepare",
         grid,
-        (call.k, call.v, sums, strength, inverse, y, w, *numbers, *widths),
+        (call.k, call.a, call.v, sums, strength, inverse, y, w, *numbers, *widths),
         2 * call.tile(call.chunk, call.chunk)
         + call.tile(call.chunk, call.block)
         + call.sums_of_rows(),
         call.chunk,
         call.block,
+        *call.erases,
     )
     return Prepared(sums, strength, inverse, y, w)
 

@@ -50,6 +50,9 @@ def gradients(
     d_v, of_delta = _d_values(call, x, prepared, carried, back)
     d_q, read = _d_queries(call, prepared, carried, d_o, d_scores)
     d_k, written, from_keys, overlap = _d_keys(call, prepared, carried, back, d_scores, of_delta)
+    d_a = None
+    if call.a is not None:
+        d_a, from_keys = _d_erased(call, call.a, prepared, carried, of_delta)
     d_g = None if call.g is None else call.scratch(call.b, call.s, call.m)
     d_beta = None if call.beta is None else call.scratch(call.b, call.s, call.m)
     if d_g is not None or d_beta is not None:
@@ -60,7 +63,8 @@ def gradients(
     xp = namespace(call.k)
     d_gates = xp.zeros_like(x.g) if d_g is None else heads_first(d_g)[..., None, None]
     d_strength = None if d_beta is None else heads_first(d_beta)
-    stream = Stream(heads_first(d_q), heads_first(d_k), d_v, d_gates, d_strength)
+    d_erase = None if d_a is None else heads_first(d_a)
+    stream = Stream(heads_first(d_q), heads_first(d_k), d_v, d_gates, d_strength, d_erase)
     return Gradients(stream, back.d_initial)
 
 
@@ -136,17 +140,19 @@ def _d_values(
     d_v = call.of_heads(x.v, call.v_heads, call.b, call.s, call.m, call.e)
     inputs = (prepared.sums, prepared.strength, prepared.inverse, carried.u, back.d_u)
     results = (result.d_right, d_v, result.d_keys, result.d_strength, result.crossing)
-    numbers = (call.m, call.k_heads, call.v_heads, call.s, tokens, call.d, call.e, call.step)
+    numbers = (call.m, call.k_heads, call.a_heads, call.v_heads, call.s, tokens)
+    widths = (call.d, call.e, call.step)
     call.launch(
         "delta_gradient",
         (call.count, heads),
-        (call.k, call.v, *inputs, *results, *numbers),
+        (call.k, call.a, call.v, *inputs, *results, *numbers, *widths),
         call.tile(call.chunk, call.chunk)
         + call.tile(call.chunk, call.chunk)
         + call.tile(4 * call.chunk, call.block)
         + call.sums_of_rows(),
         call.chunk,
         call.block,
+        *call.erases,
         out=d_v,
     )
     return heads_first(d_v), result
@@ -190,12 +196,13 @@ def _d_keys(
     if call.g is not None:
         written = call.scratch(heads, blocks, tokens)
         overlap = call.scratch(heads, call.count, blocks)
-    if call.beta is not None:
+    if call.beta is not None and call.a is None:
         from_keys = call.scratch(heads, blocks, tokens)
     d_k = call.of_heads(call.k, call.k_heads, call.b, call.s, call.m, call.d)
-    inputs = (call.q, call.k, call.v, carried.u, prepared.sums, prepared.strength, d_scores)
+    keys_and_values = (call.q, call.k, call.a, call.v, carried.u)
+    inputs = (*keys_and_values, prepared.sums, prepared.strength, d_scores)
     of_states = (of_delta.d_right, of_delta.d_keys, carried.states, back.d_states)
-    numbers = (call.m, call.r, call.q_heads, call.k_heads, call.v_heads)
+    numbers = (call.m, call.r, call.q_heads, call.k_heads, call.a_heads, call.v_heads)
     sizes = (call.s, call.t, tokens, call.d, call.e, call.width, call.step)
     call.launch(
         "d_keys_of",
@@ -207,6 +214,30 @@ def _d_keys(
         + 64,
         call.chunk,
         call.block,
+        *call.erases,
         out=d_k,
     )
     return d_k, written, from_keys, overlap
+
+
+def _d_erased(
+    call: Call, a: Array, prepared: Prepared, carried: Carried, of_delta: OfDelta
+) -> tuple[Array, Array]:
+    """The gradient of the keys that are erased (b, s, m, d), and `from_keys` of the kernel."""
+    heads, blocks, tokens = call.heads, call.key_blocks, call.tokens
+    from_keys = call.scratch(heads, blocks, tokens)
+    d_a = call.of_heads(a, call.a_heads, call.b, call.s, call.m, call.d)
+    inputs = (call.k, a, prepared.sums, prepared.strength, of_delta.d_right, of_delta.d_keys)
+    numbers = (call.m, call.k_heads, call.a_heads, call.s, tokens)
+    call.launch(
+        "d_erased_of",
+        (call.count * blocks, heads),
+        (*inputs, carried.states, d_a, from_keys, *numbers, call.d, call.e, call.width, call.step),
+        call.tile(2 * call.chunk + call.block, call.block)
+        + call.tile(call.chunk, call.chunk)
+        + call.sums_of_rows(),
+        call.chunk,
+        call.block,
+        out=d_a,
+    )
+    return d_a, from_keys
