@@ -16,4 +16,8 @@ A layout says how a call is divided meanwhile:
     Every device computes its own tokens. Keys and values of softmax attention go around a ring
     (`ring_torch.py`), and the states of a recurrence of the linear family or the delta rule are
     scanned along the devices (`states.py`). In PyTorch, for any number of devices.
+
+`zigzag`
+    The same for softmax attention, with tokens in an order (`layouts.py`) in which all devices have
+    equal work under a causal mask.
 """

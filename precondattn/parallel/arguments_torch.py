@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
+from precondattn.arrays import dtype_name
 from precondattn.execution.dtensor_sharding import MASKS
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.parallel.heads import Axes, Shape
@@ -58,16 +60,14 @@ class Bound(NamedTuple):
 
     def __str__(self) -> str:
         """What must be the same on all processes: all but the number of tokens."""
-        said = []
+        said, records = [], torch.is_grad_enabled()
         for name, x in self.inputs.items():
             shape = [str(n) for n in x.shape]
             if name in self.with_tokens:
                 time, axis = self.of_time(name)
                 shape[time] = axis.letter
-            learns = ", differentiated" if x.requires_grad else ""
-            said.append(
-                f"{name} {str(x.dtype).removeprefix('torch.')} ({', '.join(shape)}){learns}"
-            )
+            gradient = ", with gradient" if records and x.requires_grad else ""
+            said.append(f"{name} {dtype_name(x)} ({', '.join(shape)}){gradient}")
         return "; ".join([*said, *sorted(self.masks)])
 
 

@@ -52,7 +52,11 @@ def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
     return sent
 
 
-def _way(mechanism: Mechanism) -> ModuleType:
+def is_softmax(mechanism: Mechanism) -> bool:
+    """Whether it is softmax attention alone."""
     leaves = mechanism.program.leaves
-    is_softmax = len(leaves) == 1 and isinstance(leaves[0], Softmax)
-    return ring_torch if is_softmax else states_torch
+    return len(leaves) == 1 and isinstance(leaves[0], Softmax)
+
+
+def _way(mechanism: Mechanism) -> ModuleType:
+    return ring_torch if is_softmax(mechanism) else states_torch

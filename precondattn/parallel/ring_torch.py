@@ -1,10 +1,11 @@
-"""Softmax attention in the layout `contiguous`: keys and values go around a ring of processes.
+"""Softmax attention to keys and values that go around a ring of processes.
 
     λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r
 
 with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
 r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
-to them: causally, nothing for later tokens.
+to them: causally, nothing for later tokens. A process has consecutive tokens, or in the layout
+`zigzag` two parts of them (`layouts.py`); then o_r and λ_r are those of each pair of parts.
 
 Backward, with w_r = e^{λ_r − λ},
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.layouts import parts_of
 from precondattn.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
@@ -49,9 +51,9 @@ def refusal(mechanism: Mechanism) -> str | None:
     return None
 
 
-def output(call: Call, processes: Processes) -> Tensor:
+def output(call: Call, processes: Processes, *, is_zigzag: bool = False) -> Tensor:
     """The output of this process's tokens."""
-    ring = Ring(call.mechanism, processes, call.tokens["s"], call.backend)
+    ring = Ring(call.mechanism, processes, call.tokens["s"], call.backend, is_zigzag)
     out: Tensor = _Around.apply(ring, *(call.bound.inputs[name] for name in "qkv"))
     return out
 
@@ -76,6 +78,29 @@ class Ring:
     counts: tuple[int, ...]
     """The number of keys of every process"""
     backend: Any
+    is_zigzag: bool
+
+    def parts(self, process: int) -> list[tuple[int, slice]]:
+        """The parts that a process has, by their number in the sequence, and where they are."""
+        count = self.counts[process]
+        if not self.is_zigzag:
+            return [(process, slice(0, count))]
+        first, second = parts_of(process, self.processes.devices)
+        return [(first, slice(0, count // 2)), (second, slice(count // 2, count))]
+
+    def pairs(self, source: int) -> Iterator[tuple[Softmax, slice, slice]]:
+        """The attention of each part of this process's queries to each part of a process's keys.
+
+        Causally there is none to later parts.
+        """
+        (leaf,) = self.mechanism.program.leaves
+        assert isinstance(leaf, Softmax)
+        for of_queries, queries in self.parts(self.processes.rank):
+            for of_keys, keys in self.parts(source):
+                if of_queries == of_keys or not leaf.causal:
+                    yield leaf, queries, keys
+                elif of_keys < of_queries:
+                    yield replace(leaf, causal=False), queries, keys
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
@@ -102,27 +127,21 @@ class Ring:
             work.wait()
         return received
 
-    def part(self, source: int) -> Softmax | None:
-        """The attention of this process's queries to the keys of another; None for later keys."""
-        (leaf,) = self.mechanism.program.leaves
-        assert isinstance(leaf, Softmax)
-        if source == self.processes.rank or not leaf.causal:
-            return leaf
-        return replace(leaf, causal=False) if source < self.processes.rank else None
-
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
     """The output of this process's queries."""
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts: list[tuple[Tensor, Tensor]] = []
+        done: dict[int, tuple[Tensor, Tensor]] = {}
         for source, (keys, values) in ring.rounds(k, v):
-            softmax = ring.part(source)
-            if softmax is not None:
-                part = with_lse(softmax, q, keys, values, backend=ring.backend)
-                parts = [merge(*zip(*parts, part, strict=True))] if parts else [part]
-        ((out, lse),) = parts
+            for softmax, of_q, of_k in ring.pairs(source):
+                tokens = q[:, of_q], keys[:, of_k], values[:, of_k]
+                part = with_lse(softmax, *tokens, backend=ring.backend)
+                if of_q.start in done:
+                    part = merge(*zip(done[of_q.start], part, strict=True))
+                done[of_q.start] = part
+        out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -135,19 +154,18 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         wide = lse.dtype
         d_q = torch.zeros_like(q, dtype=wide)
         zeros = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-        around = ring.rounds(k, v, *zeros)
-        for source, held in around:
+        for source, held in ring.rounds(k, v, *zeros):
             keys, values, d_k, d_v = held
-            softmax = ring.part(source)
-            if softmax is not None:
-                (own, own_lse), pull = with_lse_vjp(softmax, q, keys, values, backend=ring.backend)
-                weight = torch.exp(own_lse - lse)[..., None]
-                d_own = weight * d_out.to(wide)
-                d_lse = (d_own * (own.to(wide) - out.to(wide))).sum(-1)
+            for softmax, of_q, of_k in ring.pairs(source):
+                tokens = q[:, of_q], keys[:, of_k], values[:, of_k]
+                (own, own_lse), pull = with_lse_vjp(softmax, *tokens, backend=ring.backend)
+                weight = torch.exp(own_lse - lse[:, of_q])[..., None]
+                d_own = weight * d_out[:, of_q].to(wide)
+                d_lse = (d_own * (own.to(wide) - out[:, of_q].to(wide))).sum(-1)
                 gradients = pull(d_own.to(out.dtype), d_lse)
-                d_q += gradients["q"]
-                d_k += gradients["k"]
-                d_v += gradients["v"]
+                d_q[:, of_q] += gradients["q"]
+                d_k[:, of_k] += gradients["k"]
+                d_v[:, of_k] += gradients["v"]
         # Those of the next process's keys are complete, and go to it.
         home = ring.passed_on([d_k, d_v], ring.processes.rank)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from precondattn.algebra.expression import parse
-from precondattn.parallel import contiguous_torch, heads_torch
+from precondattn.parallel import contiguous_torch, heads_torch, zigzag_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, Processes
@@ -19,7 +19,7 @@ from precondattn.parallel.call_torch import Call, Processes
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
-LAYOUTS = {"heads": heads_torch, "contiguous": contiguous_torch}
+LAYOUTS = {"heads": heads_torch, "contiguous": contiguous_torch, "zigzag": zigzag_torch}
 
 
 def context_parallel(
@@ -33,9 +33,10 @@ def context_parallel(
         What to call, or its expression.
     mesh : DeviceMesh
         Of one dimension. The tokens of process i come after those of process i − 1.
-    layout : {"heads", "contiguous"}
+    layout : {"heads", "contiguous", "zigzag"}
         How a call is divided (`precondattn.parallel`): by heads, or, for softmax attention and for
-        one recurrence, by tokens.
+        one recurrence, by tokens. In `zigzag` those of process i are not consecutive
+        (`precondattn.parallel.layouts`).
 
     Returns
     -------
@@ -107,7 +108,7 @@ class Plan:
             f"{self.mechanism}: {self.tokens} tokens on this process of {self.devices}",
             f"  layout {self.layout!r}: {self.during} during the call",
             *(f"  {name}: {sent:,} bytes sent" for name, sent in self.bytes_sent.items()),
-            f"  in all: {sum(self.bytes_sent.values()):,} bytes sent, and as many in the gradient",
+            f"  in all: {sum(self.bytes_sent.values()):,} bytes sent forward",
         ]
         return "\n".join(lines)
 
@@ -157,7 +158,9 @@ class ContextParallel:
             bound = bind(self.mechanism, self.mesh, arrays, named)
         except (TypeError, ValueError) as raised:
             error = raised
-        said, own = ("", (0, 0)) if bound is None else (str(bound), bound.tokens)
+        said, own = "", (0, 0)
+        if bound is not None:
+            said, own = f"{self.mechanism} in layout {self.layout!r}: {bound}", bound.tokens
         owner, group, _, _, device = self.processes
         everyone = agreed(owner, group, device, said, own, error)
         assert bound is not None  # `agreed` has raised the error.

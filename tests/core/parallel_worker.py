@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
+from precondattn.parallel.layouts import from_zigzag, to_zigzag
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
 
@@ -124,6 +125,27 @@ def check(
         assert torch.equal(given[name], before[name])
 
 
+def zigzag(expression, mesh):
+    """Tokens in another order, and the output and gradients in the same."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole(expression, layout_of(world, t=6 * world, s=6 * world))
+    x = {n: a.requires_grad_() for n, a in x.items()}
+    expected = m(**x)
+    cotangent = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    of_all = torch.autograd.grad(expected, list(x.values()), cotangent)
+
+    def part(a):
+        return to_zigzag(a.detach(), world).chunk(world, 1)[rank].clone()
+
+    given = [part(a).requires_grad_() for a in x.values()]
+    out = context_parallel(m, mesh, layout="zigzag")(*given)
+    require_equal(out, part(expected), "the output")
+    gradients = torch.autograd.grad(out, given, part(cotangent))
+    for name, found, true in zip(x, gradients, of_all, strict=True):
+        require_equal(found, part(true), f"the gradient of {name}")
+    assert torch.equal(from_zigzag(to_zigzag(expected, world), world), expected)
+
+
 def dtensor(local, of_all, pattern, mesh):
     axis = time_of(pattern)
     placement = Replicate() if axis is None else Shard(axis)
@@ -201,6 +223,7 @@ def refusals(mesh):
         "one process has another dtype": lambda: require_refused(
             mesh, ("all processes must call the same", "float32"), on=1, v=lambda v: v.float()
         ),
+        "one process calls another mechanism": lambda: require_other_mechanism(mesh),
         "one process has a list": lambda: require_refused(
             mesh,
             ("process 1: k must be a tensor; found list",),
@@ -251,6 +274,12 @@ def refusals(mesh):
         "a ring with a sink": lambda: require_refused(
             mesh, ("without bias, gate, sink or window",), "softmax[sink=true]", by="contiguous"
         ),
+        "an odd number of tokens in two parts": lambda: require_refused(
+            mesh, ("expects two equal parts of tokens",), "softmax", by="zigzag"
+        ),
+        "a zigzag of states": lambda: require_refused(
+            mesh, ("is for softmax attention; use the layout",), "gla", by="zigzag"
+        ),
         "states of packed sequences": lambda: require_refused(
             mesh,
             ("does not support segment_ids of gla; use the layout 'heads'",),
@@ -259,13 +288,25 @@ def refusals(mesh):
             masks={"segment_ids": torch.zeros(2, 5 - mesh.get_local_rank(), dtype=torch.int64)},
         ),
         "a layout that is none": lambda: require_no_plan(
-            ValueError, "one of 'heads', 'contiguous'; found 'ring'", "lucid", mesh, layout="ring"
+            ValueError,
+            "'contiguous', 'zigzag'; found 'ring'",
+            "lucid",
+            mesh,
+            layout="ring",
         ),
         "a mesh that is none": lambda: require_no_plan(
             TypeError, "a DeviceMesh, such as mesh\\['cp'\\]; found int", "lucid", world
         ),
     }
     return {f"refused: {name}": call for name, call in refused.items()}
+
+
+def require_other_mechanism(mesh):
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole("lucid", layout_of(world))
+    given = {n: part_of(a, m.inputs[n], rank, world) for n, a in x.items()}
+    with pytest.raises(ValueError, match="must call the same; found on process 0 lucid in layout"):
+        context_parallel("softmax" if rank else "lucid", mesh)(**given)
 
 
 def require_refused_input(mesh):
@@ -352,6 +393,8 @@ def cases(mesh):
             f"{expression}, ring",
             lambda e=expression: check(e, mesh, layout_of(world), by="contiguous"),
         )
+    for expression in RINGS:
+        yield f"{expression}, zigzag", lambda e=expression: zigzag(e, mesh)
     few = layout_of(world, t=world, s=world, heads=(3, 1))
     yield (
         "softmax, ring, float32",
