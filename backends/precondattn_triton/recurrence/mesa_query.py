@@ -28,7 +28,7 @@ from precondattn_triton.recurrence import solve_queries
 from precondattn_triton.recurrence.chunkwise import Chunkwise, carry, prepare
 
 WIDEST = 128
-"""A program keeps the state before its chunk: 64 KiB for keys of this width."""
+"""Rows of wider keys, of which a program keeps five for each token, do not fit its registers."""
 
 
 class SolvingChunkwise(Chunkwise):
