@@ -10,7 +10,8 @@ import precondattn as pa
 from precondattn.spec.recurrence import Stream, recurrent, recurrent_vjp
 from precondattn_cupy.recurrence.chunkwise import Chunkwise
 from precondattn_kernel_tools.cuda_simulator import checked
-from tests.backends.cupy.test_recurrences import BACKENDS, check, problem, tiles
+from tests.backends.cupy.simulated import DTYPES, ORDERS
+from tests.backends.cupy.test_recurrences import BACKENDS, BOUNDS, check, problem, tiles
 from tests.backends.cupy.test_recurrences import unwritten_is_nan as unwritten_is_nan
 from tests.backends.portable.test_erase_keys import assert_close, stream
 from tests.kernel_tools.toolchain import needs_simulator
@@ -43,22 +44,72 @@ def test_chunks_are_those_of_the_definition(gate, s, t, chunk):
             assert_close(getattr(d.stream, name), exact, 1e-5)
 
 
-def test_one_token_is_that_of_the_definition():
-    x, state = stream(1, "head")
-    with checked():
-        result = Chunkwise(decays=True).forward(in_float32(x), state.astype(np.float32))
-    for one, expected in zip(result, recurrent(x, state), strict=True):
-        assert_close(one, expected, 1e-6)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_token_is_that_of_the_definition(dtype, order):
+    x, state = stream(1, "head", d=20, e=40)
+    x.beta[:], x.g[0] = 0.7, -1.0
+    rows = {name: getattr(x, name).astype(DTYPES[dtype]) for name in ("q", "k", "v", "erase")}
+    with checked(order):
+        given = in_float32(x)._replace(**rows)
+        o, last = Chunkwise(decays=True).forward(given, state.astype(np.float32))
+    exact = x._replace(**{name: row.astype(np.float64) for name, row in rows.items()})
+    expected, expected_last = recurrent(exact, state)
+    assert_close(o.astype(np.float64), expected, BOUNDS[dtype])
+    assert_close(last, expected_last, 2e-6)
 
 
-def test_erase_keys_may_have_fewer_heads_than_the_state():
-    x, state = stream(17, "head", b=1, d=4)
-    x = x._replace(erase=x.erase[:, :1])
-    repeated = x._replace(erase=np.repeat(x.erase, 2, axis=1))
-    expected, _ = recurrent(repeated, state)
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_any_order_of_blocks_and_threads_gives_the_same_numbers(order):
+    x, state = stream(33, "head", b=1, d=20)
+    x, first = in_float32(x), state.astype(np.float32)
+    results = []
+    for each in (None, order):
+        with tiles(32), checked(each):
+            o, last = Chunkwise(decays=True).forward(x, first)
+            d = Chunkwise(decays=True).vjp(x, first, np.ones_like(o), np.ones_like(last))
+        results.append((o, last, d.state, *d.stream[:6]))
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("s", [1, 17])
+@pytest.mark.parametrize(("k_heads", "erase_heads"), [(4, 1), (1, 2), (2, 4)])
+def test_keys_and_erase_keys_may_have_fewer_heads_than_the_state(k_heads, erase_heads, s):
+    """Gradients are those of the heads of the state; a leaf sums them."""
+    x, state = stream(s, "head", m=4)
+    shared = x._replace(k=x.k[:, :k_heads], erase=x.erase[:, :erase_heads])
+    x = x._replace(
+        k=np.repeat(shared.k, 4 // k_heads, axis=1),
+        erase=np.repeat(shared.erase, 4 // erase_heads, axis=1),
+    )
+    expected, expected_last = recurrent(x, state)
+    d_o = np.random.default_rng(0).normal(size=expected.shape)
+    exact = recurrent_vjp(x, state, d_o, 0 * state).stream
+    first = state.astype(np.float32)
     with tiles(16), checked():
-        out, _ = Chunkwise(decays=True).forward(in_float32(x), state.astype(np.float32))
+        form = Chunkwise(decays=True)
+        out, last = form.forward(in_float32(shared), first)
+        d = form.vjp(in_float32(shared), first, d_o.astype(np.float32), 0 * first).stream
     assert_close(out, expected, 1e-5)
+    assert_close(last, expected_last, 1e-5)
+    for name in ("k", "erase", "v", "g", "beta"):
+        assert_close(getattr(d, name), getattr(exact, name), 1e-5)
+
+
+def test_a_gate_of_minus_infinity_is_one_whose_factor_is_0():
+    x, state = stream(20, "head", b=1)
+    x.g[:, :, [0, 7, 15, 16]] = -1e4
+    expected, _ = recurrent(x, state)
+    exact = recurrent_vjp(x, state, np.ones_like(expected), np.ones_like(state)).stream
+    x.g[x.g == -1e4] = -np.inf
+    first = state.astype(np.float32)
+    with tiles(16), checked():
+        out, last = Chunkwise(decays=True).forward(in_float32(x), first)
+        d = Chunkwise(decays=True).vjp(in_float32(x), first, np.ones_like(out), np.ones_like(last))
+    assert_close(out, expected, 1e-5)
+    for name in ("q", "k", "erase", "v", "g", "beta"):
+        assert_close(getattr(d.stream, name), getattr(exact, name), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ def stream(s, gate, t=None, erased="erase", b=2, m=2, r=2, d=4, e=3):
     rng = np.random.default_rng(s)
     k = rng.normal(size=(b, m, 3, d))[:, :, rng.integers(3, size=s)]
     k /= np.linalg.vector_norm(k, axis=-1, keepdims=True)
-    k[:, :, -1] = 0
+    if s > 1:
+        k[:, :, -1] = 0  # A single key of 0 would write nothing, whatever is erased.
     erase = k + 0.3 * rng.normal(size=k.shape)
     channels = d if gate == "key" else 1
     g = rng.choice([0.0, -1e-3, -1.0, -50.0], size=(b, m, s, channels, 1)) * (gate != "none")
