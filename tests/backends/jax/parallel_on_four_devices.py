@@ -103,8 +103,8 @@ def test_in_a_users_shard_map_arrays_are_parts():
     ("expression", "layout", "words"),
     [
         ("lucid", TOKENS._replace(t=7, s=7), "q has 7 tokens; a multiple of 4 devices is expected"),
-        ("lucid", TOKENS._replace(h=6, n=6), "must divide the number of heads of the output"),
-        ("lucid", TOKENS._replace(h=12, n=6), "or be a multiple of it; found n=6"),
+        ("lucid", TOKENS._replace(h=6, n=6), "divide the number of heads of the output; found h=6"),
+        ("lucid", TOKENS._replace(h=12, n=6), "or are a multiple; found n=6"),
         ("retention", TOKENS, "depends on its number"),
     ],
 )
