@@ -68,7 +68,12 @@ class Bound(NamedTuple):
                 shape[time] = axis.letter
             gradient = ", with gradient" if records and x.requires_grad else ""
             said.append(f"{name} {dtype_name(x)} ({', '.join(shape)}){gradient}")
-        return "; ".join([*said, *sorted(self.masks)])
+        for name, mask in sorted(self.masks.items()):
+            if name in WHOLE:
+                said.append(f"{name} {torch.as_tensor(mask).tolist()}")
+            else:
+                said.append(f"{name} {dtype_name(mask)} ({mask.shape[0]}, s)")
+        return "; ".join(said)
 
 
 def bind(mechanism: Mechanism, mesh: DeviceMesh, arrays: Any, named: Mapping[str, Any]) -> Bound:
@@ -130,5 +135,11 @@ def _tokens(bound: Bound) -> tuple[int, int]:
         first, by = counts.setdefault(letter, (count, name))
         if count != first:
             raise ValueError(f"{name} has {count} tokens, and {by} has {first}")
+    b = next(iter(bound.inputs.values())).shape[0]
+    for name, _, _ in of_masks:
+        if bound.masks[name].shape[0] != b:
+            raise ValueError(
+                f"{name} has {bound.masks[name].shape[0]} sequences, and inputs have {b}"
+            )
     t, s = (counts.get(letter, next(iter(counts.values())))[0] for letter in "ts")
     return t, s

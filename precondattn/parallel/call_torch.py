@@ -28,13 +28,21 @@ class Processes(NamedTuple):
 
     def together(self, function: Callable[[], Result]) -> Result:
         """function(), unless it is an error on any process, which all raise then."""
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        agreed(self.owner, self.group, self.device, error=error)
+        result, error = tried(function)
+        self.agree(error)
         return result  # type: ignore[return-value]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the error of any process, on all of them."""
+        agreed(self.owner, self.group, self.device, error=error)
+
+
+def tried(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """function(), or its error, for a process that takes part in exchanges before all raise it."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
 
 
 class Call(NamedTuple):

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.call_torch import Call, Processes, tried
 from precondattn.parallel.layouts import parts_of
 from precondattn.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.spec.read import MEAN
@@ -115,6 +116,8 @@ class Ring:
     def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
         """What the process before this one has, of the keys of `source`."""
         _, group, rank, devices, _ = self.processes
+        if devices == 1:
+            return held
         after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))
         received, operations = [], []
         for i, x in enumerate(held):
@@ -129,43 +132,75 @@ class Ring:
 
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
-    """The output of this process's queries."""
+    """The output of this process's queries. A process that has an error passes keys on to the end.
+
+    Half precision goes around, and is computed in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         done: dict[int, tuple[Tensor, Tensor]] = {}
-        for source, (keys, values) in ring.rounds(k, v):
-            for softmax, of_q, of_k in ring.pairs(source):
-                tokens = q[:, of_q], keys[:, of_k], values[:, of_k]
-                part = with_lse(softmax, *tokens, backend=ring.backend)
-                if of_q.start in done:
-                    part = merge(*zip(done[of_q.start], part, strict=True))
-                done[of_q.start] = part
+        error: Exception | None = None
+        for source, held in ring.rounds(k, v):
+            if error is None:
+                _, error = tried(partial(_attend, ring, done, source, q, *held))
+        ring.processes.agree(error)
         out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return out.to(v.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: Tensor) -> Any:
         ring: Ring = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
-        wide = lse.dtype
-        d_q = torch.zeros_like(q, dtype=wide)
-        zeros = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        given = (q, out, lse, d_out.to(lse.dtype))
+        error: Exception | None = None
         for source, held in ring.rounds(k, v, *zeros):
-            keys, values, d_k, d_v = held
-            for softmax, of_q, of_k in ring.pairs(source):
-                tokens = q[:, of_q], keys[:, of_k], values[:, of_k]
-                (own, own_lse), pull = with_lse_vjp(softmax, *tokens, backend=ring.backend)
-                weight = torch.exp(own_lse - lse[:, of_q])[..., None]
-                d_own = weight * d_out[:, of_q].to(wide)
-                d_lse = (d_own * (own.to(wide) - out[:, of_q].to(wide))).sum(-1)
-                gradients = pull(d_own.to(out.dtype), d_lse)
-                d_q[:, of_q] += gradients["q"]
-                d_k[:, of_k] += gradients["k"]
-                d_v[:, of_k] += gradients["v"]
+            if error is None:
+                _, error = tried(partial(_pull, ring, source, given, held, d_q))
         # Those of the next process's keys are complete, and go to it.
-        home = ring.passed_on([d_k, d_v], ring.processes.rank)
+        home = ring.passed_on(held[2:], ring.processes.rank)
+        ring.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
+
+
+def _attend(
+    ring: Ring,
+    done: dict[int, tuple[Tensor, Tensor]],
+    source: int,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Add the attention to a process's keys to what is done, by the first token of its part."""
+    for softmax, of_q, of_k in ring.pairs(source):
+        tokens = (wide(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
+        part = with_lse(softmax, *tokens, backend=ring.backend)
+        if of_q.start in done:
+            part = merge(*zip(done[of_q.start], part, strict=True))
+        done[of_q.start] = part
+
+
+def _pull(
+    ring: Ring, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
+) -> None:
+    """Add the gradients of this process's queries, and of a process's keys and values."""
+    q, out, lse, d_out = given
+    keys, values, d_k, d_v = held
+    for softmax, of_q, of_k in ring.pairs(source):
+        tokens = (wide(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
+        (own, own_lse), pull = with_lse_vjp(softmax, *tokens, backend=ring.backend)
+        d_own = torch.exp(own_lse - lse[:, of_q])[..., None] * d_out[:, of_q]
+        d_lse = (d_own * (own - out[:, of_q])).sum(-1)
+        gradients = pull(d_own, d_lse)
+        d_q[:, of_q] += gradients["q"]
+        d_k[:, of_k] += gradients["k"]
+        d_v[:, of_k] += gradients["v"]
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32 or wider."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

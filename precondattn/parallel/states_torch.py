@@ -41,6 +41,7 @@ def output(call: Call, processes: Processes) -> Tensor:
     if "lengths" in call.bound.masks:
         lengths = torch.as_tensor(call.bound.masks["lengths"], device=processes.device)
         counts = call.tokens["s"]
+        _check_lengths(processes.owner, lengths, call.sizes["b"], sum(counts))
         before, own = sum(counts[: processes.rank]), counts[processes.rank]
         masks = {"lengths": (lengths - before).clamp(0, own)}
 
@@ -49,9 +50,17 @@ def output(call: Call, processes: Processes) -> Tensor:
             return step_of_tokens(call.mechanism, inputs, call.backend, masks)
 
     line = Line(processes.group, processes.rank, processes.devices)
-    scanned = _Scan(call.mechanism, line, tuple(inputs), processes.together(step), call, masks)
-    out: Tensor = _Scanned.apply(scanned, *inputs.values())
+    own_step = processes.together(step)
+    scan = _Scan(call.mechanism, line, tuple(inputs), own_step, call, masks, processes)
+    out: Tensor = _Scanned.apply(scan, *inputs.values())
     return out
+
+
+def _check_lengths(owner: str, lengths: Tensor, b: int, s: int) -> None:
+    if tuple(lengths.shape) != (b,):
+        raise ValueError(f"{owner}: lengths must have shape ({b},); found {tuple(lengths.shape)}")
+    if bool(((lengths < 0) | (lengths > s)).any()):
+        raise ValueError(f"{owner}: lengths must be in 0 … {s}; found {lengths.tolist()}")
 
 
 def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
@@ -94,6 +103,7 @@ class _Scan:
     step: Step
     call: Call
     masks: Mapping[str, Any]
+    processes: Processes
 
 
 class _Scanned(torch.autograd.Function):  # type: ignore[misc]
@@ -106,8 +116,9 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         before = state_before(scan.line, scan.step)
         if before is not None:
             cache = _with_state(cache, before)
-        out, _, ctx.pull = scan.mechanism.extend_vjp(
-            cache, **inputs, backend=scan.call.backend, **scan.masks
+        options = {"backend": scan.call.backend, **scan.masks}
+        out, _, ctx.pull = scan.processes.together(
+            lambda: scan.mechanism.extend_vjp(cache, **inputs, **options)
         )
         ctx.scan, (ctx.key,) = scan, cache.store
         result: Tensor = out
@@ -117,7 +128,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         scan: _Scan = ctx.scan
-        gradients, d_past = ctx.pull(cotangent)
+        gradients, d_past = scan.processes.together(lambda: ctx.pull(cotangent))
         step = scan.step.adjoint(d_past[ctx.key].to(scan.step.state.dtype))
         of_end = state_before(scan.line._replace(is_reversed=True), step)
         if of_end is not None:

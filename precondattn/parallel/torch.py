@@ -15,6 +15,7 @@ from precondattn.parallel import contiguous_torch, heads_torch, zigzag_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.heads import Axes
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -133,10 +134,11 @@ class ContextParallel:
             return part
         pattern = self.mechanism.program.output
         whole = pattern.shape(call.sizes)
-        placement = Shard(pattern.letters.index("t"))
+        time = Axes.of(pattern, whole).time
+        assert time is not None  # Every output has tokens.
         stride = torch.empty(whole, device="meta").stride()
         return DTensor.from_local(
-            part, self.mesh, [placement], run_check=False, shape=whole, stride=stride
+            part, self.mesh, [Shard(time)], run_check=False, shape=whole, stride=stride
         )
 
     def explain(self, *arrays: Any, **named: Any) -> Plan:
@@ -160,7 +162,9 @@ class ContextParallel:
             error = raised
         said, own = "", (0, 0)
         if bound is not None:
-            said, own = f"{self.mechanism} in layout {self.layout!r}: {bound}", bound.tokens
+            on = "" if backend is None else f" on {backend!r}"
+            said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
+            own = bound.tokens
         owner, group, _, _, device = self.processes
         everyone = agreed(owner, group, device, said, own, error)
         assert bound is not None  # `agreed` has raised the error.

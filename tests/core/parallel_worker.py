@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
+from precondattn.parallel import ring_torch
 from precondattn.parallel.layouts import from_zigzag, to_zigzag
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
@@ -47,7 +48,7 @@ FEW = ("lucid", "gated_delta", "softmax[bias=true]")
 
 def layout_of(world, **changed):
     """An odd number of tokens, of which the last process has fewer."""
-    heads = {2: (4, 2), 3: (6, 3), 4: (4, 4), 8: (8, 8)}[world]
+    heads = {1: (2, 1), 2: (4, 2), 3: (6, 3), 4: (4, 4), 8: (8, 8)}[world]
     h, n = changed.pop("heads", heads)
     return Layout("test", t=5 * world - 1, s=5 * world - 1, h=h, n=n)._replace(**changed)
 
@@ -274,6 +275,26 @@ def refusals(mesh):
         "a ring with a sink": lambda: require_refused(
             mesh, ("without bias, gate, sink or window",), "softmax[sink=true]", by="contiguous"
         ),
+        "lengths that differ": lambda: require_refused(
+            mesh,
+            ("must call the same", "lengths [9, 3]"),
+            masks={"lengths": [9, 3 + mesh.get_local_rank()]},
+        ),
+        "masks of another dtype": lambda: require_refused(
+            mesh,
+            ("must call the same", "segment_ids int32"),
+            masks={
+                "segment_ids": torch.zeros(
+                    2,
+                    5 - mesh.get_local_rank(),
+                    dtype=torch.int64 if mesh.get_local_rank() else torch.int32,
+                )
+            },
+        ),
+        "lengths beyond the tokens": lambda: require_refused(
+            mesh, ("lengths must be in 0 … 9",), "gla", by="contiguous", masks={"lengths": [59, -7]}
+        ),
+        "an error of one process in a ring": lambda: require_ring_error(mesh),
         "an odd number of tokens in two parts": lambda: require_refused(
             mesh, ("expects two equal parts of tokens",), "softmax", by="zigzag"
         ),
@@ -299,6 +320,24 @@ def refusals(mesh):
         ),
     }
     return {f"refused: {name}": call for name, call in refused.items()}
+
+
+def require_ring_error(mesh):
+    """It passes keys on, and then all raise."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole("softmax", layout_of(world))
+    given = [part_of(a, m.inputs[n], rank, world) for n, a in x.items()]
+    with_lse = ring_torch.with_lse
+
+    def failing(*arguments, **options):
+        raise ValueError("out of memory")
+
+    ring_torch.with_lse = failing if rank else with_lse
+    try:
+        with pytest.raises(ValueError, match="process 1: out of memory"):
+            context_parallel(m, mesh, layout="contiguous")(*given)
+    finally:
+        ring_torch.with_lse = with_lse
 
 
 def require_other_mechanism(mesh):
@@ -347,8 +386,32 @@ def in_bfloat16(mesh):
     torch.testing.assert_close(context_parallel(m, mesh)(**parts), expected, rtol=0, atol=0)
 
 
+def ring_in_bfloat16(mesh):
+    """As near as one process, whose sums are in float32 too."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    m, x = whole("softmax", layout_of(world))
+    half = {n: a.to(torch.bfloat16) for n, a in x.items()}
+    given = [part_of(a, m.inputs[n], rank, world) for n, a in half.items()]
+    exact = part_of(m(**{n: a.double() for n, a in half.items()}), m.program.output, rank, world)
+    out = context_parallel(m, mesh, layout="contiguous")(*given)
+    assert float((out - exact).abs().max() / exact.abs().max()) < 2**-8
+
+
 def cases(mesh):
     world = mesh.size()
+    if world == 1:
+        for by, expression in (
+            ("heads", "lucid"),
+            ("contiguous", "softmax"),
+            ("zigzag", "softmax"),
+        ):
+            few = layout_of(1, t=6, s=6)
+            yield f"{expression}, {by}", lambda e=expression, k=by, c=few: check(e, mesh, c, by=k)
+        yield (
+            "gated_delta, contiguous",
+            lambda: check("gated_delta", mesh, layout_of(1), by="contiguous"),
+        )
+        return
     if world == 8:
         for expression in FEW[:2]:
             yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(8))
@@ -428,6 +491,11 @@ def cases(mesh):
     if world == 2:
         yield "a second derivative", lambda: a_second_derivative(mesh)
         yield "bfloat16", lambda: in_bfloat16(mesh)
+        yield "a ring in bfloat16", lambda: ring_in_bfloat16(mesh)
+        yield (
+            "deltaformer, as DTensors",
+            lambda: check("deltaformer", mesh, layout_of(world), as_dtensor=1),
+        )
         yield from refusals(mesh).items()
 
 
