@@ -156,9 +156,8 @@ class Call:
         """The index of some sequences and heads, whose kernels together fit a cache."""
         heads, m = self.q.shape[0], self.a.shape[1]
         entries = m * max(self.q.shape[1], self.k.shape[1])
-        for start, stop in layout.blocks(
-            heads, max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
-        ):
+        at_once = max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
+        for start, stop in layout.blocks(heads, at_once):
             yield slice(start, stop), ...
 
     def to_landmarks(self, part: Any) -> Array:
