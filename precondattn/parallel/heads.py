@@ -34,7 +34,7 @@ class Axes(NamedTuple):
     @classmethod
     def of(cls, pattern: Pattern, shape: Shape) -> Axes:
         letters = pattern.letters
-        time = next((letters.index(letter) for letter in "ts" if letter in letters), None)
+        time = pattern.time_axis
         if time is not None and pattern.axes[time].broadcasts and shape[time] == 1:
             time = None
         heads = next((i for i, letter in enumerate(letters) if letter in HEADS), None)

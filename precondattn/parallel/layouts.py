@@ -38,8 +38,7 @@ def to_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     >>> to_zigzag(np.arange(8), 2, axis=0)
     array([0, 1, 6, 7, 2, 3, 4, 5])
     """
-    order = [part for device in range(devices) for part in parts_of(device, devices)]
-    return _reordered(x, order, axis)
+    return _reordered(x, _order(devices), axis)
 
 
 def from_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
@@ -51,8 +50,13 @@ def from_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     >>> from_zigzag(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    order = [part for device in range(devices) for part in parts_of(device, devices)]
+    order = _order(devices)
     return _reordered(x, [order.index(part) for part in range(2 * devices)], axis)
+
+
+def _order(devices: int) -> list[int]:
+    """The parts of all devices, one device after another."""
+    return [part for device in range(devices) for part in parts_of(device, devices)]
 
 
 def _reordered(x: Array, order: list[int], axis: int) -> Array:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from precondattn.arrays import upcast
 from precondattn.parallel.call_torch import Call, Processes, tried
 from precondattn.parallel.layouts import parts_of
 from precondattn.partial_attention import merge, with_lse, with_lse_vjp
@@ -177,7 +178,7 @@ def _attend(
 ) -> None:
     """Add the attention to a process's keys to what is done, by the first token of its part."""
     for softmax, of_q, of_k in ring.pairs(source):
-        tokens = (wide(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
+        tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
         part = with_lse(softmax, *tokens, backend=ring.backend)
         if of_q.start in done:
             part = merge(*zip(done[of_q.start], part, strict=True))
@@ -191,7 +192,7 @@ def _pull(
     q, out, lse, d_out = given
     keys, values, d_k, d_v = held
     for softmax, of_q, of_k in ring.pairs(source):
-        tokens = (wide(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
+        tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
         (own, own_lse), pull = with_lse_vjp(softmax, *tokens, backend=ring.backend)
         d_own = torch.exp(own_lse - lse[:, of_q])[..., None] * d_out[:, of_q]
         d_lse = (d_own * (own - out[:, of_q])).sum(-1)
@@ -199,8 +200,3 @@ def _pull(
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in float32 or wider."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
