@@ -12,12 +12,10 @@ A layout says how a call is divided meanwhile:
     heads do not depend on their number, with as many devices as there are heads at most.
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
-`contiguous`
-    Every device computes its own tokens. Keys and values of softmax attention go around a ring
-    (`ring_torch.py`), and the states of a recurrence of the linear family or the delta rule are
-    scanned along the devices (`states.py`). In PyTorch, for any number of devices.
-
-`zigzag`
-    The same for softmax attention, with tokens in an order (`layouts.py`) in which all devices have
-    equal work under a causal mask.
+`contiguous`, `zigzag`, `cyclic[block=B]`
+    Every device computes its own tokens, in an order (`layouts.py`) that says how even the work is.
+    A composition is divided leaf by leaf (`tokens_torch.py`): keys and values of softmax attention
+    go around a ring (`ring_torch.py`), solved blocks of LUCID are given to all (`solve_torch.py`),
+    states of a recurrence are scanned along the devices (`states.py`), and what is computed token
+    by token needs nothing. In PyTorch, for any number of devices.
 """

@@ -9,6 +9,7 @@ import torch
 
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import Bound
+from precondattn.parallel.layouts import Order
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -55,3 +56,5 @@ class Call(NamedTuple):
     sizes: dict[str, int]
     """By letter, for all tokens"""
     backend: Any
+    order: Order | None = None
+    """That of the tokens, in the layouts that divide them"""

@@ -1,27 +1,154 @@
 """Where the tokens of a sequence are: their order on the devices, and back.
 
-With a causal mask, later tokens have more keys. In the layout `zigzag` a sequence is cut into 2 P
-parts, of which device r has two: part r and part 2 P − 1 − r. So all devices have equally many
-pairs of queries and keys. With consecutive tokens, the last device has almost twice the mean.
+A sequence is cut into parts, of which each device has some, one after another:
+
+    contiguous:         P parts; device r has part r
+    zigzag:             2 P parts; device r has part r and part 2 P − 1 − r
+    cyclic[block=B]:    parts of B tokens; device r has the parts r, P + r, 2 P + r …
+
+With a causal mask, later tokens have more keys. In `zigzag` all devices have equally many pairs of
+queries and keys, and in `cyclic` almost, if there are many parts; `contiguous` gives the last
+device almost twice the mean. A solve that goes from token to token (`solve_torch.py`) keeps all
+devices at work in `cyclic` only.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from precondattn.arrays import Array, namespace
 
-
-def parts_of(device: int, devices: int) -> tuple[int, int]:
-    """The two parts of a device, of 2 P."""
-    return device, 2 * devices - 1 - device
+ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
+"""What a layout can be, besides `heads`, which has no order of tokens."""
 
 
-def to_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
-    """The tokens in the order of the devices, each of which has a P-th of the result.
+class Part(NamedTuple):
+    """Consecutive tokens that one device has."""
+
+    device: int
+    rows: slice
+    """Where they are among those of the device"""
+    first: int
+    """The position of the first of them in the sequence"""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A layout that divides tokens. A device's parts are in the order of the sequence."""
+
+    name: str
+    block: int | None = None
+    """The tokens of a part; only of `cyclic`"""
+
+    @classmethod
+    def read(cls, text: str) -> Order:
+        """From its text.
+
+        Raises
+        ------
+        ValueError
+            for any other text.
+
+        Examples
+        --------
+        >>> Order.read("cyclic[block=512]")
+        Order(name='cyclic', block=512)
+        """
+        found = re.fullmatch(r"contiguous|zigzag|cyclic\[block=([1-9][0-9]*)\]", str(text))
+        if found is None:
+            known = ", ".join(map(repr, ("heads", *ORDERS[:-1])))
+            raise ValueError(f"layout must be {known} or {ORDERS[-1]!r}; found {text!r}")
+        block = found.group(1)
+        return cls("cyclic", int(block)) if block else cls(found.group())
+
+    def __str__(self) -> str:
+        return self.name if self.block is None else f"{self.name}[block={self.block}]"
+
+    def sizes(self, tokens: int, devices: int) -> list[int]:
+        """The tokens of each part, in the order of the sequence.
+
+        Raises
+        ------
+        ValueError
+            where they can not be divided.
+        """
+        if self.block is not None:
+            starts = range(0, tokens, self.block)
+            return [min(self.block, tokens - start) for start in starts]
+        count = devices if self.name == "contiguous" else 2 * devices
+        if tokens % count:
+            raise ValueError(
+                f"{self}: the number of tokens must be a multiple of {count}; found {tokens}"
+            )
+        return [tokens // count] * count
+
+    def device_of(self, part: int, devices: int) -> int:
+        """Which device has a part, by its number in the sequence."""
+        if self.name == "zigzag" and part >= devices:
+            return 2 * devices - 1 - part
+        return part % devices
+
+    def parts(self, counts: Sequence[int]) -> tuple[Part, ...]:
+        """All parts in the order of the sequence, where device r has `counts[r]` tokens.
+
+        In `contiguous` and `zigzag` devices may have different numbers of tokens.
+
+        Raises
+        ------
+        ValueError
+            where these are not numbers that the layout gives.
+
+        Examples
+        --------
+        >>> for part in Order("zigzag").parts([4, 4]):
+        ...     print(part.device, part.rows, part.first)
+        0 slice(0, 2, None) 0
+        1 slice(0, 2, None) 2
+        1 slice(2, 4, None) 4
+        0 slice(2, 4, None) 6
+        """
+        devices = len(counts)
+        if self.name == "contiguous":
+            sizes = list(counts)
+        elif self.name == "zigzag":
+            if any(count % 2 for count in counts):
+                raise ValueError(
+                    f"expects two equal parts of tokens on every process; found {tuple(counts)}"
+                )
+            halves = [count // 2 for count in counts]
+            sizes = [*halves, *reversed(halves)]
+        else:
+            sizes = self.sizes(sum(counts), devices)
+        parts: list[Part] = []
+        had, first = [0] * devices, 0
+        for number, size in enumerate(sizes):
+            device = self.device_of(number, devices)
+            parts.append(Part(device, slice(had[device], had[device] + size), first))
+            had[device], first = had[device] + size, first + size
+        if had != list(counts):
+            raise ValueError(
+                f"expects {', '.join(map(str, had))} tokens on the processes; found "
+                f"{', '.join(map(str, counts))}"
+            )
+        return tuple(parts)
+
+
+def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
+    """The tokens in the order of the devices: first all of device 0, then those of device 1 ….
 
     Parameters
     ----------
     x : array
-        With a multiple of 2 P tokens along `axis`.
+        In `contiguous` and `zigzag` with a multiple of P or 2 P tokens along `axis`.
+    layout : str
+        "contiguous", "zigzag" or "cyclic[block=B]".
     devices : int
         P.
     axis : int
@@ -30,43 +157,64 @@ def to_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
     Raises
     ------
     ValueError
-        for another number of tokens.
+        for another layout or number of tokens.
 
     Examples
     --------
     >>> import numpy as np
-    >>> to_zigzag(np.arange(8), 2, axis=0)
+    >>> to_layout(np.arange(8), "zigzag", 2, axis=0)
     array([0, 1, 6, 7, 2, 3, 4, 5])
+    >>> to_layout(np.arange(7), "cyclic[block=2]", 2, axis=0)
+    array([0, 1, 4, 5, 2, 3, 6])
     """
-    return _reordered(x, _order(devices), axis)
+    order = Order.read(layout)
+    sizes = order.sizes(x.shape[axis], devices)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    numbers = _by_device(order, len(sizes), devices)
+    return _joined(x, [(starts[i], sizes[i]) for i in numbers], axis)
 
 
-def from_zigzag(x: Array, devices: int, axis: int = 1) -> Array:
-    """The tokens in their own order: the inverse of `to_zigzag`.
+def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
+    """The tokens in their own order: the inverse of `to_layout`.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from_zigzag(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), 2, axis=0)
+    >>> from_layout(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), "zigzag", 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    order = _order(devices)
-    return _reordered(x, [order.index(part) for part in range(2 * devices)], axis)
+    order = Order.read(layout)
+    sizes = order.sizes(x.shape[axis], devices)
+    numbers = _by_device(order, len(sizes), devices)
+    starts, start = {}, 0
+    for number in numbers:
+        starts[number] = start
+        start += sizes[number]
+    return _joined(x, [(starts[i], size) for i, size in enumerate(sizes)], axis)
 
 
-def _order(devices: int) -> list[int]:
-    """The parts of all devices, one device after another."""
-    return [part for device in range(devices) for part in parts_of(device, devices)]
+def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
+    """The positions in the sequence of a device's tokens, for a rotary embedding say.
+
+    Examples
+    --------
+    >>> tokens_of("zigzag", 8, devices=2, device=0)
+    [0, 1, 6, 7]
+    """
+    order = Order.read(layout)
+    sizes = order.sizes(tokens, devices)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    own = [i for i in range(len(sizes)) if order.device_of(i, devices) == device]
+    return [position for i in own for position in range(starts[i], starts[i] + sizes[i])]
 
 
-def _reordered(x: Array, order: list[int], axis: int) -> Array:
-    """The parts of x in another order."""
-    tokens, count = x.shape[axis], len(order)
-    if tokens % count:
-        raise ValueError(
-            f"zigzag: the number of tokens must be a multiple of {count}, twice the number of "
-            f"devices; found {tokens}"
-        )
-    size, before = tokens // count, (slice(None),) * (axis % x.ndim)
-    parts = [x[(*before, slice(i * size, (i + 1) * size), ...)] for i in order]
+def _by_device(order: Order, parts: int, devices: int) -> list[int]:
+    """The numbers of all parts, one device after another."""
+    return sorted(range(parts), key=lambda part: (order.device_of(part, devices), part))
+
+
+def _joined(x: Array, pieces: list[tuple[int, int]], axis: int) -> Array:
+    """Pieces of x, given by start and size, one after another."""
+    before = (slice(None),) * (axis % x.ndim)
+    parts = [x[(*before, slice(start, start + size), ...)] for start, size in pieces]
     return namespace(x).concat(parts, axis=axis)

@@ -4,8 +4,11 @@
 
 with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
 r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
-to them: causally, nothing for later tokens. A process has consecutive tokens, or in the layout
-`zigzag` two parts of them (`layouts.py`); then o_r and λ_r are those of each pair of parts.
+to them: causally, nothing for later tokens. In a layout whose processes have several parts
+(`layouts.py`), o_r and λ_r are those of each part of the queries and the parts of keys before it.
+
+A packed segment is consecutive. So of keys that are all before some queries, these can see the
+segment of the first query only, and only queries of that segment see any.
 
 Backward, with w_r = e^{λ_r − λ},
 
@@ -18,95 +21,120 @@ time, however long the sequence is. Source: ring attention (arXiv 2310.01889).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.call_torch import Call, Processes, tried
-from precondattn.parallel.layouts import parts_of
+from precondattn.parallel.call_torch import tried
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.piece_torch import Piece, crossing
 from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.mechanism import Leaf
 
 
-MASKS: tuple[str, ...] = ()
+MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "the keys of two other processes at a time"
 
 
-def refusal(mechanism: Mechanism) -> str | None:
+def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why softmax attention can not go around a ring; None where it can."""
-    (leaf,) = mechanism.program.leaves
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
-    if set(mechanism.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read != MEAN:
+    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read != MEAN:
         return (
-            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
+            "divides softmax attention that reads a mean, without bias, gate, sink or window; use "
+            "the layout 'heads'"
         )
     return None
 
 
-def output(call: Call, processes: Processes, *, is_zigzag: bool = False) -> Tensor:
+def output(piece: Piece) -> Tensor:
     """The output of this process's tokens."""
-    ring = Ring(call.mechanism, processes, call.tokens["s"], call.backend, is_zigzag)
-    out: Tensor = _Around.apply(ring, *(call.bound.inputs[name] for name in "qkv"))
+    out: Tensor = _Around.apply(Ring(piece), *(piece.inputs[name] for name in "qkv"))
     return out
 
 
-def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+def bytes_sent(piece: Piece) -> dict[str, int]:
     """Forward, by this process to the next one."""
-    counts, rank = call.tokens["s"], processes.rank
-    around = [counts[(rank - i) % processes.devices] for i in range(processes.devices - 1)]
+    _, _, rank, devices, _ = piece.processes
+    around = sum(piece.count((rank - i) % devices) for i in range(devices - 1))
     return {
-        name: sum(around) * (call.bound.inputs[name][:, :1].numel() * x.dtype.itemsize)
-        for name, x in call.bound.inputs.items()
-        if name != "q"
+        name: around * (piece.inputs[name][:, :1].numel() * piece.inputs[name].dtype.itemsize)
+        for name in "kv"
     }
+
+
+class Pair(NamedTuple):
+    """The attention of some of this process's queries to some of a process's keys."""
+
+    softmax: Softmax
+    queries: slice
+    keys: slice
+    masks: dict[str, Tensor]
+    seen_by: Tensor | None
+    """Which of the queries (b, t) see any of the keys; None if all may"""
 
 
 @dataclass(frozen=True)
 class Ring:
     """A call, and who takes part."""
 
-    mechanism: Mechanism
-    processes: Processes
-    counts: tuple[int, ...]
-    """The number of keys of every process"""
-    backend: Any
-    is_zigzag: bool
+    piece: Piece
 
-    def parts(self, process: int) -> list[tuple[int, slice]]:
-        """The parts that a process has, by their number in the sequence, and where they are."""
-        count = self.counts[process]
-        if not self.is_zigzag:
-            return [(process, slice(0, count))]
-        first, second = parts_of(process, self.processes.devices)
-        return [(first, slice(0, count // 2)), (second, slice(count // 2, count))]
+    def pairs(self, source: int) -> Iterator[Pair]:
+        """Of all parts of this process's queries and of a process's keys.
 
-    def pairs(self, source: int) -> Iterator[tuple[Softmax, slice, slice]]:
-        """The attention of each part of this process's queries to each part of a process's keys.
-
-        Causally there is none to later parts.
+        Causally there is none with later parts. Parts before, and after, are taken together.
         """
-        (leaf,) = self.mechanism.program.leaves
+        leaf, processes = self.piece.leaf, self.piece.processes
         assert isinstance(leaf, Softmax)
-        for of_queries, queries in self.parts(self.processes.rank):
-            for of_keys, keys in self.parts(source):
-                if of_queries == of_keys or not leaf.causal:
-                    yield leaf, queries, keys
-                elif of_keys < of_queries:
-                    yield replace(leaf, causal=False), queries, keys
+        everywhere = replace(leaf, causal=False)
+        keys = self.piece.own_parts(source)
+        for part in self.piece.own_parts(processes.rank):
+            before = [other for other in keys if other.first < part.first]
+            after = [other for other in keys if other.first > part.first]
+            if source == processes.rank:
+                masks = self.piece.masks.of(source, part.rows)
+                yield Pair(leaf, part.rows, part.rows, masks, None)
+            for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
+                if others:
+                    rows = slice(others[0].rows.start, others[-1].rows.stop)
+                    pair = self._between(everywhere, part.rows, source, rows, at)
+                    if pair is not None:
+                        yield pair
+
+    def _between(
+        self, softmax: Softmax, queries: slice, source: int, keys: slice, at: int
+    ) -> Pair | None:
+        """Queries and keys all before them (`at` 0) or after them; None if none is visible."""
+        masks, rank = self.piece.masks, self.piece.processes.rank
+        given = masks.of(source, keys)
+        own = masks.segment_of(rank)
+        both = crossing(
+            None if own is None else own[:, queries], at, given.pop("segment_ids", None)
+        )
+        if both is None:
+            return Pair(softmax, queries, keys, given, None)
+        seen_by, seen = both
+        if not bool(seen.any()):
+            return None
+        given["key_mask"] = seen & given["key_mask"] if "key_mask" in given else seen
+        return Pair(softmax, queries, keys, given, seen_by)
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
-        rank, devices = self.processes.rank, self.processes.devices
+        _, _, rank, devices, _ = self.piece.processes
         held = [x.contiguous() for x in arrays]
         for distance in range(devices):
             source = (rank - distance) % devices
@@ -116,13 +144,13 @@ class Ring:
 
     def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
         """What the process before this one has, of the keys of `source`."""
-        _, group, rank, devices, _ = self.processes
+        _, group, rank, devices, _ = self.piece.processes
         if devices == 1:
             return held
         after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))
         received, operations = [], []
         for i, x in enumerate(held):
-            received.append(x.new_empty(x.shape[0], self.counts[source], *x.shape[2:]))
+            received.append(x.new_empty(x.shape[0], self.piece.count(source), *x.shape[2:]))
             operations += [
                 dist.P2POp(dist.isend, x, after, group, tag=i),
                 dist.P2POp(dist.irecv, received[i], before, group, tag=i),
@@ -145,7 +173,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         for source, held in ring.rounds(k, v):
             if error is None:
                 _, error = tried(partial(_attend, ring, done, source, q, *held))
-        ring.processes.agree(error)
+        ring.piece.processes.agree(error)
         out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
@@ -157,14 +185,14 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         ring: Ring = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        given = (q, out, lse, d_out.to(lse.dtype))
+        given = (q, out, finite_or_zero(lse), d_out.to(lse.dtype))
         error: Exception | None = None
         for source, held in ring.rounds(k, v, *zeros):
             if error is None:
                 _, error = tried(partial(_pull, ring, source, given, held, d_q))
         # Those of the next process's keys are complete, and go to it.
-        home = ring.passed_on(held[2:], ring.processes.rank)
-        ring.processes.agree(error)
+        home = ring.passed_on(held[2:], ring.piece.processes.rank)
+        ring.piece.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
 
 
@@ -177,12 +205,14 @@ def _attend(
     values: Tensor,
 ) -> None:
     """Add the attention to a process's keys to what is done, by the first token of its part."""
-    for softmax, of_q, of_k in ring.pairs(source):
+    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
         tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
-        part = with_lse(softmax, *tokens, backend=ring.backend)
+        out, lse = with_lse(softmax, *tokens, **masks, backend=ring.piece.backend)
+        if seen_by is not None:
+            lse = lse.masked_fill(~seen_by[..., None], -math.inf)
         if of_q.start in done:
-            part = merge(*zip(done[of_q.start], part, strict=True))
-        done[of_q.start] = part
+            out, lse = merge(*zip(done[of_q.start], (out, lse), strict=True))
+        done[of_q.start] = out, lse
 
 
 def _pull(
@@ -191,10 +221,13 @@ def _pull(
     """Add the gradients of this process's queries, and of a process's keys and values."""
     q, out, lse, d_out = given
     keys, values, d_k, d_v = held
-    for softmax, of_q, of_k in ring.pairs(source):
+    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
         tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
-        (own, own_lse), pull = with_lse_vjp(softmax, *tokens, backend=ring.backend)
-        d_own = torch.exp(own_lse - lse[:, of_q])[..., None] * d_out[:, of_q]
+        (own, own_lse), pull = with_lse_vjp(softmax, *tokens, **masks, backend=ring.piece.backend)
+        weight = torch.exp(own_lse - lse[:, of_q])
+        if seen_by is not None:
+            weight = weight.masked_fill(~seen_by[..., None], 0)
+        d_own = weight[..., None] * d_out[:, of_q]
         d_lse = (d_own * (own - out[:, of_q])).sum(-1)
         gradients = pull(d_own, d_lse)
         d_q[:, of_q] += gradients["q"]

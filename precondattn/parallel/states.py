@@ -27,18 +27,12 @@ from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.mechanism import Leaf
 
 
-def refusal(mechanism: Mechanism) -> str | None:
-    """Why the states of a mechanism have no scan; None where they have."""
-    leaves = mechanism.program.leaves
-    if len(leaves) != 1 or not isinstance(leaves[0], LinearFamily):
-        return (
-            "is for softmax attention, and for one recurrence of the linear family or the delta "
-            "rule; use the layout 'heads'"
-        )
-    if isinstance(leaves[0], Linear) and leaves[0].normalize:
+def refusal(leaf: Leaf) -> str | None:
+    """Why the states of a leaf of the linear family have no scan; None where they have."""
+    if isinstance(leaf, Linear) and leaf.normalize:
         return "scans one state, and normalize=true has another, of weights; use the layout 'heads'"
     return None
 
@@ -72,10 +66,9 @@ def times(transition: Array | None, x: Any) -> Any:
     return transition * x if transition.shape[-1] == 1 else transition @ x
 
 
-def columns_of_transition(mechanism: Mechanism, d: int) -> int:
+def columns_of_transition(leaf: Leaf, d: int) -> int:
     """How many columns of the state T is computed in: 0, 1 or d."""
-    (leaf,) = mechanism.program.leaves
-    assert isinstance(leaf, LinearFamily)  # `refusal` has checked it.
+    assert isinstance(leaf, LinearFamily)  # Others have no scan.
     if leaf.is_delta:
         return d
     return 1 if leaf.has_decay else 0

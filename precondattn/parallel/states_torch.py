@@ -1,4 +1,4 @@
-"""The layout `contiguous`: every process keeps its tokens, and states are passed on (`states.py`).
+"""Recurrences whose tokens are divided among processes: states are passed on (`states.py`).
 
 Forward, a process computes T and F of its tokens, gets the state before them from a scan, and
 computes its outputs from that: up to three times the work of a call for the delta rule, and twice
@@ -18,58 +18,52 @@ from torch.nn.functional import pad
 
 from precondattn.cache import Cache
 from precondattn.parallel import states
-from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.piece_torch import Piece
 from precondattn.parallel.scan_torch import Line, state_before, tensors_sent
 from precondattn.parallel.states import Step, columns_of_transition, step_of, with_transition
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.mechanism import Leaf
 
 
 MASKS = ("lengths",)
 PASSED = "the state before them"
 
 
-def refusal(mechanism: Mechanism) -> str | None:
-    """Why the states of a mechanism have no scan; None where they have."""
-    return states.refusal(mechanism)
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why the states of a leaf have no scan; None where they have."""
+    if order.name != "contiguous":
+        return (
+            f"gives processes tokens that are not consecutive, as {leaf} needs them; use "
+            f"the layout 'contiguous'"
+        )
+    return states.refusal(leaf)
 
 
-def output(call: Call, processes: Processes) -> Tensor:
+def output(piece: Piece) -> Tensor:
     """The output of this process's tokens."""
-    inputs, masks = call.bound.inputs, {}
-    if "lengths" in call.bound.masks:
-        lengths = torch.as_tensor(call.bound.masks["lengths"], device=processes.device)
-        counts = call.tokens["s"]
-        _check_lengths(processes.owner, lengths, call.sizes["b"], sum(counts))
-        before, own = sum(counts[: processes.rank]), counts[processes.rank]
-        masks = {"lengths": (lengths - before).clamp(0, own)}
+    leaf, masks, processes = piece.leaf, {}, piece.processes
+    valid = piece.masks.valid_of(processes.rank)
+    if valid is not None:
+        masks = {"lengths": valid.sum(1)}
 
     def step() -> Step:
         with torch.no_grad():
-            return step_of_tokens(call.mechanism, inputs, call.backend, masks)
+            return step_of_tokens(leaf, piece.inputs, piece.backend, masks)
 
-    line = Line(processes.group, processes.rank, processes.devices)
     own_step = processes.together(step)
-    scan = _Scan(call.mechanism, line, tuple(inputs), own_step, call, masks, processes)
-    out: Tensor = _Scanned.apply(scan, *inputs.values())
+    scan = _Scan(piece, own_step, masks)
+    out: Tensor = _Scanned.apply(scan, *piece.inputs.values())
     return out
 
 
-def _check_lengths(owner: str, lengths: Tensor, b: int, s: int) -> None:
-    if tuple(lengths.shape) != (b,):
-        raise ValueError(f"{owner}: lengths must have shape ({b},); found {tuple(lengths.shape)}")
-    if bool(((lengths < 0) | (lengths > s)).any()):
-        raise ValueError(f"{owner}: lengths must be in 0 … {s}; found {lengths.tolist()}")
-
-
-def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+def bytes_sent(piece: Piece) -> dict[str, int]:
     """Forward, by this process to others, in the scan."""
-    mechanism, inputs = call.mechanism, call.bound.inputs
-    (state,) = mechanism.init_cache(**inputs).store.values()
+    (state,) = piece.leaf.init_cache(**piece.inputs).store.values()
     d, e = state.shape[-2:]
-    of_transition = state.numel() // e * columns_of_transition(mechanism, d)
-    transitions, count = tensors_sent(Line(processes.group, processes.rank, processes.devices))
+    of_transition = state.numel() // e * columns_of_transition(piece.leaf, d)
+    transitions, count = tensors_sent(line_of(piece))
     width = state.dtype.itemsize
     return {
         "states": count * state.numel() * width,
@@ -78,17 +72,17 @@ def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
 
 
 def step_of_tokens(
-    mechanism: Mechanism, inputs: Mapping[str, Tensor], backend: Any, masks: Mapping[str, Any]
+    leaf: Leaf, inputs: Mapping[str, Tensor], backend: Any, masks: Mapping[str, Any]
 ) -> Step:
     """T and F of some tokens."""
     e = inputs["v"].shape[-1]
-    columns = columns_of_transition(mechanism, inputs["k"].shape[-1])
-    of_values = {name for name, pattern in mechanism.inputs.items() if pattern.letters[-1] == "e"}
+    columns = columns_of_transition(leaf, inputs["k"].shape[-1])
+    of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
     wide = {n: pad(x, (0, columns)) if n in of_values else x for n, x in inputs.items()}
-    cache = mechanism.init_cache(**wide)
+    cache = leaf.init_cache(**wide)
     (state,) = cache.store.values()
     cache = _with_state(cache, with_transition(state, e))
-    _, cache = mechanism.extend(cache, **wide, backend=backend, **masks)
+    _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
     (state,) = cache.store.values()
     return step_of(state, e)
 
@@ -97,13 +91,9 @@ def step_of_tokens(
 class _Scan:
     """What a call and its gradient need besides tensors that are differentiated."""
 
-    mechanism: Mechanism
-    line: Line
-    names: tuple[str, ...]
+    piece: Piece
     step: Step
-    call: Call
     masks: Mapping[str, Any]
-    processes: Processes
 
 
 class _Scanned(torch.autograd.Function):  # type: ignore[misc]
@@ -111,15 +101,14 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, scan: _Scan, *arrays: Tensor) -> Tensor:
-        inputs = dict(zip(scan.names, arrays, strict=True))
-        cache = scan.mechanism.init_cache(**inputs)
-        before = state_before(scan.line, scan.step)
+        leaf, processes = scan.piece.leaf, scan.piece.processes
+        inputs = dict(zip(scan.piece.inputs, arrays, strict=True))
+        cache = leaf.init_cache(**inputs)
+        before = state_before(line_of(scan.piece), scan.step)
         if before is not None:
             cache = _with_state(cache, before)
-        options = {"backend": scan.call.backend, **scan.masks}
-        out, _, ctx.pull = scan.processes.together(
-            lambda: scan.mechanism.extend_vjp(cache, **inputs, **options)
-        )
+        options = {"backend": scan.piece.backend, **scan.masks}
+        out, _, ctx.pull = processes.together(lambda: leaf.extend_vjp(cache, **inputs, **options))
         ctx.scan, (ctx.key,) = scan, cache.store
         result: Tensor = out
         return result
@@ -128,12 +117,18 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         scan: _Scan = ctx.scan
-        gradients, d_past = scan.processes.together(lambda: ctx.pull(cotangent))
+        gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent))
         step = scan.step.adjoint(d_past[ctx.key].to(scan.step.state.dtype))
-        of_end = state_before(scan.line._replace(is_reversed=True), step)
+        of_end = state_before(line_of(scan.piece)._replace(is_reversed=True), step)
         if of_end is not None:
             gradients, _ = ctx.pull(cotangent, {ctx.key: of_end})
-        return (None, *(gradients[name] for name in scan.names))
+        return (None, *(gradients[name] for name in scan.piece.inputs))
+
+
+def line_of(piece: Piece) -> Line:
+    """The processes, in their order."""
+    _, group, rank, devices, _ = piece.processes
+    return Line(group, rank, devices)
 
 
 def _with_state(cache: Cache, state: Tensor) -> Cache:

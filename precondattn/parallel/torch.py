@@ -11,16 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from precondattn.algebra.expression import parse
-from precondattn.parallel import contiguous_torch, heads_torch, zigzag_torch
+from precondattn.parallel import heads_torch, tokens_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, Processes
 from precondattn.parallel.heads import Axes
+from precondattn.parallel.layouts import Order
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
-
-LAYOUTS = {"heads": heads_torch, "contiguous": contiguous_torch, "zigzag": zigzag_torch}
 
 
 def context_parallel(
@@ -33,11 +32,12 @@ def context_parallel(
     mechanism : Mechanism or str
         What to call, or its expression.
     mesh : DeviceMesh
-        Of one dimension. The tokens of process i come after those of process i − 1.
-    layout : {"heads", "contiguous", "zigzag"}
-        How a call is divided (`precondattn.parallel`): by heads, or, for softmax attention and for
-        one recurrence, by tokens. In `zigzag` those of process i are not consecutive
-        (`precondattn.parallel.layouts`).
+        Of one dimension. The tokens of process i come after those of process i − 1, unless the
+        layout says otherwise.
+    layout : str
+        How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
+        "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
+        two the tokens of a process are not consecutive.
 
     Returns
     -------
@@ -79,15 +79,15 @@ def context_parallel(
         raise ValueError(
             f"{owner}: mesh must have one dimension, such as mesh['cp']; found {mesh.ndim}"
         )
-    if layout not in LAYOUTS:
-        raise ValueError(
-            f"{owner}: layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}"
-        )
+    try:
+        order = None if layout == "heads" else Order.read(layout)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
     if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
         raise ValueError(
             f"{owner}: the output of a sequence depends on all others, which no layout divides"
         )
-    return ContextParallel(mechanism, mesh, layout)
+    return ContextParallel(mechanism, mesh, layout, order)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,11 @@ class Plan:
 class ContextParallel:
     """A mechanism for parts of sequences; `context_parallel` makes it."""
 
-    def __init__(self, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
-        self.mechanism, self.mesh, self.layout = mechanism, mesh, layout
+    def __init__(
+        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str, order: Order | None
+    ) -> None:
+        self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
+        self._way = heads_torch if order is None else tokens_torch
         owner = f"context_parallel({mechanism})"
         group, rank = mesh.get_group(), mesh.get_local_rank()
         self.processes = Processes(owner, group, rank, mesh.size(), _device_of(mesh))
@@ -129,7 +132,7 @@ class ContextParallel:
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
         """The output of this process's tokens."""
         call = self._agreed(arrays, named, backend)
-        part = LAYOUTS[self.layout].output(call, self.processes)
+        part = self._way.output(call, self.processes)
         if not call.bound.is_distributed:
             return part
         pattern = self.mechanism.program.output
@@ -143,14 +146,14 @@ class ContextParallel:
 
     def explain(self, *arrays: Any, **named: Any) -> Plan:
         """How a call with these arguments is divided. All processes ask together."""
-        call, layout = self._agreed(arrays, named, None), LAYOUTS[self.layout]
+        call = self._agreed(arrays, named, None)
         return Plan(
             str(self.mechanism),
             self.layout,
             self.processes.devices,
             call.tokens["t"][self.processes.rank],
-            layout.during(call, self.processes),
-            layout.bytes_sent(call, self.processes),
+            self._way.during(call, self.processes),
+            self._way.bytes_sent(call, self.processes),
         )
 
     def _agreed(self, arrays: Any, named: Mapping[str, Any], backend: Any) -> Call:
@@ -176,8 +179,8 @@ class ContextParallel:
             )
         shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
         sizes = self.mechanism.inputs.sizes(owner, shapes)
-        call = Call(self.mechanism, bound, tokens, sizes, backend)
-        refused = LAYOUTS[self.layout].refusal(self.mechanism, call, self.processes)
+        call = Call(self.mechanism, bound, tokens, sizes, backend, self.order)
+        refused = self._way.refusal(self.mechanism, call, self.processes)
         if refused is not None:
             raise ValueError(f"{owner}: layout {self.layout!r} {refused}")
         return call

@@ -5,6 +5,7 @@ It writes `result_RANK.json`: the names of its cases, and the error of each that
 """
 
 import json
+import math
 import os
 import sys
 import traceback
@@ -22,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_torch
-from precondattn.parallel.layouts import from_zigzag, to_zigzag
+from precondattn.parallel import ring_torch, solve_torch
+from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
 
@@ -40,6 +41,12 @@ STATES = (
     *("delta_product", "dplr"),
 )
 """Whose states are scanned"""
+SOLVES = (
+    *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)"),
+    *("lucid[normalize=queries_and_keys,beta=true]", "differential", "elu1(linear)"),
+    "temperature[per=head](lucid)",
+)
+"""Compositions whose leaves are divided one by one"""
 RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]")
 """Whose keys go around"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
@@ -126,25 +133,70 @@ def check(
         assert torch.equal(given[name], before[name])
 
 
-def zigzag(expression, mesh):
-    """Tokens in another order, and the output and gradients in the same."""
+def in_order(
+    expression, mesh, layout, masks=(), dtype=torch.float64, tolerance=1e-10, kind="clustered", **of
+):
+    """Tokens in the order of a layout, and the output and gradients in the same."""
     rank, world = mesh.get_local_rank(), mesh.size()
-    m, x = whole(expression, layout_of(world, t=6 * world, s=6 * world))
-    x = {n: a.requires_grad_() for n, a in x.items()}
-    expected = m(**x)
-    cotangent = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    of = {"t": 6 * world, "s": 6 * world, **of}
+    m, x = whole(expression, layout_of(world, **of), kind)
+    x = {n: a.to(dtype).requires_grad_() for n, a in x.items()}
+    masks = masks_of(masks, of["t"])
+    expected = m(**x, **masks)
+    cotangent = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
     of_all = torch.autograd.grad(expected, list(x.values()), cotangent)
+    own = tokens_of(layout, of["t"], world, rank)
 
-    def part(a):
-        return to_zigzag(a.detach(), world).chunk(world, 1)[rank].clone()
+    def part(a, pattern):
+        axis = time_of(pattern)
+        return a.detach().clone() if axis is None else a.detach()[:, own].clone()
 
-    given = [part(a).requires_grad_() for a in x.values()]
-    out = context_parallel(m, mesh, layout="zigzag")(*given)
-    require_equal(out, part(expected), "the output")
-    gradients = torch.autograd.grad(out, given, part(cotangent))
-    for name, found, true in zip(x, gradients, of_all, strict=True):
-        require_equal(found, part(true), f"the gradient of {name}")
-    assert torch.equal(from_zigzag(to_zigzag(expected, world), world), expected)
+    given = {n: part(a, m.inputs[n]).requires_grad_() for n, a in x.items()}
+    if "lengths" in masks or "key_mask" in masks:  # Nothing of padding is read.
+        for name, a in given.items():
+            letters = m.inputs[name].letters
+            valid = visible(masks, of["t"], keys="t" not in letters)[:, own]
+            if time_of(m.inputs[name]) is not None:
+                with torch.no_grad():
+                    a[~valid] = math.nan
+    of_tokens = {n: a if n in ("lengths", "cu_seqlens") else a[:, own] for n, a in masks.items()}
+    out = context_parallel(m, mesh, layout=layout)(**given, **of_tokens)
+    require_equal(out, part(expected, m.program.output), "the output", tolerance)
+    gradients = torch.autograd.grad(out, list(given.values()), part(cotangent, m.program.output))
+    for (name, pattern), found, true in zip(m.inputs.items(), gradients, of_all, strict=True):
+        if time_of(pattern) is None:
+            found = found.clone()
+            dist.all_reduce(found)
+        scale = max(1.0, float(true.abs().max()))
+        what = f"the gradient of {name}"
+        require_equal(found / scale, part(true, pattern) / scale, what, tolerance)
+    by_device = torch.cat(
+        [expected[:, tokens_of(layout, of["t"], world, i)] for i in range(world)], 1
+    )
+    assert torch.equal(to_layout(expected, layout, world), by_device)
+    assert torch.equal(from_layout(by_device, layout, world), expected)
+
+
+def masks_of(names, t):
+    """Two sequences: segments that cross processes, and one of them shorter."""
+    bounds = [0, 1, t // 2 + 1, t - 2, t]
+    made = {
+        "lengths": torch.tensor([t - 3, t // 3]),
+        "key_mask": torch.arange(2 * t).view(2, t) % 5 != 1,
+        "segment_ids": torch.bucketize(
+            torch.arange(2 * t).view(2, t) % t, torch.tensor(bounds[1:]), right=True
+        ),
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+    }
+    return {name: made[name] for name in names}
+
+
+def visible(masks, t, *, keys):
+    """The tokens that are not padding, or, of keys, that a key mask hides."""
+    valid = torch.ones(2, t, dtype=torch.bool)
+    if keys and "key_mask" in masks:
+        valid = masks["key_mask"]
+    return valid & (torch.arange(t) < masks["lengths"][:, None]) if "lengths" in masks else valid
 
 
 def dtensor(local, of_all, pattern, mesh):
@@ -159,6 +211,8 @@ def bytes_are_counted(mesh):
     rank, world = mesh.get_local_rank(), mesh.size()
     asked = [(e, {"heads": heads}, "heads") for e in FEW for heads in ((8, 8), (8, 2), (8, 1))]
     asked += [(e, {}, "contiguous") for e in ("linear", "gla", "gated_delta", *RINGS)]
+    asked += [("elu1(linear)", {}, "contiguous"), ("differential", {}, "zigzag")]
+    asked += [("lucid", {}, by) for by in ("contiguous", "cyclic[block=2]")]
     for expression, sizes, by in asked:
         m, x = whole(expression, layout_of(world, t=16, s=16, **sizes))
         given = {
@@ -173,7 +227,7 @@ def bytes_are_counted(mesh):
         assert forward == sum(plan.bytes_sent.values()), (expression, sizes, by)
         everyone = [None] * world
         dist.all_gather_object(everyone, (forward, sum(sent) - forward))
-        if expression not in RINGS:  # Whose gradients go around beside them.
+        if expression not in (*RINGS, "differential", "lucid"):  # Gradients go beside keys.
             assert sum(a for a, _ in everyone) == sum(b for _, b in everyone)
         assert f"{forward:,} bytes sent" in str(plan)
 
@@ -182,6 +236,7 @@ def bytes_are_counted(mesh):
 def sent_bytes():
     """What this process sends meanwhile, of inputs, outputs and states."""
     sent, exchange, pass_on = [], dist.all_to_all_single, dist.batch_isend_irecv
+    give = dist.broadcast
 
     def exchanging(result, buffer, received, given, group):
         sent.append(sum(given))
@@ -191,11 +246,18 @@ def sent_bytes():
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return pass_on(operations)
 
+    def giving(x, source, group, async_op):
+        if source == dist.get_rank():
+            sent.append(x.nbytes * (dist.get_world_size(group) - 1))
+        return give(x, source, group=group, async_op=async_op)
+
     dist.all_to_all_single, dist.batch_isend_irecv = exchanging, passing
+    dist.broadcast = giving
     try:
         yield sent
     finally:
         dist.all_to_all_single, dist.batch_isend_irecv = exchange, pass_on
+        dist.broadcast = give
 
 
 def require_refused(
@@ -270,7 +332,10 @@ def refusals(mesh):
             **dict.fromkeys("qkv", lambda a: DTensor.from_local(a, mesh, [Shard(2)])),
         ),
         "states that are not those of one recurrence": lambda: require_refused(
-            mesh, ("is for softmax attention, and for one recurrence",), "ccq(gla)", by="contiguous"
+            mesh,
+            ("no way to divide the tokens of conditioned_query",),
+            "ccq(gla)",
+            by="contiguous",
         ),
         "a ring with a sink": lambda: require_refused(
             mesh, ("without bias, gate, sink or window",), "softmax[sink=true]", by="contiguous"
@@ -294,12 +359,22 @@ def refusals(mesh):
         "lengths beyond the tokens": lambda: require_refused(
             mesh, ("lengths must be in 0 … 9",), "gla", by="contiguous", masks={"lengths": [59, -7]}
         ),
-        "an error of one process in a ring": lambda: require_ring_error(mesh),
+        "an error in a ring": lambda: require_error_of_all(mesh, "softmax", ring_torch, "with_lse"),
+        "an error in a ring backward": lambda: require_error_of_all(
+            mesh, "softmax", ring_torch, "with_lse_vjp"
+        ),
+        "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve_torch, "with_lse"),
+        "an error in a solve backward": lambda: require_error_of_all(
+            mesh, "lucid", solve_torch, "with_lse_vjp", on=0
+        ),
         "an odd number of tokens in two parts": lambda: require_refused(
             mesh, ("expects two equal parts of tokens",), "softmax", by="zigzag"
         ),
         "a zigzag of states": lambda: require_refused(
-            mesh, ("is for softmax attention; use the layout",), "gla", by="zigzag"
+            mesh,
+            ("not consecutive, as gla needs them",),
+            "gla",
+            by="zigzag",
         ),
         "states of packed sequences": lambda: require_refused(
             mesh,
@@ -308,9 +383,18 @@ def refusals(mesh):
             by="contiguous",
             masks={"segment_ids": torch.zeros(2, 5 - mesh.get_local_rank(), dtype=torch.int64)},
         ),
+        "an order that has other numbers": lambda: require_refused(
+            mesh, ("expects 6, 3 tokens on the processes; found 5, 4",), by="cyclic[block=3]"
+        ),
+        "a solve without a metric of its own": lambda: require_refused(
+            mesh, ("divides solves of dot products",), "lucid(path)", by="contiguous"
+        ),
+        "a solve with a window": lambda: require_refused(
+            mesh, ("without a window",), "lucid(softmax[window=3])", by="contiguous"
+        ),
         "a layout that is none": lambda: require_no_plan(
             ValueError,
-            "'contiguous', 'zigzag'; found 'ring'",
+            "'zigzag' or 'cyclic\\[block=512\\]'; found 'ring'",
             "lucid",
             mesh,
             layout="ring",
@@ -322,22 +406,24 @@ def refusals(mesh):
     return {f"refused: {name}": call for name, call in refused.items()}
 
 
-def require_ring_error(mesh):
-    """It passes keys on, and then all raise."""
+def require_error_of_all(mesh, expression, module, name, on=1):
+    """A process that has an error takes part in all exchanges, and then all raise it."""
     rank, world = mesh.get_local_rank(), mesh.size()
-    m, x = whole("softmax", layout_of(world))
-    given = [part_of(a, m.inputs[n], rank, world) for n, a in x.items()]
-    with_lse = ring_torch.with_lse
+    m, x = whole(expression, layout_of(world))
+    given = [part_of(a, m.inputs[n], rank, world).requires_grad_() for n, a in x.items()]
+    function = getattr(module, name)
 
     def failing(*arguments, **options):
         raise ValueError("out of memory")
 
-    ring_torch.with_lse = failing if rank else with_lse
+    call = context_parallel(m, mesh, layout="contiguous")
+    out = call(*given) if name.endswith("vjp") else None
+    setattr(module, name, failing if rank == on else function)
     try:
-        with pytest.raises(ValueError, match="process 1: out of memory"):
-            context_parallel(m, mesh, layout="contiguous")(*given)
+        with pytest.raises(ValueError, match=f"process {on}: out of memory"):
+            call(*given) if out is None else out.sum().backward()
     finally:
-        ring_torch.with_lse = with_lse
+        setattr(module, name, function)
 
 
 def require_other_mechanism(mesh):
@@ -397,6 +483,48 @@ def ring_in_bfloat16(mesh):
     assert float((out - exact).abs().max() / exact.abs().max()) < 2**-8
 
 
+def in_small_blocks(mesh):
+    """Several blocks of each part, with segments that end in one."""
+    block, solve_torch.BLOCK = solve_torch.BLOCK, 2
+    try:
+        for layout in ("contiguous", "cyclic[block=3]"):
+            in_order("lucid[beta=true]", mesh, layout, ("lengths", "segment_ids"))
+    finally:
+        solve_torch.BLOCK = block
+
+
+def orders(mesh):
+    """Leaf by leaf, with masks, in all orders of tokens."""
+    world = mesh.size()
+    t = 7 * world + 1
+    cyclic = "cyclic[block=2]"
+    for expression in SOLVES:
+        layout = "contiguous" if "linear" in expression else cyclic
+        sizes = {"t": 6 * world, "s": 6 * world} if layout == "contiguous" else {"t": t, "s": t}
+        yield (
+            f"{expression}, {layout}",
+            lambda e=expression, b=layout, s=sizes: in_order(e, mesh, b, **s),
+        )
+    for layout in ("contiguous", "zigzag"):
+        yield f"lucid, {layout}", lambda b=layout: in_order("lucid", mesh, b)
+    yield "softmax, cyclic", lambda: in_order("softmax", mesh, cyclic, t=t, s=t)
+    masks = (("lengths",), ("key_mask",), ("segment_ids",), ("lengths", "segment_ids"))
+    for expression in ("softmax", "softmax[causal=false]", "lucid[beta=true]"):
+        for given in masks:
+            for layout in ("contiguous", cyclic):
+                yield (
+                    f"{expression}, {layout}, {' and '.join(given)}",
+                    lambda e=expression, b=layout, g=given: in_order(e, mesh, b, g),
+                )
+    yield "lucid, packed", lambda: in_order("lucid", mesh, cyclic, ("cu_seqlens",), b=1)
+    yield (
+        "lucid, float32",
+        lambda: in_order("lucid", mesh, "zigzag", dtype=torch.float32, tolerance=1e-5),
+    )
+    yield "lucid, small blocks", lambda: in_small_blocks(mesh)
+    yield "lucid, equal keys", lambda: in_order("lucid", mesh, cyclic, kind="duplicate")
+
+
 def cases(mesh):
     world = mesh.size()
     if world == 1:
@@ -404,6 +532,7 @@ def cases(mesh):
             ("heads", "lucid"),
             ("contiguous", "softmax"),
             ("zigzag", "softmax"),
+            ("cyclic[block=2]", "lucid"),
         ):
             few = layout_of(1, t=6, s=6)
             yield f"{expression}, {by}", lambda e=expression, k=by, c=few: check(e, mesh, c, by=k)
@@ -420,6 +549,8 @@ def cases(mesh):
                 f"{expression}, contiguous",
                 lambda e=expression: check(e, mesh, layout_of(8), by="contiguous"),
             )
+        for layout in ("zigzag", "cyclic[block=1]"):
+            yield f"lucid, {layout}", lambda b=layout: in_order("lucid", mesh, b, t=16, s=16)
         return
     for expression in MECHANISMS:
         yield f"{expression}, plain", lambda e=expression: check(e, mesh, layout_of(world))
@@ -457,7 +588,8 @@ def cases(mesh):
             lambda e=expression: check(e, mesh, layout_of(world), by="contiguous"),
         )
     for expression in RINGS:
-        yield f"{expression}, zigzag", lambda e=expression: zigzag(e, mesh)
+        yield f"{expression}, zigzag", lambda e=expression: in_order(e, mesh, "zigzag")
+    yield from orders(mesh)
     few = layout_of(world, t=world, s=world, heads=(3, 1))
     yield (
         "softmax, ring, float32",

@@ -1,0 +1,122 @@
+"""The layouts that divide tokens: every process keeps its own, and each leaf is divided for itself.
+
+A composition is its program, a list of leaf calls, and each leaf has a way along time:
+
+    local   leaves that compute each token by itself, such as norms and feature maps
+    ring    softmax attention: keys and values go around            (`ring_torch.py`)
+    solve   LUCID: solved blocks are given to all                   (`solve_torch.py`)
+    scan    the linear family and the delta rules: states           (`states_torch.py`)
+
+All have the order of tokens of the layout. A scan needs consecutive tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.parallel import local_torch, ring_torch, solve_torch, states_torch
+from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.piece_torch import Piece, masks_of
+from precondattn.spec.linear_family import LinearFamily
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.mechanism import Mechanism
+
+WAYS: Mapping[type[Leaf], ModuleType] = {
+    TokenWise: local_torch,
+    Softmax: ring_torch,
+    LucidSolve: solve_torch,
+    LinearFamily: states_torch,
+}
+
+
+def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | None:
+    """Why a call can not be divided like this; None where it can."""
+    if call.tokens["t"] != call.tokens["s"]:
+        return (
+            f"expects as many queries as keys on every process; found {call.tokens['t']} and "
+            f"{call.tokens['s']}"
+        )
+    assert call.order is not None  # Of the layouts that divide tokens.
+    for leaf in mechanism.program.leaves:
+        way = way_of(leaf)
+        if way is None:
+            return f"has no way to divide the tokens of {leaf}; use the layout 'heads'"
+        masks = [name for name in call.bound.masks if name not in way.MASKS]
+        if masks:
+            return f"does not support {', '.join(masks)} of {leaf}; use the layout 'heads'"
+        reason: str | None = way.refusal(leaf, call.order)
+        if reason is not None:
+            return reason
+    try:
+        call.order.parts(call.tokens["t"])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def output(call: Call, processes: Processes) -> Tensor:
+    """The output of this process's tokens."""
+    masks = processes.together(lambda: masks_of(call, processes))
+    rank, program = processes.rank, call.mechanism.program
+    values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
+    assert call.order is not None
+    parts = call.order.parts(call.tokens["t"])
+    for leaf_call in program.calls:
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        piece = Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
+        way = way_of(leaf_call.leaf)
+        assert way is not None  # `refusal` has checked it.
+        values[leaf_call.out] = way.output(piece)
+    out = {program.out: values[program.out]}
+    return masks.without_padding(rank, out, {program.out: program.output})[program.out]
+
+
+def during(call: Call, processes: Processes) -> str:
+    """What a process has during the call."""
+    count = call.tokens["t"][processes.rank]
+    ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
+    passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
+    return f"{count} tokens of all heads, {', '.join(passed) or 'nothing of others'}"
+
+
+def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+    """Forward, by this process to others, by what is sent, for which value of the program."""
+    sent: dict[str, int] = {}
+    assert call.order is not None
+    parts = call.order.parts(call.tokens["t"])
+    masks = masks_of(call, processes, is_planned=True)
+    values = {name: x.to("meta") for name, x in call.bound.inputs.items()}
+    for leaf_call in call.mechanism.program.calls:
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        piece = Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
+        way = way_of(leaf_call.leaf)
+        assert way is not None  # `refusal` has checked it.
+        for name, count in way.bytes_sent(piece).items():
+            sent[f"{name} for {leaf_call.out}"] = count
+        values[leaf_call.out] = _like_output(leaf_call, inputs)
+    return sent
+
+
+def _like_output(leaf_call: LeafCall, inputs: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the shape and dtype of a leaf's output, without data."""
+    leaf = leaf_call.leaf
+    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
+    pattern = type(next(iter(leaf.inputs.values()))).read(leaf.output)
+    first = inputs.get("v", next(iter(inputs.values())))
+    shape = pattern.shape(leaf.inputs.sizes(str(leaf), shapes))
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def way_of(leaf: Leaf) -> ModuleType | None:
+    """How the tokens of a leaf are divided; None where no way is built."""
+    return next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
