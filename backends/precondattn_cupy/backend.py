@@ -32,10 +32,12 @@ RECURRENT = (
     *(pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery),
     *(pa.ErasingDelta, pa.ErasingGatedDelta, pa.PreconditionedKey),
 )
+GATED_BY_CHANNEL = (pa.KDA, pa.ErasingKDA, pa.GLA)
 
 KERNELS: KernelTable = {
     pa.UnitRows: "precondattn_cupy.unit_rows:UnitRows",
     **dict.fromkeys(RECURRENT, "precondattn_cupy.recurrence.leaves:Recurrence"),
+    **dict.fromkeys(GATED_BY_CHANNEL, "precondattn_cupy.recurrence.leaves:ChannelRecurrence"),
     pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolve",
     pa.Softmax: ByOption(
         "read",

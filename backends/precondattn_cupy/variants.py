@@ -41,6 +41,7 @@ CALLS: Shipped = (
     ("laser", ("bfloat16", "float32"), ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
     ("gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
     ("erasing_gated_delta", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 512))),
+    *((name, ALL, ((32, 32), (64, 64), (128, 128), (256, 512))) for name in ("kda", "erasing_kda")),
     ("preconditioned_key", ("float32",), ((64, 64),)),
 )
 """Full calls, with their gradients."""

@@ -1,4 +1,4 @@
-"""Leaves with a state on CUDA kernels: the recurrence in chunks as each leaf needs it."""
+"""Leaves with a state on CUDA kernels: the recurrence in chunks, or token by token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from precondattn.arrays import Array
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import StatefulKernels, decays, scale_in_form
+from precondattn_cupy.recurrence.channel_scan import ChannelScan
 from precondattn_cupy.recurrence.chunkwise import Chunkwise
 
 
@@ -16,3 +17,10 @@ class Recurrence(StatefulKernels):
 
     def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Chunkwise:
         return Chunkwise(decays=decays(leaf, frame), scale=scale_in_form(leaf, x))
+
+
+class ChannelRecurrence(StatefulKernels):
+    """The linear family with a decay for each key channel."""
+
+    def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> ChannelScan:
+        return ChannelScan(scale=scale_in_form(leaf, x))

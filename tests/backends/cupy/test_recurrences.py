@@ -278,7 +278,13 @@ def states_of(layer, x):
 )
 def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
     layer = pa.parse(layer)
-    x = problem(layer, cuts[-1], heads=(1, 2) if layer == pa.GatedDelta() else (1, 1))
+    check_splits(
+        layer, problem(layer, cuts[-1], heads=(1, 2) if layer == pa.GatedDelta() else (1, 1)), cuts
+    )
+
+
+def check_splits(layer, x, cuts):
+    """Output, states and gradients of extensions from a random state, against one call."""
     first = states_of(layer, x)
     exact = first._replace(store=wide(first.store))
     out, last, pullback = layer.extend_vjp(exact, **wide(x), backend="reference")
@@ -322,6 +328,11 @@ def test_a_token_reads_and_writes_the_state_once(layer, dtype, order):
         x["g"][:, :, 0] = -1e4
     if "beta" in x:
         x["beta"][:] = 0.7
+    check_token(layer, x, dtype, order)
+
+
+def check_token(layer, x, dtype, order=None):
+    """The output and the states of an extension of a random state, against the definition."""
     cache = states_of(layer, x)
     exact = cache._replace(store=wide(cache.store))
     expected, last = layer.extend(exact, **wide(x), backend="reference")
@@ -353,7 +364,7 @@ def test_an_extension_of_sequences_of_unequal_lengths():
         ("gated_delta", {"k": (2, 20, 2, 264)}, "d=264"),
         ("gated_delta", {"v": (2, 20, 2, 520)}, "e=520"),
         ("gated_delta", {"v": (0, 20, 2, 8)}, "empty"),
-        ("gla", {}, "no kernels"),
+        ("kda", {"k": (2, 20, 2, 264)}, "d=264"),
         ("gsa", {}, "no kernels"),
         ("linear", {"q": (40000, 20, 2, 8)}, "65535 heads"),
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
