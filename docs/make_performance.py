@@ -40,6 +40,10 @@ EARLIER = MEASUREMENTS / "earlier"
 """Saved runs of an earlier version, under the name of the run to compare them with."""
 
 
+ALONE = MEASUREMENTS / "alone"
+"""Runs without neighbours, under the name of the run with them that was taken right afterwards."""
+
+
 def load_records() -> dict[str, Record]:
     """The saved runs by the names of their files, in order; those of GPUs last."""
     saved = {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
@@ -57,7 +61,7 @@ def page(records: dict[str, Record]) -> str:
 def section(name: str, record: Record) -> str:
     """One run: the machine, its times, its peaks, and what has no time."""
     parts = [f"## {name}\n", machine(record)]
-    earlier = EARLIER / f"{name}.json"
+    earlier, alone = EARLIER / f"{name}.json", ALONE / f"{name}.json"
     timed = [row for row in record.rows if row.seconds]
     peaks = [row for row in record.rows if row.peak_bytes]
     refused = [row for row in record.rows if row.status != TIMED]
@@ -65,6 +69,8 @@ def section(name: str, record: Record) -> str:
         parts.append(times(timed))
     if timed and earlier.exists():
         parts.append(before_and_after(load(earlier), timed))
+    if timed and alone.exists():
+        parts.append(with_a_neighbour(load(alone), timed))
     if any(row.ratios for row in timed):
         parts.append(f"![Ratios to peers](measurements/{name}_ratios.svg)\n")
     if peaks:
@@ -152,6 +158,33 @@ def before_and_after(before: Record, rows: list[Row]) -> str:
                 )
             )
     return f"Beside an earlier version, measured {before.date}:\n\n{table(headings, cells)}"
+
+
+def with_a_neighbour(alone: Record, rows: list[Row]) -> str:
+    """The times and ratios of the same cases without and with busy neighbours."""
+    headings = (
+        "case",
+        "peer",
+        "time alone",
+        "ratio alone",
+        "time with a busy neighbour",
+        "ratio with a busy neighbour",
+    )
+    quiet = {row.case: row for row in alone.rows if row.seconds}
+    cells = [
+        (
+            f"`{row.case}`",
+            name,
+            duration(quiet[row.case].seconds["median"]),
+            f"{quiet[row.case].ratios[name]['median']:.2f}",
+            duration(row.seconds["median"]),
+            f"{beside['median']:.2f}",
+        )
+        for row in rows
+        for name, beside in row.ratios.items()
+        if row.case in quiet and name in quiet[row.case].ratios
+    ]
+    return f"Without the neighbour, measured {alone.date}:\n\n{table(headings, cells)}"
 
 
 def share(of: float | None) -> str:

@@ -259,7 +259,13 @@ def bench(
         int, typer.Option(help="other processes that are busy meanwhile", min=0)
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, as a test")] = False,
-    save: Annotated[Path | None, typer.Option(help="write the rows to this JSON file")] = None,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="fail where a ratio is worse than the committed one")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="write the rows to this JSON file; with --gate, the ratios"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
     benchmark_json: Annotated[
         Path | None, typer.Option(help="write pytest-benchmark's own record, with every round")
@@ -274,6 +280,13 @@ def bench(
             return
         if peer and not peers:
             raise ValueError("--peer and --no-peers exclude each other")
+        if gate:
+            of_runs = (backend, device, library, mechanism, work, peer, sizes, dtype, rounds)
+            if any((*of_runs, not peers, memory, neighbours, quick, plot, benchmark_json)):
+                raise ValueError("--gate is combined with names of its rows and --save only")
+            from precondattn_conformance.bench import gate_command
+
+            raise typer.Exit(gate_command.run(tuple(name or ()), save, console))
         code = command.bench(
             names=tuple(name or ()),
             backends=tuple(backend or ()),

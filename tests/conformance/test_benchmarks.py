@@ -285,6 +285,16 @@ def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
     assert "is off by" in row.absent_peers["sdpa"]
 
 
+@pytest.mark.parametrize("width", [1, 7, 256])
+def test_a_window_is_compared_with_a_boolean_mask(width, tmp_path):
+    # Of 48 tokens, a window of 256 hides none; this is the mask's other edge.
+    options = {"mechanisms": (f"softmax[window={width}]",), "peers": ("masked_sdpa",)}
+    assert run_quick(save=tmp_path / "run.json", **options)[0] == 0
+    (row,) = load(tmp_path / "run.json").rows
+    assert row.ratios["masked_sdpa"]["median"] > 0
+    assert not row.absent_peers
+
+
 @pytest.mark.parametrize("name", ["sdpa", "naive_lucid"])
 @pytest.mark.parametrize("heads", [4, 1])
 def test_peers_agree_with_the_mechanisms_they_are_compared_with(name, heads):
@@ -554,6 +564,17 @@ def test_the_performance_page_is_generated_from_the_saved_files():
     text = maker["page"]({"run": Record("2026-01-01", machine, rows=[row])})
     for measured in ("12.3 ms", "2.35 (2.30–2.40)", "a processor", "2026-01-01", "torch 9"):
         assert measured in text
+
+
+def test_the_page_shows_ratios_without_and_with_a_neighbour(tmp_path):
+    maker = runpy.run_path(str(DOCS / "make_performance.py"))
+    alone, busy = (
+        Record("2026-01-01", {}, rows=[a_row(seconds, ratios={"sdpa": {"median": ratio}})])
+        for seconds, ratio in ((0.01, 2.5), (0.03, 29.7))
+    )
+    text = maker["with_a_neighbour"](alone, busy.rows)
+    assert "| sdpa | 10 ms | 2.50 | 30 ms | 29.70 |" in text
+    assert "2026-01-01" in text
 
 
 def test_given_sizes_give_a_curve():

@@ -178,6 +178,13 @@ SWIN = str(pa.Windowed(size=7, shift=3, grid=(56, 56), bias=True))
 
 COMPARED = (
     BenchCase("softmax", "softmax", "forward", layout(), peers=("sdpa",)),
+    BenchCase(
+        "window_backward",
+        "softmax[window=256]",
+        "forward_backward",
+        layout(t=2048),
+        peers=("masked_sdpa",),
+    ),
     BenchCase("lucid", "lucid", "forward", layout(), peers=("sdpa",)),
     BenchCase("lucid_one_kv_head", "lucid", "forward", layout(n=1), peers=("sdpa",)),
     BenchCase("lucid_naive", "lucid", "forward", layout(), peers=("naive_lucid",)),

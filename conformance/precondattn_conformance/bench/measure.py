@@ -60,6 +60,7 @@ class Options:
     rounds: int | None = None
     memory: bool = False
     quick: bool = False
+    budget: float = BUDGET
 
 
 def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
@@ -170,13 +171,17 @@ def _time(
         turns()
         run.reset()
 
-    rounds = options.rounds or (QUICK_ROUNDS if options.quick else _affordable(run, peers))
+    rounds = options.rounds or (
+        QUICK_ROUNDS if options.quick else _affordable(run, peers, options.budget)
+    )
     benchmark.group = f"{row.device} {case.name}"
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
     times = list(benchmark.stats.stats.data)
+    of_peers = {name: peer[-len(times) :] for name, peer in turns.times.items()}
+    benchmark.extra_info.update(peer_seconds=of_peers)
     row.seconds = spread(seconds / case.calls for seconds in times)._asdict()
     for name, ratio in turns.ratios(times).items():
-        own = spread(turns.times[name][-len(times) :]).median / case.calls
+        own = spread(of_peers[name]).median / case.calls
         row.ratios[name] |= {**ratio._asdict(), "seconds": own}
 
 
@@ -238,13 +243,13 @@ def _correct_peers(
     return runs
 
 
-def _affordable(run: Run, peers: dict[str, Run]) -> int:
+def _affordable(run: Run, peers: dict[str, Run], budget: float) -> int:
     """The number of rounds that fit into the budget."""
     seconds = 0.0
     for each in (run, *peers.values()):
         each.reset()
         seconds += timed(each.call)
-    return int(np.clip(BUDGET / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
+    return int(np.clip(budget / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
 
 
 def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> None:

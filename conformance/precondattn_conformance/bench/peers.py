@@ -4,6 +4,8 @@
 peer           of          what it computes                    where
 =============  ==========  ==================================  ==================================
 sdpa           softmax     softmax attention                   PyTorch
+masked_sdpa    softmax     the same, with the window as a      PyTorch
+               [window]    boolean mask
 flash_sdpa,    softmax     the same, by one kernel of          PyTorch on a GPU, in half
 cudnn_sdpa                 PyTorch's each                      precision
 xla            softmax     softmax attention                   JAX
@@ -127,6 +129,29 @@ def _sdpa(*, causal: bool) -> Computation:
     if causal:
         return Computation("sdpa", SOFTMAX, sdpa(), decoder=SdpaDecoder)
     return Computation("sdpa", pa.Softmax(causal=False), sdpa(causal=False))
+
+
+def _masked_sdpa(mechanism: pa.Mechanism, backend: str | None) -> Computation:
+    """SDPA with the window as a boolean mask, which is made before the call."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    window = mechanism.window  # type: ignore[attr-defined]
+
+    @cache
+    def visible(tokens: int, device: Any) -> Any:
+        import torch
+
+        i = torch.arange(tokens, device=device)
+        behind = i[:, None] - i
+        return (behind >= 0) & (behind < window)
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        mask, grouped = visible(q.shape[1], q.device), q.shape[2] != k.shape[2]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return Computation("masked_sdpa", mechanism, attention)
 
 
 def _sdpa_by(kernel: str) -> Callable[..., Any]:
@@ -271,6 +296,13 @@ PEERS = (
         _is_softmax_inside,
         lambda case, device: "",
         lambda m, backend: _sdpa(causal=m.offers.causal),
+    ),
+    Peer(
+        "masked_sdpa",
+        "torch",
+        lambda m: m == pa.Softmax(window=getattr(m, "window", None) or 1),
+        _no_decoding,
+        _masked_sdpa,
     ),
     *(
         Peer(
