@@ -33,6 +33,7 @@ def a_file(path, ratios, kind=KIND, rate=1.0):
 
 def run_gate(monkeypatch, tmp_path, measured, ratios, rates=1.0, kind=KIND, save=None):
     """The exit code and the text of a run in which rows measure what is given, one by one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(committed, "machine_kind", lambda: kind)
     a_file(tmp_path / "committed.json", ratios)
     find = partial(committed.of_this_kind, path=tmp_path / "committed.json")
@@ -77,7 +78,7 @@ def test_too_few_or_unpaired_times_have_no_interval(ours, peers):
     ("now", "before", "verdict"),
     [
         (around(2.0), around(2.0), gate.FINE),
-        (around(2.2), around(2.0), gate.FINE),  # Within the slack.
+        (around(2.1), around(2.0), gate.FINE),  # Within the slack.
         (around(2.4), around(2.0), gate.WORSE),
         (around(2.4, 0.3), around(2.0), gate.FINE),  # Within its own noise.
         (around(2.4), around(2.0, 0.3), gate.FINE),  # Within the noise of what is committed.
@@ -187,7 +188,7 @@ def test_one_row_is_measured_beside_its_peer(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--gate", "swin"], "no row of the gate"),
+        (["--gate", "--memory"], "names of its rows and --save only"),
         (["--gate", "--rounds", "9"], "names of its rows and --save only"),
         (["--gate", "--neighbours", "1"], "names of its rows and --save only"),
     ],
@@ -196,6 +197,12 @@ def test_what_the_gate_does_not_take_is_refused(arguments, complaint):
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.split())
+
+
+def test_several_threads_are_refused(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with pytest.raises(ValueError, match="set OMP_NUM_THREADS=1; found 2"):
+        gate_command.run((), None, Console(file=io.StringIO()))
 
 
 def test_a_damaged_file_is_named(tmp_path):

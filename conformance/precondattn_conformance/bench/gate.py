@@ -6,7 +6,8 @@ the lower bound of its interval is above
     (1 + SLACK) · upper bound of the committed interval,
 
 in the first measurement and in two more. These are taken after all other rows, so that a
-disturbance of seconds is over. A time alone decides nothing.
+disturbance of seconds is over. A time alone decides nothing. Times are the processor's, on one
+thread.
 
 A row is not judged, but printed, if no ratio is committed for this kind of machine, or if the
 machine is busy when the row seems worse: a large matrix product is slower than `IDLE` of what it
@@ -44,7 +45,7 @@ ROWS = {
 }
 """The peer of each row, by the name of the case."""
 
-SLACK = 0.10
+SLACK = 0.05
 RERUNS = 2
 SAVED_RUNS = 3
 IDLE = 0.8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +39,7 @@ class Stopwatch:
     ) -> None:
         for i in range(warmup_rounds + rounds):
             setup()
-            seconds = timed(call)
+            seconds = timed(call, time.process_time)
             if i >= warmup_rounds:
                 self.stats.stats.data.append(seconds)
 
@@ -47,7 +49,7 @@ def ratio_to_peer(case: BenchCase) -> gate.Measured:
     if case.library not in libraries.installed():
         return f"{case.library} is not installed"
     watch = Stopwatch()
-    row = measure(case, None, Options(budget=BUDGET), watch)
+    row = measure(case, None, Options(budget=BUDGET, clock=time.process_time), watch)
     if row.status != TIMED:
         return f"{row.status}: {row.reason}"
     (peer,) = case.peers or ()
@@ -60,7 +62,18 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
     """Judge the rows; with `save`, measure them `SAVED_RUNS` times and write them to a file.
 
     The exit code is 1 if a ratio is worse than the committed one, or no longer measured.
+
+    Raises
+    ------
+    ValueError
+        if a name is no row, or if libraries compute on several threads: processor time is measured,
+        which then includes the time of threads that wait.
     """
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        raise ValueError(
+            f"the gate measures processor time on one thread: set OMP_NUM_THREADS=1; found "
+            f"{os.environ.get('OMP_NUM_THREADS', 'none')}"
+        )
     require_writable(save)
     cases = gate.rows(names)
     flops_per_second = _matrix_product()

@@ -7,7 +7,9 @@ turns.
 
 from __future__ import annotations
 
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +63,8 @@ class Options:
     memory: bool = False
     quick: bool = False
     budget: float = BUDGET
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of the peers; that of the contender is the benchmark's own."""
 
 
 def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
@@ -165,7 +169,7 @@ def _time(
     row: Row,
 ) -> None:
     """Write the times of the rounds, and the ratios to peers, to the row."""
-    turns = Turns(peers)
+    turns = Turns(peers, options.clock)
 
     def before_each_round() -> None:
         turns()
