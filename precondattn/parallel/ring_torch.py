@@ -1,6 +1,6 @@
 """Softmax attention to keys and values that go around a ring of processes.
 
-    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    or of LASER    o = log Σ_r e^{λ_r − λ + o_r}
 
 with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
 r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
@@ -10,13 +10,10 @@ to them: causally, nothing for later tokens. In a layout whose processes have se
 A packed segment is consecutive. So of keys that are all before some queries, these can see the
 segment of the first query only, and only queries of that segment see any.
 
-Backward, with w_r = e^{λ_r − λ},
-
-    do_r = w_r do,    dλ_r = w_r do·(o_r − o),
-
-are the cotangents of each part, which is computed again. The gradients of the keys go around with
-them, in float32, and are complete when they are back. So a process has the keys of two others at a
-time, however long the sequence is. Source: ring attention (arXiv 2310.01889).
+Backward, each part is computed again, with its cotangents (`ring_reads_torch.py`). The gradients of
+the keys go around with them, in float32, and are complete when they are back. So a process has the
+keys of two others at a time, however long the sequence is. Source: ring attention (arXiv
+2310.01889).
 """
 
 from __future__ import annotations
@@ -35,9 +32,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.call_torch import tried
 from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece, crossing
-from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.parallel.ring_reads_torch import READS, Whole, read_of
 from precondattn.spec.array_functions import finite_or_zero
-from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -51,10 +47,9 @@ PASSED = "the keys of two other processes at a time"
 def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why softmax attention can not go around a ring; None where it can."""
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
-    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read != MEAN:
+    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read not in READS:
         return (
-            "divides softmax attention that reads a mean, without bias, gate, sink or window; use "
-            "the layout 'heads'"
+            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
         )
     return None
 
@@ -206,12 +201,13 @@ def _attend(
 ) -> None:
     """Add the attention to a process's keys to what is done, by the first token of its part."""
     for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
-        tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
-        out, lse = with_lse(softmax, *tokens, **masks, backend=ring.piece.backend)
+        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
+        out, lse = read.attend(*tokens)
         if seen_by is not None:
             lse = lse.masked_fill(~seen_by[..., None], -math.inf)
         if of_q.start in done:
-            out, lse = merge(*zip(done[of_q.start], (out, lse), strict=True))
+            out, lse = read.merged(done[of_q.start], (out, lse))
         done[of_q.start] = out, lse
 
 
@@ -219,17 +215,13 @@ def _pull(
     ring: Ring, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
 ) -> None:
     """Add the gradients of this process's queries, and of a process's keys and values."""
-    q, out, lse, d_out = given
+    q, *whole = given
     keys, values, d_k, d_v = held
     for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
-        tokens = (upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k]))
-        (own, own_lse), pull = with_lse_vjp(softmax, *tokens, **masks, backend=ring.piece.backend)
-        weight = torch.exp(own_lse - lse[:, of_q])
-        if seen_by is not None:
-            weight = weight.masked_fill(~seen_by[..., None], 0)
-        d_own = weight[..., None] * d_out[:, of_q]
-        d_lse = (d_own * (own - out[:, of_q])).sum(-1)
-        gradients = pull(d_own, d_lse)
+        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
+        out, lse, d_out = (x[:, of_q] for x in whole)
+        gradients = read.pulled(tokens, Whole(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

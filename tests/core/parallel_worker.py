@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_torch, solve_torch
+from precondattn.parallel import ring_reads_torch, solve_torch
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
@@ -44,10 +44,10 @@ STATES = (
 SOLVES = (
     *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)"),
     *("lucid[normalize=queries_and_keys,beta=true]", "differential", "elu1(linear)"),
-    "temperature[per=head](lucid)",
+    *("temperature[per=head](lucid)", "lucid(laser)"),
 )
 """Compositions whose leaves are divided one by one"""
-RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]")
+RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "laser")
 """Whose keys go around"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
 """With other numbers of heads and tokens, and in other ways"""
@@ -359,9 +359,11 @@ def refusals(mesh):
         "lengths beyond the tokens": lambda: require_refused(
             mesh, ("lengths must be in 0 … 9",), "gla", by="contiguous", masks={"lengths": [59, -7]}
         ),
-        "an error in a ring": lambda: require_error_of_all(mesh, "softmax", ring_torch, "with_lse"),
+        "an error in a ring": lambda: require_error_of_all(
+            mesh, "softmax", ring_reads_torch, "with_lse"
+        ),
         "an error in a ring backward": lambda: require_error_of_all(
-            mesh, "softmax", ring_torch, "with_lse_vjp"
+            mesh, "softmax", ring_reads_torch, "with_lse_vjp"
         ),
         "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve_torch, "with_lse"),
         "an error in a solve backward": lambda: require_error_of_all(
@@ -509,7 +511,7 @@ def orders(mesh):
         yield f"lucid, {layout}", lambda b=layout: in_order("lucid", mesh, b)
     yield "softmax, cyclic", lambda: in_order("softmax", mesh, cyclic, t=t, s=t)
     masks = (("lengths",), ("key_mask",), ("segment_ids",), ("lengths", "segment_ids"))
-    for expression in ("softmax", "softmax[causal=false]", "lucid[beta=true]"):
+    for expression in ("softmax", "softmax[causal=false]", "laser", "lucid[beta=true]"):
         for given in masks:
             for layout in ("contiguous", cyclic):
                 yield (

@@ -1,0 +1,119 @@
+"""Reads of softmax attention whose keys come in parts: outputs are merged, and gradients divided.
+
+With λ = log Σ_r e^{λ_r} and the weights w_r = e^{λ_r − λ} of the parts,
+
+    mean:     o = Σ_r w_r o_r            do_r = w_r do,         dλ_r = do_r·(o_r − o)
+    LASER:    o = log Σ_r w_r e^{o_r}    do_r = w_r e^{o_r − o} ∘ do,
+                                         dλ_r = Σ_c do_rc − w_r Σ_c do_c
+
+for each channel c. LASER's λ_r is that of the same scores, from a call with one channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.spec.array_functions import finite_or_zero
+from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
+from precondattn.spec.softmax import Softmax
+
+READS = (MEAN, LOG_MEAN_EXP)
+
+Part = tuple[Tensor, Tensor]
+"""Output (b, t, h, e) and log-sum-exp of the scores (b, t, h)"""
+
+
+class Whole(NamedTuple):
+    """What is known of some queries when their gradient is computed."""
+
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    seen_by: Tensor | None
+    """Which of the queries (b, t) see any key of the part; None if all may"""
+
+    def weight(self, lse: Tensor) -> Tensor:
+        """w_r (b, t, h, 1) of a part."""
+        weight = torch.exp(lse - self.lse)
+        if self.seen_by is not None:
+            weight = weight.masked_fill(~self.seen_by[..., None], 0)
+        return weight[..., None]
+
+
+@dataclass(frozen=True)
+class MeanOfParts:
+    """o = A v."""
+
+    softmax: Softmax
+    options: Mapping[str, Any]
+
+    def attend(self, *tokens: Tensor) -> Part:
+        out, lse = with_lse(self.softmax, *tokens, **self.options)
+        return out, lse
+
+    def merged(self, first: Part, second: Part) -> Part:
+        out, lse = merge(*zip(first, second, strict=True))
+        return out, lse
+
+    def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
+        """The gradients of q, k and v of a part."""
+        (out, lse), pull = with_lse_vjp(self.softmax, *tokens, **self.options)
+        d_out = whole.weight(lse) * whole.d_out
+        return pull(d_out, (d_out * (out - whole.out)).sum(-1))
+
+
+@dataclass(frozen=True)
+class LaserOfParts:
+    """o = log(A eᵛ)."""
+
+    softmax: Softmax
+    options: Mapping[str, Any]
+
+    @property
+    def _mean(self) -> Softmax:
+        return replace(self.softmax, read=MEAN)
+
+    def attend(self, *tokens: Tensor) -> Part:
+        out = self.softmax(*tokens, **self.options)
+        _, lse = with_lse(self._mean, *_of_one_channel(tokens), **self.options)
+        return out, lse
+
+    def merged(self, first: Part, second: Part) -> Part:
+        lse = torch.logaddexp(first[1], second[1])
+        logs = [out + lse[..., None] for out, lse in (first, second)]
+        out = torch.logaddexp(*logs) - finite_or_zero(lse)[..., None]
+        return finite_or_zero(out), lse
+
+    def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
+        """The gradients of q, k and v of a part."""
+        out, pull = self.softmax.vjp(*tokens, **self.options)
+        (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)
+        weight = whole.weight(lse)
+        # In one exponent: e^{o_r − o} alone can overflow where w_r is small.
+        log_weight = torch.log(weight) + out - whole.out
+        d_out = torch.exp(log_weight) * whole.d_out
+        d_lse = d_out.sum(-1) - (weight * whole.d_out).sum(-1)
+        gradients: dict[str, Tensor] = pull(d_out)
+        of_lse = pull_lse(torch.zeros_like(one), d_lse)
+        return {
+            "q": gradients["q"] + of_lse["q"],
+            "k": gradients["k"] + of_lse["k"],
+            "v": gradients["v"],
+        }
+
+
+def read_of(softmax: Softmax, options: Mapping[str, Any]) -> MeanOfParts | LaserOfParts:
+    """How parts are put together for the read of a leaf, which is one of `READS`."""
+    return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
+
+
+def _of_one_channel(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tokens
+    return q, k, v[..., :1]
