@@ -15,7 +15,7 @@ A layout says how a call is divided meanwhile:
 `contiguous`, `zigzag`, `cyclic[block=B]`
     Every device computes its own tokens, in an order (`layouts.py`) that says how even the work is.
     A composition is divided leaf by leaf (`tokens_torch.py`): keys and values of softmax attention
-    go around a ring (`ring_torch.py`), solved blocks of LUCID are given to all (`solve_torch.py`),
-    states of a recurrence are scanned along the devices (`states.py`), and what is computed token
-    by token needs nothing. In PyTorch, for any number of devices.
+    and LASER go around a ring (`ring_torch.py`), solved blocks of LUCID are given to all
+    (`solve_torch.py`), states of recurrences are scanned along the devices (`states.py`), and what
+    is computed token by token needs nothing. In PyTorch, for any number of devices.
 """

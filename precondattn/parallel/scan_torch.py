@@ -6,6 +6,7 @@ one 2^i after it: Hillis and Steele 1986, Data parallel algorithms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +50,25 @@ class Line(NamedTuple):
         return received
 
 
-def state_before(line: Line, step: Step) -> Tensor | None:
-    """S_begin of this process; None for the first, whose state is 0."""
+def states_before(line: Line, steps: Sequence[Step]) -> list[Tensor] | None:
+    """S_begin of this process, for each of its states; None for the first, whose states are 0."""
     distance = 1
     while distance < line.devices:
-        tensors = [x.contiguous() for x in step if x is not None]
-        received = line.passed(tensors, distance)
+        tensors = [x for step in steps for x in step[:2] if x is not None]
+        received = line.passed([x.contiguous() for x in tensors], distance)
         if received is not None:
-            step = step.after(Step(None if step.transition is None else received[0], received[-1]))
+            given = iter(received)
+            steps = [
+                step.after(
+                    step._replace(
+                        transition=None if step.transition is None else next(given),
+                        state=next(given),
+                    )
+                )
+                for step in steps
+            ]
         distance *= 2
-    before = line.passed([step.state.contiguous()], 1)
-    return None if before is None else before[0]
+    return line.passed([step.state.contiguous() for step in steps], 1)
 
 
 def tensors_sent(line: Line) -> tuple[int, int]:

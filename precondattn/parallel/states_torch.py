@@ -17,18 +17,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from precondattn.cache import Cache
-from precondattn.parallel import states
 from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece
-from precondattn.parallel.scan_torch import Line, state_before, tensors_sent
-from precondattn.parallel.states import Step, columns_of_transition, step_of, with_transition
+from precondattn.parallel.scan_torch import Line, states_before, tensors_sent
+from precondattn.parallel.states import (
+    Step,
+    columns_of_transition,
+    is_scaled,
+    step_of,
+    with_transition,
+)
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 
 MASKS = ("lengths",)
-PASSED = "the state before them"
+PASSED = "the states before them"
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:
@@ -38,7 +43,7 @@ def refusal(leaf: Leaf, order: Order) -> str | None:
             f"gives processes tokens that are not consecutive, as {leaf} needs them; use "
             f"the layout 'contiguous'"
         )
-    return states.refusal(leaf)
+    return None
 
 
 def output(piece: Piece) -> Tensor:
@@ -48,27 +53,42 @@ def output(piece: Piece) -> Tensor:
     if valid is not None:
         masks = {"lengths": valid.sum(1)}
 
-    def step() -> Step:
+    def steps() -> dict[str, Step]:
         with torch.no_grad():
-            return step_of_tokens(leaf, piece.inputs, piece.backend, masks)
+            return steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
 
-    own_step = processes.together(step)
-    scan = _Scan(piece, own_step, masks)
+    scan = _Scan(piece, processes.together(steps), masks)
     out: Tensor = _Scanned.apply(scan, *piece.inputs.values())
     return out
 
 
 def bytes_sent(piece: Piece) -> dict[str, int]:
     """Forward, by this process to others, in the scan."""
-    (state,) = piece.leaf.init_cache(**piece.inputs).store.values()
-    d, e = state.shape[-2:]
-    of_transition = state.numel() // e * columns_of_transition(piece.leaf, d)
+    states = piece.leaf.init_cache(**piece.inputs).store.values()
     transitions, count = tensors_sent(line_of(piece))
-    width = state.dtype.itemsize
-    return {
-        "states": count * state.numel() * width,
-        "transitions": transitions * of_transition * width,
-    }
+    sent = {"states": 0, "transitions": 0}
+    for state in states:
+        width, size = state.dtype.itemsize, state.numel()
+        sent["states"] += count * size * width
+        if not is_scaled(piece.leaf):
+            d, e = state.shape[-2:]
+            size = size // e * columns_of_transition(piece.leaf, d)
+        sent["transitions"] += transitions * size * width
+    return sent
+
+
+def steps_of_tokens(
+    leaf: Leaf, inputs: Mapping[str, Tensor], backend: Any, masks: Mapping[str, Any]
+) -> dict[str, Step]:
+    """T and F of some tokens, of each state by its name in a cache."""
+    cache = leaf.init_cache(**inputs)
+    if not is_scaled(leaf):
+        (key,) = cache.store
+        return {key: step_of_tokens(leaf, inputs, backend, masks)}
+    out, cache, pull = leaf.extend_vjp(cache, **inputs, backend=backend, **masks)
+    ones = {key: torch.ones_like(state) for key, state in cache.store.items()}
+    _, factors = pull(torch.zeros_like(out), ones)
+    return {key: Step(factors[key], state, True) for key, state in cache.store.items()}
 
 
 def step_of_tokens(
@@ -80,8 +100,8 @@ def step_of_tokens(
     of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
     wide = {n: pad(x, (0, columns)) if n in of_values else x for n, x in inputs.items()}
     cache = leaf.init_cache(**wide)
-    (state,) = cache.store.values()
-    cache = _with_state(cache, with_transition(state, e))
+    ((key, state),) = cache.store.items()
+    cache = _with_states(cache, {key: with_transition(state, e)})
     _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
     (state,) = cache.store.values()
     return step_of(state, e)
@@ -92,7 +112,7 @@ class _Scan:
     """What a call and its gradient need besides tensors that are differentiated."""
 
     piece: Piece
-    step: Step
+    steps: dict[str, Step]
     masks: Mapping[str, Any]
 
 
@@ -104,12 +124,12 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         leaf, processes = scan.piece.leaf, scan.piece.processes
         inputs = dict(zip(scan.piece.inputs, arrays, strict=True))
         cache = leaf.init_cache(**inputs)
-        before = state_before(line_of(scan.piece), scan.step)
+        before = states_before(line_of(scan.piece), list(scan.steps.values()))
         if before is not None:
-            cache = _with_state(cache, before)
+            cache = _with_states(cache, dict(zip(scan.steps, before, strict=True)))
         options = {"backend": scan.piece.backend, **scan.masks}
         out, _, ctx.pull = processes.together(lambda: leaf.extend_vjp(cache, **inputs, **options))
-        ctx.scan, (ctx.key,) = scan, cache.store
+        ctx.scan = scan
         result: Tensor = out
         return result
 
@@ -118,10 +138,10 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         scan: _Scan = ctx.scan
         gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent))
-        step = scan.step.adjoint(d_past[ctx.key].to(scan.step.state.dtype))
-        of_end = state_before(line_of(scan.piece)._replace(is_reversed=True), step)
+        steps = [step.adjoint(d_past[key].to(step.state.dtype)) for key, step in scan.steps.items()]
+        of_end = states_before(line_of(scan.piece)._replace(is_reversed=True), steps)
         if of_end is not None:
-            gradients, _ = ctx.pull(cotangent, {ctx.key: of_end})
+            gradients, _ = ctx.pull(cotangent, dict(zip(scan.steps, of_end, strict=True)))
         return (None, *(gradients[name] for name in scan.piece.inputs))
 
 
@@ -131,6 +151,7 @@ def line_of(piece: Piece) -> Line:
     return Line(group, rank, devices)
 
 
-def _with_state(cache: Cache, state: Tensor) -> Cache:
-    (key,) = cache.store
-    return cache._replace(store={key: state.to(cache.store[key].dtype)})
+def _with_states(cache: Cache, states: Mapping[str, Tensor]) -> Cache:
+    return cache._replace(
+        store={key: state.to(cache.store[key].dtype) for key, state in states.items()}
+    )

@@ -5,7 +5,7 @@ A composition is its program, a list of leaf calls, and each leaf has a way alon
     local   leaves that compute each token by itself, such as norms and feature maps
     ring    softmax attention: keys and values go around            (`ring_torch.py`)
     solve   LUCID: solved blocks are given to all                   (`solve_torch.py`)
-    scan    the linear family and the delta rules: states           (`states_torch.py`)
+    scan    recurrences: the states before the tokens               (`states_torch.py`)
 
 All have the order of tokens of the layout. A scan needs consecutive tokens.
 """
@@ -23,6 +23,7 @@ from precondattn.algebra.mechanism import Leaf, TokenWise
 from precondattn.parallel import local_torch, ring_torch, solve_torch, states_torch
 from precondattn.parallel.call_torch import Call, Processes
 from precondattn.parallel.piece_torch import Piece, masks_of
+from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.softmax import Softmax
@@ -36,6 +37,7 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
     Softmax: ring_torch,
     LucidSolve: solve_torch,
     LinearFamily: states_torch,
+    **dict.fromkeys(SUMS, states_torch),
 }
 
 

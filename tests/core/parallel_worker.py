@@ -38,7 +38,8 @@ MECHANISMS = (
 )
 STATES = (
     *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
-    *("delta_product", "dplr"),
+    *("delta_product", "dplr", "linear[normalize=true]", "gsa", "ccq(gla)", "ccq(gated_delta)"),
+    *("ccq(retention)", "mesa(ssd)", "atk(gated_delta)", "atk[learned=true](kda)"),
 )
 """Whose states are scanned"""
 SOLVES = (
@@ -211,7 +212,11 @@ def bytes_are_counted(mesh):
     rank, world = mesh.get_local_rank(), mesh.size()
     asked = [(e, {"heads": heads}, "heads") for e in FEW for heads in ((8, 8), (8, 2), (8, 1))]
     asked += [(e, {}, "contiguous") for e in ("linear", "gla", "gated_delta", *RINGS)]
-    asked += [("elu1(linear)", {}, "contiguous"), ("differential", {}, "zigzag")]
+    asked += [
+        ("elu1(linear)", {}, "contiguous"),
+        ("ccq(gla)", {}, "contiguous"),
+        ("differential", {}, "zigzag"),
+    ]
     asked += [("lucid", {}, by) for by in ("contiguous", "cyclic[block=2]")]
     for expression, sizes, by in asked:
         m, x = whole(expression, layout_of(world, t=16, s=16, **sizes))
@@ -333,8 +338,8 @@ def refusals(mesh):
         ),
         "states that are not those of one recurrence": lambda: require_refused(
             mesh,
-            ("no way to divide the tokens of conditioned_query",),
-            "ccq(gla)",
+            ("no way to divide the tokens of deltaformer;",),
+            "deltaformer",
             by="contiguous",
         ),
         "a ring with a sink": lambda: require_refused(
