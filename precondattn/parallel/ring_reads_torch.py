@@ -11,6 +11,7 @@ for each channel c. LASER's λ_r is that of the same scores, from a call with on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,12 +40,12 @@ class Whole(NamedTuple):
     seen_by: Tensor | None
     """Which of the queries (b, t) see any key of the part; None if all may"""
 
-    def weight(self, lse: Tensor) -> Tensor:
-        """w_r (b, t, h, 1) of a part."""
-        weight = torch.exp(lse - self.lse)
+    def log_weight(self, lse: Tensor) -> Tensor:
+        """log w_r (b, t, h, 1) of a part."""
+        logs = lse - self.lse
         if self.seen_by is not None:
-            weight = weight.masked_fill(~self.seen_by[..., None], 0)
-        return weight[..., None]
+            logs = logs.masked_fill(~self.seen_by[..., None], -math.inf)
+        return logs[..., None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MeanOfParts:
     def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
         """The gradients of q, k and v of a part."""
         (out, lse), pull = with_lse_vjp(self.softmax, *tokens, **self.options)
-        d_out = whole.weight(lse) * whole.d_out
+        d_out = torch.exp(whole.log_weight(lse)) * whole.d_out
         return pull(d_out, (d_out * (out - whole.out)).sum(-1))
 
 
@@ -95,11 +96,10 @@ class LaserOfParts:
         """The gradients of q, k and v of a part."""
         out, pull = self.softmax.vjp(*tokens, **self.options)
         (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)
-        weight = whole.weight(lse)
-        # In one exponent: e^{o_r − o} alone can overflow where w_r is small.
-        log_weight = torch.log(weight) + out - whole.out
-        d_out = torch.exp(log_weight) * whole.d_out
-        d_lse = d_out.sum(-1) - (weight * whole.d_out).sum(-1)
+        log_weight = whole.log_weight(lse)
+        # In one exponent: where w_r underflows, e^{o_r − o} can overflow.
+        d_out = torch.exp(log_weight + out - whole.out) * whole.d_out
+        d_lse = (d_out - torch.exp(log_weight) * whole.d_out).sum(-1)
         gradients: dict[str, Tensor] = pull(d_out)
         of_lse = pull_lse(torch.zeros_like(one), d_lse)
         return {

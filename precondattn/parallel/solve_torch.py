@@ -206,7 +206,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
 
         _in_order(blocks, blocks.all, (k, y), blocks.later, solve, subtract, failed)
         blocks.piece.processes.agree(failed.error)
-        ctx.blocks, ctx.has_beta = blocks, beta is not None
+        ctx.blocks = blocks
         ctx.save_for_backward(k, v, u, y, *(() if beta is None else (beta,)))
         return y.to(v.dtype)
 
