@@ -12,17 +12,18 @@ All have the order of tokens of the layout. A scan needs consecutive tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
 from precondattn.parallel import local_torch, ring_torch, solve_torch, states_torch
 from precondattn.parallel.call_torch import Call, Processes
-from precondattn.parallel.piece_torch import Piece, masks_of
+from precondattn.parallel.piece_torch import Masks, Piece, masks_of
 from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
@@ -71,13 +72,7 @@ def output(call: Call, processes: Processes) -> Tensor:
     masks = processes.together(lambda: masks_of(call, processes))
     rank, program = processes.rank, call.mechanism.program
     values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
-    assert call.order is not None
-    parts = call.order.parts(call.tokens["t"])
-    for leaf_call in program.calls:
-        inputs = {name: values[value] for name, value in leaf_call.arguments}
-        piece = Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
-        way = way_of(leaf_call.leaf)
-        assert way is not None  # `refusal` has checked it.
+    for leaf_call, way, piece in _pieces(call, processes, masks, values):
         values[leaf_call.out] = way.output(piece)
     out = {program.out: values[program.out]}
     return masks.without_padding(rank, out, {program.out: program.output})[program.out]
@@ -94,28 +89,34 @@ def during(call: Call, processes: Processes) -> str:
 def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
     """Forward, by this process to others, by what is sent, for which value of the program."""
     sent: dict[str, int] = {}
-    assert call.order is not None
-    parts = call.order.parts(call.tokens["t"])
     masks = masks_of(call, processes, is_planned=True)
     values = {name: x.to("meta") for name, x in call.bound.inputs.items()}
-    for leaf_call in call.mechanism.program.calls:
-        inputs = {name: values[value] for name, value in leaf_call.arguments}
-        piece = Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
-        way = way_of(leaf_call.leaf)
-        assert way is not None  # `refusal` has checked it.
+    for leaf_call, way, piece in _pieces(call, processes, masks, values):
         for name, count in way.bytes_sent(piece).items():
             sent[f"{name} for {leaf_call.out}"] = count
-        values[leaf_call.out] = _like_output(leaf_call, inputs)
+        values[leaf_call.out] = _like_output(piece)
     return sent
 
 
-def _like_output(leaf_call: LeafCall, inputs: Mapping[str, Tensor]) -> Tensor:
+def _pieces(
+    call: Call, processes: Processes, masks: Masks, values: Mapping[str, Tensor]
+) -> Iterator[tuple[LeafCall, ModuleType, Piece]]:
+    """The leaf calls in order, with their ways; `values` has all that are computed before."""
+    assert call.order is not None  # Of the layouts that divide tokens.
+    parts = call.order.parts(call.tokens["t"])
+    for leaf_call in call.mechanism.program.calls:
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        way = way_of(leaf_call.leaf)
+        assert way is not None  # `refusal` has checked it.
+        yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
+
+
+def _like_output(piece: Piece) -> Tensor:
     """A tensor of the shape and dtype of a leaf's output, without data."""
-    leaf = leaf_call.leaf
+    leaf, inputs = piece.leaf, piece.inputs
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    pattern = type(next(iter(leaf.inputs.values()))).read(leaf.output)
+    shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
     first = inputs.get("v", next(iter(inputs.values())))
-    shape = pattern.shape(leaf.inputs.sizes(str(leaf), shapes))
     return torch.empty(shape, dtype=first.dtype, device="meta")
 
 

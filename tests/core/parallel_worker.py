@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_reads_torch, solve_torch
+from precondattn.parallel import ring_reads_torch, solve_blocks_torch, solve_torch
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
@@ -505,12 +505,12 @@ def parts_in_bfloat16(mesh, expression, layout):
 
 def in_small_blocks(mesh):
     """Several blocks of each part, with segments that end in one."""
-    block, solve_torch.BLOCK = solve_torch.BLOCK, 2
+    block, solve_blocks_torch.BLOCK = solve_blocks_torch.BLOCK, 2
     try:
         for layout in ("contiguous", "cyclic[block=3]"):
             in_order("lucid[beta=true]", mesh, layout, ("lengths", "segment_ids"))
     finally:
-        solve_torch.BLOCK = block
+        solve_blocks_torch.BLOCK = block
 
 
 def orders(mesh):
