@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.cache import Cache
@@ -17,6 +17,20 @@ from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import Segments
 
 
+class Divided(Protocol):
+    """A call whose tokens are divided among devices: what it needs to know of the others'."""
+
+    @property
+    def positions(self) -> Array:
+        """(1, t) of this device's tokens in their sequences."""
+
+    def convolved(self, rows: Array, weight: Array, bias: Array | None) -> Array:
+        """`causal_convolution` of this device's rows (b, t, …) and those before them."""
+
+    def mechanism(self, **inputs: Array) -> Array:
+        """The output of this device's tokens."""
+
+
 def apply(
     plan: Plan,
     weights: Weights,
@@ -28,8 +42,14 @@ def apply(
     cache: Cache | None = None,
     segments: Segments | None = None,
     donate: bool = False,
+    divided: Divided | None = None,
 ) -> tuple[Array, Cache | None]:
-    """y (b, t, width), and the cache after these tokens."""
+    """y (b, t, width), and the cache after these tokens.
+
+    Tokens that are `divided` have no mask, segments and cache.
+    """
+    if divided is not None and positions is None:
+        positions = divided.positions
     tokens = None if mask is None else packing(mask)
     if positions is not None and positions.ndim == 1:
         positions = positions[None, :]
@@ -53,20 +73,24 @@ def apply(
 
     values: dict[str, Array] = {}
     for entry in plan.entries[:-1]:
-        values[entry.name] = _made(entry, weights, x, rotation_of, values, histories, depth)
+        values[entry.name] = _made(
+            entry, weights, x, rotation_of, values, histories, depth, divided
+        )
     inputs = {name: values[name] for name in plan.inputs}
     masks: dict[str, Any] = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks
-    if inner is None:
+    after = None
+    if divided is not None:
+        values[OUT] = divided.mechanism(**inputs)
+    elif inner is None:
         values[OUT] = plan.mechanism(**inputs, **masks)
-        after = None
     else:
         values[OUT], longer = plan.mechanism.extend(inner, **inputs, **masks, donate=donate)
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
         if donate:
             cache.store.clear()  # type: ignore[union-attr]
-    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth)
+    out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
     y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
     if AFTER_PROJECTION in weights[OUT]:
         y = y + weights[OUT][AFTER_PROJECTION]
@@ -89,8 +113,11 @@ def _made(
     values: dict[str, Array],
     histories: Histories,
     depth: Any,
+    divided: Divided | None,
 ) -> Array:
     def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
+        if divided is not None:
+            return divided.convolved(rows, weight, bias)
         before = histories.preceded(entry.name, rows, weight.shape[0] - 1)
         return causal_convolution(before, weight, bias, histories.place)
 

@@ -17,6 +17,7 @@ from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.segments import segments_of
+from precondattn.layers.torch.divided import DividedTokens
 from precondattn.layers.torch.module import fill, parameters_of, register
 
 
@@ -108,6 +109,8 @@ class Attention(nn.Module):
             for weight_name, weight in weights:
                 register(module, weight_name, weight, device, dtype)
             self.inputs[name] = module
+        self.divided: DividedTokens | None = None
+        """How tokens are divided among processes; `divide_tokens` sets it."""
         self.reset_parameters()
 
     @property
@@ -162,6 +165,10 @@ class Attention(nn.Module):
             is_autocast,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
+        if self.divided is not None:
+            given = {"mask": mask, "cache": cache}
+            given |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+            self.divided.refuse([name for name, value in given.items() if value is not None])
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights = {}
         for name, declared in self.plan.weights:
@@ -176,6 +183,7 @@ class Attention(nn.Module):
             cache=cache,
             segments=segments,
             donate=donate,
+            divided=None if self.divided is None else self.divided.at(x),
         )
         return y if cache is None else (y, after)
 

@@ -1,0 +1,188 @@
+"""Layers whose tokens are divided among processes: what each needs of the others' tokens.
+
+Everything in a layer but its mechanism is computed token by token, with two exceptions: rotations
+need the positions of the tokens in their sequence, and a short convolution of size c needs the
+c − 1 rows before each part of the tokens. These rows are exchanged; the mechanism is divided by
+`precondattn.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.layers.functions import causal_convolution
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.parallel.layouts import Part
+
+
+def divide_tokens(model: Any, mesh: DeviceMesh, *, layout: str = "heads") -> None:
+    """Let every `Attention` of a model have a part of the tokens on each process of a mesh.
+
+    Afterwards the model is called by every process with its tokens, and returns what belongs to
+    them. Gradients of weights are each process's term, as in data parallelism: give the processes
+    of this mesh to `DistributedDataParallel` or `fully_shard` too.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Such as a `Decoder` or one `Attention`.
+    mesh : DeviceMesh
+        Of one dimension.
+    layout : str
+        "heads", "contiguous", "zigzag" or "cyclic[block=B]", as of
+        `precondattn.parallel.torch.context_parallel`. In the first two the tokens of process i come
+        after those of process i − 1; for the others `to_layout` orders them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for a model without `Attention`, and what `context_parallel` raises.
+
+    Examples
+    --------
+    In each of four processes that `torchrun` has started:
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from precondattn.layers.torch import Decoder, divide_tokens
+    >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))  # doctest: +SKIP
+    >>> model = Decoder(100, 32, heads=4, layers=["lucid", "gated_delta"])
+    >>> divide_tokens(model, mesh["cp"])  # doctest: +SKIP
+    >>> logits = model(tokens)  # This process's tokens.  # doctest: +SKIP
+    """
+    from precondattn.layers.torch.attention import Attention
+
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise ValueError(f"model has no Attention; found {type(model).__name__}")
+    divided = [DividedTokens(layer.mechanism, mesh, layout) for layer in layers]
+    for layer, of_layer in zip(layers, divided, strict=True):
+        layer.divided = of_layer
+
+
+class DividedTokens:
+    """A layer's mechanism for parts of sequences."""
+
+    def __init__(self, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
+        from precondattn.parallel.layouts import Order
+        from precondattn.parallel.torch import context_parallel
+
+        self.mechanism = context_parallel(mechanism, mesh, layout=layout)
+        self.order = Order.read("contiguous" if layout == "heads" else layout)
+
+    def refuse(self, given: Sequence[str]) -> None:
+        """Raise an error for arguments of a call that are not supported."""
+        if given:
+            raise ValueError(
+                f"{self.mechanism.processes.owner}: a layer whose tokens are divided supports no "
+                f"{' and '.join(given)}"
+            )
+
+    def at(self, x: Tensor) -> TokensOfProcess:
+        """Where this process's rows of x (b, t, width) are in their sequences."""
+        from precondattn.parallel.agreement_torch import agreed
+
+        owner, group, _, _, device = self.mechanism.processes
+        rows = agreed(owner, group, device, "a layer", (x.shape[1],))
+        return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)
+
+
+@dataclass(frozen=True)
+class TokensOfProcess:
+    """The tokens of one call."""
+
+    divided: DividedTokens
+    parts: tuple[Part, ...]
+    """All parts of the sequence, in its order"""
+    device: torch.device
+
+    @property
+    def own(self) -> list[tuple[int, Part]]:
+        """This process's parts, with their numbers."""
+        rank = self.divided.mechanism.processes.rank
+        return [(i, part) for i, part in enumerate(self.parts) if part.device == rank]
+
+    @property
+    def positions(self) -> Tensor:
+        """(1, t)"""
+        spans = [(part.first, part.first + part.tokens) for _, part in self.own]
+        return torch.cat([torch.arange(*span, device=self.device) for span in spans])[None]
+
+    def mechanism(self, **inputs: Tensor) -> Tensor:
+        """The output of this process's tokens."""
+        out: Tensor = self.divided.mechanism(**inputs)
+        return out
+
+    def convolved(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`causal_convolution` of each part of the rows (b, t, …), after the rows before it."""
+        number = weight.shape[0] - 1
+        shortest = min(part.tokens for part in self.parts[:-1]) if len(self.parts) > 1 else number
+        if shortest < number:
+            raise ValueError(
+                f"{self.divided.mechanism.processes.owner}: a convolution of size {number + 1} "
+                f"needs parts of at least {number} tokens; found {shortest}"
+            )
+        before = _RowsBefore.apply(self, number, rows)
+        return torch.cat(
+            [
+                causal_convolution(torch.cat([first, rows[:, part.rows]], 1), weight, bias)
+                for first, (_, part) in zip(before, self.own, strict=True)
+            ],
+            1,
+        )
+
+
+class _RowsBefore(torch.autograd.Function):
+    """The rows before each part of this process, (own parts, b, number, …); 0 before the first.
+
+    Every process has it in its graph, also the one with the first part: the gradient is exchanged.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: TokensOfProcess, number: int, rows: Tensor) -> Tensor:
+        ctx.tokens, ctx.number, ctx.shape = tokens, number, rows.shape
+        last = rows.new_zeros(len(tokens.parts), rows.shape[0], number, *rows.shape[2:])
+        for i, where in _ends(tokens, number):
+            last[i, :, number - (where.stop - where.start) :] = rows[:, where]
+        _sum(tokens, last)
+        return torch.stack([last[i - 1] if i else torch.zeros_like(last[0]) for i, _ in tokens.own])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_before: Tensor) -> Any:
+        tokens, number = ctx.tokens, ctx.number
+        d_last = d_before.new_zeros(len(tokens.parts), *d_before.shape[1:])
+        for (i, _), d_rows in zip(tokens.own, d_before, strict=True):
+            if i:
+                d_last[i - 1] = d_rows
+        _sum(tokens, d_last)
+        d_rows = d_last.new_zeros(ctx.shape)
+        for i, where in _ends(tokens, number):
+            d_rows[:, where] += d_last[i, :, number - (where.stop - where.start) :]
+        return None, None, d_rows
+
+
+class _End(NamedTuple):
+    part: int
+    where: slice
+
+
+def _ends(tokens: TokensOfProcess, number: int) -> list[_End]:
+    """The last rows of this process's parts, and the numbers of the parts."""
+    return [
+        _End(i, slice(max(part.rows.stop - number, part.rows.start), part.rows.stop))
+        for i, part in tokens.own
+    ]
+
+
+def _sum(tokens: TokensOfProcess, x: Tensor) -> None:
+    """Make x the sum over all processes, each of which has other entries that are not 0."""
+    torch.distributed.all_reduce(x, group=tokens.divided.mechanism.processes.group)
