@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
@@ -114,7 +115,6 @@ class Order:
         1 slice(2, 4, None) 4
         0 slice(2, 4, None) 6
         """
-        devices = len(counts)
         if self.name == "contiguous":
             sizes = list(counts)
         elif self.name == "zigzag":
@@ -125,19 +125,35 @@ class Order:
             halves = [count // 2 for count in counts]
             sizes = [*halves, *reversed(halves)]
         else:
-            sizes = self.sizes(sum(counts), devices)
+            sizes = self.sizes(sum(counts), len(counts))
+        parts, had = self._placed(sizes, len(counts))
+        if had != list(counts):
+            raise ValueError(
+                f"expects {', '.join(map(str, had))} tokens on the processes; found "
+                f"{', '.join(map(str, counts))}"
+            )
+        return parts
+
+    def parts_of(self, tokens: int, devices: int) -> tuple[Part, ...]:
+        """All parts of a sequence of so many tokens, in its order.
+
+        Raises
+        ------
+        ValueError
+            where they can not be divided.
+        """
+        parts, _ = self._placed(self.sizes(tokens, devices), devices)
+        return parts
+
+    def _placed(self, sizes: Sequence[int], devices: int) -> tuple[tuple[Part, ...], list[int]]:
+        """Parts of these sizes, and how many tokens each device has of them."""
         parts: list[Part] = []
         had, first = [0] * devices, 0
         for number, size in enumerate(sizes):
             device = self.device_of(number, devices)
             parts.append(Part(device, slice(had[device], had[device] + size), first))
             had[device], first = had[device] + size, first + size
-        if had != list(counts):
-            raise ValueError(
-                f"expects {', '.join(map(str, had))} tokens on the processes; found "
-                f"{', '.join(map(str, counts))}"
-            )
-        return tuple(parts)
+        return tuple(parts), had
 
 
 def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
@@ -167,11 +183,9 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> to_layout(np.arange(7), "cyclic[block=2]", 2, axis=0)
     array([0, 1, 4, 5, 2, 3, 6])
     """
-    order = Order.read(layout)
-    sizes = order.sizes(x.shape[axis], devices)
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    numbers = _by_device(order, len(sizes), devices)
-    return _joined(x, [(starts[i], sizes[i]) for i in numbers], axis)
+    parts = Order.read(layout).parts_of(x.shape[axis], devices)
+    by_device = sorted(parts, key=lambda part: (part.device, part.first))
+    return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
 
 
 def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
@@ -183,14 +197,13 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> from_layout(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), "zigzag", 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    order = Order.read(layout)
-    sizes = order.sizes(x.shape[axis], devices)
-    numbers = _by_device(order, len(sizes), devices)
-    starts, start = {}, 0
-    for number in numbers:
-        starts[number] = start
-        start += sizes[number]
-    return _joined(x, [(starts[i], size) for i, size in enumerate(sizes)], axis)
+    parts = Order.read(layout).parts_of(x.shape[axis], devices)
+    counts = [0] * devices
+    for part in parts:
+        counts[part.device] += part.tokens
+    before = [0, *accumulate(counts)]
+    starts = [before[part.device] + part.rows.start for part in parts]
+    return _joined(x, [(at, part.tokens) for at, part in zip(starts, parts, strict=True)], axis)
 
 
 def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
@@ -201,16 +214,9 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     >>> tokens_of("zigzag", 8, devices=2, device=0)
     [0, 1, 6, 7]
     """
-    order = Order.read(layout)
-    sizes = order.sizes(tokens, devices)
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    own = [i for i in range(len(sizes)) if order.device_of(i, devices) == device]
-    return [position for i in own for position in range(starts[i], starts[i] + sizes[i])]
-
-
-def _by_device(order: Order, parts: int, devices: int) -> list[int]:
-    """The numbers of all parts, one device after another."""
-    return sorted(range(parts), key=lambda part: (order.device_of(part, devices), part))
+    parts = Order.read(layout).parts_of(tokens, devices)
+    own = [part for part in parts if part.device == device]
+    return [position for part in own for position in range(part.first, part.first + part.tokens)]
 
 
 def _joined(x: Array, pieces: list[tuple[int, int]], axis: int) -> Array:

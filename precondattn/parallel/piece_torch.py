@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -95,16 +95,7 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
     assert call.order is not None  # Of the layouts that divide tokens.
     total, device = sum(counts), processes.device
     parts = call.order.parts(counts)
-    of_process = [
-        torch.cat(
-            [
-                torch.arange(part.first, part.first + part.tokens, device=device)
-                for part in parts
-                if part.device == process
-            ]
-        )
-        for process in range(processes.devices)
-    ]
+    of_process = [positions_of(parts, process, device) for process in range(processes.devices)]
     within, valid, segment = None, None, None
     if "key_mask" in given:
         valid = gathered(processes.group, given["key_mask"], counts).split(counts, 1)
@@ -126,6 +117,12 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
         ids = packed_by(processes.owner, given["cu_seqlens"], like, b, total, checks).segment_ids
         segment = tuple(ids[:, positions] for positions in of_process)
     return Masks(within, valid, segment)
+
+
+def positions_of(parts: Sequence[Part], process: int, device: torch.device) -> Tensor:
+    """The positions in the sequence of a process's tokens."""
+    spans = [(part.first, part.first + part.tokens) for part in parts if part.device == process]
+    return torch.cat([torch.arange(*span, device=device) for span in spans])
 
 
 def check_lengths(owner: str, lengths: Tensor, b: int, s: int) -> None:

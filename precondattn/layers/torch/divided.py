@@ -113,8 +113,10 @@ class TokensOfProcess:
     @property
     def positions(self) -> Tensor:
         """(1, t)"""
-        spans = [(part.first, part.first + part.tokens) for _, part in self.own]
-        return torch.cat([torch.arange(*span, device=self.device) for span in spans])[None]
+        from precondattn.parallel.piece_torch import positions_of
+
+        rank = self.divided.mechanism.processes.rank
+        return positions_of(self.parts, rank, self.device)[None]
 
     def mechanism(self, **inputs: Tensor) -> Tensor:
         """The output of this process's tokens."""
@@ -160,9 +162,9 @@ class _RowsBefore(torch.autograd.Function):
     def backward(ctx: Any, d_before: Tensor) -> Any:
         tokens, number = ctx.tokens, ctx.number
         d_last = d_before.new_zeros(len(tokens.parts), *d_before.shape[1:])
-        for (i, _), d_rows in zip(tokens.own, d_before, strict=True):
+        for (i, _), d_first in zip(tokens.own, d_before, strict=True):
             if i:
-                d_last[i - 1] = d_rows
+                d_last[i - 1] = d_first
         _sum(tokens, d_last)
         d_rows = d_last.new_zeros(ctx.shape)
         for i, where in _ends(tokens, number):
