@@ -8,14 +8,13 @@ The text and its batches are those of `train_a_language_model.md`.
 
 from __future__ import annotations
 
-import sys
 import time
 from copy import deepcopy
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import load, save, with_measured
+from recorded import shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers.md"
@@ -145,8 +144,4 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "--draw" not in sys.argv:
-        save(RECORD, record())
-    saved = load(RECORD)
-    draw(saved)
-    PAGE.write_text(page(saved), encoding="utf-8")
+    shown(RECORD, record, draw, PAGE, page)

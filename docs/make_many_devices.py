@@ -8,7 +8,6 @@ The model is in `many_devices_model.py`; `measure_many_devices.py` compares CPUs
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from many_devices_model import (
     ring,
     scan,
 )
-from recorded import load, save, with_measured
+from recorded import load, shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "many_devices_simulation.md"
@@ -237,8 +236,4 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "--draw" not in sys.argv:
-        save(RECORD, record())
-    saved = load(RECORD)
-    draw(saved)
-    PAGE.write_text(page(saved), encoding="utf-8")
+    shown(RECORD, record, draw, PAGE, page)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,7 +18,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import load, save, with_measured
+from recorded import shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "train_a_language_model.md"
@@ -159,8 +158,4 @@ def draw(saved: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if "--draw" not in sys.argv:
-        save(RECORD, record())
-    saved = load(RECORD)
-    draw(saved)
-    PAGE.write_text(page(saved), encoding="utf-8")
+    shown(RECORD, record, draw, PAGE, page)

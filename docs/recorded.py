@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +30,18 @@ def with_measured(path: Path, measured: str) -> str:
     """The text of a page, with what was measured between its marks."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n\n{measured}\n\n{END}{rest.partition(END)[2]}"
+
+
+def shown(
+    path: Path,
+    record: Callable[[], dict[str, Any]],
+    draw: Callable[[dict[str, Any]], None],
+    page: Path,
+    text: Callable[[dict[str, Any]], str],
+) -> None:
+    """Record and save a run, unless `--draw` asks for the saved one; draw it, update the page."""
+    if "--draw" not in sys.argv:
+        save(path, record())
+    saved = load(path)
+    draw(saved)
+    page.write_text(text(saved), encoding="utf-8")

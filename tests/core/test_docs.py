@@ -55,7 +55,7 @@ def test_the_page_of_recipes_is_up_to_date():
 def test_pages_show_the_saved_runs(name, monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     maker = runpy.run_path(str(DOCS / f"{name}.py"))
-    saved = maker["load"](maker["RECORD"])
+    saved = runpy.run_path(str(DOCS / "recorded.py"))["load"](maker["RECORD"])
     assert {*saved["runs"]} == {*maker["MECHANISMS"]}
     assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
         f"run python docs/{name}.py --draw"

@@ -17,8 +17,7 @@ def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
     command = [sys.executable, "-m", "tests.layers.divided_process"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment)
-        for rank in range(4)
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(4)
     ]
     try:
         assert [worker.wait(timeout=600) for worker in workers] == [0] * 4
