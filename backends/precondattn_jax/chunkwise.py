@@ -7,13 +7,13 @@ gradient stores the state before every group, and recomputes those within it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.chunk_groups import group_of
 from precondattn_portable.chunkwise_additive import Chunks
@@ -26,7 +26,7 @@ GROUP = 2**17
 core's cache."""
 
 
-class Chunkwise:
+class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
@@ -73,16 +73,6 @@ class Chunkwise:
         given = (work.written, *map(work.chunks, arrays))
         last, out = lax.scan(of_group, work.joined(state), given)
         return work.reads(out), jnp.reshape(last, state.shape)
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
-        return function(*arrays)
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
-    ) -> tuple[tuple[Array, ...], list[Array]]:
-        done = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
 
 
 class Work:

@@ -8,11 +8,10 @@ gradients of rows of key channels; the forward pass holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import in_one_piece
 from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first, tokens_first
@@ -23,7 +22,7 @@ VALUES, WARPS, LANES = 4, 8, 32
 """Value channels of a warp, warps of a block (`cuda/channel_scan.cu`), and threads of a warp."""
 
 
-class ChannelScan:
+class ChannelScan(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`), with the outputs times `scale`.
 
     A stream's queries, keys and values may have fewer heads than the state. Gates (b, m, s, d, 1),
@@ -68,16 +67,6 @@ class ChannelScan:
             total(d_q), total(d_k), heads_first(d_v), d_gates, total(d_beta), total(d_a)
         )
         return Gradients(stream, d_initial)
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
-        return function(*arrays)
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        done = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
 
 
 class ChannelCall(Call):

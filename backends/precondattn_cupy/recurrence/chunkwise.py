@@ -16,11 +16,10 @@ chunk, and M and two rows of numbers for each token; in the gradient, twice that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import Array
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first
 
@@ -53,7 +52,7 @@ class Carried(NamedTuple):
     """The state after all chunks (b, m, d, e)"""
 
 
-class Chunkwise:
+class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`), with the outputs times `scale`.
 
     A stream's queries, keys and values may have fewer heads than the state; `decays` says whether
@@ -77,16 +76,6 @@ class Chunkwise:
         call = Call(x, state, self.decays, self.scale)
         prepared = prepare(call)
         return gradients(call, x, prepared, carry(call, prepared), d_o, d_final)
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
-        return function(*arrays)
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        done = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]
 
 
 def _step(call: Call) -> tuple[Array, Array]:

@@ -18,12 +18,11 @@ chunk, and M and two rows of numbers for each token; in the gradient, twice that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import (
     channel_recurrence,
@@ -44,7 +43,7 @@ from precondattn_pallas.recurrence.chunk_arrays import (
 from precondattn_pallas.recurrence.gate_sums import by_next, d_gates
 
 
-class Chunkwise:
+class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`).
 
     Products of queries, keys and values are in a given dtype; `decays` says whether there are
@@ -116,13 +115,3 @@ class Chunkwise:
             None if x.undecayed is None else d_erase,
         )
         return Gradients(stream, unpadded_state(d_start, d_final))
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
-        return function(*arrays)
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        done = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in done), *arrays), [final for _, final in done]

@@ -20,13 +20,13 @@ chunk, M and two rows per token; the gradient needs twice that and a few rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_triton.precision import exact
 from precondattn_triton.recurrence import (
     channel_gates,
@@ -57,7 +57,7 @@ NO_MOMENTS = dict.fromkeys(
 """The arguments of a pass over the states that computes no moments."""
 
 
-class Chunkwise:
+class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`), with outputs times `scale`.
 
     The queries, keys and values of a stream are multiplied in their dtype, and may have fewer heads
@@ -81,16 +81,6 @@ class Chunkwise:
         prepare(call, x)
         carry(call)
         return gradients(call, x, d_o, d_final)
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Any, axis: int = 2) -> tuple[Any, ...]:
-        return function(*arrays)
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        results = [self.forward(stream, state) for stream, state in streams]
-        return function(*(o for o, _ in results), *arrays), [final for _, final in results]
 
     def call(self, x: Stream, state: Tensor) -> Call:
         """The arrays of a call, before any launch."""
