@@ -99,6 +99,10 @@ class Arithmetic:
         """x ∘ y, in x where the library can; y broadcasts to x."""
         return x * y
 
+    def multiplied(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        """x ∘ y, in `out` where the library can."""
+        return x * y
+
     def subtract(self, x: Array, y: Array | float) -> Array:
         """x − y, in x where the library can; y broadcasts to x."""
         return x - y
@@ -200,6 +204,9 @@ class InPlace(Arithmetic):
     def multiply(self, x: Array, y: Array | float) -> Array:
         x *= y
         return x
+
+    def multiplied(self, x: Array, y: Array, out: Array | None = None) -> Array:
+        return namespace(x).multiply(x, y, out=out)
 
     def subtract(self, x: Array, y: Array | float) -> Array:
         x -= y

@@ -24,6 +24,7 @@ from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
+from precondattn_portable.preconditioned_key import PreconditionedKeyChunks
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.symmetric_lucid import SymmetricLucidSolve
@@ -46,7 +47,6 @@ STATEFUL = (
     pa.ErasingGatedDelta,
     pa.ErasingKDA,
     pa.ErasingGDN2,
-    pa.PreconditionedKey,
     pa.GSA,
 )
 
@@ -72,6 +72,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.LucidSolve: LucidSolveBlocks(),
     pa.SymmetricLucidSolve: SymmetricLucidSolve(),
     pa.DeltaFormer: DeltaFormerBlocks(),
+    pa.PreconditionedKey: PreconditionedKeyChunks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
     pa.MesaQuery: MesaQueryAlgorithm(),
     pa.QueryWeightedQuery: QueryWeighted(),

@@ -23,6 +23,12 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     return _stored(array, where, view, ops.add(view, x))
 
 
+def multiply_at(ops: Arithmetic, array: Array, where: Any, x: Array, y: Array) -> Array:
+    """array[where] = x ∘ y; returns the new part."""
+    view = array[where]
+    return _stored(array, where, view, ops.multiplied(x, y, view))
+
+
 def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
     """array[where] −= x; returns the new part."""
     view = array[where]

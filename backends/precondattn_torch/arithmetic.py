@@ -74,6 +74,9 @@ class TorchArithmetic(Arithmetic):
     def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.mul_(y)
 
+    def multiplied(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, y, out=out)
+
     def subtract(self, x: Tensor, y: Tensor | float) -> Tensor:
         return x.sub_(y)
 
