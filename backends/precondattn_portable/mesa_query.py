@@ -84,6 +84,17 @@ class Problem(NamedTuple):
         """That of the recurrence."""
         return Residual(_length(r), self.tolerance * _length(self.right))
 
+    def is_open(self, search: Search, allowed: Array, least: Array) -> bool:
+        """Whether the residual of the recurrence is still large for any query.
+
+        ‖r‖² is at least r·z times the smallest entry of D, `least`. It is summed only where that
+        does not decide.
+        """
+        xp = namespace(least)
+        if xp.any(search.size * least > allowed * allowed):
+            return True
+        return bool(xp.any(Residual(_length(search.r), allowed).is_large()))
+
     def residual(self, times: Read, x: Array) -> tuple[Array, Residual]:
         """q − M x, and its lengths."""
         rest = self.right - times(x)
@@ -104,9 +115,11 @@ def solved(
     xp, problem = namespace(q), Problem.of(leaf, q, diagonal, ridge)
     times, used, most = problem.times(ops, read), 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
+    allowed = problem.recurring(rest).allowed
+    least = xp.min(problem.diagonal, axis=-1, keepdims=True)
     while True:
         search = Search.towards(rest, problem.diagonal)
-        while used < most and xp.any(problem.recurring(search.r).is_large()):
+        while used < most and problem.is_open(search, allowed, least):
             search, used = search.advanced(ops, times, problem.diagonal), used + 1
         x = x + search.x
         rest, left = problem.residual(times, x)
