@@ -262,9 +262,13 @@ def bench(
     gate: Annotated[
         bool, typer.Option("--gate", help="fail where a ratio is worse than the committed one")
     ] = False,
+    instructions: Annotated[
+        bool,
+        typer.Option("--instructions", help="with --gate: count instructions by valgrind instead"),
+    ] = False,
     save: Annotated[
         Path | None,
-        typer.Option(help="write the rows to this JSON file; with --gate, the ratios"),
+        typer.Option(help="write the rows to this JSON file; with --gate, its ratios or counts"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
     benchmark_json: Annotated[
@@ -283,10 +287,15 @@ def bench(
         if gate:
             of_runs = (backend, device, library, mechanism, work, peer, sizes, dtype, rounds)
             if any((*of_runs, not peers, memory, neighbours, quick, plot, benchmark_json)):
-                raise ValueError("--gate is combined with names of its rows and --save only")
-            from precondattn_conformance.bench import gate_command
+                raise ValueError(
+                    "--gate is combined with names of its rows, --instructions and --save only"
+                )
+            from precondattn_conformance.bench import gate_command, instructions_command
 
-            raise typer.Exit(gate_command.run(tuple(name or ()), save, console))
+            chosen = instructions_command if instructions else gate_command
+            raise typer.Exit(chosen.run(tuple(name or ()), save, console))
+        if instructions:
+            raise ValueError("--instructions is an option of --gate")
         code = command.bench(
             names=tuple(name or ()),
             backends=tuple(backend or ()),

@@ -188,9 +188,9 @@ def test_one_row_is_measured_beside_its_peer(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--gate", "--memory"], "names of its rows and --save only"),
-        (["--gate", "--rounds", "9"], "names of its rows and --save only"),
-        (["--gate", "--neighbours", "1"], "names of its rows and --save only"),
+        (["--gate", "--memory"], "names of its rows, --instructions and --save only"),
+        (["--gate", "--rounds", "9"], "names of its rows, --instructions and --save only"),
+        (["--gate", "--neighbours", "1"], "names of its rows, --instructions and --save only"),
     ],
 )
 def test_what_the_gate_does_not_take_is_refused(arguments, complaint):

@@ -1,0 +1,98 @@
+"""`precondattn bench --gate --instructions`: count the rows, and print or save the counts."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from precondattn_conformance.bench import instructions, machine
+from precondattn_conformance.bench.instructions import SLACK, counts, is_worse, missing
+from precondattn_conformance.writable import require_writable
+
+FILE = Path(__file__).with_name("committed_instructions.json")
+
+LIBRARIES = ("numpy", "torch")
+
+
+def kind() -> dict[str, Any]:
+    """What has to be equal so that counts are: the processor is valgrind's."""
+    described = machine.describe()
+    return {
+        "system": described["system"],
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "versions": {name: described["versions"].get(name) for name in LIBRARIES},
+    }
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file, one for each kind; none if it does not exist.
+
+    Raises
+    ------
+    ValueError
+        if the file has something else in it.
+    """
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if any(set(entry) != {"kind", "date", "counts"} for entry in entries):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} has no counts of instructions") from None
+    return list(entries)
+
+
+def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
+    """Count the rows and judge them, or write them to a file.
+
+    The exit code is 1 if a count is worse than the committed one. Where valgrind is missing nothing
+    is judged.
+
+    Raises
+    ------
+    ValueError, CannotCountError
+        if a name is no row, or if valgrind fails.
+    """
+    instructions.cases(names)  # Names are checked first.
+    require_writable(save)
+    if (reason := missing()) is not None:
+        console.print(f"no instructions were counted: {reason}")
+        return 0 if save is None else 1
+    here = kind()
+    committed = next((e["counts"] for e in load(FILE) if e["kind"] == here), {})
+    if save is None and not committed:
+        console.print("no committed counts for these versions: recorded only")
+    found = counts(names)
+    _print(found, committed, console)
+    if save is not None:
+        others = [entry for entry in load(save) if entry["kind"] != here]
+        before = next((e["counts"] for e in load(save) if e["kind"] == here), {})
+        entries = [*others, {"kind": here, "date": machine.now(), "counts": {**before, **found}}]
+        save.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        console.print(f"saved {len(found)} counts to {save}", markup=False, soft_wrap=True)
+        return 0
+    worse = [name for name in found if name in committed and is_worse(found[name], committed[name])]
+    return 1 if worse else 0
+
+
+def _print(found: dict[str, int], committed: dict[str, int], console: Console) -> None:
+    table = Table(
+        "row", "instructions", "/ committed", "verdict", title="gate", title_justify="left"
+    )
+    for name, count in found.items():
+        if name not in committed:
+            table.add_row(escape(name), f"{count:,}", "–", "new")
+            continue
+        worse = is_worse(count, committed[name])
+        better = is_worse(committed[name], count)
+        verdict = "[red]worse[/]" if worse else "[green]better[/]" if better else "fine"
+        table.add_row(escape(name), f"{count:,}", f"{count / committed[name]:.3f}", verdict)
+    console.print(table)
+    console.print(f"worse is more than {SLACK:.0%} above the committed count")
