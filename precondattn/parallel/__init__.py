@@ -18,4 +18,7 @@ A layout says how a call is divided meanwhile:
     and LASER go around a ring (`ring_torch.py`), solved blocks of LUCID are given to all
     (`solve_torch.py`), states of recurrences are scanned along the devices (`states.py`), and what
     is computed token by token needs nothing. In PyTorch, for any number of devices.
+
+    Such a call may keep a cache (`cached_torch.py`), which is divided as its tokens are, and which
+    new tokens extend. States are whole on every device.
 """

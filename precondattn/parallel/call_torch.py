@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import Bound
@@ -36,6 +37,18 @@ class Processes(NamedTuple):
     def agree(self, error: Exception | None) -> None:
         """Raise the error of any process, on all of them."""
         agreed(self.owner, self.group, self.device, error=error)
+
+
+def processes_of(owner: str, mesh: DeviceMesh) -> Processes:
+    """Those of a mesh of one dimension."""
+    return Processes(owner, mesh.get_group(), mesh.get_local_rank(), mesh.size(), device_of(mesh))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where tensors are that processes exchange."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def tried(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

@@ -4,15 +4,20 @@ Forward, a process computes T and F of its tokens, gets the state before them fr
 computes its outputs from that: up to three times the work of a call for the delta rule, and twice
 for others. Backward, it computes the gradient of that state from its outputs, gets the gradient of
 its last state from the scan in reverse, and computes those of its inputs.
+
+A sequence may begin with a state S_0 that all processes have: the F of the first one is T S_0 + F
+then. Its last state, of the last process, may be given to all. The gradient of that is the sum of
+all processes' gradients, and that of S_0 is a term of the first process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,6 +53,18 @@ def refusal(leaf: Leaf, order: Order) -> str | None:
 
 def output(piece: Piece) -> Tensor:
     """The output of this process's tokens."""
+    out, _ = scanned(piece)
+    return out
+
+
+def scanned(
+    piece: Piece, begin: Mapping[str, Tensor] | None = None, *, with_end: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and the states after all tokens, on every process.
+
+    `begin` has the states before the first token, by their names in the leaf's cache. Without
+    `with_end` no states are given away, and none are returned.
+    """
     leaf, masks, processes = piece.leaf, {}, piece.processes
     valid = piece.masks.valid_of(processes.rank)
     if valid is not None:
@@ -57,9 +74,10 @@ def output(piece: Piece) -> Tensor:
         with torch.no_grad():
             return steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
 
-    scan = _Scan(piece, processes.together(steps), masks)
-    out: Tensor = _Scanned.apply(scan, *piece.inputs.values())
-    return out
+    scan = _Scan(piece, processes.together(steps), masks, begin is not None, with_end)
+    first = [] if begin is None else [begin[key] for key in scan.steps]
+    out, *end = _Scanned.apply(scan, *piece.inputs.values(), *first)
+    return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
 
 
 def bytes_sent(piece: Piece) -> dict[str, int]:
@@ -101,7 +119,7 @@ def step_of_tokens(
     wide = {n: pad(x, (0, columns)) if n in of_values else x for n, x in inputs.items()}
     cache = leaf.init_cache(**wide)
     ((key, state),) = cache.store.items()
-    cache = _with_states(cache, {key: with_transition(state, e)})
+    cache = with_states(cache, {key: with_transition(state, e)})
     _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
     (state,) = cache.store.values()
     return step_of(state, e)
@@ -114,35 +132,80 @@ class _Scan:
     piece: Piece
     steps: dict[str, Step]
     masks: Mapping[str, Any]
+    has_begin: bool
+    with_end: bool
+
+    @property
+    def is_first(self) -> bool:
+        return self.piece.processes.rank == 0
+
+    @property
+    def last(self) -> int:
+        """The last process, by its rank among all of the program."""
+        _, group, _, devices, _ = self.piece.processes
+        return int(dist.get_global_rank(group, devices - 1))
+
+    @property
+    def is_last(self) -> bool:
+        return self.piece.processes.rank == self.piece.processes.devices - 1
+
+    def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the last process."""
+        _, group, _, devices, _ = self.piece.processes
+        given = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
+        for x in given if devices > 1 else ():
+            dist.broadcast(x, self.last, group=group)
+        return given
+
+    def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
+        """The sums of all processes' gradients of the last states, on the last process."""
+        _, group, _, devices, _ = self.piece.processes
+        sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+        for x in sums if devices > 1 else ():
+            dist.reduce(x, self.last, group=group)
+        return dict(zip(self.steps, sums, strict=True)) if self.is_last else None
 
 
 class _Scanned(torch.autograd.Function):  # type: ignore[misc]
-    """The output of this process's tokens, from T and F of all."""
+    """The output of this process's tokens, from T and F of all; and the last states."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, *arrays: Tensor) -> Tensor:
+    def forward(ctx: Any, scan: _Scan, *arrays: Tensor) -> Any:
         leaf, processes = scan.piece.leaf, scan.piece.processes
-        inputs = dict(zip(scan.piece.inputs, arrays, strict=True))
-        cache = leaf.init_cache(**inputs)
-        before = states_before(line_of(scan.piece), list(scan.steps.values()))
+        inputs = dict(zip(scan.piece.inputs, arrays, strict=False))
+        cache, steps = leaf.init_cache(**inputs), dict(scan.steps)
+        if scan.has_begin and scan.is_first:
+            begin = dict(zip(steps, arrays[len(inputs) :], strict=True))
+            cache = with_states(cache, begin)
+            steps = {
+                key: step._replace(state=step.on(cache.store[key])) for key, step in steps.items()
+            }
+        before = states_before(line_of(scan.piece), list(steps.values()))
         if before is not None:
-            cache = _with_states(cache, dict(zip(scan.steps, before, strict=True)))
+            cache = with_states(cache, dict(zip(steps, before, strict=True)))
         options = {"backend": scan.piece.backend, **scan.masks}
-        out, _, ctx.pull = processes.together(lambda: leaf.extend_vjp(cache, **inputs, **options))
+        out, after, ctx.pull = processes.together(
+            lambda: leaf.extend_vjp(cache, **inputs, **options)
+        )
         ctx.scan = scan
-        result: Tensor = out
-        return result
+        end = scan.given_to_all([after.store[key] for key in steps]) if scan.with_end else []
+        return (out, *end)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor, *d_end: Tensor) -> Any:
         scan: _Scan = ctx.scan
-        gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent))
+        d_last = scan.added_up(d_end) if scan.with_end else None
+        gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent, d_last))
         steps = [step.adjoint(d_past[key].to(step.state.dtype)) for key, step in scan.steps.items()]
         of_end = states_before(line_of(scan.piece)._replace(is_reversed=True), steps)
         if of_end is not None:
-            gradients, _ = ctx.pull(cotangent, dict(zip(scan.steps, of_end, strict=True)))
-        return (None, *(gradients[name] for name in scan.piece.inputs))
+            d_states = dict(zip(scan.steps, of_end, strict=True))
+            gradients, d_past = ctx.pull(cotangent, d_states)
+        d_begin = []
+        if scan.has_begin:
+            d_begin = [d if scan.is_first else torch.zeros_like(d) for d in d_past.values()]
+        return (None, *(gradients[name] for name in scan.piece.inputs), *d_begin)
 
 
 def line_of(piece: Piece) -> Line:
@@ -151,7 +214,7 @@ def line_of(piece: Piece) -> Line:
     return Line(group, rank, devices)
 
 
-def _with_states(cache: Cache, states: Mapping[str, Tensor]) -> Cache:
+def with_states(cache: Cache, states: Mapping[str, Tensor]) -> Cache:
     return cache._replace(
         store={key: state.to(cache.store[key].dtype) for key, state in states.items()}
     )

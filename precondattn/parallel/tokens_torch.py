@@ -12,7 +12,7 @@ All have the order of tokens of the layout. A scan needs consecutive tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -70,10 +70,24 @@ def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | Non
 def output(call: Call, processes: Processes) -> Tensor:
     """The output of this process's tokens."""
     masks = processes.together(lambda: masks_of(call, processes))
+    return computed(call, processes, masks, lambda number, way, piece: way.output(piece))
+
+
+def computed(
+    call: Call,
+    processes: Processes,
+    masks: Masks,
+    output_of: Callable[[int, ModuleType, Piece], Tensor],
+) -> Tensor:
+    """The output of this process's tokens, where `output_of` computes that of each leaf call.
+
+    It is given the number of the call in the program, and its way.
+    """
     rank, program = processes.rank, call.mechanism.program
     values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
-    for leaf_call, way, piece in _pieces(call, processes, masks, values):
-        values[leaf_call.out] = way.output(piece)
+    pieces = _pieces(call, processes, masks, values)
+    for number, (leaf_call, way, piece) in enumerate(pieces):
+        values[leaf_call.out] = output_of(number, way, piece)
     out = {program.out: values[program.out]}
     return masks.without_padding(rank, out, {program.out: program.output})[program.out]
 
@@ -94,7 +108,7 @@ def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
     for leaf_call, way, piece in _pieces(call, processes, masks, values):
         for name, count in way.bytes_sent(piece).items():
             sent[f"{name} for {leaf_call.out}"] = count
-        values[leaf_call.out] = _like_output(piece)
+        values[leaf_call.out] = like_output(piece.leaf, piece.inputs)
     return sent
 
 
@@ -111,9 +125,8 @@ def _pieces(
         yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
 
 
-def _like_output(piece: Piece) -> Tensor:
+def like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
     """A tensor of the shape and dtype of a leaf's output, without data."""
-    leaf, inputs = piece.leaf, piece.inputs
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
     shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
     first = inputs.get("v", next(iter(inputs.values())))

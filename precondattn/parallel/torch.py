@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from precondattn.algebra.expression import parse
-from precondattn.parallel import heads_torch, tokens_torch
+from precondattn.cache import Cache
+from precondattn.parallel import cached_torch, heads_torch, start_torch, tokens_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
-from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.call_torch import Call, processes_of
+from precondattn.parallel.divided_cache_torch import DividedCache
 from precondattn.parallel.heads import Axes
 from precondattn.parallel.layouts import Order
+from precondattn.parallel.new_tokens_torch import NewTokens, bind_new
+from precondattn.parallel.redistribute_torch import redistribute
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+
+__all__ = ["ContextParallel", "DividedCache", "Plan", "context_parallel", "redistribute"]
 
 
 def context_parallel(
@@ -122,9 +128,7 @@ class ContextParallel:
     ) -> None:
         self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
         self._way = heads_torch if order is None else tokens_torch
-        owner = f"context_parallel({mechanism})"
-        group, rank = mesh.get_group(), mesh.get_local_rank()
-        self.processes = Processes(owner, group, rank, mesh.size(), _device_of(mesh))
+        self.processes = processes_of(f"context_parallel({mechanism})", mesh)
 
     def __repr__(self) -> str:
         return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, layout={self.layout!r})"
@@ -132,7 +136,99 @@ class ContextParallel:
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
         """The output of this process's tokens."""
         call = self._agreed(arrays, named, backend)
-        part = self._way.output(call, self.processes)
+        return self._as_given(call, self._way.output(call, self.processes))
+
+    def prefill(
+        self,
+        *arrays: Any,
+        capacity: int | None = None,
+        cache: Cache | None = None,
+        backend: Any = None,
+        **named: Any,
+    ) -> tuple[Any, DividedCache]:
+        """The output of this process's tokens, and the cache of all tokens, divided.
+
+        Each process keeps what softmax attention, LASER and LUCID need of its tokens. The states of
+        recurrences after all tokens are given to every process.
+
+        Parameters
+        ----------
+        *arrays, **named
+            Those of a call: this process's tokens, and `lengths` or `key_mask`. The cache keeps a
+            key mask that is given.
+        capacity : int
+            The most tokens of a sequence, of all processes together. Not needed if the cache is a
+            state.
+        cache : Cache, optional
+            An ordinary cache, the same on every process, after which the tokens come. It must be of
+            states only.
+
+        Returns
+        -------
+        tuple
+            The output, as of a call, and a `DividedCache` for `extend` and `redistribute`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            on all processes alike: those of a call; for the layout "heads", packed sequences, and
+            a mechanism that is not causal; for a capacity that is missing or too small; and for a
+            `cache` of tokens, or of another mechanism.
+
+        Notes
+        -----
+        Output and states are differentiable. Gradients of states after all tokens are those of all
+        processes' losses together. That of an initial state is the first process's term of it, 0 on
+        the others.
+        """
+        start = start_torch.Start(self.mechanism, capacity, cache)
+        call = self._agreed(arrays, named, backend, start)
+        out, divided = cached_torch.prefill(call, self.processes, self.mesh, capacity, cache)
+        return self._as_given(call, out), divided
+
+    def extend(
+        self,
+        cache: DividedCache,
+        *arrays: Any,
+        backend: Any = None,
+        donate: bool = False,
+        **named: Any,
+    ) -> tuple[Any, DividedCache]:
+        """The output of new tokens after those in the cache, and the cache with them.
+
+        Parameters
+        ----------
+        cache : DividedCache
+            From `prefill` or an earlier `extend`. It is not modified unless donated.
+        *arrays, **named
+            New tokens, the same on every process, as tensors or as DTensors with the placement
+            `Replicate`; and `lengths` or `key_mask` of them. Their shapes are compared between
+            processes, and not their entries.
+        donate : bool
+            Write into the cache's own buffers. The old cache must not be used again; doing so
+            raises.
+
+        Returns
+        -------
+        tuple
+            The output, the same on every process, and the cache. A new token is kept by the process
+            that has the fewest tokens of its sequence.
+
+        Raises
+        ------
+        TypeError, ValueError
+            on all processes alike: for bad input, for a cache of another mechanism, mesh or layout,
+            where the capacity is exceeded, and where a gradient would be needed.
+        """
+        new = self._new_tokens(cache, arrays, named, backend, donate)
+        with torch.no_grad():
+            out, after = cached_torch.extend(new, self.processes, cache, donate=donate)
+        if new.is_distributed:
+            out = DTensor.from_local(out, self.mesh, [Replicate()], run_check=False)
+        return out, after
+
+    def _as_given(self, call: Call, part: Any) -> Any:
+        """The output, as a DTensor if inputs were."""
         if not call.bound.is_distributed:
             return part
         pattern = self.mechanism.program.output
@@ -144,29 +240,77 @@ class ContextParallel:
             part, self.mesh, [Shard(time)], run_check=False, shape=whole, stride=stride
         )
 
-    def explain(self, *arrays: Any, **named: Any) -> Plan:
-        """How a call with these arguments is divided. All processes ask together."""
-        call = self._agreed(arrays, named, None)
-        return Plan(
-            str(self.mechanism),
-            self.layout,
-            self.processes.devices,
-            call.tokens["t"][self.processes.rank],
-            self._way.during(call, self.processes),
-            self._way.bytes_sent(call, self.processes),
-        )
+    def explain(
+        self, *arrays: Any, verb: str = "forward", cache: DividedCache | None = None, **named: Any
+    ) -> Plan:
+        """How a call with these arguments is divided. All processes ask together.
 
-    def _agreed(self, arrays: Any, named: Mapping[str, Any], backend: Any) -> Call:
+        Parameters
+        ----------
+        verb : {"forward", "prefill"}
+            "prefill" is a call with what it sends for the cache.
+        cache : DividedCache, optional
+            With a cache, `extend` is explained, and the arrays are the new tokens.
+        """
+        if verb not in ("forward", "prefill"):
+            raise ValueError(
+                f"{self.processes.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
+                f"the cache); found {verb!r}"
+            )
+        rank = self.processes.rank
+        if cache is not None:
+            new = self._new_tokens(cache, arrays, named)
+            sent = cached_torch.bytes_of_extension(new, self.processes, cache)
+            during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
+            return self._plan(new.sizes["t"], during, sent)
+        start = start_torch.Start(self.mechanism, 1, None) if verb == "prefill" else None
+        call = self._agreed(arrays, named, None, start)
+        sent = self._way.bytes_sent(call, self.processes)
+        if verb == "prefill":
+            sent |= cached_torch.bytes_of_states(call, self.processes)
+        return self._plan(call.tokens["t"][rank], self._way.during(call, self.processes), sent)
+
+    def _plan(self, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
+        return Plan(str(self.mechanism), self.layout, self.processes.devices, tokens, during, sent)
+
+    def _new_tokens(
+        self, cache: DividedCache, arrays: Any, named: Any, backend: Any = None, donate: Any = False
+    ) -> NewTokens:
+        """The new tokens, after all processes have checked theirs together."""
+        new, error = None, None
+        try:
+            if not isinstance(donate, bool):
+                raise TypeError(f"donate must be true or false; found {donate!r}")
+            new = bind_new(self.mechanism, self.mesh, self.layout, cache, arrays, named, backend)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        owner, group, _, _, device = self.processes
+        on = "" if backend is None else f" on {backend!r}"
+        said = "" if new is None else f"{new} after {cache}{on}"
+        agreed(owner, group, device, said, (0, 0), error)
+        assert new is not None  # `agreed` has raised the error.
+        return new
+
+    def _agreed(
+        self,
+        arrays: Any,
+        named: Mapping[str, Any],
+        backend: Any,
+        start: start_torch.Start | None = None,
+    ) -> Call:
         """The arguments, after all processes have checked theirs together."""
         bound, error = None, None
         try:
             bound = bind(self.mechanism, self.mesh, arrays, named)
+            if start is not None:
+                start.check(self.order, bound)
         except (TypeError, ValueError) as raised:
             error = raised
         said, own = "", (0, 0)
-        if bound is not None:
+        if bound is not None and error is None:
             on = "" if backend is None else f" on {backend!r}"
             said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
+            said += "" if start is None else f"; {start}"
             own = bound.tokens
         owner, group, _, _, device = self.processes
         everyone = agreed(owner, group, device, said, own, error)
@@ -184,10 +328,3 @@ class ContextParallel:
         if refused is not None:
             raise ValueError(f"{owner}: layout {self.layout!r} {refused}")
         return call
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Where tensors are that processes exchange."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

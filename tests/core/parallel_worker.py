@@ -249,7 +249,7 @@ def bytes_are_counted(mesh):
 def sent_bytes():
     """What this process sends meanwhile, of inputs, outputs and states."""
     sent, exchange, pass_on = [], dist.all_to_all_single, dist.batch_isend_irecv
-    give = dist.broadcast
+    give, gather = dist.broadcast, dist.all_gather_into_tensor
 
     def exchanging(result, buffer, received, given, group):
         sent.append(sum(given))
@@ -259,18 +259,22 @@ def sent_bytes():
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return pass_on(operations)
 
-    def giving(x, source, group, async_op):
+    def gathering(result, x, group):
+        sent.append(x.nbytes * (dist.get_world_size(group) - 1))
+        return gather(result, x, group=group)
+
+    def giving(x, source, group, async_op=False):
         if source == dist.get_rank():
             sent.append(x.nbytes * (dist.get_world_size(group) - 1))
         return give(x, source, group=group, async_op=async_op)
 
     dist.all_to_all_single, dist.batch_isend_irecv = exchanging, passing
-    dist.broadcast = giving
+    dist.broadcast, dist.all_gather_into_tensor = giving, gathering
     try:
         yield sent
     finally:
         dist.all_to_all_single, dist.batch_isend_irecv = exchange, pass_on
-        dist.broadcast = give
+        dist.broadcast, dist.all_gather_into_tensor = give, gather
 
 
 def require_refused(
@@ -659,17 +663,21 @@ def cases(mesh):
 
 def main(rank, world, folder, ends=0):
     """All cases; or, if a process `ends`, one call without it."""
-    store = dist.FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
-    )
+    if not ends:
+        run(cases, rank, world, folder)
+        return
+    started(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    if ends:
-        x = whole("lucid", layout_of(world))[1]
-        if rank == ends:
-            os._exit(0)
-        context_parallel("lucid", mesh["cp"])(**x)
-    results = {}
+    x = whole("lucid", layout_of(world))[1]
+    if rank == ends:
+        os._exit(0)
+    context_parallel("lucid", mesh["cp"])(**x)
+
+
+def run(cases, rank, world, folder):
+    """All cases, with their errors."""
+    started(rank, world, folder)
+    mesh, results = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), {}
     for name, case in cases(mesh["cp"]):
         try:
             case()
@@ -678,6 +686,13 @@ def main(rank, world, folder, ends=0):
             results[name] = traceback.format_exc()
     (Path(folder) / f"result_{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def started(rank, world, folder):
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ if not torch.distributed.is_available():
 
 
 @contextmanager
-def processes(world, folder, *more, **options):
+def processes(world, folder, *more, module="parallel_worker", **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.core.parallel_worker"]
+    command = [sys.executable, "-m", f"tests.core.{module}"]
     workers = [
         subprocess.Popen(
             [*command, *map(str, (rank, world, folder, *more))], env=environment, **options

@@ -1,0 +1,181 @@
+"""A cache that is divided among processes: who keeps which tokens.
+
+What a leaf keeps of a token (its key and value, LUCID's solved value) is a row on one process. That
+is the process which had the token in the prefill. A new token, which all processes have, is kept by
+the one that has the fewest of its sequence, the first of several. So all have equally many in the
+end, also where the tokens of the last process were padding. States have no rows: every process has
+them whole.
+
+All know how many tokens each process has. So nothing is sent to decide who keeps a token, and
+nothing is read from a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from precondattn.arrays import take_tokens
+from precondattn.cache import Cache, append
+from precondattn.cache.kinds import holding, kinds_of
+from precondattn.parallel.layouts import Part
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+Counts = tuple[tuple[int, ...], ...]
+"""A number for each process and each sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class DividedCache:
+    """What one process has of the cache of a divided call: its tokens, and all states.
+
+    `ContextParallel.prefill` makes it, and `ContextParallel.extend` extends it. It is good for the
+    mechanism, mesh and layout that it was made by; `redistribute` makes an ordinary `Cache` of it.
+    """
+
+    mechanism: Mechanism
+    mesh: DeviceMesh
+    layout: str
+    part: Cache
+    """The rows of this process's tokens, as the first ones of buffers (b, rows, …); and states"""
+    position: Tensor
+    """Where each row is in its sequence, int32 (b, rows)"""
+    held: Counts
+    """How many tokens each process has of each sequence; none if the cache is a state"""
+    lengths: tuple[int, ...]
+    """The number of tokens of each sequence, of all processes together"""
+    capacity: int | None
+    """The most tokens that fit in a sequence; None for a state, which has no limit"""
+
+    @property
+    def length(self) -> Tensor:
+        """The number of tokens of each sequence, int32 (b,)."""
+        return torch.tensor(self.lengths, dtype=torch.int32, device=self.part.length.device)
+
+    @property
+    def is_donated(self) -> bool:
+        return bool(self.part.kinds) and not self.part.store
+
+    @cached_property
+    def token_buffers(self) -> list[str]:
+        """The names of those with a row for each token."""
+        return [name for name, kind in kinds_of(self.part).items() if kind.has_tokens]
+
+    def rows_of(self, process: int) -> int:
+        """How many rows of a process are filled, in the sequence where it has most."""
+        return max(self.held[process]) if self.held else 0
+
+    def __str__(self) -> str:
+        """What is the same on all processes."""
+        held = f", by process {self.held}, of at most {self.capacity}" if self.held else ""
+        return f"a cache of {self.mechanism} with {self.lengths} tokens{held}"
+
+
+class Kept(NamedTuple):
+    """Rows (b, t, …) of new tokens by the name of the buffer, and new states."""
+
+    rows: Mapping[str, Tensor]
+    states: Mapping[str, Tensor]
+
+
+def held_of(parts: Sequence[Part], counts: Sequence[int], devices: int) -> Counts:
+    """The tokens of each process, where `counts[i]` of sequence i are valid.
+
+    Examples
+    --------
+    >>> from precondattn.parallel.layouts import Order
+    >>> held_of(Order("zigzag").parts([4, 4]), [8, 3], devices=2)
+    ((4, 2), (4, 1))
+    """
+    held = [[0] * len(counts) for _ in range(devices)]
+    for part in parts:
+        for sequence, count in enumerate(counts):
+            held[part.device][sequence] += min(max(count - part.first, 0), part.tokens)
+    return tuple(map(tuple, held))
+
+
+def rows_needed(capacity: int, held: Sequence[int], devices: int) -> int:
+    """The rows of a process that has `held` tokens of each sequence.
+
+    It gets more only while it has the fewest, and these are never more than the mean.
+    """
+    return max(*held, -(-capacity // devices))
+
+
+def keepers(held: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Counts]:
+    """Which process keeps each of `counts[i]` new tokens of sequence i; and all numbers then.
+
+    Examples
+    --------
+    >>> keepers(((3, 1), (2, 1)), [2, 1])
+    ([[1, 0], [0]], ((4, 2), (3, 1)))
+    """
+    now = [list(of) for of in held]
+    kept: list[list[int]] = []
+    for sequence, count in enumerate(counts):
+        kept.append([])
+        for _ in range(count):
+            fewest = min(range(len(now)), key=lambda process: now[process][sequence])
+            now[fewest][sequence] += 1
+            kept[-1].append(fewest)
+    return kept, tuple(map(tuple, now))
+
+
+def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> DividedCache:
+    """An empty cache with this process's tokens, whose numbers it has, at `positions` (s,)."""
+    count = cache.part.length
+    nothing = torch.zeros_like(count)
+    is_full = bool(cache.held) and set(cache.held[rank]) == {positions.shape[0]}
+
+    def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
+        held = 0 if is_full else None
+        result: Tensor = append(buffer, new, nothing, count, donate=True, held=held)
+        return result
+
+    store = dict(cache.part.store)
+    for name, state in kept.states.items():
+        store[name] = state.to(store[name].dtype)
+    for name in cache.token_buffers:
+        store[name] = with_rows(store[name], kept.rows[name])
+    position = cache.position
+    if cache.token_buffers:
+        position = with_rows(position, positions.expand(len(cache.lengths), -1))
+    return replace(cache, part=holding(cache.part, count, store), position=position)
+
+
+def extended(
+    cache: DividedCache, kept: Kept, counts: Sequence[int], rank: int, *, donate: bool
+) -> DividedCache:
+    """The cache after new tokens, of which the first `counts[i]` are of sequence i."""
+    old, store = cache.part, {**cache.part.store, **kept.states}
+    lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
+    who, held = keepers(cache.held, counts) if cache.token_buffers else ([], ())
+    own = [[i for i, process in enumerate(of) if process == rank] for of in who]
+    count, position = torch.tensor(counts).to(old.length), cache.position
+    if cache.token_buffers:
+        most, device = max(map(len, own)), old.length.device
+        padded = [of + [0] * (most - len(of)) for of in own]
+        chosen = torch.tensor(padded, dtype=torch.int64, device=device)
+        count = torch.tensor([*map(len, own)]).to(old.length)
+        is_same = len({*map(len, own)}) == 1 == len({*cache.held[rank]})
+        before = cache.held[rank][0] if is_same else None
+
+        def with_rows(buffer: Tensor, new: Tensor) -> Tensor:
+            result: Tensor = append(buffer, new, old.length, count, donate=donate, held=before)
+            return result
+
+        position = with_rows(position, cache.length[:, None] + chosen)
+        for name in cache.token_buffers:
+            store[name] = with_rows(store[name], take_tokens(kept.rows[name], chosen))
+    if donate:
+        old.store.clear()
+    part = holding(old, old.length + count, store)
+    return replace(cache, part=part, position=position, held=held, lengths=lengths)

@@ -1,0 +1,28 @@
+"""Divided caches of PyTorch in 1 to 4 processes: outputs and caches equal those of one process.
+
+The processes run all cases of `parallel_cache_worker.py` once.
+"""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+from tests.core.test_parallel import processes
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 3), (2, 128), (3, 39), (4, 34)])
+def test_caches_divided_among_processes(world, count, tmp_path):
+    with processes(world, tmp_path, module="parallel_cache_worker") as workers:
+        assert [worker.wait(timeout=600) for worker in workers] == [0] * world
+    for rank in range(world):
+        results = json.loads((tmp_path / f"result_{rank}.json").read_text())
+        failed = {name: error for name, error in results.items() if error}
+        assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+        assert len(results) == count
