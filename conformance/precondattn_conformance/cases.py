@@ -130,8 +130,8 @@ def designed(
     return sorted(found.values(), key=lambda case: case.mechanism)
 
 
-def case_of(text: str) -> Case:
-    """The case of an id.
+def case_of(text: str, checks: tuple[str, ...] = CHECKS) -> Case:
+    """The case of an id, of one of these checks.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def case_of(text: str) -> Case:
         raise ValueError(f"{text!r} is no case; an id is check-library-dtype-layout-keys-mechanism")
     check, library, dtype, layout, kind, mechanism = parts
     for part, known, what in (
-        (check, CHECKS, "check"),
+        (check, checks, "check"),
         (library, tuple(libraries.installed()), "installed array library"),
         (dtype, libraries.WIDE + libraries.HALF, "dtype"),
         (kind, KINDS + EXTREMES, "kind of keys"),
@@ -164,6 +164,14 @@ def makes_sense(case: Case) -> bool:
 @cache
 def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind: str) -> bool:
     """The answer is the same for every dtype."""
+    if not has_result(expression, layout, kind):
+        return False
+    return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
+
+
+@cache
+def has_result(expression: str, layout: Layout, kind: str) -> bool:
+    """Whether a mechanism has a well-defined result for this data."""
     if kind in HARMFUL and not is_bounded(mechanism_of(expression)):
         return False
     if _is_refused(expression, layout):
@@ -174,7 +182,7 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
         is_causal = mechanism_of(expression).offers.causal
         if (layout.has("lengths") or layout.has("segment_ids")) and not is_causal:
             return False  # The positions of its queries are not defined.
-    return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
+    return True
 
 
 def _is_refused(expression: str, layout: Layout) -> bool:

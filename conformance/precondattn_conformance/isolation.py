@@ -105,7 +105,7 @@ class Worker:
             outcome: Outcome = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return self._lost(case, f"the process died of {_cause(self.process.exitcode)}")
+            return self._lost(case, f"the process died of {cause(self.process.exitcode)}")
         self.done = (*self.done, case)
         return outcome
 
@@ -133,7 +133,8 @@ class Worker:
         self.traces.close()
 
 
-def _cause(exitcode: int | None) -> str:
+def cause(exitcode: int | None) -> str:
+    """Of what a process has died."""
     if exitcode is not None and exitcode < 0:
         return signal.Signals(-exitcode).name
     return f"exit code {exitcode}"

@@ -55,7 +55,7 @@ class PytestRun:
         beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
         worker = None
         if session.jobs != 0:
-            start = partial(Worker, backend, session.device, session.timeout, beside)
+            start = partial(Worker, backend, session.device, session.seconds, beside)
             worker, alone = start(), Alone(start, backend, session.device)
 
         def run(case: Case) -> Outcome:

@@ -15,7 +15,11 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.coverage import Pairs, pairs
+from precondattn_conformance.division import cases as division
+from precondattn_conformance.division.processes import TIMEOUT as TIMEOUT_OF_PROCESSES
+from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.expectations import Expectations, name_of
+from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.isolation import TIMEOUT, run_isolated
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.runner import Outcome, run_case
@@ -39,10 +43,20 @@ class Session:
     """Only these cases."""
     xfail: str | Path | None = None
     skip: str | Path | None = None
-    timeout: float = TIMEOUT
+    timeout: float | None = None
+    """Seconds for a case; None: those that are usual."""
     jobs: int | None = None
     """The number of processes. None: one per core, or a single one if a device is given. 0: run
     the cases in this process."""
+    devices: int | None = None
+    """If given, the cases are of sequences that so many processes divide."""
+    inside: str | None = None
+    """A context manager for the calls of those processes, "module:function"."""
+
+    @property
+    def seconds(self) -> float:
+        """Those for a case."""
+        return self.timeout or (TIMEOUT if self.devices is None else TIMEOUT_OF_PROCESSES)
 
     @property
     def under_test(self) -> str | None:
@@ -56,7 +70,9 @@ class Session:
     @property
     def filters(self) -> dict[str, tuple[str, ...]]:
         """The filters on the level's cases, by the name of the option."""
+        devices = () if self.devices is None else (str(self.devices),)
         return {
+            "devices": devices,
             "library": self.libraries,
             "mechanism": self.mechanisms,
             "check": self.checks,
@@ -74,6 +90,8 @@ class Session:
         """
         for name in self.backend:
             discover().named(name)
+        if self.devices is not None:
+            return self._divided(self.devices)
         if self.ids:
             return [case_of(text) for text in self.ids]
         chosen = cases(
@@ -87,6 +105,26 @@ class Session:
         )
         return list(chosen)
 
+    def _divided(self, devices: int) -> list[Case]:
+        """The cases of sequences that are divided."""
+        for option, value in (("--device", self.device), ("--jobs", self.jobs)):
+            if value is not None:
+                raise ValueError(
+                    f"{option} does not go with --devices: its processes run one call together, "
+                    f"on the CPU; found {option} {value}"
+                )
+        chosen = division.divided_cases(
+            devices,
+            self.level,
+            only_libraries=self.libraries,
+            only_mechanisms=self.mechanisms,
+            only_checks=self.checks,
+            only_dtypes=self.dtypes,
+        )
+        if self.ids:
+            return [division.case_of(text) for text in self.ids]
+        return list(chosen)
+
     def is_narrow(self, expression: str, library: str) -> bool:
         """Whether cases in float64 run in float32, the widest dtype of the backend under test.
 
@@ -98,7 +136,7 @@ class Session:
 
     def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
         """The pairs of levels of the design that were looked at; none for cases given by id."""
-        if self.ids:
+        if self.ids or self.devices is not None:
             return []
         compared = {o.case.id for o in outcomes if o.status in COMPARED}
         mechanisms = [str(pa.parse(text)) for text in self.mechanisms] or expressions()
@@ -117,7 +155,11 @@ class Session:
         def is_wanted(expression: str) -> bool:
             return names is None or name_of(expression) in names
 
-        others = partial(known_cases, self.blocks, is_wanted, self.is_narrow)
+        others: Callable[[], Iterator[Case]]
+        if self.devices is None:
+            others = partial(known_cases, self.blocks, is_wanted, self.is_narrow)
+        else:
+            others = partial(division.divided_cases, self.devices, LEVELS[-1])
         expectations.require_true(_chained(todo, others))
         return expectations
 
@@ -136,13 +178,24 @@ class Session:
             else:
                 yield skipped
         backend = self.backend or None
+        if self.devices is not None:
+            for outcome in run_divided(
+                not_skipped,
+                self.devices,
+                backend,
+                timeout=self.seconds,
+                inside=self.inside,
+                started=started,
+            ):
+                yield expectations.judged(outcome)
+            return
         if self.jobs == 0:
             for case in not_skipped:
                 started(case)
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
-        options: dict[str, Any] = {"timeout": self.timeout, "jobs": jobs, "started": started}
+        options: dict[str, Any] = {"timeout": self.seconds, "jobs": jobs, "started": started}
         for outcome in run_isolated(
             not_skipped, backend, self.device, **options, expected=expectations.expects
         ):

@@ -126,11 +126,21 @@ def conformance(
     ] = None,
     skip: Annotated[Path | None, typer.Option(help="file of cases to skip, with reasons")] = None,
     timeout: Annotated[
-        float, typer.Option(help="seconds after which a case has hung", min=0.5)
-    ] = 300,
+        float | None,
+        typer.Option(
+            help="seconds after which a case has hung: 300, or 25 with --devices", min=0.5
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(help="processes; 0 runs all cases in this one", min=0),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="compare sequences that so many processes of this machine divide; --check is then "
+            "heads, contiguous, zigzag or cyclic",
+        ),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="write a JSON record here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
@@ -153,7 +163,9 @@ def conformance(
     ] = None,
     inside: Annotated[
         str | None,
-        typer.Option(help="with --mutate: a context manager for all cases, module:function"),
+        typer.Option(
+            help="with --mutate or --devices: a context manager for all cases, module:function"
+        ),
     ] = None,
     equivalent: Annotated[
         Path | None,
@@ -193,11 +205,14 @@ def conformance(
             skip=skip,
             timeout=timeout,
             jobs=jobs,
+            devices=devices,
+            inside=None if mutate else inside,
         )
         if mutate:
             from precondattn_conformance.mutation.command import mutate as run_mutants
 
             unused = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
+            unused["--devices"] = devices
             for option, value in unused.items():
                 if value is not None:
                     raise ValueError(f"{option} does not go with --mutate")
@@ -211,8 +226,9 @@ def conformance(
                 most_cases=most_cases,
             )
             raise typer.Exit(code)
+        if inside is not None and devices is None:
+            raise ValueError("--inside needs --mutate or --devices")
         of_mutants = {
-            "--inside": inside is not None,
             "--equivalent": equivalent is not None,
             "--most-cases": most_cases is not None,
         }

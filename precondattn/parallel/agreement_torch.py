@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-KINDS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+from precondattn.backend import UnsupportedError
+
+KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeError)
 """Of errors: the first that one is an instance of is raised, or else the last."""
 
 

@@ -17,7 +17,9 @@ PASSED = ""
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:
-    """None: any order of tokens will do."""
+    """Why a leaf needs all tokens; None where any order of them will do."""
+    if not leaf.offers.causal:
+        return f"divides tokens, and {leaf} is computed of all; use the layout 'heads'"
     return None
 
 

@@ -240,6 +240,13 @@ class ContextParallel:
             part, self.mesh, [Shard(time)], run_check=False, shape=whole, stride=stride
         )
 
+    def refusal(self, *arrays: Any, **named: Any) -> str | None:
+        """Why the layout can not divide a call with these arguments; None where it can.
+
+        All processes ask together.
+        """
+        return self._refusal(self._bound(arrays, named, None))
+
     def explain(
         self, *arrays: Any, verb: str = "forward", cache: DividedCache | None = None, **named: Any
     ) -> Plan:
@@ -298,6 +305,24 @@ class ContextParallel:
         backend: Any,
         start: start_torch.Start | None = None,
     ) -> Call:
+        """The arguments of a call that the layout can divide."""
+        call = self._bound(arrays, named, backend, start)
+        refused = self._refusal(call)
+        if refused is not None:
+            raise ValueError(f"{self.processes.owner}: {refused}")
+        return call
+
+    def _refusal(self, call: Call) -> str | None:
+        refused = self._way.refusal(self.mechanism, call, self.processes)
+        return None if refused is None else f"layout {self.layout!r} {refused}"
+
+    def _bound(
+        self,
+        arrays: Any,
+        named: Mapping[str, Any],
+        backend: Any,
+        start: start_torch.Start | None = None,
+    ) -> Call:
         """The arguments, after all processes have checked theirs together."""
         bound, error = None, None
         try:
@@ -323,8 +348,4 @@ class ContextParallel:
             )
         shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
         sizes = self.mechanism.inputs.sizes(owner, shapes)
-        call = Call(self.mechanism, bound, tokens, sizes, backend, self.order)
-        refused = self._way.refusal(self.mechanism, call, self.processes)
-        if refused is not None:
-            raise ValueError(f"{owner}: layout {self.layout!r} {refused}")
-        return call
+        return Call(self.mechanism, bound, tokens, sizes, backend, self.order)

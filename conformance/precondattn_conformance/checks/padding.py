@@ -24,7 +24,7 @@ class Padding(Check):
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")
-        padded, is_padding = _with_nan(trial)
+        padded, is_padding = with_nan(trial)
         out, gradients = trial.vjp(trial.arrays(padded))
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(gradients)
@@ -36,7 +36,7 @@ class Padding(Check):
         return measured
 
 
-def _with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
+def with_nan(trial: Trial) -> tuple[Arrays, Arrays]:
     """The inputs with NaN in padding, and masks that are true at padding."""
     layout = trial.case.layout
     lengths = layout.masks()["lengths"]

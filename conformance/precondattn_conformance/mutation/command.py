@@ -108,7 +108,7 @@ def _run(
     ) as progress:
         cases = _cases(session)
         task = progress.add_task("the unchanged code", total=len(cases), survived=0)
-        known = baselines(processes, cases, session.timeout, lambda: progress.advance(task))
+        known = baselines(processes, cases, session.seconds, lambda: progress.advance(task))
         if not known:
             raise ValueError(
                 f"none of {len(cases)} cases passes and uses {', '.join(t.name for t in of)}; "

@@ -1,0 +1,163 @@
+"""The cases of divided calls: mechanisms × layouts × sizes, masks, kinds of keys and dtypes.
+
+smoke    every mechanism that a class declares in each layout, once plainly and once with another
+         entry of the table, in turn; other compositions plainly in one layout, in turn
+full     every mechanism in each layout, with all entries
+stress   full, and sequences of several blocks of LUCID's solve
+
+Numbers of tokens and heads are those of the devices: few tokens each, not equally many, and heads
+that can be divided. A zigzag has an even number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import precondattn as pa
+from precondattn_conformance.case import Case
+from precondattn_conformance.cases import case_of as any_case_of
+from precondattn_conformance.cases import has_result
+from precondattn_conformance.declared import derived, expressions
+from precondattn_conformance.division.parts import ORDERS
+from precondattn_conformance.grid import LEVELS
+from precondattn_conformance.inputs import Layout
+from precondattn_conformance.layout_names import named
+from precondattn_conformance.libraries import HALF, WIDE, installed
+
+LIBRARIES = ("torch",)
+"""Those in which sequences are divided among processes."""
+LEAST, MOST = 2, 64
+"""Devices"""
+BLOCK = 2
+"""Of `cyclic`, and of masks"""
+
+Entry = tuple[str, str, str]
+"""Of the tables: sizes and masks, the dtype, the kind of keys"""
+
+PLAIN: Entry = ("uneven", "float64", "clustered")
+ENTRIES: tuple[Entry, ...] = (
+    ("uneven.lengths+segment_ids", "float64", "clustered"),
+    ("one_key_head.key_mask", "float64", "duplicate"),
+    ("uneven", "float32", "clustered"),
+    ("one_sequence.segments_long", "float64", "zero"),
+    ("uneven", "bfloat16", "clustered"),
+    ("one_token_each", "float64", "random"),
+    ("uneven.lengths", "float64", "clustered"),
+    ("fewer_queries", "float64", "clustered"),
+    ("uneven.segment_ids", "float32", "random"),
+    ("one_key_head", "float16", "random"),
+    ("uneven.lengths", "bfloat16", "random"),
+)
+LONG: tuple[Entry, ...] = (
+    ("long", "float64", "clustered"),
+    ("long.lengths", "float32", "random"),
+)
+LONG_BLOCK = 96
+LONG_TOKENS = 601
+"""Of each device: more than a block of LUCID's solve"""
+
+
+def sizes_of(words: str, order: str, devices: int) -> Layout:
+    """The sizes and masks of an entry, for some devices."""
+    kind, _, mask = words.partition(".")
+    pair = 2 if order == "zigzag" else 1
+    t = s = (6 if order == "zigzag" else 5) * devices - pair
+    b, h, n, block, values = 2, 2 * devices, devices, BLOCK, 2
+    if kind == "one_key_head":
+        n = 1
+    elif kind == "one_token_each":
+        t = s = pair * devices
+        block = 1
+    elif kind == "one_sequence":
+        b = 1
+    elif kind == "fewer_queries":
+        t = 2 * devices
+    elif kind == "long":
+        b, t = 1, LONG_TOKENS * devices // pair * pair
+        s, h, n, block, values = t, devices, devices, LONG_BLOCK, 1
+    made = Layout("", b=b, t=t, s=s, h=h, n=n, values_per_head=values, block=block)
+    return named(made._replace(mask=mask or None))
+
+
+def divided_cases(
+    devices: int,
+    level: str = "smoke",
+    *,
+    only_libraries: tuple[str, ...] = (),
+    only_mechanisms: tuple[str, ...] = (),
+    only_checks: tuple[str, ...] = (),
+    only_dtypes: tuple[str, ...] = (),
+) -> Iterator[Case]:
+    """The cases of a level; those of one mechanism follow each other.
+
+    Raises
+    ------
+    ValueError
+        for another level, library, layout or dtype, and for fewer than two devices.
+    """
+    if not LEAST <= devices <= MOST:
+        raise ValueError(f"--devices must be {LEAST} … {MOST}; found {devices}")
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
+    for names, known, what in (
+        (only_checks, ORDERS, "layout of divided sequences"),
+        (only_dtypes, WIDE + HALF, "dtype"),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
+    for library in only_libraries or LIBRARIES:
+        require_divided(library)
+    mechanisms = [str(pa.parse(text)) for text in only_mechanisms] or expressions()
+    turn = count()
+    for mechanism in mechanisms:
+        is_only = bool(only_mechanisms)
+        for number, order in enumerate(ORDERS):
+            for words, dtype, kind in _entries(level, mechanism, number, turn, is_only=is_only):
+                sizes = sizes_of(words, order, devices)
+                if sizes.t < sizes.s and order != "heads":
+                    continue  # Others are of tokens that are queries and keys.
+                if only_dtypes and dtype not in only_dtypes:
+                    continue
+                if only_checks and order not in only_checks:
+                    continue
+                if has_result(mechanism, sizes, kind):
+                    yield Case(order, mechanism, "torch", dtype, sizes, kind)
+
+
+def _entries(
+    level: str, mechanism: str, number: int, turn: count[int], *, is_only: bool
+) -> tuple[Entry, ...]:
+    """Those of a mechanism in the layout of this number. One that is named is not derived."""
+    if level == "full":
+        return (PLAIN, *ENTRIES)
+    if level == "stress":
+        return (PLAIN, *ENTRIES, *LONG)
+    if mechanism in derived() and not is_only:
+        return (PLAIN,) if number == len(mechanism) % len(ORDERS) else ()
+    return PLAIN, ENTRIES[next(turn) % len(ENTRIES)]
+
+
+def require_divided(library: str) -> None:
+    """Raise a ValueError for a library in which no processes divide a sequence."""
+    if library not in LIBRARIES:
+        raise ValueError(
+            f"--devices compares sequences that processes of {', '.join(LIBRARIES)} divide; "
+            f"found the library {library!r}"
+        )
+    if library not in installed():
+        raise ValueError(f"--devices needs {library}, which is not installed")
+
+
+def case_of(text: str) -> Case:
+    """The case of an id, whose check is a layout.
+
+    Raises
+    ------
+    ValueError
+        if the text is no such id.
+    """
+    case = any_case_of(text, ORDERS)
+    require_divided(case.library)
+    return case

@@ -1,0 +1,118 @@
+"""Which tokens each process has, and arrays cut into its part and put together again.
+
+    contiguous, heads    T // P tokens each, and one more on the first T % P processes
+    zigzag               the same of pairs of tokens
+    cyclic               blocks of B tokens, in turn; B is the block of the case's sizes
+
+So processes have different numbers of tokens where P does not divide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.parallel.heads import Axes
+from precondattn.parallel.layouts import Order
+from precondattn_conformance.inputs import Arrays, Layout
+
+ORDERS = ("heads", "contiguous", "zigzag", "cyclic")
+"""The layouts, as the checks that they are."""
+OF_TOKENS = ("key_mask", "segment_ids")
+"""Masks with an axis of tokens, the second."""
+
+
+def name_of(order: str, sizes: Layout) -> str:
+    """The layout as `context_parallel` reads it."""
+    return f"cyclic[block={sizes.block}]" if order == "cyclic" else order
+
+
+def positions(order: str, sizes: Layout, tokens: int, devices: int) -> list[np.ndarray]:
+    """The positions in the sequence of each process's tokens."""
+    if order == "cyclic":
+        parts = Order.read(name_of(order, sizes)).parts_of(tokens, devices)
+    else:
+        pair = 2 if order == "zigzag" else 1
+        counts = [pair * len(each) for each in np.array_split(np.arange(tokens // pair), devices)]
+        parts = Order("zigzag" if order == "zigzag" else "contiguous").parts(counts)
+    return [
+        np.concatenate([_span(p.first, p.tokens) for p in parts if p.device == device])
+        for device in range(devices)
+    ]
+
+
+def _span(first: int, count: int) -> np.ndarray:
+    return np.arange(first, first + count)
+
+
+class Parts(NamedTuple):
+    """The tokens of every process, of queries `t` and of keys `s`."""
+
+    tokens: Mapping[str, list[np.ndarray]]
+
+    @classmethod
+    def of(cls, order: str, sizes: Layout, devices: int) -> Parts:
+        return cls({i: positions(order, sizes, getattr(sizes, i), devices) for i in "ts"})
+
+    @property
+    def devices(self) -> int:
+        return len(self.tokens["t"])
+
+    def cut(self, array: np.ndarray, pattern: Pattern, device: int) -> np.ndarray:
+        """A process's part of an array; all of one without tokens."""
+        time, places = self._places(array.shape, pattern)
+        return array if time is None else np.take(array, places[device], axis=time)
+
+    def cut_mask(self, name: str, mask: np.ndarray, device: int) -> np.ndarray:
+        """A process's part of a mask; all of one that is not of tokens."""
+        return mask[:, self.tokens["s"][device]] if name in OF_TOKENS else mask
+
+    def joined(
+        self, parts: list[np.ndarray], pattern: Pattern, shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """An array of this shape from all parts; the sum of those without tokens.
+
+        A part of another shape than expected stays as it is, for the comparison to see.
+        """
+        time, places = self._places(shape, pattern)
+        if time is None:
+            return np.sum(parts, axis=0)
+        whole = np.full(shape, np.nan)
+        for device, part in enumerate(parts):
+            expected = (*shape[:time], len(places[device]), *shape[time + 1 :])
+            if part.shape != expected:
+                return part
+            whole[(*(slice(None),) * time, places[device])] = part
+        return whole
+
+    def device_of(self, letter: str, token: int) -> tuple[int, int]:
+        """Which process has a token, and its number there."""
+        for device, own in enumerate(self.tokens[letter]):
+            if token in own:
+                return device, int(np.flatnonzero(own == token)[0])
+        raise ValueError(f"no process has the token {token}")
+
+    def _places(
+        self, shape: tuple[int, ...], pattern: Pattern
+    ) -> tuple[int | None, list[np.ndarray]]:
+        """The axis of tokens, and each process's entries along it."""
+        time = Axes.of(pattern, shape).time
+        if time is None:
+            return None, []
+        axis = pattern.axes[time]
+        each = np.arange(axis.multiple)
+        own = self.tokens[axis.letter]
+        return time, [(axis.multiple * of[:, None] + each).ravel() for of in own]
+
+
+def masks_of(sizes: Layout) -> Arrays:
+    """The masks of a call. Segments of a single sequence are given by their bounds, `cu_seqlens`."""
+    masks = sizes.masks()
+    if sizes.b == 1 and "segment_ids" in masks:
+        (ids,) = masks.pop("segment_ids")
+        ends = np.flatnonzero(np.diff(ids)) + 1
+        masks["cu_seqlens"] = np.asarray([0, *ends, len(ids)], dtype=np.int32)
+    return masks

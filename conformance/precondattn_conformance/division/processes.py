@@ -1,0 +1,159 @@
+"""The processes that divide calls, from outside: started, asked together, and replaced.
+
+    processes = Processes(4, backend=None, timeout=25)
+    replies = processes.run(parts)      # one part of a call for each
+    processes.stop()
+
+They exchange by gloo, and find each other by a file. If one dies, or one has an error and another
+gives no reply, all are ended, and the next call starts new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from precondattn_conformance.checks import Backend
+from precondattn_conformance.cores import shared_by
+from precondattn_conformance.division.worker import PartOfCall, Reply, Start, serve
+from precondattn_conformance.isolation import cause
+from precondattn_conformance.status import FAILED
+
+TIMEOUT = 25.0
+"""Seconds for one call."""
+TO_START = 120.0
+"""Seconds until all have imported what they need, and found each other."""
+TO_FOLLOW = 5.0
+"""Seconds that others have to reply, after one has an error."""
+
+
+class LostError(Exception):
+    """A call that not all processes reply to; `details` has their tracebacks."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.details = details
+
+
+class Processes:
+    """P processes of `serve`. They start with the first call."""
+
+    def __init__(
+        self,
+        devices: int,
+        backend: Backend = None,
+        timeout: float = TIMEOUT,
+        inside: str | None = None,
+    ) -> None:
+        self.devices, self.backend, self.timeout, self.inside = devices, backend, timeout, inside
+        self.started: list[tuple[Any, Connection]] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, parts: Sequence[PartOfCall]) -> list[Reply]:
+        """The replies of all processes.
+
+        Raises
+        ------
+        LostError
+            if one dies or does not reply in time.
+        RuntimeError
+            if they do not start.
+        """
+        if not self.started:
+            self._start()
+        connections = [connection for _, connection in self.started]
+        for connection, part in zip(connections, parts, strict=True):
+            with suppress(BrokenPipeError):  # Then it has died, which is found below.
+                connection.send(part)
+        until = time.monotonic() + self.timeout
+        replies: dict[int, Reply] = {}
+        while len(replies) < self.devices:
+            missing = [c for rank, c in enumerate(connections) if rank not in replies]
+            ready = wait(missing, max(until - time.monotonic(), 0))
+            if not ready:
+                raise self._lost(self._silent(replies))
+            for connection in ready:
+                rank = connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    replies[rank] = connections[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    raise self._lost(self._died(rank)) from None
+                if replies[rank].status == FAILED:
+                    until = min(until, time.monotonic() + TO_FOLLOW)
+        return [replies[rank] for rank in range(self.devices)]
+
+    def _silent(self, replies: dict[int, Reply]) -> str:
+        """What to say where some processes do not reply."""
+        names = ", ".join(str(rank) for rank in range(self.devices) if rank not in replies)
+        failed = [f"process {i} {r.reason}" for i, r in replies.items() if r.status == FAILED]
+        if failed:
+            return f"{failed[0]}; no reply of {names} after that"
+        return f"it hung: no reply of process {names} after {self.timeout:g} s"
+
+    def _died(self, rank: int) -> str:
+        process, _ = self.started[rank]
+        process.join()
+        return f"process {rank} died of {cause(process.exitcode)}"
+
+    def _lost(self, reason: str) -> LostError:
+        details = self._traces()
+        self.stop()
+        return LostError(reason, details)
+
+    def _traces(self) -> str:
+        assert self.folder is not None  # They have started.
+        texts = []
+        for rank in range(self.devices):
+            text = self._trace_of(rank).read_text(errors="replace").strip()
+            if text:
+                texts.append(f"process {rank}:\n{text}")
+        return "\n\n".join(texts)
+
+    def _trace_of(self, rank: int) -> Path:
+        assert self.folder is not None  # They have started.
+        return Path(self.folder.name) / f"trace_{rank}"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory(prefix="precondattn-")
+        store = str(Path(self.folder.name) / "store")
+        with shared_by(self.devices):
+            for rank in range(self.devices):
+                connection, theirs = context.Pipe()
+                traces = str(self._trace_of(rank))
+                start = Start(
+                    rank, self.devices, store, self.backend, self.timeout, traces, self.inside
+                )
+                process = context.Process(target=serve, args=(theirs, start), daemon=True)
+                process.start()
+                theirs.close()
+                self.started.append((process, connection))
+        until = time.monotonic() + TO_START
+        for rank, (_, connection) in enumerate(self.started):
+            reason = f"process {rank} did not start in {TO_START:g} s"
+            try:
+                if connection.poll(max(until - time.monotonic(), 0)):
+                    connection.recv()
+                    continue
+            except (EOFError, ConnectionResetError):
+                reason = f"process {rank} did not start: it ended, with the message above"
+            self.stop()
+            raise RuntimeError(reason)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for _, connection in self.started:
+            connection.close()
+        for process, _ in self.started:
+            process.kill()
+            process.join()
+        self.started = []
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None

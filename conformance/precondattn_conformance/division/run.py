@@ -1,0 +1,137 @@
+"""The outcome of a divided call: all parts together, compared with the oracle.
+
+The oracle computes the whole call in float64, as for every case. Padding contains NaN, which may
+reach nothing. Output and gradients of the processes are put together in the order of the sequence;
+gradients of inputs without tokens are added up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from precondattn_conformance import libraries
+from precondattn_conformance.case import Case
+from precondattn_conformance.checks import Backend, Measured
+from precondattn_conformance.checks.check import Trial
+from precondattn_conformance.checks.padding import with_nan
+from precondattn_conformance.disagreement import DisagreementError
+from precondattn_conformance.division.parts import Parts, masks_of, name_of
+from precondattn_conformance.division.processes import TIMEOUT, LostError, Processes
+from precondattn_conformance.division.worker import PartOfCall, Reply
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
+
+
+def run_divided(
+    cases: Iterable[Case],
+    devices: int,
+    backend: Backend = None,
+    *,
+    timeout: float = TIMEOUT,
+    inside: str | None = None,
+    started: Callable[[Case], Any] = lambda case: None,
+) -> Iterator[Outcome]:
+    """The outcomes, as soon as each is known."""
+    processes = Processes(devices, backend, timeout, inside)
+    try:
+        for case in cases:
+            started(case)
+            yield outcome_of(case, processes)
+    finally:
+        processes.stop()
+
+
+def outcome_of(case: Case, processes: Processes) -> Outcome:
+    """Run one case on all processes."""
+    start = time.perf_counter()
+    trial = Trial(case, libraries.named(case.library), processes.backend)
+    parts = Parts.of(case.check, case.layout, processes.devices)
+
+    def outcome(
+        status: str, measured: Measured | None = None, reason: str = "", details: str = ""
+    ) -> Outcome:
+        code = _command(case, processes) if status == FAILED else ""
+        seconds = time.perf_counter() - start
+        return Outcome(case, status, measured, reason, details, code, seconds)
+
+    try:
+        replies = processes.run(calls_of(trial, parts))
+    except LostError as lost:
+        return outcome(FAILED, None, str(lost), lost.details)
+    failed = _failure(replies)
+    if failed is not None:
+        return outcome(FAILED, None, *failed)
+    if replies[0].status == UNSUPPORTED:
+        return outcome(UNSUPPORTED, None, replies[0].reason)
+    try:
+        return outcome(PASSED, compared(trial, parts, replies))
+    except DisagreementError as error:
+        found = None
+        if error.error is not None and error.bound is not None:
+            found = Measured(error.error, error.bound)
+        where = _where(trial, parts, error)
+        return outcome(FAILED, found, f"{error}{where}", error.details)
+
+
+def calls_of(trial: Trial, parts: Parts) -> list[PartOfCall]:
+    """Each process's part of the call of a case."""
+    case, mechanism = trial.case, trial.mechanism
+    inputs = with_nan(trial)[0] if case.layout.has("lengths") else trial.numpy_inputs
+    masks, cotangent = masks_of(case.layout), trial.expected.cotangent
+    return [
+        PartOfCall(
+            case.mechanism,
+            name_of(case.check, case.layout),
+            case.dtype,
+            {n: parts.cut(a, mechanism.inputs[n], device) for n, a in inputs.items()},
+            {n: parts.cut_mask(n, a, device) for n, a in masks.items()},
+            parts.cut(cotangent, mechanism.program.output, device),
+        )
+        for device in range(parts.devices)
+    ]
+
+
+def _failure(replies: list[Reply]) -> tuple[str, str] | None:
+    """The reason and details, if processes have errors, or not all the same refusal."""
+    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply.status == FAILED]
+    if failed:
+        rank, first = failed[0]
+        return f"process {rank} {first.reason}", first.details
+    said = [(reply.status, reply.reason) for reply in replies]
+    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if other is None:
+        return None
+    texts = [f"process {rank}: {' '.join(said[rank])}" for rank in (0, other)]
+    return f"processes do not agree: {'; '.join(texts)}", ""
+
+
+def compared(trial: Trial, parts: Parts, replies: list[Reply]) -> Measured:
+    """The worst error. Raises a DisagreementError if one is above its bound."""
+    expected, mechanism = trial.expected, trial.mechanism
+    outs = [reply.out for reply in replies if reply.out is not None]
+    out = parts.joined(outs, mechanism.program.output, expected.out.shape)
+    pairs = {"the output": (out, expected.out)}
+    for name, right in expected.gradients.items():
+        pattern = mechanism.inputs[name]
+        found = parts.joined([r.gradients[name] for r in replies], pattern, right.shape)
+        pairs[f"vjp of {name}"] = (found, right)
+    return trial.agree(pairs, trial.terms_of_gradients())
+
+
+def _where(trial: Trial, parts: Parts, error: DisagreementError) -> str:
+    """Which process has the worst element."""
+    for letter, place in zip(trial.axes(error.what), error.index, strict=False):
+        if letter in parts.tokens:
+            device, number = parts.device_of(letter, place)
+            return f"; that is token {number} of process {device}"
+    return ""
+
+
+def _command(case: Case, processes: Processes) -> str:
+    """What runs the case again."""
+    named = processes.backend
+    backends = (named,) if isinstance(named, str) else named or ()
+    options = "".join(f" --backend {name}" for name in backends)
+    return f"precondattn conformance --devices {processes.devices}{options} --case '{case.id}'\n"
