@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = ""
+SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "the keys of two other processes at a time"
+SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "a block of solved values of another process at a time"
+SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:

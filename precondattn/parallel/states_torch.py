@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MASKS = ("lengths",)
 PASSED = "the states before them"
+SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: Order) -> str | None:

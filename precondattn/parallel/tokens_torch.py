@@ -8,11 +8,15 @@ A composition is its program, a list of leaf calls, and each leaf has a way alon
     scan    recurrences: the states before the tokens               (`states_torch.py`)
 
 All have the order of tokens of the layout. A scan needs consecutive tokens.
+
+In half precision, a leaf that sends no values (`local`, `scan`) gives float32 to the next one where
+its backends compute in that, as on one process. Values that are sent are in the call's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.arrays import cast, upcast_all
+from precondattn.dispatch.discovery import discover
 from precondattn.parallel import local_torch, ring_torch, solve_torch, states_torch
 from precondattn.parallel.call_torch import Call, Processes
 from precondattn.parallel.piece_torch import Masks, Piece, masks_of
@@ -32,6 +38,8 @@ from precondattn.spec.softmax import Softmax
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_call import LeafCall
     from precondattn.algebra.mechanism import Mechanism
+
+HALF = (torch.float16, torch.bfloat16)
 
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local_torch,
@@ -85,10 +93,14 @@ def computed(
     """
     rank, program = processes.rank, call.mechanism.program
     values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
+    dtype = _dtype(call.bound.inputs)
     pieces = _pieces(call, processes, masks, values)
     for number, (leaf_call, way, piece) in enumerate(pieces):
+        if dtype in HALF:
+            inputs = processes.together(partial(_in_half, piece, way, leaf_call, call))
+            piece = piece._replace(inputs=inputs)
         values[leaf_call.out] = output_of(number, way, piece)
-    out = {program.out: values[program.out]}
+    out = {program.out: cast(values[program.out], dtype)}
     return masks.without_padding(rank, out, {program.out: program.output})[program.out]
 
 
@@ -125,12 +137,30 @@ def _pieces(
         yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
 
 
+def _in_half(piece: Piece, way: ModuleType, leaf_call: LeafCall, call: Call) -> dict[str, Tensor]:
+    """A leaf's inputs of a call in half precision: in float32 where that costs nothing."""
+    inputs, dtype = piece.inputs, _dtype(call.bound.inputs)
+    given = {
+        name: inputs[name] if value in call.bound.inputs else cast(inputs[name], dtype)
+        for name, value in leaf_call.arguments
+    }
+    if way.SENDS_VALUES:
+        return given
+    chosen = piece.leaf.explain(**given, backend=piece.backend).backends
+    is_wide = all(discover().named(name).wide_values for name in chosen)
+    return upcast_all(inputs) if is_wide else given
+
+
+def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    """That of a call, and of its output."""
+    return inputs.get("v", next(iter(inputs.values()))).dtype
+
+
 def like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
     """A tensor of the shape and dtype of a leaf's output, without data."""
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
     shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
-    first = inputs.get("v", next(iter(inputs.values())))
-    return torch.empty(shape, dtype=first.dtype, device="meta")
+    return torch.empty(shape, dtype=_dtype(inputs), device="meta")
 
 
 def way_of(leaf: Leaf) -> ModuleType | None:

@@ -109,7 +109,7 @@ class Parts(NamedTuple):
 
 
 def masks_of(sizes: Layout) -> Arrays:
-    """The masks of a call. Segments of a single sequence are given by their bounds, `cu_seqlens`."""
+    """The masks of a call. Segments of one sequence are given by their bounds, `cu_seqlens`."""
     masks = sizes.masks()
     if sizes.b == 1 and "segment_ids" in masks:
         (ids,) = masks.pop("segment_ids")

@@ -22,6 +22,7 @@ from typing import Any
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.division.worker import PartOfCall, Reply, Start, serve
+from precondattn_conformance.inside import context_manager
 from precondattn_conformance.isolation import cause
 from precondattn_conformance.status import FAILED
 
@@ -29,7 +30,7 @@ TIMEOUT = 25.0
 """Seconds for one call."""
 TO_START = 120.0
 """Seconds until all have imported what they need, and found each other."""
-TO_FOLLOW = 5.0
+TO_FOLLOW = 3.0
 """Seconds that others have to reply, after one has an error."""
 
 
@@ -51,6 +52,8 @@ class Processes:
         timeout: float = TIMEOUT,
         inside: str | None = None,
     ) -> None:
+        if inside is not None:
+            context_manager(inside)  # An error of its name is that of the whole run.
         self.devices, self.backend, self.timeout, self.inside = devices, backend, timeout, inside
         self.started: list[tuple[Any, Connection]] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None

@@ -110,12 +110,12 @@ def _failure(replies: list[Reply]) -> tuple[str, str] | None:
 def compared(trial: Trial, parts: Parts, replies: list[Reply]) -> Measured:
     """The worst error. Raises a DisagreementError if one is above its bound."""
     expected, mechanism = trial.expected, trial.mechanism
-    outs = [reply.out for reply in replies if reply.out is not None]
-    out = parts.joined(outs, mechanism.program.output, expected.out.shape)
+    done = [(r.out, r.gradients) for r in replies if r.out is not None and r.gradients is not None]
+    out = parts.joined([out for out, _ in done], mechanism.program.output, expected.out.shape)
     pairs = {"the output": (out, expected.out)}
     for name, right in expected.gradients.items():
         pattern = mechanism.inputs[name]
-        found = parts.joined([r.gradients[name] for r in replies], pattern, right.shape)
+        found = parts.joined([d[name] for _, d in done], pattern, right.shape)
         pairs[f"vjp of {name}"] = (found, right)
     return trial.agree(pairs, trial.terms_of_gradients())
 

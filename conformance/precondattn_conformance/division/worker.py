@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import signal
 import traceback
 from contextlib import nullcontext
@@ -14,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import precondattn as pa
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.inside import context_manager
 from precondattn_conformance.libraries import Torch
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
@@ -56,7 +57,7 @@ class Reply(NamedTuple):
     reason: str = ""
     details: str = ""
     out: np.ndarray | None = None
-    gradients: Arrays = {}
+    gradients: Arrays | None = None
 
 
 def serve(connection: Connection, start: Start) -> None:
@@ -64,6 +65,9 @@ def serve(connection: Connection, start: Start) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    import precondattn.parallel.torch  # noqa: F401  Its time is not that of the first case.
+
+    discover()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(start.traces, "w") as file:
         faulthandler.enable(file)
@@ -74,7 +78,7 @@ def serve(connection: Connection, start: Start) -> None:
             "gloo", store=store, rank=start.rank, world_size=start.devices, timeout=waits
         )
         mesh = init_device_mesh("cpu", (start.devices,), mesh_dim_names=("cp",))
-        with _named(start.inside)() if start.inside else nullcontext():
+        with context_manager(start.inside)() if start.inside else nullcontext():
             connection.send("started")
             while True:
                 try:
@@ -87,11 +91,6 @@ def serve(connection: Connection, start: Start) -> None:
                 reply = reply_to(part, mesh, start.backend)
                 faulthandler.cancel_dump_traceback_later()
                 connection.send(reply)
-
-
-def _named(text: str) -> Any:
-    module, _, name = text.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def reply_to(part: PartOfCall, mesh: Any, backend: Backend) -> Reply:

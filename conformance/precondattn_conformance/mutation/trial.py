@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from precondattn_conformance import oracle
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend
+from precondattn_conformance.inside import context_manager
 from precondattn_conformance.mutation.copied import CopyPlanter
 from precondattn_conformance.mutation.limit import TimeLimitError, time_limit
 from precondattn_conformance.mutation.mutant import Mutant
@@ -83,7 +84,7 @@ class Trial:
         modules = {t: importlib.import_module(t.name) for t in targets if not t.is_cuda}
         self.functions = {t.name: Planter(t, module) for t, module in modules.items()}
         self.name_of = {planter.file: name for name, planter in self.functions.items()}
-        self.inside = _named(inside) if inside else nullcontext
+        self.inside = context_manager(inside) if inside else nullcontext
         oracle.keep_all()
 
     def baseline(self, case: Case, limit: float) -> Baseline:
@@ -150,23 +151,3 @@ class Trial:
         if outcome.status == PASSED:
             return None, ""
         return KILLED, str(outcome.reason).partition("\n")[0]
-
-
-def _named(text: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The context manager "package.module:function".
-
-    Raises
-    ------
-    ValueError
-        if there is none.
-    """
-    module, _, name = text.partition(":")
-    try:
-        found: Callable[[], AbstractContextManager[Any]]
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
-            f"found {text!r}: {error}"
-        ) from None
-    return found

@@ -1,0 +1,28 @@
+"""The context manager of `--inside`, in which all cases of a run are run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+def context_manager(text: str) -> Callable[[], AbstractContextManager[Any]]:
+    """That of the name "package.module:function".
+
+    Raises
+    ------
+    ValueError
+        if there is none.
+    """
+    module, _, name = text.partition(":")
+    try:
+        found: Callable[[], AbstractContextManager[Any]]
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--inside: expected the name of a context manager, as my_tests.tiles:small_tiles; "
+            f"found {text!r}: {error}"
+        ) from None
+    return found

@@ -1,0 +1,112 @@
+"""`precondattn conformance --devices`: sequences that processes divide, and processes that fail."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from typer.testing import CliRunner
+
+import precondattn as pa
+from precondattn.command_line import commands
+from precondattn_conformance.division.cases import case_of, divided_cases, sizes_of
+from precondattn_conformance.division.parts import ORDERS, Parts
+from precondattn_conformance.inputs import make_inputs
+from precondattn_conformance.report.record import load
+
+if not torch.distributed.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+FOLDER = Path(__file__).parent / "broken_processes"
+MAIN = "from precondattn.command_line.cli import main; main()"
+
+
+def conformance(*arguments):
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, "conformance", *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def cases_of(*mechanisms, **only):
+    return {
+        case.mechanism: case.id for case in divided_cases(2, only_mechanisms=mechanisms, **only)
+    }
+
+
+def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
+    """A broken exchange, a process that dies, one that hangs, one that has an error alone."""
+    faulty = ("softmax[softcap=5]", "gla", "ssd", "linear")
+    chosen = {"only_checks": ("contiguous",), "only_dtypes": ("float64",)}
+    good = [c.id for c in divided_cases(2, only_mechanisms=("lucid",)) if "float16" not in c.id]
+    refused = cases_of("gated_delta", only_checks=("zigzag",), only_dtypes=("float64",))
+    ids = [*good, *refused.values(), *cases_of(*faulty, **chosen).values()]
+    path = tmp_path / "record.json"
+    options = [word for text in ids for word in ("--case", text)]
+    done = conformance(
+        *("--devices", "2", "--timeout", "5", "--record", str(path), *options),
+        *("--inside", "broken_processes:faults"),
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    record = load(path)
+    assert record.filters["devices"] == ["2"]
+    found = {(r.mechanism, r.status): r for r in record.outcomes}
+    assert {r.status for r in record.outcomes if r.id in good} == {"passed"}
+    assert "not consecutive" in found["gated_delta", "unsupported"].reason
+    says = {name: found[name, "failed"].reason for name in faulty}
+    assert "is off by" in says["softmax[softcap=5]"]
+    assert "of process 1" in says["softmax[softcap=5]"]  # The first one needs no other's keys.
+    assert says["gla"] == "process 1 died of SIGKILL"
+    assert says["linear"] == "it hung: no reply of process 0, 1 after 5 s"
+    assert 'broken_processes.py", line' in found["linear", "failed"].details
+    assert "process 1 raised MemoryError: no room for the keys; no reply of 0" in says["ssd"]
+    assert f"--devices 2 --case '{found['gla', 'failed'].id}'" in found["gla", "failed"].snippet
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_parts_put_together_are_the_whole(order, devices):
+    for words in ("uneven", "one_token_each", "one_key_head", "long"):
+        sizes = sizes_of(words, order, devices)
+        parts = Parts.of(order, sizes, devices)
+        assert all(len(of) for of in parts.tokens["t"])
+        m = pa.parse("delta_product")
+        for name, x in make_inputs(m, sizes._replace(b=1, d=2, e=2), "random").items():
+            pattern = m.inputs[name]
+            cut = [parts.cut(x, pattern, device) for device in range(devices)]
+            assert np.array_equal(parts.joined(cut, pattern, x.shape), x)
+
+
+def test_the_id_of_a_case_replays_it():
+    for case in divided_cases(3, "stress", only_mechanisms=("lucid", "softmax[bias=true]")):
+        assert case_of(case.id) == case
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--devices", "1"), "--devices must be 2 … 64; found 1"),
+        (("--devices", "2", "--library", "numpy"), "found the library 'numpy'"),
+        (("--devices", "2", "--check", "outputs"), "no layout of divided sequences; there are"),
+        (("--devices", "2", "--jobs", "2"), "--jobs does not go with --devices"),
+        (("--devices", "2", "--device", "cuda"), "--device does not go with --devices"),
+        (("--devices", "2", "--inside", "math:gone"), "--inside: expected the name of a context"),
+        (("--devices", "2", "--level", "most"), "level must be one of smoke, full, stress"),
+        (("--devices", "2", "--mutate", "x"), "--devices does not go with --mutate"),
+    ],
+)
+def test_arguments_that_can_not_be_meant_are_refused(arguments, says):
+    result = CliRunner().invoke(commands.app, ["conformance", *arguments])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
