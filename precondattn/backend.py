@@ -181,6 +181,15 @@ class Backend(Protocol):
         """The gradient of every input, by name."""
         raise _missing_method(self, "backward")
 
+    def residuals_from_lse(self, mechanism: Mechanism, lse: Array) -> Residuals | None:
+        """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
+
+        For a backend whose `backward` reads no more of the forward pass than these and the output:
+        the gradient of attention to some of the keys is then computed from output and log-sum-exp
+        of the attention to all. None where the forward pass is needed.
+        """
+        return None
+
     def step(
         self,
         mechanism: Mechanism,

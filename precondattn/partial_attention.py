@@ -11,13 +11,16 @@ and for parts 1 … m, each of some of the keys,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, cast, namespace, upcast, upcast_all
 from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.softmax import SoftmaxAttention
+
+FULL_CALL = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
+"""The masks of a full call"""
 
 
 def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Any) -> tuple[Array, Array]:
@@ -95,6 +98,62 @@ def with_lse_vjp(
         return {name: cast(d, call.dtypes[name]) for name, d in gradients.items()}
 
     return (out, lse), pullback
+
+
+def part_vjp(
+    mechanism: SoftmaxAttention,
+    inputs: Mapping[str, Array],
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    **others: Any,
+) -> Arrays:
+    """The gradients of a part of the keys, from output and log-sum-exp of the whole.
+
+        W = e^{S − λ},    dS = W ∘ (do vᵀ − do·o),    dv = Wᵀ do
+
+    with o and λ those of all keys, so that the gradient of each part needs no forward pass where
+    the backend takes them (`Backend.residuals_from_lse`). Any o and λ may be given: those of 0 and
+    a constant give the gradients of e^{S − λ} v, without division. λ is ∞ for a query that sees
+    none of the keys.
+
+    Parameters
+    ----------
+    mechanism : Softmax
+        With its default read, and without a sink.
+    inputs : mapping
+        By name, in float32 or wider: q (b, t, h, d), and k and v of the part.
+    out, lse, d_out : arrays (b, t, h, e), (b, t, h), (b, t, h, e)
+        o, λ and do.
+    **others
+        Masks, and `backend`.
+
+    Returns
+    -------
+    dict
+        The gradients by input name.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, d_out = rng.normal(size=(4, 1, 6, 2, 4))
+    >>> full = pa.Softmax(causal=False)
+    >>> out, lse = pa.with_lse(full, q, k, v)
+    >>> part = part_vjp(full, {"q": q, "k": k[:, :2], "v": v[:, :2]}, out, lse, d_out)
+    >>> bool(np.allclose(part["k"], full.vjp(q, k, v)[1](d_out)["k"][:, :2]))
+    True
+    """
+    from precondattn.execution.run import gradients_from_lse  # With the first call.
+
+    masks = {name: others.get(name) for name in FULL_CALL}
+    given = dict(inputs), others.get("backend"), masks
+    gradients = gradients_from_lse(mechanism, *given, out, lse, d_out)
+    if gradients is not None:
+        return gradients
+    (own, own_lse), pull = with_lse_vjp(mechanism, **inputs, **others)
+    d_own = namespace(out).exp(own_lse - lse)[..., None] * d_out
+    return pull(d_own, namespace(out).sum(d_own * (own - out), axis=-1))
 
 
 class _Call:

@@ -14,6 +14,7 @@ from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import Attention
@@ -139,6 +140,10 @@ class Portable(Backend):
         return algorithm.backward(
             ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
         )
+
+    def residuals_from_lse(self, mechanism: Any, lse: Array) -> Residuals | None:
+        # LASER divides by the output of these keys alone, which that of all may underflow.
+        return (lse,) if type(mechanism) is pa.Softmax and mechanism.read == MEAN else None
 
     def step(
         self,

@@ -153,15 +153,16 @@ def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
 
 
 def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
-    d, e = x["q"].shape[3], x["v"].shape[3]
-    mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], x["v"]))
-    o = mean[..., :e].contiguous()
+    d, with_total = x["q"].shape[3], leaf.read == MEAN_AND_LOG_SUM
+    v = x["v"][..., :-1] if with_total else x["v"]
+    mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], v))
+    o = mean[..., : v.shape[3]].contiguous()
     if leaf.sink:
         with_sink = torch.logaddexp(log_total, x["sink"].expand_as(log_total))
         o = o.mul_((log_total - with_sink).exp_()[..., None])
         log_total = with_sink
-    if leaf.read == MEAN_AND_LOG_SUM:
-        o[..., -1] = log_total
+    if with_total:
+        o = torch.cat([o, log_total[..., None]], -1)
     return o, (log_total,)
 
 

@@ -68,6 +68,25 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     return finished(values[plan.out], call), pullback
 
 
+def gradients_from_lse(
+    plan: Plan, call: BoundCall, out: Array, lse: Array, cotangent: Array
+) -> Arrays | None:
+    """The gradients of softmax attention whose output and log-sum-exp are known by other means.
+
+    None where the backend needs its own forward pass.
+    """
+    (planned,) = plan.calls
+    residuals = planned.backend.residuals_from_lse(planned.piece, lse)
+    if residuals is None:
+        return None
+    inputs = _inputs(planned, call.inputs, call)
+    cotangent = used_part(cotangent, call)
+    gradients = gradients_at(
+        cotangent, planned.backend, planned.piece, inputs, call.frame, out, residuals
+    )
+    return _input_gradients({value: gradients[n] for n, value in planned.arguments}, call)
+
+
 class ExecutedStep(NamedTuple):
     """A planned call of an extension, with its arguments and output."""
 

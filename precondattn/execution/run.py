@@ -84,13 +84,41 @@ def vjp(
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
-        frame = bound.frame
         with autocast.off(cotangent):
             gradients = pull(cotangent)
-        gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
-        return gradients if bound.spoiled is None else bound.spoiled.cleaned(gradients)
+        return _of_valid(gradients, mechanism, bound)
 
     return out, pullback
+
+
+def _of_valid(gradients: Arrays, mechanism: Mechanism, bound: BoundCall) -> Arrays:
+    """The gradients, 0 at padding and where an input can not be used."""
+    frame = bound.frame
+    gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
+    return gradients if bound.spoiled is None else bound.spoiled.cleaned(gradients)
+
+
+def gradients_from_lse(
+    mechanism: Mechanism,
+    inputs: Arrays,
+    backend: BackendNames,
+    masks: Masks,
+    out: Array,
+    lse: Array,
+    cotangent: Array,
+) -> Arrays | None:
+    """The gradients of softmax attention at a known output and log-sum-exp, without a forward pass.
+
+    None where that is needed.
+    """
+    given = GivenCall("vjp", mechanism, (), inputs, masks, backend)
+    bound = contained(mechanism, _bound(given, signature_of(given)))
+    if packed.divided(mechanism, bound) is not None:
+        return None
+    with autocast.off(cotangent):
+        plan = bound.prepared.plan
+        gradients = evaluation.gradients_from_lse(plan, bound, out, lse, cotangent)
+    return None if gradients is None else _of_valid(gradients, mechanism, bound)
 
 
 def extend(

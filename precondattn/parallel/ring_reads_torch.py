@@ -2,7 +2,7 @@
 
 With λ = log Σ_r e^{λ_r} and the weights w_r = e^{λ_r − λ} of the parts,
 
-    mean:     o = Σ_r w_r o_r            do_r = w_r do,         dλ_r = do_r·(o_r − o)
+    mean:     o = Σ_r w_r o_r            of o, λ and do directly (`part_vjp`)
     LASER:    o = log Σ_r w_r e^{o_r}    do_r = w_r e^{o_r − o} ∘ do,
                                          dλ_r = Σ_c do_rc − w_r Σ_c do_c
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
@@ -36,16 +36,16 @@ class Whole(NamedTuple):
 
     out: Tensor
     lse: Tensor
+    """∞ for queries that see no key of the part"""
     d_out: Tensor
-    seen_by: Tensor | None
-    """Which of the queries (b, t) see any key of the part; None if all may"""
 
-    def log_weight(self, lse: Tensor) -> Tensor:
-        """log w_r (b, t, h, 1) of a part."""
-        logs = lse - self.lse
-        if self.seen_by is not None:
-            logs = logs.masked_fill(~self.seen_by[..., None], -math.inf)
-        return logs[..., None]
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, d_out: Tensor, seen_by: Tensor | None) -> Whole:
+        """For a part that some queries (b, t) see; None if all may."""
+        sees = lse > -math.inf
+        if seen_by is not None:
+            sees = sees & seen_by[..., None]
+        return cls(out, lse.masked_fill(~sees, math.inf), d_out)
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,8 @@ class MeanOfParts:
 
     def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
         """The gradients of q, k and v of a part."""
-        (out, lse), pull = with_lse_vjp(self.softmax, *tokens, **self.options)
-        d_out = torch.exp(whole.log_weight(lse)) * whole.d_out
-        return pull(d_out, (d_out * (out - whole.out)).sum(-1))
+        inputs = dict(zip("qkv", tokens, strict=True))
+        return part_vjp(self.softmax, inputs, *whole, **self.options)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class LaserOfParts:
         """The gradients of q, k and v of a part."""
         out, pull = self.softmax.vjp(*tokens, **self.options)
         (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)
-        log_weight = whole.log_weight(lse)
+        log_weight = (lse - whole.lse)[..., None]
         # In one exponent: where w_r underflows, e^{o_r − o} can overflow.
         d_out = torch.exp(log_weight + out - whole.out) * whole.d_out
         d_lse = (d_out - torch.exp(log_weight) * whole.d_out).sum(-1)

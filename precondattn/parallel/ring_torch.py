@@ -10,7 +10,7 @@ to them: causally, nothing for later tokens. In a layout whose processes have se
 A packed segment is consecutive. So of keys that are all before some queries, these can see the
 segment of the first query only, and only queries of that segment see any.
 
-Backward, each part is computed again, with its cotangents (`ring_reads_torch.py`). The gradients of
+Backward, the gradients of each part follow from o and λ of all (`ring_reads_torch.py`). Those of
 the keys go around with them, in float32, and are complete when they are back. So a process has the
 keys of two others at a time, however long the sequence is. Source: ring attention (arXiv
 2310.01889).
@@ -33,7 +33,6 @@ from precondattn.parallel.call_torch import tried
 from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece, crossing
 from precondattn.parallel.ring_reads_torch import READS, Whole, read_of
-from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         ring: Ring = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        given = (q, out, finite_or_zero(lse), d_out.to(lse.dtype))
+        given = (q, out, lse, d_out.to(lse.dtype))
         error: Exception | None = None
         for source, held in ring.rounds(k, v, *zeros):
             if error is None:
@@ -222,7 +221,7 @@ def _pull(
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
         read = read_of(softmax, {**masks, "backend": ring.piece.backend})
         out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = read.pulled(tokens, Whole(out, lse, d_out, seen_by))
+        gradients = read.pulled(tokens, Whole.of(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

@@ -24,8 +24,8 @@ Backward, in reverse order, with r = dy at first:
 
 where g_J, and the gradients of k_J and β_J within the block, are those of the block's solve for the
 cotangent r_J. Its owner gives k_J and g_J to all, each of which attends from J to its earlier
-columns, and pulls back e^{λ − s d} o for the cotangent −g_J: to r, to its own keys, and to k_J,
-whose parts the owner adds up. dv = g.
+columns, and pulls back e^{S − s d} y for the cotangent −g_J (`part_vjp`): to r, to its own keys,
+and to k_J, whose parts the owner adds up. dv = g.
 
 Bytes: forward k and y of a process's tokens go to all others; backward k and g, and the gradients
 of k come back. y, g and gradients are float32 or wider.
@@ -33,6 +33,7 @@ of k come back. y, g and gradients are float32 or wider.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ from precondattn.arrays import upcast
 from precondattn.parallel.layouts import Order, Part
 from precondattn.parallel.piece_torch import Piece
 from precondattn.parallel.solve_blocks_torch import Blocks, Failed, added, in_order
-from precondattn.partial_attention import with_lse, with_lse_vjp
+from precondattn.partial_attention import part_vjp, with_lse
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm_vjp
@@ -138,13 +139,12 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             if rows.start >= rows.stop or not some:
                 return
             masks = {} if seen is None else {"key_mask": seen}
-            given = (blocks.unit(keys), unit[:, rows], y[:, rows])
-            (out, lse), pull = with_lse_vjp(softmax, *given, **masks, backend=blocks.piece.backend)
-            weight = torch.exp(lse - shift)
+            given = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
+            shifts = torch.full_like(of_block[..., 0], shift)
             if seen_by is not None:
-                weight = weight.masked_fill(~seen_by[..., None], 0)
-            d_out = -weight[..., None] * of_block
-            gradients = pull(d_out, (d_out * out).sum(-1))
+                shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
+            at = (torch.zeros_like(of_block), shifts, -of_block)
+            gradients = part_vjp(softmax, given, *at, **masks, backend=blocks.piece.backend)
             d_unit[:, rows] += gradients["k"]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]

@@ -380,11 +380,11 @@ def refusals(mesh):
             mesh, "softmax", ring_reads_torch, "with_lse"
         ),
         "an error in a ring backward": lambda: require_error_of_all(
-            mesh, "softmax", ring_reads_torch, "with_lse_vjp"
+            mesh, "softmax", ring_reads_torch, "part_vjp"
         ),
         "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve_torch, "with_lse"),
         "an error in a solve backward": lambda: require_error_of_all(
-            mesh, "lucid", solve_torch, "with_lse_vjp", on=0
+            mesh, "lucid", solve_torch, "part_vjp", on=0
         ),
         "an odd number of tokens in two parts": lambda: require_refused(
             mesh, ("expects two equal parts of tokens",), "softmax", by="zigzag"

@@ -10,6 +10,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
+from precondattn.dispatch.discovery import discover
+from precondattn.partial_attention import part_vjp
 
 FULL = pa.Softmax(causal=False)
 
@@ -151,3 +153,64 @@ def test_bad_input_is_named():
         pa.merge([out, out], [lse])
     with pytest.raises(ValueError, match=r"lses\[1\] must have the shape \(2, 5, 4\)"):
         pa.merge([out, out], [lse, lse[..., None]])
+
+
+def parts_of_gradient(make, backend, kind):
+    """The gradients of three parts together, and those of the whole."""
+    q, k, v = map(make, inputs())
+    keep = np.random.default_rng(3).random((2, 12)) > 0.4
+    keep[0, :5] = False  # The first part has no key for the first sequence.
+    keep[1] = kind == "masked"
+    masks = {"key_mask": make(keep)} if kind != "plain" else {}
+    d_out = make(np.random.default_rng(5).normal(size=(2, 5, 4, 6)))
+    whole, pull = FULL.vjp(q, k, v, **masks)
+    out, lse = pa.with_lse(FULL, q, k, v, **masks)
+    parts = []
+    for i, j in ((0, 5), (5, 6), (6, 12)):
+        given = {"q": q, "k": k[:, i:j], "v": v[:, i:j]}
+        of_part = {"key_mask": masks["key_mask"][:, i:j]} if masks else {}
+        # A sequence without any key has λ = −∞.
+        known = make(np.where(np.isinf(np.asarray(lse)), np.inf, np.asarray(lse)))
+        parts.append(part_vjp(FULL, given, out, known, d_out, **of_part, backend=backend))
+    found = {"q": sum(np.asarray(d["q"]) for d in parts)}
+    found |= {n: np.concatenate([np.asarray(d[n]) for d in parts], 1) for n in "kv"}
+    return found, pull(d_out)
+
+
+@pytest.mark.parametrize("kind", ["plain", "masked", "empty"])
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [(np.asarray, "reference"), (np.asarray, "portable"), (torch.tensor, "torch")],
+)
+def test_gradients_of_parts_are_those_of_the_whole(make, backend, kind):
+    found, expected = parts_of_gradient(make, backend, kind)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize(("make", "backend"), [(np.asarray, "portable"), (torch.tensor, "torch")])
+def test_gradients_of_parts_need_no_forward_pass(make, backend, monkeypatch):
+    q, k, v = map(make, inputs())
+    out, lse = pa.with_lse(FULL, q, k, v)
+    runs = type(discover().named(backend))
+    monkeypatch.setattr(runs, "forward", None)
+    monkeypatch.setattr(runs, "forward_with_residuals", None)
+    given = {"q": q, "k": k[:, :5], "v": v[:, :5]}
+    assert set(part_vjp(FULL, given, out, lse, out, backend=backend)) == {"q", "k", "v"}
+    with pytest.raises(TypeError):
+        FULL.vjp(q, k, v, backend=backend)
+
+
+def test_a_constant_in_place_of_the_lse_gives_gradients_without_division():
+    q, k, v = map(torch.tensor, inputs())
+    d_out = torch.tensor(np.random.default_rng(5).normal(size=(2, 5, 4, 6)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(2, 2) for x in leaves[1:])
+    scores = torch.einsum("bthd,bshd->bhts", leaves[0], keys) * 8**-0.5
+    products = torch.einsum("bhts,bshe->bthe", torch.exp(scores - 0.7), values)
+    expected = torch.autograd.grad(products, leaves, d_out)
+    shift = torch.full((2, 5, 4), 0.7, dtype=torch.float64)
+    given = {"q": q, "k": k, "v": v}
+    found = part_vjp(FULL, given, torch.zeros_like(d_out), shift, d_out)
+    for gradient, right in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
