@@ -98,7 +98,7 @@ def main(text: str) -> None:
         warm = layout._replace(t=min(WARM_TOKENS, layout.t), s=min(WARM_TOKENS, layout.s))
         _prepared(call, library, warm)[0]()
         run, size = _prepared(call, library, layout)
-        print(size + _peak_of(run, library))
+        print(size + peak_of(run, library))
 
 
 def _forward(call: MeasuredCall) -> Callable[[dict[str, Any]], Any]:
@@ -162,7 +162,7 @@ def _is_on_gpu_of_torch(library: Library) -> bool:
     return library.name == "torch" and str(library.device or "").startswith("cuda")
 
 
-def _peak_of(run: Callable[[], Any], library: Library) -> float:
+def peak_of(run: Callable[[], Any], library: Library) -> float:
     """By how much the peak during a run exceeds the memory in use before it."""
     if _is_on_gpu_of_torch(library):
         import torch

@@ -1,0 +1,149 @@
+"""Measure LUCID over long sequences on 8 processes: its pipelined solve, and all-gathered keys.
+
+    python docs/measure_divided_lucid.py             16K to 64K tokens in both ways, and the longest
+    python docs/measure_divided_lucid.py 1048576     the same with another longest
+    python docs/measure_divided_lucid.py --draw      update the page from what was saved
+
+`cyclic`      `context_parallel("lucid", mesh, layout="cyclic[block=512]")`
+`gathered`    every process gathers all keys and values, solves all tokens, and attends from its own
+
+Processes share the cores, so that the time of the slowest says little of as many machines: the CPU
+seconds of each process do, which do not count what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from recorded import load, save, with_measured
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import precondattn as pa
+from precondattn.parallel.layouts import Order, from_layout, tokens_of
+from precondattn.parallel.torch import context_parallel
+from precondattn_conformance.libraries import Torch
+from precondattn_conformance.memory import MALLOC_SETTINGS, peak_of
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "many_devices_lucid.md"
+FILE = DOCS / "measurements" / "many_devices" / "lucid.json"
+DEVICES, HEADS, WIDTH = 8, 1, 16
+LAYOUT = "cyclic[block=512]"
+COMPARED = (2**14, 2**15, 2**16)
+LONGEST = 2**18
+WANTED = 2**20
+
+
+def parts_of(tokens: int, rank: int) -> list[Tensor]:
+    """q, k and v of a process's tokens: few directions of keys, as in trained models."""
+    made = torch.Generator().manual_seed(rank)
+    shape = (1, tokens // DEVICES, HEADS, WIDTH)
+    centres = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(99))
+    of_token = torch.randint(64, shape[:3], generator=made)
+    q, k, v = (torch.randn(shape, generator=made) for _ in range(3))
+    return [q, centres[of_token] + 0.5 * k, v]
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
+    """LUCID of this process's tokens, from the keys and values of all."""
+    whole = []
+    for x in (k, v):
+        parts = [torch.empty_like(x) for _ in range(DEVICES)]
+        dist.all_gather(parts, x)
+        whole.append(from_layout(torch.cat(parts, 1), LAYOUT, DEVICES))
+    keys, values = whole
+    y = pa.LucidSolve()(keys, values)
+    own = [
+        part
+        for part in Order.read(LAYOUT).parts_of(tokens, DEVICES)
+        if part.device == dist.get_rank()
+    ]
+    ends = [part.first + part.tokens for part in own]
+    attend = pa.Softmax()
+    outs = [
+        attend(q[:, part.rows], keys[:, :end], y[:, :end])
+        for part, end in zip(own, ends, strict=True)
+    ]
+    return torch.cat(outs, 1)
+
+
+def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
+    """Times and peaks of all processes, and this one's output."""
+    found: dict[str, Any] = {}
+
+    def timed() -> None:
+        dist.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        found["out"] = run()
+        found["cpu"], found["seconds"] = time.process_time() - cpu, time.perf_counter() - start
+
+    found["peak"] = peak_of(timed, Torch())
+    everyone: list[Any] = [None] * DEVICES
+    out = found.pop("out")
+    dist.all_gather_object(everyone, found)
+    return {
+        "seconds": max(each["seconds"] for each in everyone),
+        "cpu": [round(each["cpu"], 2) for each in everyone],
+        "peak": [int(each["peak"]) for each in everyone],
+    }, out
+
+
+def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict[str, Any]]:
+    """The measurements of one length."""
+    q, k, v = parts_of(tokens, dist.get_rank())
+    attn = context_parallel("lucid", mesh["cp"], layout=LAYOUT)
+    sent = sum(attn.explain(q, k, v).bytes_sent.values())
+    found, out = measured(lambda: attn(q, k, v))
+    rows = [{"plan": "cyclic", "tokens": tokens, "sent": sent, **found}]
+    if compares:
+        found, other = measured(lambda: gathered(q, k, v, tokens))
+        difference = (out - other).abs().max() / other.abs().max()
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
+        sent = (DEVICES - 1) * (k.nbytes + v.nbytes)
+        rows.append({"plan": "gathered", "tokens": tokens, "sent": sent, **found,
+                     "difference": float(difference)})  # fmt: skip
+    return rows
+
+
+def work(rank: int, folder: str, longest: int) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", DEVICES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=DEVICES)
+    mesh = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("cp",))
+    assert len(tokens_of(LAYOUT, longest, DEVICES, rank)) * DEVICES == longest
+    with torch.no_grad():
+        rows_of(2**13, mesh, compares=True)  # What the first call loads is not counted.
+        rows = []
+        for tokens in (*COMPARED, longest):
+            rows += rows_of(tokens, mesh, compares=tokens in COMPARED)
+            if rank == 0:
+                save(Path(folder) / "rows.json", {"rows": rows})
+                print(rows[-1], file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+
+
+def record(longest: int) -> dict[str, Any]:
+    """All lengths."""
+    os.environ.update(MALLOC_SETTINGS)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (folder, longest), DEVICES)
+        rows = load(Path(folder) / "rows.json")["rows"]
+    cores = len(os.sched_getaffinity(0))
+    return {"torch": torch.__version__, "cores": cores, "devices": DEVICES, "heads": HEADS,
+            "width": WIDTH, "layout": LAYOUT, "rows": rows}  # fmt: skip
+
+
+if __name__ == "__main__":
+    if "--draw" not in sys.argv:
+        save(FILE, record(int(sys.argv[1]) if len(sys.argv) > 1 else LONGEST))
