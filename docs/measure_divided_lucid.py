@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from recorded import load, save, with_measured
+from recorded import load, save, shown, with_measured
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -144,6 +144,86 @@ def record(longest: int) -> dict[str, Any]:
             "width": WIDTH, "layout": LAYOUT, "rows": rows}  # fmt: skip
 
 
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def of_plan(saved: dict[str, Any], plan: str) -> dict[int, dict[str, Any]]:
+    """Its rows, by the number of tokens."""
+    return {row["tokens"]: row for row in saved["rows"] if row["plan"] == plan}
+
+
+def estimated(saved: dict[str, Any], tokens: int) -> tuple[float, float]:
+    """CPU seconds and peak bytes of a process: pairs grow as N², what it holds as N."""
+    rows = of_plan(saved, "cyclic")
+    before, longest = (rows[n] for n in sorted(rows)[-2:])
+    more = tokens - longest["tokens"]
+    each = (max(longest["peak"]) - max(before["peak"])) / (longest["tokens"] - before["tokens"])
+    times = mean(longest["cpu"]) * (tokens / longest["tokens"]) ** 2
+    return times, max(longest["peak"]) + each * more
+
+
+def measurements(saved: dict[str, Any]) -> str:
+    """The table, and what follows from it."""
+    cyclic, whole = of_plan(saved, "cyclic"), of_plan(saved, "gathered")
+    lines = [
+        f"{saved['devices']} processes of one thread on {saved['cores']} cores that other work used too, "  # noqa: E501
+        f"PyTorch {saved['torch']} with gloo, float32, {saved['heads']} head of {saved['width']} channels, "  # noqa: E501
+        f"`{saved['layout']}`, forward. CPU seconds are the mean of the processes. The peak is that of the "  # noqa: E501
+        "process that has most, above what it held before the call: libraries and its inputs.",
+        "",
+        "| tokens | CPU seconds of a process | gathered | peak, MiB | gathered "
+        "| sent by a process, MiB | gathered | largest difference |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for tokens, row in cyclic.items():
+        other = whole.get(tokens)
+        cells = [f"{tokens:,}"]
+        for value in (
+            lambda r: f"{mean(r['cpu']):.2f}",
+            lambda r: f"{max(r['peak']) / 2**20:.1f}",
+            lambda r: f"{r['sent'] / 2**20:.1f}",
+        ):
+            cells += [value(row), "–" if other is None else value(other)]
+        cells.append("–" if other is None else f"{other['difference']:.1g}")
+        lines.append(f"| {' | '.join(cells)} |")
+    longest = max(cyclic)
+    row = cyclic[longest]
+    lines += ["", f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
+              f"which the processes together computed for {sum(row['cpu']):,.0f} s."]  # fmt: skip
+    if longest < WANTED:
+        times, peak = estimated(saved, WANTED)
+        lines += ["", f"**A million tokens were not run here.** From the two longest calls, "
+                  f"{WANTED:,} tokens are estimated to take {times:,.0f} CPU seconds and "
+                  f"{peak / 2**20:,.0f} MiB of each process."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def draw(saved: dict[str, Any]) -> None:
+    """One figure: time and memory."""
+    import matplotlib as mpl
+    from make_figures import STYLE, panels
+
+    with mpl.rc_context(STYLE):
+        figure, (times, memory) = panels(2, height=2.6)
+        for plan, label in (("cyclic", "pipelined solve"), ("gathered", "all-gathered keys")):
+            rows = of_plan(saved, plan)
+            times.plot(rows, [mean(r["cpu"]) for r in rows.values()], marker=".", label=label)
+            memory.plot(rows, [max(r["peak"]) / 2**20 for r in rows.values()], marker=".")
+        for ax, what in ((times, "CPU seconds of a process"), (memory, "peak of a process (MiB)")):
+            ax.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
+            ticks = sorted(of_plan(saved, "cyclic"))
+            ax.set_xticks(ticks, [f"{n // 2**10}K" for n in ticks])
+            ax.minorticks_off()
+        times.legend()
+        figure.savefig(DOCS / "figures" / "many_devices_lucid.svg", metadata={"Date": None})
+
+
+def page(saved: dict[str, Any]) -> str:
+    """The page, with the saved run."""
+    return with_measured(PAGE, measurements(saved))
+
+
 if __name__ == "__main__":
-    if "--draw" not in sys.argv:
-        save(FILE, record(int(sys.argv[1]) if len(sys.argv) > 1 else LONGEST))
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    shown(FILE, lambda: record(*numbers or [LONGEST]), draw, PAGE, page)

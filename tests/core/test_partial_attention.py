@@ -163,7 +163,7 @@ def parts_of_gradient(make, backend, kind):
     keep[1] = kind == "masked"
     masks = {"key_mask": make(keep)} if kind != "plain" else {}
     d_out = make(np.random.default_rng(5).normal(size=(2, 5, 4, 6)))
-    whole, pull = FULL.vjp(q, k, v, **masks)
+    _, pull = FULL.vjp(q, k, v, **masks)
     out, lse = pa.with_lse(FULL, q, k, v, **masks)
     parts = []
     for i, j in ((0, 5), (5, 6), (6, 12)):
