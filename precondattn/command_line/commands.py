@@ -211,8 +211,8 @@ def conformance(
         if mutate:
             from precondattn_conformance.mutation.command import mutate as run_mutants
 
-            unused = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
-            unused["--devices"] = devices
+            files = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
+            unused: dict[str, object] = {**files, "--devices": devices}
             for option, value in unused.items():
                 if value is not None:
                     raise ValueError(f"{option} does not go with --mutate")
