@@ -1,10 +1,10 @@
 """Measure LUCID over long sequences on 8 processes: its pipelined solve, and all-gathered keys.
 
-    python docs/measure_divided_lucid.py             16K to 64K tokens in both ways, and the longest
-    python docs/measure_divided_lucid.py 1048576     the same with another longest
+    python docs/measure_divided_lucid.py             16K to 64K tokens in both ways, then more
+    python docs/measure_divided_lucid.py 65536       no more than this
     python docs/measure_divided_lucid.py --draw      update the page from what was saved
 
-`cyclic`      `context_parallel("lucid", mesh, layout="cyclic[block=512]")`
+`cyclic`      `context_parallel("lucid", mesh, layout="cyclic[block=B]")`, B of `BLOCKS`
 `gathered`    every process gathers all keys and values, solves all tokens, and attends from its own
 
 Processes share the cores, so that the time of the slowest says little of as many machines: the CPU
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import precondattn as pa
-from precondattn.parallel.layouts import Order, from_layout, tokens_of
+from precondattn.parallel.layouts import Order, from_layout
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.libraries import Torch
 from precondattn_conformance.memory import MALLOC_SETTINGS, peak_of
@@ -38,10 +38,14 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "many_devices_lucid.md"
 FILE = DOCS / "measurements" / "many_devices" / "lucid.json"
 DEVICES, HEADS, WIDTH = 8, 1, 16
-LAYOUT = "cyclic[block=512]"
 COMPARED = (2**14, 2**15, 2**16)
-LONGEST = 2**18
-WANTED = 2**20
+LONGER = (2**18, 2**20)
+BLOCKS = {2**20: 4096}
+"""Of the layout; 512 where none is given"""
+
+
+def layout_of(tokens: int) -> str:
+    return f"cyclic[block={BLOCKS.get(tokens, 512)}]"
 
 
 def parts_of(tokens: int, rank: int) -> list[Tensor]:
@@ -60,12 +64,12 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
     for x in (k, v):
         parts = [torch.empty_like(x) for _ in range(DEVICES)]
         dist.all_gather(parts, x)
-        whole.append(from_layout(torch.cat(parts, 1), LAYOUT, DEVICES))
+        whole.append(from_layout(torch.cat(parts, 1), layout_of(tokens), DEVICES))
     keys, values = whole
     y = pa.LucidSolve()(keys, values)
     own = [
         part
-        for part in Order.read(LAYOUT).parts_of(tokens, DEVICES)
+        for part in Order.read(layout_of(tokens)).parts_of(tokens, DEVICES)
         if part.device == dist.get_rank()
     ]
     ends = [part.first + part.tokens for part in own]
@@ -101,10 +105,12 @@ def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
 def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict[str, Any]]:
     """The measurements of one length."""
     q, k, v = parts_of(tokens, dist.get_rank())
-    attn = context_parallel("lucid", mesh["cp"], layout=LAYOUT)
+    attn = context_parallel("lucid", mesh["cp"], layout=layout_of(tokens))
     sent = sum(attn.explain(q, k, v).bytes_sent.values())
     found, out = measured(lambda: attn(q, k, v))
-    rows = [{"plan": "cyclic", "tokens": tokens, "sent": sent, **found}]
+    rows = [
+        {"plan": "cyclic", "tokens": tokens, "layout": layout_of(tokens), "sent": sent, **found}
+    ]
     if compares:
         found, other = measured(lambda: gathered(q, k, v, tokens))
         difference = (out - other).abs().max() / other.abs().max()
@@ -115,17 +121,16 @@ def rows_of(tokens: int, mesh: DeviceMesh, *, compares: bool) -> list[dict[str, 
     return rows
 
 
-def work(rank: int, folder: str, longest: int) -> None:
+def work(rank: int, folder: str, lengths: tuple[int, ...]) -> None:
     """One process."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", DEVICES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=DEVICES)
     mesh = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("cp",))
-    assert len(tokens_of(LAYOUT, longest, DEVICES, rank)) * DEVICES == longest
     with torch.no_grad():
         rows_of(2**13, mesh, compares=True)  # What the first call loads is not counted.
         rows = []
-        for tokens in (*COMPARED, longest):
+        for tokens in lengths:
             rows += rows_of(tokens, mesh, compares=tokens in COMPARED)
             if rank == 0:
                 save(Path(folder) / "rows.json", {"rows": rows})
@@ -133,15 +138,15 @@ def work(rank: int, folder: str, longest: int) -> None:
     dist.destroy_process_group()
 
 
-def record(longest: int) -> dict[str, Any]:
+def record(lengths: tuple[int, ...]) -> dict[str, Any]:
     """All lengths."""
     os.environ.update(MALLOC_SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, longest), DEVICES)
+        mp.spawn(work, (folder, lengths), DEVICES)
         rows = load(Path(folder) / "rows.json")["rows"]
     cores = len(os.sched_getaffinity(0))
     return {"torch": torch.__version__, "cores": cores, "devices": DEVICES, "heads": HEADS,
-            "width": WIDTH, "layout": LAYOUT, "rows": rows}  # fmt: skip
+            "width": WIDTH, "rows": rows}  # fmt: skip
 
 
 def mean(numbers: list[float]) -> float:
@@ -169,16 +174,16 @@ def measurements(saved: dict[str, Any]) -> str:
     lines = [
         f"{saved['devices']} processes of one thread on {saved['cores']} cores that other work used too, "  # noqa: E501
         f"PyTorch {saved['torch']} with gloo, float32, {saved['heads']} head of {saved['width']} channels, "  # noqa: E501
-        f"`{saved['layout']}`, forward. CPU seconds are the mean of the processes. The peak is that of the "  # noqa: E501
-        "process that has most, above what it held before the call: libraries and its inputs.",
+        "forward. CPU seconds are the mean of the processes. The peak is that of the process that "
+        "has most, above what it held before the call: libraries and its inputs.",
         "",
-        "| tokens | CPU seconds of a process | gathered | peak, MiB | gathered "
+        "| tokens | layout | CPU seconds of a process | gathered | peak, MiB | gathered "
         "| sent by a process, MiB | gathered | largest difference |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for tokens, row in cyclic.items():
         other = whole.get(tokens)
-        cells = [f"{tokens:,}"]
+        cells = [f"{tokens:,}", f"`{row['layout']}`"]
         for value in (
             lambda r: f"{mean(r['cpu']):.2f}",
             lambda r: f"{max(r['peak']) / 2**20:.1f}",
@@ -189,12 +194,13 @@ def measurements(saved: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     longest = max(cyclic)
     row = cyclic[longest]
-    lines += ["", f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
+    lines += ["", "![Time and memory of a process](figures/many_devices_lucid.svg)", "",
+              f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
               f"which the processes together computed for {sum(row['cpu']):,.0f} s."]  # fmt: skip
-    if longest < WANTED:
-        times, peak = estimated(saved, WANTED)
+    if longest < LONGER[-1]:
+        times, peak = estimated(saved, LONGER[-1])
         lines += ["", f"**A million tokens were not run here.** From the two longest calls, "
-                  f"{WANTED:,} tokens are estimated to take {times:,.0f} CPU seconds and "
+                  f"{LONGER[-1]:,} tokens are estimated to take {times:,.0f} CPU seconds and "
                   f"{peak / 2**20:,.0f} MiB of each process."]  # fmt: skip
     return "\n".join(lines)
 
@@ -208,12 +214,13 @@ def draw(saved: dict[str, Any]) -> None:
         figure, (times, memory) = panels(2, height=2.6)
         for plan, label in (("cyclic", "pipelined solve"), ("gathered", "all-gathered keys")):
             rows = of_plan(saved, plan)
-            times.plot(rows, [mean(r["cpu"]) for r in rows.values()], marker=".", label=label)
-            memory.plot(rows, [max(r["peak"]) / 2**20 for r in rows.values()], marker=".")
+            tokens, found = list(rows), rows.values()
+            times.plot(tokens, [mean(r["cpu"]) for r in found], marker=".", label=label)
+            memory.plot(tokens, [max(r["peak"]) / 2**20 for r in found], marker=".")
         for ax, what in ((times, "CPU seconds of a process"), (memory, "peak of a process (MiB)")):
             ax.set(xlabel="tokens", ylabel=what, xscale="log", yscale="log")
             ticks = sorted(of_plan(saved, "cyclic"))
-            ax.set_xticks(ticks, [f"{n // 2**10}K" for n in ticks])
+            ax.set_xticks(ticks, [f"{n // 2**10}K" if n < 2**20 else "1M" for n in ticks])
             ax.minorticks_off()
         times.legend()
         figure.savefig(DOCS / "figures" / "many_devices_lucid.svg", metadata={"Date": None})
@@ -225,5 +232,6 @@ def page(saved: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
-    shown(FILE, lambda: record(*numbers or [LONGEST]), draw, PAGE, page)
+    most = max([int(word) for word in sys.argv[1:] if word.isdigit()], default=max(LONGER))
+    lengths = tuple(tokens for tokens in (*COMPARED, *LONGER) if tokens <= most)
+    shown(FILE, lambda: record(lengths), draw, PAGE, page)

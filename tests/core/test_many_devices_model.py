@@ -87,3 +87,13 @@ def test_the_saved_simulation_is_the_models_and_the_page_shows_it(monkeypatch):
     assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
         "run python docs/make_many_devices.py --draw"
     )
+
+
+def test_the_page_on_lucid_shows_the_saved_run(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(DOCS)
+    maker = runpy.run_path(str(DOCS / "measure_divided_lucid.py"))
+    saved = maker["load"](maker["FILE"])
+    assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](saved), (
+        "run python docs/measure_divided_lucid.py --draw"
+    )
