@@ -7,22 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.expression import parse
-from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
-from precondattn.parallel.heads import Axes, refusal
+from precondattn.parallel import heads_jax, tokens_jax
+from precondattn.parallel.call_jax import MASKS, Arguments, Call, arguments_of, output_axes
+from precondattn.parallel.heads import Axes
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
-
-LAYOUTS = ("heads",)
-MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
-"""The axis of a mask's tokens."""
 
 
 def context_parallel(
@@ -38,8 +35,10 @@ def context_parallel(
         With that axis. Its other axes are left to JAX.
     axis : str
         The axis of the mesh that divides tokens.
-    layout : {"heads"}
-        How a call is divided (`precondattn.parallel`).
+    layout : str
+        How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
+        "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
+        two the tokens of a device are not consecutive: arrays are in the order of `to_layout`.
 
     Returns
     -------
@@ -50,9 +49,10 @@ def context_parallel(
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         if the mesh has no such axis, or the layout is unknown. In a call: if the number of tokens
-        is no multiple of that of devices, or the layout can not divide the heads.
+        is no multiple of that of devices (twice that in "zigzag", B times in "cyclic[block=B]"),
+        or the layout can not divide the heads, or a leaf's tokens.
 
     Examples
     --------
@@ -71,74 +71,127 @@ def context_parallel(
             f"{owner}: axis must be one of the mesh's, {', '.join(map(repr, mesh.axis_names))}; "
             f"found {axis!r}"
         )
-    if layout not in LAYOUTS:
-        raise ValueError(
-            f"{owner}: layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}"
-        )
+    try:
+        order = None if layout == "heads" else Order.read(layout)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
     if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
         raise ValueError(
             f"{owner}: the output of a sequence depends on all others, which no layout divides"
         )
-    return ContextParallel(mechanism, mesh, axis, layout)
+    return ContextParallel(mechanism, mesh, axis, layout, order)
 
 
 class ContextParallel:
     """A mechanism for parts of sequences; `context_parallel` makes it."""
 
     def __init__(
-        self, mechanism: Mechanism, mesh: Mesh | AbstractMesh, axis: str, layout: str
+        self,
+        mechanism: Mechanism,
+        mesh: Mesh | AbstractMesh,
+        axis: str,
+        layout: str,
+        order: Order | None,
     ) -> None:
-        self.mechanism, self.mesh, self.axis, self.layout = mechanism, mesh, axis, layout
+        self.mechanism, self.mesh, self.axis = mechanism, mesh, axis
+        self.layout, self.order = layout, order
+        self._way = heads_jax if order is None else tokens_jax
         self.owner = f"context_parallel({mechanism})"
         self.devices = mesh.shape[axis]
 
     def __repr__(self) -> str:
-        return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, {self.axis!r})"
+        return (
+            f"context_parallel({str(self.mechanism)!r}, {self.mesh}, {self.axis!r}, "
+            f"layout={self.layout!r})"
+        )
 
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Array:
         """The output of all tokens, or, in a `shard_map` over the axis, of this device's."""
-        declared = self.mechanism.inputs
-        masks = {name: named.pop(name) for name in MASKS if name in named}
-        masks = {name: jnp.asarray(mask) for name, mask in masks.items() if mask is not None}
-        inputs = inputs_by_name(str(self.mechanism), declared, arrays, named, CALL_OPTIONS)
-        axes = {name: Axes.of(declared[name], x.shape) for name, x in inputs.items()}
-        is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        self._check(inputs, axes, is_part=is_part)
-        function = partial(self._on_device, axes, backend)
+        given, call, is_part = self._checked(arrays, named, backend)
+        function = partial(self._way.output, call)
         if is_part:
-            return function(inputs, masks)
-        specs = (
-            {name: self._spec(axes[name].time) for name in inputs},
-            {name: self._spec(MASKS[name]) for name in masks},
+            return function(given)
+        specs = Arguments(
+            {name: self._spec(call.axes[name].time) for name in given.inputs},
+            {name: self._spec(MASKS[name]) for name in given.masks},
         )
         if self.axis in self.mesh.explicit_axes:
-            inputs, masks = jax.tree.map(self._resharded, (inputs, masks), specs)
+            given = jax.tree.map(self._resharded, given, specs)
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=specs,
-            out_specs=self._spec(self._output_axes().time),
+            in_specs=(specs,),
+            out_specs=self._spec(output_axes(self.mechanism).time),
             axis_names={self.axis},
             check_vma=False,
-        )(inputs, masks)
+        )(given)
 
-    def _check(
-        self, inputs: Mapping[str, Array], axes: Mapping[str, Axes], *, is_part: bool
-    ) -> None:
-        declared, shapes = self.mechanism.inputs, {}
-        for name, x in inputs.items():
-            time, shape = axes[name].time, list(x.shape)
-            if time is not None and is_part:
-                shape[time] *= self.devices
-            if time is not None and shape[time] % self.devices:
-                raise ValueError(
-                    f"{self.owner}: {name} has {shape[time]} tokens; a multiple of "
-                    f"{self.devices} devices is expected (pad them, and give lengths)"
-                )
-            shapes[name] = tuple(shape)
-        refused = refusal(self.mechanism, declared.sizes(self.owner, shapes), self.devices)
+    def explain(self, *arrays: Any, backend: Any = None, **named: Any) -> Plan:
+        """How a call with these arguments is divided, and what each device sends."""
+        _, call, _ = self._checked(arrays, named, backend)
+        return Plan(
+            str(self.mechanism),
+            self.layout,
+            f"each of {self.devices} devices",
+            call.sizes.get("t", call.sizes["s"]) // self.devices,
+            self._way.during(call),
+            self._way.bytes_sent(call),
+        )
+
+    def _checked(self, arrays: Any, named: dict[str, Any], backend: Any) -> Any:
+        """The arguments, the call, and whether they are the parts of a device."""
+        given = arguments_of(self.mechanism, self.owner, arrays, named)
+        is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
+        call = self._call(given.inputs, backend, is_part=is_part)
+        refused = self._way.refusal(call, given.masks)
         if refused is not None:
             raise ValueError(f"{self.owner}: layout {self.layout!r} {refused}")
+        self._way.check(call, given, is_part=is_part)
+        return given, call, is_part
+
+    def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> Call:
+        """The sizes of a call.
+
+        Raises
+        ------
+        ValueError
+            naming the input.
+        """
+        declared, shapes, parts = self.mechanism.inputs, {}, {}
+        axes = {name: Axes.of(declared[name], x.shape) for name, x in inputs.items()}
+        divisor = 1 if self.order is None else self.order.divisor
+        for name, x in inputs.items():
+            time, part, whole = axes[name].time, list(x.shape), list(x.shape)
+            if time is not None:
+                multiple = divisor * declared[name].axes[time].multiple
+                multiple *= 1 if is_part else self.devices
+                if x.shape[time] == 0 or x.shape[time] % multiple:
+                    raise ValueError(self._not_a_multiple(name, x.shape[time], multiple, is_part))
+                if is_part:
+                    whole[time] *= self.devices
+                else:
+                    part[time] //= self.devices
+            shapes[name] = tuple(whole)
+            parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
+        sizes = declared.sizes(self.owner, shapes)
+        return Call(
+            self.owner,
+            self.mechanism,
+            self.axis,
+            self.devices,
+            self.order,
+            backend,
+            axes,
+            parts,
+            sizes,
+        )
+
+    def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:
+        where = "of this device" if is_part else f"on {self.devices} devices"
+        return (
+            f"{self.owner}: {name} has {tokens} tokens; layout {self.layout!r} expects a multiple "
+            f"of {multiple} {where} (pad them, and give lengths)"
+        )
 
     def _resharded(self, x: Array, spec: P) -> Array:
         """x with its tokens sharded, as a `shard_map` of explicit shardings expects."""
@@ -146,39 +199,3 @@ class ContextParallel:
 
     def _spec(self, time: int | None) -> P:
         return P() if time is None else P(*(None,) * time, self.axis)
-
-    def _output_axes(self) -> Axes:
-        pattern: Pattern = self.mechanism.program.output
-        return Axes.of(pattern, (2,) * len(pattern.axes))
-
-    def _on_device(
-        self,
-        axes: Mapping[str, Axes],
-        backend: Any,
-        inputs: Mapping[str, Array],
-        masks: Mapping[str, Array],
-    ) -> Array:
-        """The output of this device's tokens, from its part of everything."""
-        of_heads = {name: self._of_heads(x, axes[name]) for name, x in inputs.items()}
-        whole = {
-            name: mask
-            if MASKS[name] is None
-            else lax.all_gather(mask, self.axis, axis=1, tiled=True)
-            for name, mask in masks.items()
-        }
-        out = self.mechanism(**of_heads, **whole, backend=backend)
-        time, heads = self._output_axes()
-        return lax.all_to_all(out, self.axis, time, heads, tiled=True)
-
-    def _of_heads(self, x: Array, axes: Axes) -> Array:
-        """All tokens of this device's heads."""
-        time, heads = axes
-        if heads is None:
-            return x if time is None else lax.all_gather(x, self.axis, axis=time, tiled=True)
-        if x.shape[heads] < self.devices:
-            # Each head goes to the devices that have its query heads.
-            x = jnp.repeat(x, self.devices // x.shape[heads], axis=heads)
-        if time is not None:
-            return lax.all_to_all(x, self.axis, heads, time, tiled=True)
-        count = x.shape[heads] // self.devices
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * count, count, heads)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precondattn.arrays import Array, namespace
 
@@ -89,6 +89,31 @@ class Order:
                 f"{self}: the number of tokens must be a multiple of {count}; found {tokens}"
             )
         return [tokens // count] * count
+
+    @property
+    def divisor(self) -> int:
+        """Of what the tokens of a device are a multiple, where all devices have as many."""
+        return self.block or {"contiguous": 1, "zigzag": 2}[self.name]
+
+    def part_of(self, tokens: int) -> int:
+        """The tokens of a part, where each device has so many."""
+        return self.block or tokens // self.divisor
+
+    def number_of(self, device: Any, part: Any, devices: int) -> Any:
+        """The number in the sequence of a device's part: the inverse of `device_of`.
+
+        All are numbers, or arrays of them, which may be traced.
+
+        Examples
+        --------
+        >>> [Order("zigzag").number_of(1, part, devices=4) for part in range(2)]
+        [1, 6]
+        """
+        if self.name == "contiguous":
+            return device
+        if self.name == "zigzag":
+            return device + part * (2 * devices - 1 - 2 * device)
+        return part * devices + device
 
     def device_of(self, part: int, devices: int) -> int:
         """Which device has a part, by its number in the sequence."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from precondattn.arrays import upcast
 from precondattn.parallel import ring_torch
 from precondattn.parallel.piece_torch import Piece
-from precondattn.parallel.ring_reads_torch import read_of
+from precondattn.parallel.ring_reads import read_of
 from precondattn.parallel.step_torch import Shape, Step
 from precondattn.spec.softmax import Softmax
 

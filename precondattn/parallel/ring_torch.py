@@ -10,7 +10,7 @@ to them: causally, nothing for later tokens. In a layout whose processes have se
 A packed segment is consecutive. So of keys that are all before some queries, these can see the
 segment of the first query only, and only queries of that segment see any.
 
-Backward, the gradients of each part follow from o and λ of all (`ring_reads_torch.py`). Those of
+Backward, the gradients of each part follow from o and λ of all (`ring_reads.py`). Those of
 the keys go around with them, in float32, and are complete when they are back. So a process has the
 keys of two others at a time, however long the sequence is. Source: ring attention (arXiv
 2310.01889).
@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,28 +30,15 @@ from torch import Tensor
 
 from precondattn.arrays import upcast
 from precondattn.parallel.call_torch import tried
-from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece, crossing
-from precondattn.parallel.ring_reads_torch import READS, Whole, read_of
+from precondattn.parallel.ring_reads import Whole, read_of, refusal
 from precondattn.spec.softmax import Softmax
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-
+__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
 
 MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "the keys of two other processes at a time"
 SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: Order) -> str | None:
-    """Why softmax attention can not go around a ring; None where it can."""
-    assert isinstance(leaf, Softmax)  # It has been chosen by that.
-    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read not in READS:
-        return (
-            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
-        )
-    return None
 
 
 def output(piece: Piece) -> Tensor:

@@ -23,9 +23,13 @@ gradient of the sum of S_end in S_begin.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, cast, namespace
+from precondattn.cache import Cache
+from precondattn.parallel.layouts import Order
 from precondattn.spec.array_functions import identity_like, transpose
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
@@ -47,6 +51,16 @@ def is_scaled(leaf: Leaf) -> bool:
     if isinstance(leaf, LinearFamily):
         return isinstance(leaf, Linear) and leaf.normalize
     return isinstance(leaf, SUMS)
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why the states of a leaf have no scan; None where they have."""
+    if order.name != "contiguous":
+        return (
+            f"gives a device tokens that are not consecutive, as {leaf} needs them; use the layout "
+            f"'contiguous'"
+        )
+    return None
 
 
 class Step(NamedTuple):
@@ -103,3 +117,61 @@ def step_of(state: Array, e: int) -> Step:
     """From the state after the call that computes both."""
     transition = state[..., e:]
     return Step(transition if transition.shape[-1] else None, state[..., :e])
+
+
+def steps_of_tokens(
+    leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+) -> dict[str, Step]:
+    """T and F of some tokens, of each state by its name in a cache."""
+    cache = leaf.init_cache(**inputs)
+    if not is_scaled(leaf):
+        (key,) = cache.store
+        return {key: step_of_tokens(leaf, inputs, backend, masks)}
+    out, cache, pull = leaf.extend_vjp(cache, **inputs, backend=backend, **masks)
+    xp = namespace(out)
+    ones = {key: xp.ones_like(state) for key, state in cache.store.items()}
+    _, factors = pull(xp.zeros_like(out), ones)
+    return {key: Step(factors[key], state, True) for key, state in cache.store.items()}
+
+
+def step_of_tokens(
+    leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+) -> Step:
+    """T and F of some tokens."""
+    e = inputs["v"].shape[-1]
+    columns = columns_of_transition(leaf, inputs["k"].shape[-1])
+    of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
+    wide = {n: _widened(x, columns) if n in of_values else x for n, x in inputs.items()}
+    cache = leaf.init_cache(**wide)
+    ((key, state),) = cache.store.items()
+    cache = with_states(cache, {key: with_transition(state, e)})
+    _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
+    (state,) = cache.store.values()
+    return step_of(state, e)
+
+
+def _widened(x: Array, columns: int) -> Array:
+    """x with so many more columns of 0."""
+    xp = namespace(x)
+    zero = xp.zeros_like(x[..., :1])
+    return xp.concat([x, xp.broadcast_to(zero, (*x.shape[:-1], columns))], axis=-1)
+
+
+def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
+    """A cache that has these states."""
+    return cache._replace(
+        store={key: cast(state, cache.store[key].dtype) for key, state in states.items()}
+    )
+
+
+def bytes_of_steps(leaf: Leaf, states: Mapping[str, Any]) -> tuple[int, int]:
+    """Of all F, and of all T, from the shapes and dtypes of a leaf's states."""
+    of_states = of_transitions = 0
+    for state in states.values():
+        width, size = state.dtype.itemsize, prod(state.shape)
+        of_states += size * width
+        if not is_scaled(leaf):
+            d, e = state.shape[-2:]
+            size = size // e * columns_of_transition(leaf, d)
+        of_transitions += size * width
+    return of_states, of_transitions

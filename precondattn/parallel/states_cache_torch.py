@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from precondattn.parallel.piece_torch import Piece
-from precondattn.parallel.states_torch import scanned, with_states
+from precondattn.parallel.states import with_states
+from precondattn.parallel.states_torch import scanned
 from precondattn.parallel.step_torch import Shape, Step
 
 if TYPE_CHECKING:

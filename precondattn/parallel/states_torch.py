@@ -14,42 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
-from precondattn.cache import Cache
-from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece
 from precondattn.parallel.scan_torch import Line, states_before, tensors_sent
 from precondattn.parallel.states import (
     Step,
-    columns_of_transition,
-    is_scaled,
-    step_of,
-    with_transition,
+    bytes_of_steps,
+    refusal,
+    steps_of_tokens,
+    with_states,
 )
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
-
+__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
 
 MASKS = ("lengths",)
 PASSED = "the states before them"
 SENDS_VALUES = False
-
-
-def refusal(leaf: Leaf, order: Order) -> str | None:
-    """Why the states of a leaf have no scan; None where they have."""
-    if order.name != "contiguous":
-        return (
-            f"gives processes tokens that are not consecutive, as {leaf} needs them; use "
-            f"the layout 'contiguous'"
-        )
-    return None
 
 
 def output(piece: Piece) -> Tensor:
@@ -83,47 +68,10 @@ def scanned(
 
 def bytes_sent(piece: Piece) -> dict[str, int]:
     """Forward, by this process to others, in the scan."""
-    states = piece.leaf.init_cache(**piece.inputs).store.values()
-    transitions, count = tensors_sent(line_of(piece))
-    sent = {"states": 0, "transitions": 0}
-    for state in states:
-        width, size = state.dtype.itemsize, state.numel()
-        sent["states"] += count * size * width
-        if not is_scaled(piece.leaf):
-            d, e = state.shape[-2:]
-            size = size // e * columns_of_transition(piece.leaf, d)
-        sent["transitions"] += transitions * size * width
-    return sent
-
-
-def steps_of_tokens(
-    leaf: Leaf, inputs: Mapping[str, Tensor], backend: Any, masks: Mapping[str, Any]
-) -> dict[str, Step]:
-    """T and F of some tokens, of each state by its name in a cache."""
-    cache = leaf.init_cache(**inputs)
-    if not is_scaled(leaf):
-        (key,) = cache.store
-        return {key: step_of_tokens(leaf, inputs, backend, masks)}
-    out, cache, pull = leaf.extend_vjp(cache, **inputs, backend=backend, **masks)
-    ones = {key: torch.ones_like(state) for key, state in cache.store.items()}
-    _, factors = pull(torch.zeros_like(out), ones)
-    return {key: Step(factors[key], state, True) for key, state in cache.store.items()}
-
-
-def step_of_tokens(
-    leaf: Leaf, inputs: Mapping[str, Tensor], backend: Any, masks: Mapping[str, Any]
-) -> Step:
-    """T and F of some tokens."""
-    e = inputs["v"].shape[-1]
-    columns = columns_of_transition(leaf, inputs["k"].shape[-1])
-    of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
-    wide = {n: pad(x, (0, columns)) if n in of_values else x for n, x in inputs.items()}
-    cache = leaf.init_cache(**wide)
-    ((key, state),) = cache.store.items()
-    cache = with_states(cache, {key: with_transition(state, e)})
-    _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
-    (state,) = cache.store.values()
-    return step_of(state, e)
+    cache = piece.leaf.init_cache(**piece.inputs)
+    states, transitions = bytes_of_steps(piece.leaf, cache.store)
+    count_of_transitions, count = tensors_sent(line_of(piece))
+    return {"states": count * states, "transitions": count_of_transitions * transitions}
 
 
 @dataclass(frozen=True)
@@ -213,9 +161,3 @@ def line_of(piece: Piece) -> Line:
     """The processes, in their order."""
     _, group, rank, devices, _ = piece.processes
     return Line(group, rank, devices)
-
-
-def with_states(cache: Cache, states: Mapping[str, Tensor]) -> Cache:
-    return cache._replace(
-        store={key: state.to(cache.store[key].dtype) for key, state in states.items()}
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from precondattn.parallel.divided_cache_torch import DividedCache
 from precondattn.parallel.heads import Axes
 from precondattn.parallel.layouts import Order
 from precondattn.parallel.new_tokens_torch import NewTokens, bind_new
+from precondattn.parallel.plan import Plan
 from precondattn.parallel.redistribute_torch import redistribute
 
 if TYPE_CHECKING:
@@ -94,30 +94,6 @@ def context_parallel(
             f"{owner}: the output of a sequence depends on all others, which no layout divides"
         )
     return ContextParallel(mechanism, mesh, layout, order)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a call is divided, and what a process sends to others. `print` it."""
-
-    mechanism: str
-    layout: str
-    devices: int
-    tokens: int
-    """Queries of this process"""
-    during: str
-    """What it has during the call"""
-    bytes_sent: Mapping[str, int]
-    """By this process to others forward, of each array"""
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.mechanism}: {self.tokens} tokens on this process of {self.devices}",
-            f"  layout {self.layout!r}: {self.during} during the call",
-            *(f"  {name}: {sent:,} bytes sent" for name, sent in self.bytes_sent.items()),
-            f"  in all: {sum(self.bytes_sent.values()):,} bytes sent forward",
-        ]
-        return "\n".join(lines)
 
 
 class ContextParallel:
@@ -278,7 +254,8 @@ class ContextParallel:
         return self._plan(call.tokens["t"][rank], self._way.during(call, self.processes), sent)
 
     def _plan(self, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
-        return Plan(str(self.mechanism), self.layout, self.processes.devices, tokens, during, sent)
+        of = f"this process of {self.processes.devices}"
+        return Plan(str(self.mechanism), self.layout, of, tokens, during, sent)
 
     def _new_tokens(
         self, cache: DividedCache, arrays: Any, named: Any, backend: Any = None, donate: Any = False

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_reads_torch, solve_cache_torch, states_cache_torch
+from precondattn.parallel import ring_reads, solve_cache_torch, states_cache_torch
 from precondattn.parallel.layouts import tokens_of
 from precondattn.parallel.torch import context_parallel, redistribute
 from tests.core.parallel_worker import layout_of, require_equal, run, sent_bytes, time_of, whole
@@ -623,7 +623,7 @@ def cases(mesh):
         yield from refusals(mesh)
         yield "donated", lambda: donated(mesh)
         for module, name, expression, numbers in (
-            (ring_reads_torch, "with_lse", "differential", (1, 2, 3, 4)),
+            (ring_reads, "with_lse", "differential", (1, 2, 3, 4)),
             (solve_cache_torch, "with_lse", "lucid", (1,)),
             (states_cache_torch, "with_states", "ccq(lucid)", (1,)),
             (states_cache_torch, "with_states", "gated_delta", (1,)),

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_reads_torch, solve_blocks_torch, solve_torch
+from precondattn.parallel import ring_reads, solve_blocks_torch, solve_torch
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel
 from precondattn_conformance.inputs import Layout, make_inputs
@@ -376,11 +376,9 @@ def refusals(mesh):
         "lengths beyond the tokens": lambda: require_refused(
             mesh, ("lengths must be in 0 … 9",), "gla", by="contiguous", masks={"lengths": [59, -7]}
         ),
-        "an error in a ring": lambda: require_error_of_all(
-            mesh, "softmax", ring_reads_torch, "with_lse"
-        ),
+        "an error in a ring": lambda: require_error_of_all(mesh, "softmax", ring_reads, "with_lse"),
         "an error in a ring backward": lambda: require_error_of_all(
-            mesh, "softmax", ring_reads_torch, "part_vjp"
+            mesh, "softmax", ring_reads, "part_vjp"
         ),
         "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve_torch, "with_lse"),
         "an error in a solve backward": lambda: require_error_of_all(

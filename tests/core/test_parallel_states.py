@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.parallel.states_torch import step_of_tokens
+from precondattn.parallel.states import step_of_tokens
 from precondattn_conformance.inputs import Layout, make_inputs
 
 DEVICES = 64

@@ -1,4 +1,4 @@
-"""Tests in a process of their own, which has four devices."""
+"""Tests in a process of their own, which has several devices."""
 
 import os
 import subprocess
@@ -13,18 +13,26 @@ from precondattn.execution import mesh_axes
 # JAX's locations of operations hold the Python stack, which is deep in pytest, and XLA then takes
 # minutes to simplify loops.
 ENVIRONMENT = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
-FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+DEVICES = "--xla_force_host_platform_device_count={}"
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Compiles in half of the time, for tests that compile much and compute little."""
 
 
 def assert_pass_on_four_devices(name):
     """The tests of a file, by its path from this folder."""
+    assert_pass_on_devices(name, 4)
+
+
+def assert_pass_on_devices(name, count, flags="", marked="not slow"):
+    """The marked tests of a file, by its path from this folder."""
     tests = Path(__file__).parent / name
+    plain = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", tests],
+        [sys.executable, "-m", "pytest", *plain, tests],
         env={
             **os.environ,
             **ENVIRONMENT,
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES.format(count)} {flags}",
         },
         capture_output=True,
         text=True,

@@ -14,38 +14,40 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from precondattn.arrays import Array, namespace
+from precondattn.parallel.layouts import Order
 from precondattn.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
 
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
 READS = (MEAN, LOG_MEAN_EXP)
 
-Part = tuple[Tensor, Tensor]
+Attended = tuple[Array, Array]
 """Output (b, t, h, e) and log-sum-exp of the scores (b, t, h)"""
 
 
 class Whole(NamedTuple):
     """What is known of some queries when their gradient is computed."""
 
-    out: Tensor
-    lse: Tensor
+    out: Array
+    lse: Array
     """∞ for queries that see no key of the part"""
-    d_out: Tensor
+    d_out: Array
 
     @classmethod
-    def of(cls, out: Tensor, lse: Tensor, d_out: Tensor, seen_by: Tensor | None) -> Whole:
+    def of(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> Whole:
         """For a part that some queries (b, t) see; None if all may."""
         sees = lse > -math.inf
         if seen_by is not None:
             sees = sees & seen_by[..., None]
-        return cls(out, lse.masked_fill(~sees, math.inf), d_out)
+        return cls(out, namespace(lse).where(sees, lse, math.inf), d_out)
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ class MeanOfParts:
     softmax: Softmax
     options: Mapping[str, Any]
 
-    def attend(self, *tokens: Tensor) -> Part:
+    def attend(self, *tokens: Array) -> Attended:
         out, lse = with_lse(self.softmax, *tokens, **self.options)
         return out, lse
 
-    def merged(self, first: Part, second: Part) -> Part:
+    def merged(self, first: Attended, second: Attended) -> Attended:
         out, lse = merge(*zip(first, second, strict=True))
         return out, lse
 
-    def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
+    def pulled(self, tokens: Sequence[Array], whole: Whole) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""
         inputs = dict(zip("qkv", tokens, strict=True))
         return part_vjp(self.softmax, inputs, *whole, **self.options)
@@ -80,27 +82,28 @@ class LaserOfParts:
     def _mean(self) -> Softmax:
         return replace(self.softmax, read=MEAN)
 
-    def attend(self, *tokens: Tensor) -> Part:
+    def attend(self, *tokens: Array) -> Attended:
         out = self.softmax(*tokens, **self.options)
         _, lse = with_lse(self._mean, *_of_one_channel(tokens), **self.options)
         return out, lse
 
-    def merged(self, first: Part, second: Part) -> Part:
-        lse = torch.logaddexp(first[1], second[1])
+    def merged(self, first: Attended, second: Attended) -> Attended:
+        xp = namespace(first[1])
+        lse = xp.logaddexp(first[1], second[1])
         logs = [out + lse[..., None] for out, lse in (first, second)]
-        out = torch.logaddexp(*logs) - finite_or_zero(lse)[..., None]
+        out = xp.logaddexp(*logs) - finite_or_zero(lse)[..., None]
         return finite_or_zero(out), lse
 
-    def pulled(self, tokens: Sequence[Tensor], whole: Whole) -> dict[str, Tensor]:
+    def pulled(self, tokens: Sequence[Array], whole: Whole) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""
         out, pull = self.softmax.vjp(*tokens, **self.options)
         (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)
-        log_weight = (lse - whole.lse)[..., None]
+        xp, log_weight = namespace(lse), (lse - whole.lse)[..., None]
         # In one exponent: where w_r underflows, e^{o_r − o} can overflow.
-        d_out = torch.exp(log_weight + out - whole.out) * whole.d_out
-        d_lse = (d_out - torch.exp(log_weight) * whole.d_out).sum(-1)
-        gradients: dict[str, Tensor] = pull(d_out)
-        of_lse = pull_lse(torch.zeros_like(one), d_lse)
+        d_out = xp.exp(log_weight + out - whole.out) * whole.d_out
+        d_lse = (d_out - xp.exp(log_weight) * whole.d_out).sum(-1)
+        gradients: dict[str, Array] = pull(d_out)
+        of_lse = pull_lse(xp.zeros_like(one), d_lse)
         return {
             "q": gradients["q"] + of_lse["q"],
             "k": gradients["k"] + of_lse["k"],
@@ -113,6 +116,16 @@ def read_of(softmax: Softmax, options: Mapping[str, Any]) -> MeanOfParts | Laser
     return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
 
 
-def _of_one_channel(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _of_one_channel(tokens: Sequence[Array]) -> tuple[Array, Array, Array]:
     q, k, v = tokens
     return q, k, v[..., :1]
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why softmax attention can not go around a ring; None where it can."""
+    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read not in READS:
+        return (
+            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
+        )
+    return None

@@ -1,0 +1,73 @@
+"""What all layouts know of a call: its arguments by name, and the devices that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import library_of
+from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
+from precondattn.parallel.heads import Axes
+from precondattn.parallel.layouts import Order
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
+"""The axis of a mask's tokens."""
+
+
+class Arguments(NamedTuple):
+    """Of a call, by name: whole arrays, or the parts of one device."""
+
+    inputs: dict[str, Array]
+    masks: dict[str, Array]
+
+
+class Call(NamedTuple):
+    """A call that has been checked."""
+
+    owner: str
+    """The name of the call in errors"""
+    mechanism: Mechanism
+    axis: str
+    devices: int
+    order: Order | None
+    """That of the tokens, in the layouts that divide them"""
+    backend: Any
+    axes: Mapping[str, Axes]
+    """Of the inputs"""
+    parts: Mapping[str, jax.ShapeDtypeStruct]
+    """Of each device, of the inputs"""
+    sizes: Mapping[str, int]
+    """By letter, for all tokens"""
+
+
+def output_axes(mechanism: Mechanism) -> Axes:
+    """Those of the output, as if it had several heads."""
+    pattern: Pattern = mechanism.program.output
+    return Axes.of(pattern, (2,) * len(pattern.axes))
+
+
+def arguments_of(mechanism: Mechanism, owner: str, arrays: Any, named: dict[str, Any]) -> Arguments:
+    """The arguments by name.
+
+    Raises
+    ------
+    TypeError
+        naming the argument.
+    """
+    masks = {name: named.pop(name) for name in MASKS if name in named}
+    masks = {name: jnp.asarray(mask) for name, mask in masks.items() if mask is not None}
+    if named.pop("cu_seqlens", None) is not None:
+        raise TypeError(f"{owner}: cu_seqlens are not supported; give segment_ids")
+    inputs = inputs_by_name(str(mechanism), mechanism.inputs, arrays, named, CALL_OPTIONS)
+    for name, x in inputs.items():
+        if library_of(x) != "jax":
+            raise TypeError(f"{owner}: {name} must be an array of JAX; found {type(x).__name__}")
+    return Arguments(inputs, masks)

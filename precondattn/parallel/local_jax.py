@@ -1,0 +1,32 @@
+"""Leaves that compute each token by itself: nothing is sent (`tokens_jax.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from jax import Array
+
+from precondattn.parallel.layouts import Order
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+    from precondattn.parallel.piece_jax import Piece
+
+MASKS = ("lengths", "key_mask", "segment_ids")
+PASSED = ""
+
+
+def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+    """None: any order of tokens will do."""
+    return None
+
+
+def output(piece: Piece) -> Array:
+    """The output of a device's tokens."""
+    out: Array = piece.leaf(**piece.inputs, backend=piece.backend)
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    return {}

@@ -1,0 +1,101 @@
+"""One leaf call of a divided call, as the program of every device of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.algebra.declaration import Inputs, Pattern
+from precondattn.execution.masks import zero_padding
+from precondattn.parallel.layouts import Order
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+
+class Line(NamedTuple):
+    """The devices along an axis of a mesh, which have equally many tokens in an order."""
+
+    axis: str
+    devices: int
+    order: Order
+
+    @property
+    def rank(self) -> Array:
+        return lax.axis_index(self.axis)
+
+    def positions(self, device: Array, tokens: int) -> Array:
+        """The positions in the sequence of a device's rows."""
+        part, row = self.order.part_of(tokens), jnp.arange(tokens)
+        return self.order.number_of(device, row // part, self.devices) * part + row % part
+
+    def all_positions(self, tokens: int) -> Array:
+        """Those of all devices' rows (devices, tokens)."""
+        return self.positions(jnp.arange(self.devices)[:, None], tokens)
+
+    def passed_on(self, arrays: Any) -> Any:
+        """The arrays of the device before, whose own go to the device after."""
+        around = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
+
+
+class Masks(NamedTuple):
+    """Which tokens are valid, and their segments, of every device (devices, b, tokens).
+
+    Every device has those of all, for they are small beside keys and values.
+    """
+
+    within: Array | None
+    """The tokens within `lengths`: valid queries"""
+    valid: Array | None
+    """Valid keys, which `key_mask` does not hide either"""
+    segment: Array | None
+
+    @classmethod
+    def of(cls, line: Line, given: Mapping[str, Array], tokens: int) -> Masks:
+        """From whole masks, whose tokens are in the order of the devices."""
+
+        def of_devices(mask: Array) -> Array:
+            return jnp.moveaxis(jnp.reshape(mask, (-1, line.devices, tokens)), 1, 0)
+
+        within = valid = segment = None
+        if "key_mask" in given:
+            valid = of_devices(given["key_mask"])
+        if "lengths" in given:
+            within = line.all_positions(tokens)[:, None] < given["lengths"][:, None]
+            valid = within if valid is None else valid & within
+        if "segment_ids" in given:
+            segment = of_devices(given["segment_ids"])
+        return cls(within, valid, segment)
+
+    def without_padding(
+        self, device: Array, arrays: Mapping[str, Array], patterns: Mapping[str, Pattern]
+    ) -> dict[str, Array]:
+        """A device's arrays, 0 at padding, so that NaN there does not spread."""
+        if self.valid is None:
+            return dict(arrays)
+        within = None if self.within is None else self.within[device]
+        return zero_padding(arrays, cast(Inputs, patterns), within, self.valid[device])
+
+    def of_device(self, device: Array) -> dict[str, Array]:
+        """Those of a device's tokens, as a call of their own takes them."""
+        masks = {}
+        if self.valid is not None:
+            masks["key_mask"] = self.valid[device]
+        if self.segment is not None:
+            masks["segment_ids"] = self.segment[device]
+        return masks
+
+
+class Piece(NamedTuple):
+    """A leaf call that is divided."""
+
+    leaf: Leaf
+    inputs: dict[str, Array]
+    """By the leaf's own names; of a plan, shapes and dtypes"""
+    masks: Masks
+    line: Line
+    backend: Any

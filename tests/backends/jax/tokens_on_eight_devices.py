@@ -1,0 +1,294 @@
+"""The layouts of `context_parallel` that divide tokens in JAX, on 2, 4 and 8 devices.
+
+`test_parallel.py` runs these tests in a process of its own.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import precondattn as pa
+from precondattn.parallel.jax import context_parallel
+from precondattn.parallel.layouts import to_layout
+from precondattn_conformance.inputs import Layout, make_inputs
+
+WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
+"""Of the largest entry"""
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def mesh_of(devices, kind=AxisType.Auto):
+    return jax.make_mesh((devices,), ("cp",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def problem(expression, tokens, kind="clustered", **sizes):
+    m = pa.parse(expression)
+    return m, make_inputs(m, Layout("test", t=tokens, s=tokens, **sizes), kind)
+
+
+def masks_of(names, tokens):
+    """Two sequences: segments that cross devices, and one of them shorter."""
+    bounds = [1, tokens // 2 + 1, tokens - 2]
+    made = {
+        "lengths": np.asarray([tokens - 3, tokens // 3]),
+        "key_mask": np.arange(2 * tokens).reshape(2, tokens) % 5 != 1,
+        "segment_ids": np.searchsorted(bounds, np.arange(2 * tokens) % tokens, side="right"),
+    }
+    made["segment_ids"] = made["segment_ids"].reshape(2, tokens)
+    return {name: made[name] for name in names}
+
+
+def of_padding(masks, pattern, tokens):
+    """The tokens of an input that nothing reads (2, tokens)."""
+    hidden = np.zeros((2, tokens), bool)
+    if "lengths" in masks:
+        hidden |= np.arange(tokens) >= masks["lengths"][:, None]
+    if "key_mask" in masks and "t" not in pattern.letters:
+        hidden |= ~masks["key_mask"]
+    return hidden
+
+
+def divided(x, layout, devices, axis=1):
+    """An array with its tokens in the order of the devices."""
+    return x if axis is None else to_layout(x, layout, devices, axis)
+
+
+def require_near(found, expected, what, tolerance):
+    found = np.asarray(found, dtype=np.float64)
+    assert np.all(np.isfinite(found)), what
+    error = abs(found - expected).max() / max(1.0, abs(expected).max())
+    assert error < tolerance, f"{what}: {error:.2e}"
+
+
+def check(expression, layout, devices, each, masks=(), dtype="float64", kind="clustered", **sizes):
+    """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
+    tokens = devices * each
+    m, x = problem(expression, tokens, kind, **sizes)
+    x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
+    masks = masks_of(masks, tokens)
+    expected, pull = m.vjp(**x, **masks)
+    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
+    of_one = pull(weight)
+    for name, pattern in m.inputs.items():  # Nothing of padding is read.
+        if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
+            x[name][of_padding(masks, pattern, tokens)] = np.nan
+
+    times = {name: pattern.time_axis for name, pattern in m.inputs.items()}
+    given = {n: jnp.asarray(divided(a, layout, devices, times[n]), dtype) for n, a in x.items()}
+    of_tokens = {
+        n: jnp.asarray(a if n == "lengths" else divided(a, layout, devices))
+        for n, a in masks.items()
+    }
+    attn = context_parallel(m, mesh_of(devices), "cp", layout=layout)
+    d_out = jnp.asarray(divided(weight, layout, devices))
+
+    @jax.jit
+    def value(x):
+        out = attn(**x, **of_tokens)
+        return (out * d_out).sum(), out
+
+    (_, out), gradients = jax.value_and_grad(value, has_aux=True)(given)
+    assert out.dtype == dtype
+    assert out.sharding.spec[1] == "cp"
+    require_near(out, divided(expected, layout, devices), "the output", WITHIN[dtype])
+    for name, gradient in gradients.items():
+        true = divided(of_one[name], layout, devices, times[name])
+        require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
+
+
+def test_keys_go_around_two_parts_of_each_device_with_padding():
+    check("softmax", "zigzag", 4, 6, masks=("lengths", "key_mask"))
+
+
+def test_keys_go_around_an_odd_number_of_tokens_in_float32():
+    check("softmax[softcap=5,scale=0.3]", "contiguous", 8, 5, dtype="float32")
+
+
+def test_keys_of_packed_segments_go_around_in_many_parts():
+    check("softmax", "cyclic[block=1]", 2, 3, masks=("segment_ids",))
+
+
+def test_keys_of_laser_go_around():
+    check("laser", "contiguous", 2, 5)
+
+
+def test_weights_of_pieces_before_a_ring_get_their_gradient():
+    check("temperature[per=head](softmax[causal=false])", "contiguous", 2, 5, n=4)
+
+
+def test_half_precision_goes_around_and_is_computed_in_float32():
+    check("softmax", "contiguous", 2, 5, dtype="bfloat16", kind="random")
+
+
+def test_states_are_scanned_and_multiplied_by_transitions():
+    check("gated_delta", "contiguous", 4, 5, masks=("lengths",), h=4, n=4)
+
+
+def test_sums_without_decay_are_scanned_in_float32():
+    check("elu1(linear)", "contiguous", 8, 3, dtype="float32")
+
+
+def test_sums_with_a_factor_for_each_number_are_scanned():
+    check("ccq(gla)", "contiguous", 2, 5, h=4, n=4)
+
+
+STATES = (
+    *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
+    *("delta_product", "dplr", "linear[normalize=true]", "gsa", "ccq(gla)", "ccq(gated_delta)"),
+    *("ccq(retention)", "mesa(ssd)", "atk(gated_delta)", "atk[learned=true](kda)"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [(), ("lengths",)])
+@pytest.mark.parametrize("expression", STATES)
+def test_states_of_every_recurrence_are_scanned(expression, mask):
+    check(expression, "contiguous", 4, 5, masks=mask, h=4, n=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("expression", ["gla", "gated_delta"])
+def test_states_in_other_precisions(expression, dtype):
+    check(expression, "contiguous", 8, 5, dtype=dtype, h=4, n=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
+@pytest.mark.parametrize("mask", [(), ("segment_ids", "key_mask"), ("lengths",)])
+@pytest.mark.parametrize("expression", ["softmax", "laser", "differential"])
+def test_rings_in_every_layout(expression, layout, mask):
+    check(expression, layout, 4, 10, masks=mask, kind="duplicate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
+def test_rings_without_causality(layout):
+    packed = ("segment_ids",) if layout == "contiguous" else ()
+    check("softmax[causal=false]", layout, 4, 6, masks=("key_mask", *packed))
+
+
+def compiled(attn, devices, x):
+    """The text of a call on sharded arrays."""
+    sharding = NamedSharding(mesh_of(devices), P(None, "cp"))
+    x = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for name, a in x.items()}
+    return jax.jit(lambda x: attn(**x)).lower(x).compile().as_text()
+
+
+def collectives(text):
+    """How many of each kind are in a compiled program."""
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in found.items() if count}
+
+
+def test_keys_go_to_the_next_device_only_and_as_many_bytes_as_explained():
+    m, x = problem("softmax", 20)
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    # k and v, once before the loop of P − 2 rounds and once in it.
+    assert collectives(compiled(attn, 4, x)) == {"collective-permute": 4}
+    plan = attn.explain(**x)
+    sent = {f"{name} for out": 3 * x[name].nbytes // 4 for name in "kv"}
+    assert plan.bytes_sent == sent
+    assert "5 tokens on each of 4 devices" in str(plan)
+    assert "the keys of two other devices at a time" in str(plan)
+
+
+def test_states_are_sent_in_as_many_rounds_as_explained():
+    m, x = problem("gated_delta", 20, h=4, n=4)
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    # F in each of log₂ P rounds, T in all but the last, and S_begin.
+    assert collectives(compiled(attn, 4, x)) == {"collective-permute": 4}
+    b, _, n, d = x["k"].shape
+    e = x["v"].shape[3]
+    sent = {"states for out": 3 * 8 * b * n * d * e, "transitions for out": 8 * b * n * d * d}
+    assert attn.explain(**x).bytes_sent == sent
+
+
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
+def test_whole_arrays_and_the_parts_of_a_shard_map_give_the_same(kind):
+    m, x = problem("softmax", 8, n=1)
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    mesh = mesh_of(2, kind)
+    attn = context_parallel(m, mesh, "cp", layout="zigzag")
+    out = jax.jit(attn)(**x)
+    assert out.sharding.spec[1] == "cp"
+    specs = dict.fromkeys(x, P(None, "cp"))
+    mapped = jax.shard_map(
+        lambda x: attn(**x), mesh=mesh, in_specs=(specs,), out_specs=P(None, "cp")
+    )
+    if kind == AxisType.Auto:
+        assert jnp.allclose(jax.jit(mapped)(x), out, atol=1e-14)
+    order = np.asarray([0, 1, 6, 7, 2, 3, 4, 5])
+    expected = m(**{name: np.asarray(a)[:, np.argsort(order)] for name, a in x.items()})
+    assert jnp.allclose(out, expected[:, order], atol=1e-12)
+
+
+def test_a_traced_segment_in_two_runs_makes_its_sequence_nan():
+    m, x = problem("softmax", 8)
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    attn = context_parallel(m, mesh_of(2), "cp", layout="zigzag")
+    in_order = np.asarray([[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 0, 0, 2, 2]])
+    ids = jnp.asarray(to_layout(in_order, "zigzag", 2))
+    out = jax.jit(attn)(**x, segment_ids=ids)
+    assert bool(jnp.isfinite(out[0]).all())
+    assert bool(jnp.isnan(out[1]).all())
+    with pytest.raises(ValueError, match="segment_ids must be contiguous"):
+        attn(**x, segment_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("expression", "layout", "tokens", "masks", "words"),
+    [
+        ("softmax", "contiguous", 7, {}, "q has 7 tokens; .* a multiple of 4 on 4 devices"),
+        ("softmax", "zigzag", 12, {}, "q has 12 tokens; .* a multiple of 8 on 4 devices"),
+        ("softmax", "cyclic[block=3]", 16, {}, "q has 16 tokens; .* a multiple of 12 on 4"),
+        ("softmax[sink=true]", "zigzag", 8, {}, "without bias, gate, sink or window"),
+        ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
+        ("gla", "contiguous", 8, {"key_mask": np.ones((2, 8), bool)}, "key_mask of gla"),
+        ("path", "contiguous", 8, {}, "no way to divide the tokens of path"),
+        (
+            "softmax[causal=false]",
+            "zigzag",
+            8,
+            {"segment_ids": np.zeros((2, 8), int)},
+            "does not support segment_ids of softmax",
+        ),
+        ("softmax", "zigzag", 8, {"lengths": np.asarray([9, 1])}, "between 0 and s = 8"),
+        ("softmax", "zigzag", 8, {"key_mask": np.ones((2, 7), bool)}, "key_mask is declared"),
+    ],
+)
+def test_what_can_not_be_divided_is_named(expression, layout, tokens, masks, words):
+    m, x = problem(expression, tokens)
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    attn = context_parallel(m, mesh_of(4), "cp", layout=layout)
+    with pytest.raises(ValueError, match=words):
+        attn(**x, **{name: jnp.asarray(mask) for name, mask in masks.items()})
+
+
+def test_arrays_of_another_kind_are_named():
+    m, x = problem("softmax", 8)
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    with pytest.raises(TypeError, match="q must be an array of JAX; found ndarray"):
+        attn(**x)
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    with pytest.raises(TypeError, match="float32"):
+        attn(**x | {"k": x["k"].astype("float32")})
+    with pytest.raises(TypeError, match="cu_seqlens are not supported"):
+        attn(**x, cu_seqlens=[0, 8])
+    with pytest.raises(ValueError, match="as many queries as keys; found 4 and 8"):
+        attn(**x | {"q": x["q"][:, :4]})
