@@ -17,7 +17,7 @@ A layout says how a call is divided meanwhile:
     A composition is divided leaf by leaf (`tokens_torch.py`, `tokens_jax.py`): keys and values of
     softmax attention and LASER go around a ring, solved blocks of LUCID are given to all, states of
     recurrences are scanned along the devices (`states.py`), and what is computed token by token
-    needs nothing. For any number of devices; in JAX all but LUCID's solve.
+    needs nothing. For any number of devices.
 
     In PyTorch such a call may keep a cache (`cached_torch.py`), which is divided as its tokens are,
     and which new tokens extend. States are whole on every device.

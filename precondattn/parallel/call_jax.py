@@ -47,6 +47,11 @@ class Call(NamedTuple):
     sizes: Mapping[str, int]
     """By letter, for all tokens"""
 
+    @property
+    def tokens(self) -> int:
+        """All queries, or keys where there are no queries."""
+        return self.sizes["t" if "t" in self.sizes else "s"]
+
 
 def output_axes(mechanism: Mechanism) -> Axes:
     """Those of the output, as if it had several heads."""

@@ -133,7 +133,7 @@ class ContextParallel:
             str(self.mechanism),
             self.layout,
             f"each of {self.devices} devices",
-            call.sizes.get("t", call.sizes["s"]) // self.devices,
+            call.tokens // self.devices,
             self._way.during(call),
             self._way.bytes_sent(call),
         )

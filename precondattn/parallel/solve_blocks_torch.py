@@ -19,12 +19,8 @@ from precondattn.arrays import upcast
 from precondattn.parallel.call_torch import tried
 from precondattn.parallel.layouts import Part
 from precondattn.parallel.piece_torch import Piece, crossing
+from precondattn.parallel.solve import BLOCK, keys_of_scores
 from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.rms_norm import rms_norm
-from precondattn.spec.softmax import Softmax
-
-BLOCK = 512
-"""The most tokens that are solved before they are given away."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +70,7 @@ class Blocks:
 
     def unit(self, k: Tensor) -> Tensor:
         """The keys of the scores."""
-        return rms_norm(upcast(k), self.leaf.eps) if self.leaf.normalize == "keys" else upcast(k)
-
-    def softmax(self, d: int) -> tuple[Softmax, float]:
-        """The attention whose exponentials are Φ, and the shift s d."""
-        scale = self.leaf.scale_for(d)
-        shift = scale * d if self.leaf.has_unit_diagonal else 0.0
-        return Softmax(causal=False, scale=scale), shift
+        return keys_of_scores(self.leaf, k)
 
     def of_block(self, block: Part, k: Tensor, u: Tensor, beta: Tensor | None) -> dict[str, Any]:
         """The arguments of the block's own solve."""

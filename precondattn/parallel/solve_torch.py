@@ -34,36 +34,24 @@ of k come back. y, g and gradients are float32 or wider.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.layouts import Order, Part
+from precondattn.parallel.layouts import Part
 from precondattn.parallel.piece_torch import Piece
+from precondattn.parallel.solve import attention_of, refusal
 from precondattn.parallel.solve_blocks_torch import Blocks, Failed, added, in_order
 from precondattn.partial_attention import part_vjp, with_lse
-from precondattn.spec.lucid import LucidSolve
-from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm_vjp
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
+__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
 
 MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "a block of solved values of another process at a time"
 SENDS_VALUES = True
-
-
-def refusal(leaf: Leaf, order: Order) -> str | None:
-    """Why a solve can not be divided; None where it can."""
-    assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
-    if leaf.metric is not DOT:
-        return f"divides solves of dot products; found the metric {leaf.metric.name}; use 'heads'"
-    if leaf.window is not None or leaf.normalize == "rows":
-        return "divides solves without a window or normalize=rows; use the layout 'heads'"
-    return None
 
 
 def output(piece: Piece) -> Tensor:
@@ -88,7 +76,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, blocks: Blocks, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         u = upcast(v).clone()
         y, unit = torch.zeros_like(u), blocks.unit(k)
-        softmax, shift = blocks.softmax(k.shape[-1])
+        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
 
         def solve(block: Part) -> None:
@@ -122,7 +110,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         r, g = d_y.to(u.dtype).clone(), torch.zeros_like(u)
         d_unit, d_k = torch.zeros_like(unit), torch.zeros_like(unit)
         d_beta = None if beta is None else torch.zeros_like(upcast(beta))
-        softmax, shift = blocks.softmax(k.shape[-1])
+        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
         parts: dict[int, Tensor] = {}
 

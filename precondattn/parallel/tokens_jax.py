@@ -4,6 +4,7 @@ The ways are those of PyTorch (`tokens_torch.py`), each as one program of all de
 
     local   leaves that compute each token by itself, such as norms and feature maps
     ring    softmax attention: keys and values go around            (`ring_jax.py`)
+    solve   LUCID: solved blocks are given to all                   (`solve_jax.py`)
     scan    recurrences: the states before the tokens               (`states_jax.py`)
 """
 
@@ -28,11 +29,12 @@ from precondattn.execution.masks import (
     is_contiguous,
     nan_where_invalid,
 )
-from precondattn.parallel import local_jax, ring_jax, states_jax
+from precondattn.parallel import local_jax, ring_jax, solve_jax, states_jax
 from precondattn.parallel.call_jax import MASKS, Arguments, Call
 from precondattn.parallel.piece_jax import Line, Masks, Piece
 from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local_jax,
     Softmax: ring_jax,
+    LucidSolve: solve_jax,
     LinearFamily: states_jax,
     **dict.fromkeys(SUMS, states_jax),
 }
@@ -49,9 +52,9 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
 def refusal(call: Call, masks: Collection[str]) -> str | None:
     """Why a call can not be divided like this; None where it can."""
     assert call.order is not None  # Of the layouts that divide tokens.
-    t, s = (call.sizes.get(letter, call.sizes.get("s")) for letter in "ts")
-    if t != s:
-        return f"expects as many queries as keys; found {t} and {s}"
+    keys = call.sizes.get("s", call.tokens)
+    if keys != call.tokens:
+        return f"expects as many queries as keys; found {call.tokens} and {keys}"
     for leaf in call.mechanism.program.leaves:
         way = way_of(leaf)
         if way is None:
@@ -71,7 +74,7 @@ def check(call: Call, given: Arguments, *, is_part: bool) -> None:
     Entries of masks are looked at where they are known; else `output` makes the sequence NaN.
     """
     check_call(call.mechanism, (), given.inputs, {"backend": call.backend})
-    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.sizes["s"]
+    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
     shape = (b, tokens // call.devices if is_part else tokens)
     for name, dtypes in (("key_mask", ("bool",)), ("segment_ids", INTEGERS)):
         check_mask(call.owner, name, given.masks.get(name), like, shape, dtypes, "(b s)")
@@ -87,7 +90,7 @@ def output(call: Call, given: Arguments) -> Array:
         for name, mask in given.masks.items()
     }
     line, program = _line(call), call.mechanism.program
-    masks = Masks.of(line, whole, call.sizes["s"] // call.devices)
+    masks = Masks.of(line, whole, call.tokens // call.devices)
     values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
     for leaf_call, way, piece in _pieces(call, masks, values):
         values[leaf_call.out] = way.output(piece)
@@ -133,7 +136,7 @@ def _invalid(call: Call, given: Arguments) -> Array | None:
         for what is known.
     """
     checks, masks = ValueChecks(call.owner), given.masks
-    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.sizes["s"]
+    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
     check_lengths(call.owner, masks.get("lengths"), like, b, tokens, "s", checks)
     if "segment_ids" in masks:
         position = _line(call).all_positions(tokens // call.devices).reshape(-1)

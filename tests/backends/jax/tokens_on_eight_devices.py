@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
+from precondattn.parallel import solve_jax
 from precondattn.parallel.jax import context_parallel
 from precondattn.parallel.layouts import to_layout
 from precondattn_conformance.inputs import Layout, make_inputs
@@ -25,6 +26,12 @@ WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
 def double():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Several blocks of a solve in each part, of which the last may be shorter."""
+    monkeypatch.setattr(solve_jax, "BLOCK", 2)
 
 
 def mesh_of(devices, kind=AxisType.Auto):
@@ -106,16 +113,19 @@ def check(expression, layout, devices, each, masks=(), dtype="float64", kind="cl
         require_near(gradient, true, f"the gradient of {name}", WITHIN[dtype])
 
 
-def test_keys_go_around_two_parts_of_each_device_with_padding():
-    check("softmax", "zigzag", 4, 6, masks=("lengths", "key_mask"))
-
-
-def test_keys_go_around_an_odd_number_of_tokens_in_float32():
-    check("softmax[softcap=5,scale=0.3]", "contiguous", 8, 5, dtype="float32")
+def test_keys_go_around_with_padding_in_float32():
+    check(
+        "softmax[softcap=5,scale=0.3]",
+        "zigzag",
+        8,
+        6,
+        masks=("lengths", "key_mask"),
+        dtype="float32",
+    )
 
 
 def test_keys_of_packed_segments_go_around_in_many_parts():
-    check("softmax", "cyclic[block=1]", 2, 3, masks=("segment_ids",))
+    check("softmax", "cyclic[block=3]", 2, 6, masks=("segment_ids",))
 
 
 def test_keys_of_laser_go_around():
@@ -132,10 +142,6 @@ def test_half_precision_goes_around_and_is_computed_in_float32():
 
 def test_states_are_scanned_and_multiplied_by_transitions():
     check("gated_delta", "contiguous", 4, 5, masks=("lengths",), h=4, n=4)
-
-
-def test_sums_without_decay_are_scanned_in_float32():
-    check("elu1(linear)", "contiguous", 8, 3, dtype="float32")
 
 
 def test_sums_with_a_factor_for_each_number_are_scanned():
@@ -158,9 +164,42 @@ def test_states_of_every_recurrence_are_scanned(expression, mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("expression", ["gla", "gated_delta"])
+@pytest.mark.parametrize("expression", ["elu1(linear)", "gla", "gated_delta"])
 def test_states_in_other_precisions(expression, dtype):
     check(expression, "contiguous", 8, 5, dtype=dtype, h=4, n=4)
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_blocks_of_a_solve_are_given_to_all_with_padding():
+    check("lucid_solve[beta=true]", "zigzag", 4, 6, masks=("lengths",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=3]"])
+@pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
+@pytest.mark.usefixtures("short_blocks")
+def test_solves_in_every_layout(layout, mask):
+    check("lucid_solve[beta=true]", layout, 4, 6, masks=(mask,), kind="duplicate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "expression",
+    ["lucid[normalize=none]", "lucid[normalize=queries_and_keys,beta=true]", "lucid(laser)"],
+)
+def test_compositions_with_a_solve(expression):
+    check(expression, "zigzag", 2, 6, masks=("lengths",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_solves_in_other_precisions(dtype):
+    check("lucid", "contiguous", 8, 3, dtype=dtype, kind="random")
+
+
+@pytest.mark.slow
+def test_a_solve_and_a_ring_in_float32_with_keys_that_coincide():
+    check("lucid", "cyclic[block=2]", 2, 4, dtype="float32", kind="duplicate")
 
 
 @pytest.mark.slow
@@ -211,44 +250,83 @@ def test_states_are_sent_in_as_many_rounds_as_explained():
     x = {name: jnp.asarray(a) for name, a in x.items()}
     # F in each of log₂ P rounds, T in all but the last, and S_begin.
     assert collectives(compiled(attn, 4, x)) == {"collective-permute": 4}
-    b, _, n, d = x["k"].shape
-    e = x["v"].shape[3]
+    (b, _, _, d), (_, _, n, e) = x["k"].shape, x["v"].shape
     sent = {"states for out": 3 * 8 * b * n * d * e, "transitions for out": 8 * b * n * d * d}
     assert attn.explain(**x).bytes_sent == sent
 
 
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
-)
-def test_whole_arrays_and_the_parts_of_a_shard_map_give_the_same(kind):
-    m, x = problem("softmax", 8, n=1)
+def test_a_solved_block_is_one_sum_and_as_many_bytes_as_explained():
+    m, x = problem("lucid_solve", 8)
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
     x = {name: jnp.asarray(a) for name, a in x.items()}
-    mesh = mesh_of(2, kind)
-    attn = context_parallel(m, mesh, "cp", layout="zigzag")
-    out = jax.jit(attn)(**x)
-    assert out.sharding.spec[1] == "cp"
-    specs = dict.fromkeys(x, P(None, "cp"))
+    assert collectives(compiled(attn, 4, x)) == {"all-reduce": 1}  # In the loop over blocks.
+    # A sum over P devices sends 2 (P − 1) / P of what it adds up, here of all blocks.
+    sent = {"k for out": 6 * x["k"].nbytes // 4, "y for out": 6 * x["v"].nbytes // 4}
+    assert attn.explain(**x).bytes_sent == sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["softmax", "gla", "lucid"])
+def test_gradients_in_a_shard_map_that_checks(expression):
+    m, x = problem(expression, 8, h=4, n=4)
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    mesh, part = mesh_of(2), P(None, "cp")
+    attn = context_parallel(m, mesh, "cp", layout="contiguous")
     mapped = jax.shard_map(
-        lambda x: attn(**x), mesh=mesh, in_specs=(specs,), out_specs=P(None, "cp")
+        lambda x: attn(**x), mesh=mesh, in_specs=(dict.fromkeys(x, part),), out_specs=part
     )
-    if kind == AxisType.Auto:
-        assert jnp.allclose(jax.jit(mapped)(x), out, atol=1e-14)
-    order = np.asarray([0, 1, 6, 7, 2, 3, 4, 5])
-    expected = m(**{name: np.asarray(a)[:, np.argsort(order)] for name, a in x.items()})
-    assert jnp.allclose(out, expected[:, order], atol=1e-12)
+    gradients = jax.jit(jax.grad(lambda x: jnp.sin(mapped(x)).sum()))(x)
+    expected = jax.grad(lambda x: jnp.sin(m(**x)).sum())(x)
+    for name, gradient in gradients.items():
+        assert jnp.allclose(gradient, expected[name], atol=1e-10), name
 
 
-def test_a_traced_segment_in_two_runs_makes_its_sequence_nan():
-    m, x = problem("softmax", 8)
-    x = {name: jnp.asarray(a) for name, a in x.items()}
-    attn = context_parallel(m, mesh_of(2), "cp", layout="zigzag")
+def test_in_a_users_shard_map_arrays_and_masks_are_parts():
+    m, x = problem("lucid", 8, "duplicate")
+    masks = masks_of(["lengths", "key_mask"], 8)
+    attn, part = context_parallel(m, mesh_of(2), "cp", layout="contiguous"), P(None, "cp")
+
+    @jax.jit
+    def mapped(x, masks):
+        specs = dict.fromkeys(x, part), {"lengths": P(), "key_mask": part}
+        return jax.shard_map(
+            lambda x, masks: attn(**x, **masks), mesh=mesh_of(2), in_specs=specs, out_specs=part
+        )(x, masks)
+
+    assert np.allclose(mapped(x, masks), m(**x, **masks), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_arrays_whose_types_have_shardings():
+    m, x = problem("softmax", 8, n=1)
+    attn = context_parallel(m, mesh_of(2, AxisType.Explicit), "cp", layout="contiguous")
+    out = jax.jit(attn)(**{name: jnp.asarray(a) for name, a in x.items()})
+    assert out.sharding.spec[1] == "cp"
+    assert np.allclose(out, m(**x), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_another_axis_of_the_mesh_divides_sequences():
+    m, x = problem("lucid", 8)
+    mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    attn = context_parallel(m, mesh, "cp", layout="zigzag")
+    sharding = NamedSharding(mesh, P("dp", "cp"))
+    given = {n: jax.device_put(divided(a, "zigzag", 4), sharding) for n, a in x.items()}
+    out = jax.jit(attn)(**given)
+    assert tuple(out.sharding.spec)[:2] == ("dp", "cp")
+    assert np.allclose(out, divided(m(**x), "zigzag", 4), atol=1e-12)
+
+
+def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
+    attn = context_parallel("rms_norm", mesh_of(2), "cp", layout="zigzag")
+    x = jnp.ones((2, 8, 1, 4))
     in_order = np.asarray([[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 0, 0, 2, 2]])
     ids = jnp.asarray(to_layout(in_order, "zigzag", 2))
-    out = jax.jit(attn)(**x, segment_ids=ids)
+    out = jax.jit(attn)(x, segment_ids=ids)
     assert bool(jnp.isfinite(out[0]).all())
     assert bool(jnp.isnan(out[1]).all())
     with pytest.raises(ValueError, match="segment_ids must be contiguous"):
-        attn(**x, segment_ids=ids)
+        attn(x, segment_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +338,8 @@ def test_a_traced_segment_in_two_runs_makes_its_sequence_nan():
         ("softmax[sink=true]", "zigzag", 8, {}, "without bias, gate, sink or window"),
         ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
         ("gla", "contiguous", 8, {"key_mask": np.ones((2, 8), bool)}, "key_mask of gla"),
+        ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
+        ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),
         ("path", "contiguous", 8, {}, "no way to divide the tokens of path"),
         (
             "softmax[causal=false]",

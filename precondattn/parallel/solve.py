@@ -1,0 +1,44 @@
+"""LUCID's triangular solve in blocks of tokens, which devices solve one after another.
+
+Φ y_J is softmax attention without its division (`solve_torch.py`): with the output o and
+log-sum-exp λ of rows that attend to the keys of block J, Φ y_J = e^{λ − s d} o.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from precondattn.arrays import Array, upcast
+from precondattn.parallel.layouts import Order
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.metric import DOT
+from precondattn.spec.rms_norm import rms_norm
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+BLOCK = 512
+"""The most tokens that are solved before they are given away."""
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why a solve can not be divided; None where it can."""
+    assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
+    if leaf.metric is not DOT:
+        return f"divides solves of dot products; found the metric {leaf.metric.name}; use 'heads'"
+    if leaf.window is not None or leaf.normalize == "rows":
+        return "divides solves without a window or normalize=rows; use the layout 'heads'"
+    return None
+
+
+def keys_of_scores(leaf: LucidSolve, k: Array) -> Array:
+    """The keys of which Φ has the products, in float32 or wider."""
+    return rms_norm(upcast(k), leaf.eps) if leaf.normalize == "keys" else upcast(k)
+
+
+def attention_of(leaf: LucidSolve, d: int) -> tuple[Softmax, float]:
+    """The attention whose exponentials are Φ, and the shift s d."""
+    scale = leaf.scale_for(d)
+    shift = scale * d if leaf.has_unit_diagonal else 0.0
+    return Softmax(causal=False, scale=scale), shift
