@@ -178,7 +178,7 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
             read, seen_by = ring.pair(masks, source, of)
             rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in tokens))
             of_queries = [of.rows(x, of.queries) for x in (out, lse, d_out)]
-            whole = Whole.of(*of_queries, seen_by)
+            whole = Whole.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
             gradients = read.pulled(tuple(map(upcast, rows)), whole)
             return tuple(
                 of.placed(total, which, of.rows(total, which) + gradients[name])
@@ -190,7 +190,9 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
         d_q, *d_held = ring.each(source, q.shape[1], step, (d_q, *held[2:]))
         return d_q, (*tokens, *d_held)
 
-    own = ring.own(masks).read.pulled(tuple(map(upcast, (q, k, v))), Whole.of(out, lse, d_out, None))
+    own = ring.own(masks).read.pulled(
+        tuple(map(upcast, (q, k, v))), Whole.of(out, lse, d_out, None)
+    )
     d_q, held = own["q"], (k, v, own["k"], own["v"])
 
     def round_of(distance: Array, state: Any) -> Any:
