@@ -43,10 +43,12 @@ def apply(
     segments: Segments | None = None,
     donate: bool = False,
     divided: Divided | None = None,
+    summed: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Cache | None]:
     """y (b, t, width), and the cache after these tokens.
 
-    Tokens that are `divided` have no mask, segments and cache.
+    Tokens that are `divided` have no mask, segments and cache. Where heads are divided among
+    devices, `summed` is the sum over them.
     """
     if divided is not None and positions is None:
         positions = divided.positions
@@ -92,6 +94,8 @@ def apply(
             cache.store.clear()  # type: ignore[union-attr]
     out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
     y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
+    if summed is not None:
+        y = summed(y)
     if AFTER_PROJECTION in weights[OUT]:
         y = y + weights[OUT][AFTER_PROJECTION]
     return (y if tokens is None else tokens.unpacked(y)), after

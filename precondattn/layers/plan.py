@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -60,6 +60,8 @@ class Plan:
     """The entries that read rows before the new tokens: their number, and the shape of one."""
     buffers: tuple[str, ...]
     """Those of the mechanism's cache, by name."""
+    sizes: Sizes = field(compare=False, repr=False)
+    """Of all axes, from which the shapes follow."""
 
     def input_shapes(self, batch: int) -> dict[str, Shape]:
         """The shape of each input of the mechanism, for one token of `batch` sequences."""
@@ -106,7 +108,11 @@ def plan_for(
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
     sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
-    entries = _in_order(_entries(mechanism, dict(recipes or {})))
+    return plan_of(mechanism, width, _in_order(_entries(mechanism, dict(recipes or {}))), sizes)
+
+
+def plan_of(mechanism: Mechanism, width: int, entries: tuple[Entry, ...], sizes: Sizes) -> Plan:
+    """The plan of a layer whose recipes and sizes are known."""
     shapes = {entry.name: _shape(mechanism, entry, sizes) for entry in entries}
     return Plan(
         mechanism,
@@ -121,6 +127,7 @@ def plan_for(
             if entry.recipe.history()
         ),
         tuple(mechanism.program.slots),
+        sizes,
     )
 
 

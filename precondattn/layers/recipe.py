@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
@@ -37,6 +37,8 @@ class Recipe:
 
     reads: ClassVar[tuple[str, ...]] = ()
     """Values that have to be made before: inputs of the same leaf, or `helpers` of its table."""
+    joins: ClassVar[Literal["", "keys", "all"]] = ""
+    """Which heads it can not compute alone: none, those that share `keys`, or `all`."""
 
     def parameters(self) -> dict[str, Parameter]:
         """Its weights by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import linear, rms_norm, sigmoid, silu, upcast
@@ -114,6 +114,7 @@ class GatedGroupNorm(Recipe):
 
     eps: float = 1e-5
     reads: ClassVar[tuple[str, ...]] = ("out", "x", "k")
+    joins: ClassVar[Literal["", "keys", "all"]] = "keys"
 
     def parameters(self) -> dict[str, Parameter]:
         gain, gate = Parameter("…", Constant(1)), Parameter("x …", FanIn())
@@ -139,6 +140,7 @@ class Activated(Recipe):
 
     eps: float = 1e-5
     reads: ClassVar[tuple[str, ...]] = ("out",)
+    joins: ClassVar[Literal["", "keys", "all"]] = "all"
 
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("…", Constant(1))}

@@ -14,14 +14,16 @@ from precondattn.execution.autocast import target
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import check_batch, check_call, check_depth
 from precondattn.layers.histories import with_rows
-from precondattn.layers.plan import OUT, PROJECTION, plan_for
+from precondattn.layers.plan import OUT, PROJECTION, Plan, plan_for
 from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import segments_of
 from precondattn.layers.torch.divided import DividedTokens
-from precondattn.layers.torch.module import fill, parameters_of, register
+from precondattn.layers.torch.divided_weights import DividedWeights
+from precondattn.layers.torch.module import Declared, parameters_of, register
 
 
-class Attention(nn.Module):
+class Attention(Declared):
     """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
     Every input of the mechanism is made from x by a recipe, with weights of its own. The published
@@ -104,10 +106,12 @@ class Attention(nn.Module):
         )
         self.inputs = nn.ModuleDict()
         """The weights of each input, by its name, and those of the output as `out`."""
+        self.declared = {}
         for name, weights in self.plan.weights:
             module = nn.Module()
             for weight_name, weight in weights:
                 register(module, weight_name, weight, device, dtype)
+                self.declared[f"inputs.{name}.{weight_name}"] = weight
             self.inputs[name] = module
         self.divided: DividedTokens | None = None
         """How tokens are divided among processes; `divide_tokens` sets it."""
@@ -118,11 +122,14 @@ class Attention(nn.Module):
         """The mechanism that the layer calls."""
         return self.plan.mechanism
 
-    def reset_parameters(self) -> None:
-        """Draw the weights anew, for example after `to_empty` of a layer made on `meta`."""
-        for name, weights in self.plan.weights:
-            for weight_name, weight in weights:
-                fill(self.inputs[name].get_parameter(weight_name), weight)
+    @property
+    def _own_plan(self) -> Plan:
+        """The plan of what this process computes."""
+        of_weights = self.divided_weights
+        if of_weights is None:
+            return self.plan
+        assert of_weights.plan is not None  # Every layer has got one.
+        return of_weights.plan
 
     def forward(
         self,
@@ -155,8 +162,9 @@ class Attention(nn.Module):
         donate : bool
             Write into the cache's own buffers; the old cache can then not be used again.
         """
+        plan, divided_weights = self._own_plan, self.divided_weights
         check_call(
-            self.plan,
+            plan,
             self.inputs[OUT].get_parameter(PROJECTION),
             x,
             mask,
@@ -171,10 +179,14 @@ class Attention(nn.Module):
             self.divided.refuse([name for name, value in given.items() if value is not None])
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights = {}
-        for name, declared in self.plan.weights:
+        for name, declared in plan.weights:
             weights[name] = parameters_of(self.inputs[name], declared)
+        summed = None
+        if divided_weights is not None:
+            x, weights = divided_weights.entering(x), self._parts(weights, divided_weights)
+            summed = divided_weights.total
         y, after = apply(
-            self.plan,
+            plan,
             weights,
             x,
             depth=self.depth,
@@ -184,8 +196,23 @@ class Attention(nn.Module):
             segments=segments,
             donate=donate,
             divided=None if self.divided is None else self.divided.at(x),
+            summed=summed,
         )
         return y if cache is None else (y, after)
+
+    def _parts(
+        self, weights: dict[str, dict[str, Tensor]], divided: DividedWeights
+    ) -> dict[str, dict[str, Tensor]]:
+        """What this process computes with of the weights."""
+        return {
+            name: {
+                own: divided.part(
+                    f"inputs.{name}.{own}", weight, is_term=own != AFTER_PROJECTION
+                )
+                for own, weight in of_entry.items()
+            }
+            for name, of_entry in weights.items()
+        }
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
@@ -195,10 +222,13 @@ class Attention(nn.Module):
         """
         check_batch(batch)
         weight = self.inputs[OUT].get_parameter(PROJECTION)
-        shapes = self.plan.input_shapes(batch)
-        like = {name: weight.new_empty(shape) for name, shape in shapes.items()}
+        plan = self._own_plan
+        like = {
+            name: torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            for name, shape in plan.input_shapes(batch).items()
+        }
         cache = self.mechanism.init_cache(**like, capacity=capacity)
-        return with_rows(cache, self.plan, target(weight) or weight.dtype)
+        return with_rows(cache, plan, target(weight) or weight.dtype)
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")

@@ -11,41 +11,41 @@ from precondattn.cache import Cache
 from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_weights
 from precondattn.layers.functions import rms_norm
 from precondattn.layers.torch.attention import Attention
-from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.module import Declared, register
 
 
-class Norm(nn.Module):
+class Norm(Declared):
     """γ RMSNorm(x)."""
 
     def __init__(self, width: int, device: Any, dtype: Any) -> None:
         super().__init__()
-        self.weight = gain_weight(width)
-        register(self, "gain", self.weight, device, dtype)
-
-    def reset_parameters(self) -> None:
-        fill(self.gain, self.weight)
+        self.declared = {"gain": gain_weight(width)}
+        register(self, "gain", self.declared["gain"], device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = rms_norm(x, EPS, self.gain)
+        divided, gain = self.divided_weights, self.gain
+        if divided is not None:  # All processes compute the same.
+            gain = divided.part("gain", gain, is_term=False)
+        y: Tensor = rms_norm(x, EPS, gain)
         return y
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Declared):
     """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
 
     def __init__(self, width: int, hidden: int, device: Any, dtype: Any) -> None:
         super().__init__()
-        self.weights = mlp_weights(width, hidden)
-        for name, weight in self.weights.items():
+        self.declared = mlp_weights(width, hidden)
+        for name, weight in self.declared.items():
             register(self, name, weight, device, dtype)
 
-    def reset_parameters(self) -> None:
-        for name, weight in self.weights.items():
-            fill(self.get_parameter(name), weight)
-
     def forward(self, y: Tensor) -> Tensor:
-        out: Tensor = gated_mlp(y, self.gate, self.up, self.down)
-        return out
+        weights, divided = (self.gate, self.up, self.down), self.divided_weights
+        if divided is None:
+            out: Tensor = gated_mlp(y, *weights)
+            return out
+        parts = [divided.part(*named) for named in zip(self.declared, weights, strict=True)]
+        return divided.total(gated_mlp(divided.entering(y), *parts))
 
 
 class Block(nn.Module):

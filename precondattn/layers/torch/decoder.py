@@ -19,13 +19,13 @@ from precondattn.layers.decoder import (
 )
 from precondattn.layers.functions import linear
 from precondattn.layers.torch.block import Block, Norm
-from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.module import Declared, register
 from precondattn.layers.torch.sampling import chosen
 
 Caches = tuple[Cache, ...]
 
 
-class Decoder(nn.Module):
+class Decoder(Declared):
     """A language model: an embedding, blocks, a norm, and the embedding again as its head.
 
     Parameters
@@ -73,15 +73,15 @@ class Decoder(nn.Module):
             for arguments in arguments_of(layers, heads)
         )
         self.norm = Norm(width, device, dtype)
-        self._embedding = embedding_weight(vocabulary, width)
-        register(self, "embedding", self._embedding, device, dtype)
+        self.declared = {"embedding": embedding_weight(vocabulary, width)}
+        register(self, "embedding", self.declared["embedding"], device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
         for module in (*self.blocks, self.norm):
             module.reset_parameters()
-        fill(self.embedding, self._embedding)
+        super().reset_parameters()
 
     def forward(
         self,
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         donate : bool
             Write into the caches' own buffers.
         """
-        check_tokens(tokens, "torch", mask, caches)
+        self._check_tokens(tokens, mask, caches)
         segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         return self._logits(*self._states(tokens, mask, caches, donate, **segments))
 
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         **segments: Any,
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the caches."""
-        x = nn.functional.embedding(tokens, self.embedding)
+        x = self._embedded(tokens)
         if caches is None:
             for block in self.blocks:
                 x = block(x, mask=mask, **segments)
@@ -131,9 +131,38 @@ class Decoder(nn.Module):
             longer.append(cache)
         return x, tuple(longer)
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        divided = self.divided_weights
+        if divided is None:
+            return nn.functional.embedding(tokens, self.embedding)
+        rows = divided.shares["embedding"].own
+        # A token that the vocabulary has not is an error on every process.
+        is_other = (tokens >= 0) & (tokens < self.vocabulary)
+        is_other &= (tokens < rows.start) | (tokens >= rows.stop)
+        table = divided.part("embedding", self.embedding)
+        x = nn.functional.embedding((tokens - rows.start).masked_fill(is_other, 0), table)
+        return divided.total(x.masked_fill(is_other[:, :, None], 0))
+
     def _logits(self, x: Tensor, caches: Caches | None) -> Any:
-        logits = linear(self.norm(x), self.embedding.mT)
+        x, divided = self.norm(x), self.divided_weights
+        if divided is None:
+            logits = linear(x, self.embedding.mT)
+        else:
+            table = divided.part("embedding", self.embedding)
+            logits = divided.gathered(linear(divided.entering(x), table.mT))
         return logits if caches is None else (logits, caches)
+
+    def _check_tokens(self, tokens: Any, mask: Any, caches: Any = None) -> None:
+        """Raise an error for tokens that do not fit, on all processes that divide the weights."""
+        error = None
+        try:
+            check_tokens(tokens, "torch", mask, caches)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        if self.divided_weights is not None:
+            self.divided_weights.check_same({"tokens": tokens, "mask": mask}, error)
+        elif error is not None:
+            raise error
 
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """An empty cache for each block, as `Attention.init_cache`."""
@@ -174,7 +203,7 @@ class Decoder(nn.Module):
         progress : bool
             Show a bar on the standard error.
         """
-        check_tokens(tokens, "torch", mask)
+        self._check_tokens(tokens, mask)
         check_generation(
             count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
         )
@@ -193,6 +222,8 @@ class Decoder(nn.Module):
                 x, caches = self._states(drawn[-1], None, caches, True)
             logits, _ = self._logits(x, caches)
             new = chosen(logits[:, -1], temperature, top_p, generator)[:, None]
+            if self.divided_weights is not None:
+                new = self.divided_weights.of_first(new)
             if stop is not None and drawn:
                 new = torch.where(drawn[-1] == stop, stop, new)
             drawn.append(new)

@@ -64,8 +64,21 @@ def divide_tokens(model: Any, mesh: DeviceMesh, *, layout: str = "heads") -> Non
     if not layers:
         raise ValueError(f"model has no Attention; found {type(model).__name__}")
     divided = [DividedTokens(layer.mechanism, mesh, layout) for layer in layers]
+    for layer in layers:
+        if layer.divided_weights is not None:
+            check_apart("divide_tokens", mesh, layer.divided_weights.mesh)
     for layer, of_layer in zip(layers, divided, strict=True):
         layer.divided = of_layer
+
+
+def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
+    """Raise an error where processes with parts of tokens have parts of weights of each other."""
+    both = {*mesh.mesh.flatten().tolist()} & {*other.mesh.flatten().tolist()}
+    if len(both) > 1:
+        raise ValueError(
+            f"{owner}: tokens and weights must be divided along two dimensions of a mesh; found "
+            f"the processes {sorted(both)} in {mesh} and in {other}"
+        )
 
 
 class DividedTokens:
@@ -77,6 +90,9 @@ class DividedTokens:
 
         self.mechanism = context_parallel(mechanism, mesh, layout=layout)
         self.order = Order.read("contiguous" if layout == "heads" else layout)
+
+    def __deepcopy__(self, memo: Any) -> DividedTokens:
+        return self  # The processes of a copy are the same.
 
     def refuse(self, given: Sequence[str]) -> None:
         """Raise an error for arguments of a call that are not supported."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,26 @@ from torch import Tensor, nn
 from precondattn.arrays import is_distributed, namespace
 from precondattn.layers.plan import Weight
 
+if TYPE_CHECKING:
+    from precondattn.layers.torch.divided_weights import DividedWeights
+
 # A type is recognised by the first array of it, which compiled code can not do.
 for _known in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
     namespace(_known)
+
+
+class Declared(nn.Module):
+    """A module whose own parameters are declared."""
+
+    declared: dict[str, Weight]
+    """By their names in its `state_dict`"""
+    divided_weights: DividedWeights | None = None
+    """How they are divided among processes; `divide_weights` sets it."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, for example after `to_empty` of a module made on `meta`."""
+        for name, weight in self.declared.items():
+            fill(self.get_parameter(name), weight)
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: Any) -> None:

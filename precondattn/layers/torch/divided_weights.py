@@ -1,0 +1,207 @@
+"""Layers whose weights are divided among processes: tensor parallelism.
+
+Every process has the same tokens and computes its heads, its channels of the MLPs and its rows of
+the vocabulary (`precondattn/layers/shares.py`). Its part of a weight is a tensor in its layer, and
+a DTensor in the model's parameters, which FSDP2, optimizers and checkpoints know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from precondattn.arrays import is_distributed
+from precondattn.layers.plan import Plan
+from precondattn.layers.shares import Share, plan_of_device, share_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from precondattn.layers.torch.module import Declared
+
+OWNER = "divide_weights"
+
+
+def divide_weights(model: Any, mesh: DeviceMesh) -> None:
+    """Let each process of a mesh have some heads of every layer: tensor parallelism.
+
+    Every process has all weights of the model before, and its parts of them afterwards, as DTensors
+    of this mesh. Each then calls the model with the same tokens, and all get the same output.
+    Divided are the heads of every `Attention`, the inner channels of the MLPs of `Block`, and the
+    vocabulary of a `Decoder`; norms are whole on every process, and other modules are unchanged.
+
+    Call it before `fully_shard`, which is given the other dimensions of the same mesh, and before
+    the optimizer is made. `divide_tokens`, on another dimension, may come before or after it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Such as a `Decoder` or one `Attention`.
+    mesh : DeviceMesh
+        Of one dimension.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all processes alike: for a model without such layers or one that is divided already, a
+        mesh of several dimensions, or the processes of `divide_tokens`; for heads, inner channels
+        and a vocabulary that can not be divided. Key/value heads may be fewer than processes, if
+        their number divides that of processes.
+
+    Examples
+    --------
+    In each of eight processes that `torchrun` has started:
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> from precondattn.layers.torch import Decoder, divide_tokens, divide_weights
+    >>> names = ("dp", "cp", "tp")
+    >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)  # doctest: +SKIP
+    >>> model = Decoder(100, 32, heads=4, layers=["lucid", "gated_delta"])
+    >>> divide_weights(model, mesh["tp"])  # doctest: +SKIP
+    >>> divide_tokens(model, mesh["cp"], layout="contiguous")  # doctest: +SKIP
+    >>> model = fully_shard(model, mesh=mesh["dp", "cp"])  # doctest: +SKIP
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from precondattn.layers.torch.divided import check_apart
+    from precondattn.layers.torch.module import Declared
+    from precondattn.parallel.agreement_torch import agreed
+    from precondattn.parallel.call_torch import device_of
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{OWNER}: mesh must be a DeviceMesh, such as mesh['tp']; found {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{OWNER}: mesh must have one dimension, such as mesh['tp']; found {mesh.ndim}"
+        )
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, Declared)
+    }
+    divided, error = {}, None
+    try:
+        divided = {name: _divided(module, mesh) for name, module in modules.items()}
+        for module in modules.values():
+            if getattr(module, "divided", None) is not None:
+                check_apart(OWNER, mesh, module.divided.mechanism.mesh)
+        if all(of_module.is_whole for of_module in divided.values()):
+            raise ValueError(f"model has no Attention; found {type(model).__name__}")
+    except (TypeError, ValueError) as raised:
+        error = raised
+    shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
+    agreed(OWNER, mesh.get_group(), device_of(mesh), "; ".join(shapes), error=error)
+    for name, module in modules.items():
+        _distribute(module, divided[name])
+
+
+def _divided(module: Declared, mesh: DeviceMesh) -> DividedWeights:
+    """How a module's weights are divided, which are whole yet."""
+    if is_distributed(tuple(module.parameters()), {}):
+        raise ValueError(
+            "parameters are DTensors already; it comes before fully_shard, and only once"
+        )
+    devices, device = mesh.size(), mesh.get_local_rank()
+    shares = {
+        name: share_of(name, weight, devices, device) for name, weight in module.declared.items()
+    }
+    plan = getattr(module, "plan", None)
+    of_device = plan_of_device(plan, devices) if isinstance(plan, Plan) else None
+    return DividedWeights(mesh, shares, of_device)
+
+
+@torch.no_grad()
+def _distribute(module: Declared, divided: DividedWeights) -> None:
+    """Make DTensors of a module's parameters, with the values of the first process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for name, share in divided.shares.items():
+        parameter = module.get_parameter(name)
+        placement = Shard(share.axis) if share.is_sharded else Replicate()
+        part = distribute_tensor(parameter, divided.mesh, [placement])
+        path, _, own = name.rpartition(".")
+        new = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        module.get_submodule(path).register_parameter(own, new)
+    module.divided_weights = divided
+
+
+class DividedWeights:
+    """The weights of a module, of which this process computes with a part."""
+
+    def __init__(self, mesh: DeviceMesh, shares: Mapping[str, Share], plan: Plan | None) -> None:
+        self.mesh, self.shares = mesh, shares
+        self.plan = plan
+        """That of this process's heads, if the module is an `Attention`"""
+
+    def __deepcopy__(self, memo: Any) -> DividedWeights:
+        return self  # The processes of a copy are the same.
+
+    @property
+    def is_whole(self) -> bool:
+        return all(share.axis is None for share in self.shares.values())
+
+    def check_same(self, arrays: Mapping[str, Any], error: Exception | None) -> None:
+        """Raise an error on all processes if one has an error, or other arrays than the first."""
+        from precondattn.parallel.agreement_torch import agreed
+        from precondattn.parallel.call_torch import device_of
+
+        said = ", ".join(f"{name} {_digest(array)}" for name, array in arrays.items())
+        agreed(OWNER, self.mesh.get_group(), device_of(self.mesh), said, error=error)
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """x of the first process."""
+        x = x.contiguous()
+        torch.distributed.broadcast(x, group=self.mesh.get_group(), group_src=0)
+        return x
+
+    def part(self, name: str, parameter: Any, *, is_term: bool = True) -> Tensor:
+        """What this process computes with of a DTensor.
+
+        `is_term`: of a weight that all have, the gradient here is a term of the sum.
+        """
+        share = self.shares[name]
+        local: Tensor = parameter.to_local()
+        if share.is_sharded or not is_term:
+            return local
+        local = self.entering(local)
+        if share.axis is None:
+            return local
+        return local.narrow(share.axis, share.own.start, share.own.stop - share.own.start)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """x, which all processes have and compute other terms from: its gradient is their sum."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        same = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        local: Tensor = same.to_local(grad_placements=[Partial()])
+        return local
+
+    def total(self, y: Tensor) -> Tensor:
+        """The sum of the y of all processes."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        terms = DTensor.from_local(y, self.mesh, [Partial()], run_check=False)
+        local: Tensor = terms.redistribute(placements=[Replicate()]).to_local()
+        return local
+
+    def gathered(self, y: Tensor) -> Tensor:
+        """The y of all processes, one after the other along the last axis."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        parts = DTensor.from_local(y, self.mesh, [Shard(y.ndim - 1)], run_check=False)
+        local: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        return local
+
+
+def _digest(array: Any) -> str:
+    """A few words that differ between arrays of other shapes or numbers, almost surely."""
+    if not isinstance(array, Tensor):
+        return type(array).__name__
+    numbers = array.detach().flatten().to(torch.int64)
+    index = torch.arange(1, numbers.numel() + 1, device=numbers.device)
+    mixed = (numbers + 1) * (index * 0x9E3779B1 % 2**31)
+    return f"{tuple(array.shape)} with the digest {int(mixed.sum())}"
