@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from precondattn.layers.torch.module import Declared
 
 OWNER = "divide_weights"
+CONTIGUOUS = torch.contiguous_format
 
 
 def divide_weights(model: Any, mesh: DeviceMesh) -> None:
@@ -174,27 +175,61 @@ class DividedWeights:
 
     def entering(self, x: Tensor) -> Tensor:
         """x, which all processes have and compute other terms from: its gradient is their sum."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        same = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        local: Tensor = same.to_local(grad_placements=[Partial()])
-        return local
+        same: Tensor = _Entering.apply(self.mesh.get_group(), x)
+        return same
 
     def total(self, y: Tensor) -> Tensor:
         """The sum of the y of all processes."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        terms = DTensor.from_local(y, self.mesh, [Partial()], run_check=False)
-        local: Tensor = terms.redistribute(placements=[Replicate()]).to_local()
-        return local
+        summed: Tensor = _Total.apply(self.mesh.get_group(), y)
+        return summed
 
     def gathered(self, y: Tensor) -> Tensor:
         """The y of all processes, one after the other along the last axis."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        joined: Tensor = _Gathered.apply(self.mesh, y)
+        return joined
 
-        parts = DTensor.from_local(y, self.mesh, [Shard(y.ndim - 1)], run_check=False)
-        local: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
-        return local
+
+class _Entering(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_x: Tensor) -> Any:
+        return None, _sum(ctx.group, d_x)
+
+
+class _Total(torch.autograd.Function):  # type: ignore[misc]
+    """All processes have the same sum afterwards, and the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, y: Tensor) -> Tensor:
+        return _sum(group, y)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        return None, d_y
+
+
+class _Gathered(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
+        ctx.rank, ctx.size = mesh.get_local_rank(), y.shape[-1]
+        parts = [torch.empty_like(y, memory_format=CONTIGUOUS) for _ in range(mesh.size())]
+        torch.distributed.all_gather(parts, y.contiguous(), group=mesh.get_group())
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        return None, d_y.narrow(-1, ctx.rank * ctx.size, ctx.size)
+
+
+def _sum(group: Any, x: Tensor) -> Tensor:
+    total = x.clone(memory_format=CONTIGUOUS)
+    torch.distributed.all_reduce(total, group=group)
+    return total
 
 
 def _digest(array: Any) -> str:

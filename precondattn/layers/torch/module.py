@@ -44,10 +44,12 @@ def fill(parameter: Tensor, weight: Weight) -> None:
     """Draw the first values of a parameter, which may be a DTensor."""
     values: Any = weight.start(_Draw(parameter), weight.shape)
     if is_distributed((parameter,), {}):
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import Replicate, distribute_tensor
 
         whole: Any = parameter
-        values = distribute_tensor(values, whole.device_mesh, whole.placements)
+        # In two steps: the engine does not distribute to parts of several sizes along two axes.
+        same = distribute_tensor(values, whole.device_mesh, [Replicate()] * whole.device_mesh.ndim)
+        values = same.redistribute(placements=whole.placements)
     parameter.copy_(values)
 
 
