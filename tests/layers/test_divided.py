@@ -1,4 +1,4 @@
-"""A decoder whose tokens are divided among processes, trained beside one process."""
+"""Models that are divided among processes, beside one process."""
 
 import os
 import subprocess
@@ -13,18 +13,34 @@ import torch
 from precondattn.layers.torch import divide_tokens
 
 
-def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
+def run_processes(count, folder):
+    """Run the checks for so many processes (`divided_process.py`)."""
     command = [sys.executable, "-m", "tests.layers.divided_process"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(4)
+        subprocess.Popen([*command, str(rank), str(count), str(folder)], env=environment)
+        for rank in range(count)
     ]
     try:
-        assert [worker.wait(timeout=600) for worker in workers] == [0] * 4
+        assert [worker.wait(timeout=600) for worker in workers] == [0] * count
     finally:
         for worker in workers:
             worker.kill()
-    assert all((tmp_path / f"done {rank}").exists() for rank in range(4))
+    assert all((folder / f"done {rank}").exists() for rank in range(count))
+
+
+def test_layers_of_some_heads_each_give_the_outputs_and_gradients_of_one_process(tmp_path):
+    run_processes(2, tmp_path)
+
+
+def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
+    """And so does a restart on another mesh."""
+    run_processes(4, tmp_path)
+
+
+def test_training_on_data_and_context_and_weights_gives_the_losses_of_one_process(tmp_path):
+    """And so does a restart on another mesh."""
+    run_processes(8, tmp_path)
 
 
 def test_a_model_without_attention_is_refused():

@@ -86,7 +86,7 @@ def divide_weights(model: Any, mesh: DeviceMesh) -> None:
     }
     divided, error = {}, None
     try:
-        divided = {name: _divided(module, mesh) for name, module in modules.items()}
+        divided = {name: _divided(name, module, mesh) for name, module in modules.items()}
         for module in modules.values():
             if getattr(module, "divided", None) is not None:
                 check_apart(OWNER, mesh, module.divided.mechanism.mesh)
@@ -100,18 +100,21 @@ def divide_weights(model: Any, mesh: DeviceMesh) -> None:
         _distribute(module, divided[name])
 
 
-def _divided(module: Declared, mesh: DeviceMesh) -> DividedWeights:
+def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
     """How a module's weights are divided, which are whole yet."""
     if is_distributed(tuple(module.parameters()), {}):
         raise ValueError(
             "parameters are DTensors already; it comes before fully_shard, and only once"
         )
     devices, device = mesh.size(), mesh.get_local_rank()
-    shares = {
-        name: share_of(name, weight, devices, device) for name, weight in module.declared.items()
-    }
     plan = getattr(module, "plan", None)
-    of_device = plan_of_device(plan, devices) if isinstance(plan, Plan) else None
+    try:
+        of_device = plan_of_device(plan, devices) if isinstance(plan, Plan) else None
+        shares = {
+            own: share_of(own, weight, devices, device) for own, weight in module.declared.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
     return DividedWeights(mesh, shares, of_device)
 
 
