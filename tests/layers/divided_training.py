@@ -12,7 +12,6 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 
 from precondattn.layers.torch import Decoder, divide_tokens, divide_weights
 from precondattn.parallel.layouts import tokens_of
@@ -48,7 +47,6 @@ class Trained(NamedTuple):
             logits = self.model(self.tokens).flatten(0, 1)
             loss = cross_entropy(logits, self.following.flatten(), reduction="sum") / (B * T)
             (loss * processes).backward()
-            clip_grad_norm_(self.model.parameters(), 0.5)
             self.optimizer.step()
             losses.append(loss.detach())
         losses = torch.stack(losses)
@@ -77,17 +75,20 @@ def trained(shape, layers, layout, seed=0):
     torch.manual_seed(seed)
     model = Decoder(VOCABULARY, 16, heads=4, layers=layers, dtype=torch.float64)
     if shape is not ALONE:
+        data, context, tensor = shape
         mesh = distributed.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
-        data, context, _ = mesh.get_coordinate()
+        of_weights = distributed.init_device_mesh(
+            "cpu", (data * context, tensor), mesh_dim_names=("shards", "tp")
+        )
+        row, part, _ = mesh.get_coordinate()
         order = "contiguous" if layout == "heads" else layout
-        own = tokens_of(order, T, shape[1], context)
-        before, after = (x.chunk(shape[0])[data][:, own] for x in (before, after))
-        if shape[2] > 1:
-            divide_weights(model, mesh["tp"])
+        own = tokens_of(order, T, context, part)
+        before, after = (x.chunk(data)[row][:, own] for x in (before, after))
+        if tensor > 1:
+            divide_weights(model, of_weights["tp"])
         divide_tokens(model, mesh["cp"], layout=layout)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["dp", "cp"])
-        fully_shard(model, mesh=mesh["dp", "cp"])
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=of_weights["shards"])
     return Trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), before, after, shape)
 
 
@@ -130,7 +131,7 @@ def on_eight(folder):
     zigzag = ["lucid", "differential(laser)", {"mechanism": "softmax", "kv_heads": 1}]
     model = assert_trains_as_alone((2, 2, 2), zigzag, "zigzag")
     drawn_anew(model)
-    assert_restarts(folder, (2, 2, 2), [(1, 4, 2), (4, 1, 2)], "contiguous")
+    assert_restarts(folder, (2, 2, 2), [(1, 4, 2)], "contiguous")
 
 
 def refused(model):
