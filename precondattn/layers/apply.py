@@ -27,9 +27,6 @@ class Divided(Protocol):
     def convolved(self, rows: Array, weight: Array, bias: Array | None) -> Array:
         """`causal_convolution` of this device's rows (b, t, …) and those before them."""
 
-    def mechanism(self, **inputs: Array) -> Array:
-        """The output of this device's tokens."""
-
 
 def apply(
     plan: Plan,
@@ -43,12 +40,13 @@ def apply(
     segments: Segments | None = None,
     donate: bool = False,
     divided: Divided | None = None,
+    mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Cache | None]:
     """y (b, t, width), and the cache after these tokens.
 
-    Tokens that are `divided` have no mask, segments and cache. Where heads are divided among
-    devices, `summed` is the sum over them.
+    Tokens that are `divided` have no mask, segments and cache, and a `mechanism` that is called in
+    place of the plan's. Where heads are divided among devices, `summed` is the sum over them.
     """
     if divided is not None and positions is None:
         positions = divided.positions
@@ -83,10 +81,9 @@ def apply(
     if segments is not None:
         masks = segments.masks
     after = None
-    if divided is not None:
-        values[OUT] = divided.mechanism(**inputs)
-    elif inner is None:
-        values[OUT] = plan.mechanism(**inputs, **masks)
+    if inner is None:
+        call = plan.mechanism if mechanism is None else mechanism
+        values[OUT] = call(**inputs, **masks)
     else:
         values[OUT], longer = plan.mechanism.extend(inner, **inputs, **masks, donate=donate)
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]

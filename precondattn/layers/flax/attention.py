@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.segments import segments_of
+
+if TYPE_CHECKING:
+    from precondattn.parallel.jax import ContextParallel
 
 
 class Attention(nnx.Module):
@@ -100,6 +103,8 @@ class Attention(nnx.Module):
             self.inputs[name] = nnx.Dict(
                 {own: parameter(weight, dtype, rngs) for own, weight in weights}
             )
+        self.divided: ContextParallel | None = None
+        """The mechanism of tokens that are divided among devices; `divide_tokens` sets it."""
 
     @property
     def mechanism(self) -> Mechanism:
@@ -134,6 +139,11 @@ class Attention(nnx.Module):
         cu_seqlens : int32 array (n + 1,), optional
             The same for b = 1: the bounds of n sequences, from 0 to t.
         """
+        if self.divided is not None and (cache is not None or cu_seqlens is not None):
+            what = "cache" if cache is not None else "cu_seqlens"
+            raise ValueError(
+                f"{self.divided.owner}: a layer whose tokens are divided supports no {what}"
+            )
         check_call(
             self.plan,
             self._projection(),
@@ -158,6 +168,7 @@ class Attention(nnx.Module):
             positions=positions,
             cache=cache,
             segments=segments,
+            mechanism=self.divided,
         )
         return y if cache is None else (y, after)
 

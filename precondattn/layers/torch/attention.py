@@ -196,6 +196,7 @@ class Attention(Declared):
             segments=segments,
             donate=donate,
             divided=None if self.divided is None else self.divided.at(x),
+            mechanism=None if self.divided is None else self.divided.mechanism,
             summed=summed,
         )
         return y if cache is None else (y, after)

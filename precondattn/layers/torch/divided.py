@@ -134,11 +134,6 @@ class TokensOfProcess:
         rank = self.divided.mechanism.processes.rank
         return positions_of(self.parts, rank, self.device)[None]
 
-    def mechanism(self, **inputs: Tensor) -> Tensor:
-        """The output of this process's tokens."""
-        out: Tensor = self.divided.mechanism(**inputs)
-        return out
-
     def convolved(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`causal_convolution` of each part of the rows (b, t, …), after the rows before it."""
         number = weight.shape[0] - 1

@@ -1,0 +1,69 @@
+"""Layers whose tokens are divided among the devices of a mesh.
+
+All but the mechanism is left to JAX, which knows positions and earlier rows of whole arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from precondattn.layers.flax.attention import Attention
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+
+def divide_tokens(
+    model: nnx.Module, mesh: Mesh | AbstractMesh, axis: str, *, layout: str = "heads"
+) -> None:
+    """Let every `Attention` of a model compute its mechanism with tokens divided among devices.
+
+    The model is then called with whole arrays, in `jit`. Shard their tokens along the axis, so that
+    what is computed token by token is divided as well. Other axes of the mesh may shard batches
+    and weights. Segments are divided by `segment_ids`; caches and `cu_seqlens` are refused.
+
+    Parameters
+    ----------
+    model : nnx.Module
+        Such as a `Decoder` or one `Attention`.
+    mesh : jax.sharding.Mesh
+        With axes of the type `Auto`.
+    axis : str
+        The axis of the mesh that divides tokens.
+    layout : {"heads"}
+        As of `precondattn.parallel.jax.context_parallel`.
+
+    Raises
+    ------
+    ValueError
+        for an axis of another type, a model without `Attention`, and what `context_parallel` raises.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> from precondattn.layers.flax import Decoder, divide_tokens
+    >>> mesh = jax.make_mesh((1, 1), ("dp", "cp"))
+    >>> model = Decoder(100, 32, heads=4, layers=["gla", "lucid"], rngs=nnx.Rngs(0))
+    >>> divide_tokens(model, mesh, "cp")
+    >>> sharding = NamedSharding(mesh, PartitionSpec("dp", "cp"))
+    >>> tokens = jax.device_put(jax.numpy.ones((2, 8), int), sharding)
+    >>> nnx.jit(lambda model, tokens: model(tokens))(model, tokens).shape
+    (2, 8, 100)
+    """
+    from precondattn.parallel.jax import context_parallel
+
+    if axis in mesh.explicit_axes:
+        raise ValueError(
+            f"mesh must have the axis {axis!r} of the type Auto; found Explicit, in which JAX can "
+            f"not cut the tokens of a convolution"
+        )
+    layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Attention)]
+    if not layers:
+        raise ValueError(f"model has no Attention; found {type(model).__name__}")
+    divided = [context_parallel(layer.mechanism, mesh, axis, layout=layout) for layer in layers]
+    for layer, of_layer in zip(layers, divided, strict=True):
+        layer.divided = of_layer
