@@ -173,7 +173,7 @@ def bad_calls(mesh):
     model = Decoder(12, 24, heads=4, layers=LAYERS)
     divide_weights(model, mesh)
     tokens = torch.arange(8).reshape(2, 4)
-    with pytest.raises(ValueError, match="all processes must call the same; found .*tokens"):
+    with pytest.raises(ValueError, match=r"all processes must call the same; found .*tokens"):
         model(tokens if first else tokens + 1)
     with pytest.raises(TypeError, match="process 1: tokens must be integers of torch"):
         model(tokens if first else tokens.double())

@@ -128,7 +128,7 @@ def on_four(folder):
 
 
 def on_eight(folder):
-    zigzag = ["lucid", "differential(laser)", {"mechanism": "softmax", "kv_heads": 1}]
+    zigzag = ["lucid", {"mechanism": "laser", "kv_heads": 1}]
     model = assert_trains_as_alone((2, 2, 2), zigzag, "zigzag")
     drawn_anew(model)
     assert_restarts(folder, (2, 2, 2), [(1, 4, 2)], "contiguous")

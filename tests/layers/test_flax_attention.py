@@ -147,6 +147,10 @@ def test_a_layer_with_sharded_parameters_gives_the_same_on_four_devices():
     assert_pass_on_four_devices("../../layers/on_four_devices.py")
 
 
+def test_training_on_meshes_of_four_devices_and_restarts():
+    assert_pass_on_four_devices("../../layers/trained_on_four_devices.py")
+
+
 def test_bfloat16_parameters():
     attn, x = made("softmax", dtype=jnp.bfloat16), hidden(2, 6, dtype="bfloat16")
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(nnx.state(attn)))

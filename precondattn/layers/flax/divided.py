@@ -5,7 +5,7 @@ All but the mechanism is left to JAX, which knows positions and earlier rows of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flax import nnx
 
@@ -38,7 +38,8 @@ def divide_tokens(
     Raises
     ------
     ValueError
-        for an axis of another type, a model without `Attention`, and what `context_parallel` raises.
+        for an axis of another type, a model without `Attention`, and what `context_parallel`
+        raises.
 
     Examples
     --------

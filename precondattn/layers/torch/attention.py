@@ -207,9 +207,7 @@ class Attention(Declared):
         """What this process computes with of the weights."""
         return {
             name: {
-                own: divided.part(
-                    f"inputs.{name}.{own}", weight, is_term=own != AFTER_PROJECTION
-                )
+                own: divided.part(f"inputs.{name}.{own}", weight, is_term=own != AFTER_PROJECTION)
                 for own, weight in of_entry.items()
             }
             for name, of_entry in weights.items()

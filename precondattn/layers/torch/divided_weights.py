@@ -192,19 +192,19 @@ class DividedWeights:
         return joined
 
 
-class _Entering(torch.autograd.Function):  # type: ignore[misc]
+class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> Any:
         return None, _sum(ctx.group, d_x)
 
 
-class _Total(torch.autograd.Function):  # type: ignore[misc]
+class _Total(torch.autograd.Function):
     """All processes have the same sum afterwards, and the same gradient of it."""
 
     @staticmethod
@@ -216,7 +216,7 @@ class _Total(torch.autograd.Function):  # type: ignore[misc]
         return None, d_y
 
 
-class _Gathered(torch.autograd.Function):  # type: ignore[misc]
+class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
         ctx.rank, ctx.size = mesh.get_local_rank(), y.shape[-1]
