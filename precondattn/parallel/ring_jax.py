@@ -69,9 +69,11 @@ class Pair(NamedTuple):
     read: MeanOfParts | LaserOfParts
     seen_by: Array | None
     """Which of the queries (b, t) see any of the keys; None if all may"""
+    is_any: Array | None
+    """Whether any of the keys are seen; None if they may be"""
 
 
-Step = Callable[[Rectangle, Any], Any]
+Step = Callable[[Rectangle, Pair, Any], Any]
 """Of a rectangle and a state, to the next state"""
 
 
@@ -86,7 +88,7 @@ class Ring:
     def own(self, masks: Masks) -> Pair:
         """Of a device's queries to its own keys. The tokens of a device are in order."""
         options = {**masks.of_device(self.line.rank), "backend": self.backend}
-        return Pair(read_of(self.softmax, options), None)
+        return Pair(read_of(self.softmax, options), None, None)
 
     def pair(self, masks: Masks, source: Array, of: Rectangle) -> Pair:
         """Of a device's queries to another's keys.
@@ -97,23 +99,29 @@ class Ring:
         rank, options = self.line.rank, {"backend": self.backend}
         if masks.valid is not None:
             options["key_mask"] = of.rows(masks.valid[source], of.keys)
-        seen_by = None
+        seen_by = is_any = None
         if masks.segment is not None:
             queries = of.rows(masks.segment[rank], of.queries)
             keys = of.rows(masks.segment[source], of.keys)
             first, last = queries[:, :1], queries[:, -1:]
             facing = first if self.softmax.causal else jnp.where(source < rank, first, last)
             seen_by, visible = queries == facing, keys == facing
+            is_any = jnp.any(visible)
             options["key_mask"] = visible & options.get("key_mask", True)
-        return Pair(read_of(replace(self.softmax, causal=False), options), seen_by)
+        return Pair(read_of(replace(self.softmax, causal=False), options), seen_by, is_any)
 
-    def each(self, source: Array, tokens: int, step: Step, state: Any) -> Any:
+    def each(self, masks: Masks, source: Array, tokens: int, step: Step, state: Any) -> Any:
         """The state after a step for each rectangle that is seen of a device's keys."""
         always, before, after = seen(self.line.order, tokens, causal=self.softmax.causal)
 
         def after_all(rectangles: Sequence[Rectangle], state: Any) -> Any:
             for rectangle in rectangles:
-                state = step(rectangle, state)
+                pair = self.pair(masks, source, rectangle)
+                next_state = partial(step, rectangle, pair)
+                if pair.is_any is None:
+                    state = next_state(state)
+                else:
+                    state = lax.cond(pair.is_any, next_state, lambda state: state, state)
             return state
 
         state = after_all(always, state)
@@ -139,8 +147,8 @@ def _forward(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> tuple[Ar
         """`done` (output and log-sum-exp), and the attention to the keys that are held."""
         source = ring.source(distance)
 
-        def step(of: Rectangle, done: Any) -> Any:
-            read, seen_by = ring.pair(masks, source, of)
+        def step(of: Rectangle, pair: Pair, done: Any) -> Any:
+            read, seen_by, _ = pair
             rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in held))
             out, lse = read.attend(*map(upcast, rows))
             if seen_by is not None:
@@ -149,7 +157,7 @@ def _forward(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> tuple[Ar
             merged = read.merged(before, (out, lse))
             return tuple(of.placed(x, of.queries, new) for x, new in zip(done, merged, strict=True))
 
-        return ring.each(source, q.shape[1], step, done)
+        return ring.each(masks, source, q.shape[1], step, done)
 
     last = ring.line.devices - 1
     held = ring.line.passed_on((k, v))
@@ -174,8 +182,8 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
         """Gradients of the queries, and of the keys and values that are held, added up."""
         source, tokens = ring.source(distance), held[:2]
 
-        def step(of: Rectangle, sums: Any) -> Any:
-            read, seen_by = ring.pair(masks, source, of)
+        def step(of: Rectangle, pair: Pair, sums: Any) -> Any:
+            read, seen_by, _ = pair
             rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in tokens))
             of_queries = [of.rows(x, of.queries) for x in (out, lse, d_out)]
             whole = Whole.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
@@ -187,7 +195,7 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
                 )
             )
 
-        d_q, *d_held = ring.each(source, q.shape[1], step, (d_q, *held[2:]))
+        d_q, *d_held = ring.each(masks, source, q.shape[1], step, (d_q, *held[2:]))
         return d_q, (*tokens, *d_held)
 
     own = ring.own(masks).read.pulled(

@@ -17,11 +17,11 @@ from torch import Tensor
 from precondattn.arrays import upcast
 from precondattn.parallel import solve_torch
 from precondattn.parallel.piece_torch import Piece
+from precondattn.parallel.solve import attention_of
 from precondattn.parallel.step_torch import Shape, Step
 from precondattn.partial_attention import with_lse
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms, rms_norm
-from precondattn.spec.softmax import Softmax
 
 
 def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -45,9 +45,8 @@ def part(step: Step) -> Tensor:
     if leaf.normalize == "keys":
         r = step.past["rms"][..., None]  # Unused rows have 0.
         k, keys = rms_norm(k, leaf.eps), keys / torch.where(r > 0, r, 1.0)
-    scale = leaf.scale_for(k.shape[-1])
-    shift = scale * k.shape[-1] if leaf.has_unit_diagonal else 0.0
-    out, lse = with_lse(Softmax(causal=False, scale=scale), k, keys, y, **step.of_past())
+    softmax, shift = attention_of(leaf, k.shape[-1])
+    out, lse = with_lse(softmax, k, keys, y, **step.of_past())
     product: Tensor = torch.exp(lse - shift)[..., None] * out
     return product
 

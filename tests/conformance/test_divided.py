@@ -17,6 +17,7 @@ import precondattn as pa
 from precondattn.command_line import commands
 from precondattn_conformance.division.cases import case_of, divided_cases, sizes_of
 from precondattn_conformance.division.parts import ORDERS, Parts
+from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.report.record import load
 
@@ -43,24 +44,24 @@ def conformance(*arguments):
     )
 
 
-def cases_of(*mechanisms, **only):
-    return {
-        case.mechanism: case.id for case in divided_cases(2, only_mechanisms=mechanisms, **only)
-    }
+def plain(order, *mechanisms):
+    """The first case of each, which has no masks."""
+    chosen = {}
+    for case in divided_cases(2, only_mechanisms=mechanisms, only_checks=(order,)):
+        chosen.setdefault(case.mechanism, case)
+    return list(chosen.values())
 
 
 def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
-    """A broken exchange, a process that dies, one that hangs, one that has an error alone."""
-    faulty = ("softmax[softcap=5]", "gla", "ssd", "linear")
-    chosen = {"only_checks": ("contiguous",), "only_dtypes": ("float64",)}
+    """A broken exchange, and a process that dies."""
+    faulty = ("softmax[softcap=5]", "gla")
     good = [case.id for case in divided_cases(2, only_mechanisms=("lucid",))] + [BETWEEN_LEAVES]
-    only = {"only_checks": ("zigzag",), "only_dtypes": ("float64",)}
-    refused = cases_of("gated_delta", "unit_rows[axis=channel]", **only)
-    ids = [*good, *refused.values(), *cases_of(*faulty, **chosen).values()]
+    refused = plain("zigzag", "gated_delta", "unit_rows[axis=channel]")
+    ids = good + [case.id for case in (*refused, *plain("contiguous", *faulty))]
     path = tmp_path / "record.json"
     options = [word for text in ids for word in ("--case", text)]
     done = conformance(
-        *("--devices", "2", "--timeout", "5", "--record", str(path), *options),
+        *("--devices", "2", "--record", str(path), *options),
         *("--inside", "broken_processes:faults"),
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -74,10 +75,17 @@ def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
     assert "is off by" in says["softmax[softcap=5]"]
     assert "of process 1" in says["softmax[softcap=5]"]  # The first one needs no other's keys.
     assert says["gla"] == "process 1 died of SIGKILL"
-    assert says["linear"] == "it hung: no reply of process 0, 1 after 5 s"
-    assert 'broken_processes.py", line' in found["linear", "failed"].details
-    assert "process 1 raised MemoryError: no room for the keys; no reply of 0" in says["ssd"]
     assert f"--devices 2 --case '{found['gla', 'failed'].id}'" in found["gla", "failed"].snippet
+
+
+def test_processes_that_wait_in_vain_are_ended(monkeypatch):
+    """One has an error alone, and another one hangs."""
+    monkeypatch.syspath_prepend(FOLDER)
+    cases = plain("contiguous", "ssd", "linear")
+    alone, hung = run_divided(cases, 2, timeout=4, inside="broken_processes:faults")
+    assert "process 1 raised MemoryError: no room for the keys; no reply of 0" in alone.reason
+    assert hung.reason == "it hung: no reply of process 0, 1 after 4 s"
+    assert 'broken_processes.py", line' in hung.details
 
 
 @pytest.mark.parametrize("order", ORDERS)

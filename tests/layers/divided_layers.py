@@ -51,6 +51,17 @@ def check(folder):
     bad_calls(mesh)
 
 
+def more_processes_than_keys():
+    """Two of four processes compute with each key head."""
+    mesh = distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    attn = Attention(24, heads=4, kv_heads=2, mechanism="gla", dtype=torch.float64)
+    assert_the_same(moved(attn), mesh)
+    three = Attention(24, heads=12, kv_heads=3, mechanism="gla")
+    with pytest.raises(ValueError, match=r"4 devices divide the number of heads, or .*n=3"):
+        divide_weights(three, mesh)
+
+
 def moved(module):
     """Weights that start as constants are others here."""
     torch.manual_seed(1)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from precondattn.layers.torch import Decoder, divide_tokens, divide_weights
 from precondattn.parallel.layouts import tokens_of
+from tests.layers.divided_layers import more_processes_than_keys
 
 ALONE = None
 LAYERS = {
@@ -123,6 +124,7 @@ def on_four(folder):
         model = assert_trains_as_alone((2, 2, 1), layers, layout)
     refused(model)
     refused_parts()
+    more_processes_than_keys()
     others = [(1, 4, 1), (4, 1, 1), (1, 2, 2), ALONE]
     assert_restarts(folder, (2, 2, 1), others, "contiguous")
 

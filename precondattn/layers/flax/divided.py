@@ -45,9 +45,9 @@ def divide_tokens(
     --------
     >>> import jax
     >>> from flax import nnx
-    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec
     >>> from precondattn.layers.flax import Decoder, divide_tokens
-    >>> mesh = jax.make_mesh((1, 1), ("dp", "cp"))
+    >>> mesh = jax.make_mesh((1, 1), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
     >>> model = Decoder(100, 32, heads=4, layers=["gla", "lucid"], rngs=nnx.Rngs(0))
     >>> divide_tokens(model, mesh, "cp")
     >>> sharding = NamedSharding(mesh, PartitionSpec("dp", "cp"))
