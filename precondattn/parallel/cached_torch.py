@@ -250,6 +250,15 @@ def _shapes(
         known[calls[number].out] = like_output(step.leaf, step.inputs)
 
 
+def refusal(mechanism: Mechanism) -> str | None:
+    """Why a divided call can not keep a cache; None where it can."""
+    for leaf in mechanism.program.leaves:
+        way = way_of(leaf)
+        if way is not None and way not in CACHED:
+            return f"keeps no cache of {leaf}, whose keys are gathered"
+    return None
+
+
 def cached_way(leaf: Leaf) -> ModuleType:
     """How a leaf keeps tokens."""
     way = way_of(leaf)

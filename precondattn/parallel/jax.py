@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def context_parallel(
-    mechanism: Mechanism | str, mesh: Mesh | AbstractMesh, axis: str, *, layout: str = "heads"
+    mechanism: Mechanism | str,
+    mesh: Mesh | AbstractMesh,
+    axis: str,
+    *,
+    layout: str | None = None,
 ) -> ContextParallel:
     """The mechanism, with the tokens of its inputs divided along an axis of a mesh.
 
@@ -35,10 +40,12 @@ def context_parallel(
         With that axis. Its other axes are left to JAX.
     axis : str
         The axis of the mesh that divides tokens.
-    layout : str
+    layout : str, optional
         How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
         "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
-        two the tokens of a device are not consecutive: arrays are in the order of `to_layout`.
+        two the tokens of a device are not consecutive: arrays are in the order of `to_layout`. By
+        default "heads" where the devices divide the heads of a call, and else "contiguous": a
+        device has the same tokens in both.
 
     Returns
     -------
@@ -72,7 +79,7 @@ def context_parallel(
             f"found {axis!r}"
         )
     try:
-        order = None if layout == "heads" else Order.read(layout)
+        order = None if layout == "heads" else Order.read(layout or "contiguous")
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
     if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
@@ -90,12 +97,11 @@ class ContextParallel:
         mechanism: Mechanism,
         mesh: Mesh | AbstractMesh,
         axis: str,
-        layout: str,
+        layout: str | None,
         order: Order | None,
     ) -> None:
         self.mechanism, self.mesh, self.axis = mechanism, mesh, axis
         self.layout, self.order = layout, order
-        self._way = heads_jax if order is None else tokens_jax
         self.owner = f"context_parallel({mechanism})"
         self.devices = mesh.shape[axis]
 
@@ -107,8 +113,8 @@ class ContextParallel:
 
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Array:
         """The output of all tokens, or, in a `shard_map` over the axis, of this device's."""
-        given, call, is_part = self._checked(arrays, named, backend)
-        function = partial(self._way.output, call)
+        given, call, way, is_part = self._checked(arrays, named, backend)
+        function = partial(way.output, call)
         if is_part:
             return function(given)
         specs = Arguments(
@@ -128,26 +134,38 @@ class ContextParallel:
 
     def explain(self, *arrays: Any, backend: Any = None, **named: Any) -> Plan:
         """How a call with these arguments is divided, and what each device sends."""
-        _, call, _ = self._checked(arrays, named, backend)
+        _, call, way, _ = self._checked(arrays, named, backend)
         return Plan(
             str(self.mechanism),
-            self.layout,
+            self._name_of(way),
             f"each of {self.devices} devices",
             call.tokens // self.devices,
-            self._way.during(call),
-            self._way.bytes_sent(call),
+            way.during(call),
+            way.bytes_sent(call),
         )
 
     def _checked(self, arrays: Any, named: dict[str, Any], backend: Any) -> Any:
-        """The arguments, the call, and whether they are the parts of a device."""
+        """The arguments, the call, how it is divided, and whether they are parts of a device."""
         given = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
         call = self._call(given.inputs, backend, is_part=is_part)
-        refused = self._way.refusal(call, given.masks)
-        if refused is not None:
-            raise ValueError(f"{self.owner}: layout {self.layout!r} {refused}")
-        self._way.check(call, given, is_part=is_part)
-        return given, call, is_part
+        reasons = []
+        for way in self._ways():
+            refused = way.refusal(call, given.masks)
+            if refused is None:
+                way.check(call, given, is_part=is_part)
+                return given, call, way, is_part
+            reasons.append(f"layout {self._name_of(way)!r} {refused}")
+        raise ValueError(f"{self.owner}: {'; '.join(reasons)}")
+
+    def _ways(self) -> tuple[ModuleType, ...]:
+        """How a call may be divided: the first that does not refuse it."""
+        if self.layout is None:
+            return heads_jax, tokens_jax
+        return (heads_jax,) if self.order is None else (tokens_jax,)
+
+    def _name_of(self, way: ModuleType) -> str:
+        return "heads" if way is heads_jax else str(self.order)
 
     def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> Call:
         """The sizes of a call.
@@ -188,8 +206,9 @@ class ContextParallel:
 
     def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:
         where = "of this device" if is_part else f"on {self.devices} devices"
+        layout = str(self.order or "heads")
         return (
-            f"{self.owner}: {name} has {tokens} tokens; layout {self.layout!r} expects a multiple "
+            f"{self.owner}: {name} has {tokens} tokens; layout {layout!r} expects a multiple "
             f"of {multiple} {where} (pad them, and give lengths)"
         )
 

@@ -121,10 +121,15 @@ def _of_one_channel(tokens: Sequence[Array]) -> tuple[Array, Array, Array]:
     return q, k, v[..., :1]
 
 
+def goes_around(leaf: Leaf) -> bool:
+    """Whether parts of the keys are all that a query's output is merged from."""
+    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    return set(leaf.inputs) == {"q", "k", "v"} and leaf.window is None and leaf.read in READS
+
+
 def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why softmax attention can not go around a ring; None where it can."""
-    assert isinstance(leaf, Softmax)  # It has been chosen by that.
-    if set(leaf.inputs) != {"q", "k", "v"} or leaf.window is not None or leaf.read not in READS:
+    if not goes_around(leaf):
         return (
             "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
         )

@@ -4,6 +4,8 @@ A composition is its program, a list of leaf calls, and each leaf has a way alon
 
     local   leaves that compute each token by itself, such as norms and feature maps
     ring    softmax attention: keys and values go around            (`ring_torch.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
+                                                                    (`gathered_torch.py`)
     solve   LUCID: solved blocks are given to all                   (`solve_torch.py`)
     scan    recurrences: the states before the tokens               (`states_torch.py`)
 
@@ -27,12 +29,20 @@ from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
 from precondattn.arrays import cast, upcast_all
 from precondattn.dispatch.discovery import discover
-from precondattn.parallel import local_torch, ring_torch, solve_torch, states_torch
+from precondattn.parallel import (
+    gathered_torch,
+    local_torch,
+    ring_torch,
+    solve_torch,
+    states_torch,
+)
 from precondattn.parallel.call_torch import Call, Processes
 from precondattn.parallel.piece_torch import Masks, Piece, masks_of
+from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -44,6 +54,7 @@ HALF = (torch.float16, torch.bfloat16)
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local_torch,
     Softmax: ring_torch,
+    Path: gathered_torch,
     LucidSolve: solve_torch,
     LinearFamily: states_torch,
     **dict.fromkeys(SUMS, states_torch),
@@ -165,4 +176,5 @@ def like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def way_of(leaf: Leaf) -> ModuleType | None:
     """How the tokens of a leaf are divided; None where no way is built."""
-    return next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    return gathered_torch if way is ring_torch and not goes_around(leaf) else way

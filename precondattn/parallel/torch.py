@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = ["ContextParallel", "DividedCache", "Plan", "context_parallel", "redis
 
 
 def context_parallel(
-    mechanism: Mechanism | str, mesh: DeviceMesh, *, layout: str = "heads"
+    mechanism: Mechanism | str, mesh: DeviceMesh, *, layout: str | None = None
 ) -> ContextParallel:
     """The mechanism, called by every process of a mesh with its part of the tokens.
 
@@ -40,10 +41,11 @@ def context_parallel(
     mesh : DeviceMesh
         Of one dimension. The tokens of process i come after those of process i − 1, unless the
         layout says otherwise.
-    layout : str
+    layout : str, optional
         How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
         "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
-        two the tokens of a process are not consecutive.
+        two the tokens of a process are not consecutive. By default "heads" where the processes
+        divide the heads of a call, and else "contiguous": a process has the same tokens in both.
 
     Returns
     -------
@@ -86,7 +88,7 @@ def context_parallel(
             f"{owner}: mesh must have one dimension, such as mesh['cp']; found {mesh.ndim}"
         )
     try:
-        order = None if layout == "heads" else Order.read(layout)
+        order = None if layout == "heads" else Order.read(layout or "contiguous")
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
     if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
@@ -100,10 +102,9 @@ class ContextParallel:
     """A mechanism for parts of sequences; `context_parallel` makes it."""
 
     def __init__(
-        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str, order: Order | None
+        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: Order | None
     ) -> None:
         self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
-        self._way = heads_torch if order is None else tokens_torch
         self.processes = processes_of(f"context_parallel({mechanism})", mesh)
 
     def __repr__(self) -> str:
@@ -112,7 +113,7 @@ class ContextParallel:
     def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
         """The output of this process's tokens."""
         call = self._agreed(arrays, named, backend)
-        return self._as_given(call, self._way.output(call, self.processes))
+        return self._as_given(call, self._way(call).output(call, self.processes))
 
     def prefill(
         self,
@@ -245,17 +246,20 @@ class ContextParallel:
             new = self._new_tokens(cache, arrays, named)
             sent = cached_torch.bytes_of_extension(new, self.processes, cache)
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
-            return self._plan(new.sizes["t"], during, sent)
+            return self._plan(cache.layout, new.sizes["t"], during, sent)
         start = start_torch.Start(self.mechanism, 1, None) if verb == "prefill" else None
         call = self._agreed(arrays, named, None, start)
-        sent = self._way.bytes_sent(call, self.processes)
+        way = tokens_torch if verb == "prefill" else self._way(call)
+        layout = "heads" if way is heads_torch else str(self.order)
+        sent = way.bytes_sent(call, self.processes)
         if verb == "prefill":
             sent |= cached_torch.bytes_of_states(call, self.processes)
-        return self._plan(call.tokens["t"][rank], self._way.during(call, self.processes), sent)
+        during = way.during(call, self.processes)
+        return self._plan(layout, call.tokens["t"][rank], during, sent)
 
-    def _plan(self, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
+    def _plan(self, layout: str, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
         of = f"this process of {self.processes.devices}"
-        return Plan(str(self.mechanism), self.layout, of, tokens, during, sent)
+        return Plan(str(self.mechanism), layout, of, tokens, during, sent)
 
     def _new_tokens(
         self, cache: DividedCache, arrays: Any, named: Any, backend: Any = None, donate: Any = False
@@ -265,7 +269,8 @@ class ContextParallel:
         try:
             if not isinstance(donate, bool):
                 raise TypeError(f"donate must be true or false; found {donate!r}")
-            new = bind_new(self.mechanism, self.mesh, self.layout, cache, arrays, named, backend)
+            layout = str(self.order or "heads")
+            new = bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
         except (TypeError, ValueError) as raised:
             error = raised
         owner, group, _, _, device = self.processes
@@ -284,14 +289,30 @@ class ContextParallel:
     ) -> Call:
         """The arguments of a call that the layout can divide."""
         call = self._bound(arrays, named, backend, start)
-        refused = self._refusal(call)
+        if start is None:
+            refused = self._refusal(call)
+        else:
+            refused = self._refused_by(tokens_torch, call) or cached_torch.refusal(self.mechanism)
         if refused is not None:
             raise ValueError(f"{self.processes.owner}: {refused}")
         return call
 
+    def _way(self, call: Call) -> ModuleType:
+        """How a call is divided that has not been refused."""
+        if self.layout is None:
+            return tokens_torch if self._refused_by(heads_torch, call) else heads_torch
+        return heads_torch if self.order is None else tokens_torch
+
     def _refusal(self, call: Call) -> str | None:
-        refused = self._way.refusal(self.mechanism, call, self.processes)
-        return None if refused is None else f"layout {self.layout!r} {refused}"
+        if self.layout is not None:
+            return self._refused_by(self._way(call), call)
+        reasons = [self._refused_by(way, call) for way in (heads_torch, tokens_torch)]
+        return None if None in reasons else "; ".join(map(str, reasons))
+
+    def _refused_by(self, way: ModuleType, call: Call) -> str | None:
+        refused = way.refusal(self.mechanism, call, self.processes)
+        layout = "heads" if way is heads_torch else str(self.order)
+        return None if refused is None else f"layout {layout!r} {refused}"
 
     def _bound(
         self,

@@ -50,6 +50,11 @@ SOLVES = (
 """Compositions whose leaves are divided one by one"""
 RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "laser")
 """Whose keys go around"""
+GATHERED = (
+    *("path", "path[window=3]", "path[forget=unscaled]", "softmax[window=3]"),
+    *("softmax[forget=unscaled]", "softmax[sink=true]", "qk_norm(path)"),
+)
+"""Whose keys all processes get"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
 """With other numbers of heads and tokens, and in other ways"""
 
@@ -294,6 +299,21 @@ def require_refused(
     assert len(set(everyone)) == 1, everyone
 
 
+def chosen_by_default(mesh):
+    """Heads where the processes divide them; else tokens; else the reasons of both."""
+    world = mesh.size()
+    attn = context_parallel("lucid", mesh)
+    for h, layout in ((2 * world, "heads"), (2 * world - 1, "contiguous")):
+        q, k, v = torch.ones(3, 1, 4, h, 2)
+        assert attn.explain(q, k, v).layout == layout
+        assert attn.refusal(q, k, v) is None
+    x = torch.ones(3, 1, 4, 2 * world - 1, 2)
+    reason = context_parallel("deltaformer", mesh).refusal(*x, beta=x[0, ..., 0])
+    assert reason is not None
+    assert "layout 'heads' expects" in reason
+    assert "layout 'contiguous' has no way to divide the tokens of deltaformer" in reason
+
+
 def refusals(mesh):
     world, h = mesh.size(), layout_of(mesh.size()).h
     refused = {
@@ -354,8 +374,8 @@ def refusals(mesh):
             "deltaformer",
             by="contiguous",
         ),
-        "a ring with a sink": lambda: require_refused(
-            mesh, ("without bias, gate, sink or window",), "softmax[sink=true]", by="contiguous"
+        "a bias": lambda: require_refused(
+            mesh, ("bias of softmax[bias=true] is of pairs",), "softmax[bias=true]", by="contiguous"
         ),
         "lengths that differ": lambda: require_refused(
             mesh,
@@ -613,6 +633,24 @@ def cases(mesh):
         )
     for expression in RINGS:
         yield f"{expression}, zigzag", lambda e=expression: in_order(e, mesh, "zigzag")
+    for expression in GATHERED:
+        yield (
+            f"{expression}, gathered",
+            lambda e=expression: check(e, mesh, layout_of(world), by="contiguous"),
+        )
+    for layout in ("zigzag", "cyclic[block=2]"):
+        yield f"path, {layout}", lambda b=layout: in_order("path", mesh, b)
+    for mask in ("lengths", "key_mask", "segment_ids"):
+        yield (
+            f"path, gathered, {mask}",
+            lambda k=mask: check("path", mesh, layout_of(world), mask=k, by="contiguous"),
+        )
+    for expression, heads in (("retention", 2 * world), ("lucid", 2 * world - 1)):
+        yield (
+            f"{expression}, by default",
+            lambda e=expression, h=heads: check(e, mesh, layout_of(world, heads=(h, h)), by=None),
+        )
+    yield "heads, by default", lambda: chosen_by_default(mesh)
     yield from orders(mesh)
     few = layout_of(world, t=world, s=world, heads=(3, 1))
     yield (
