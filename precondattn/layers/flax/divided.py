@@ -14,6 +14,8 @@ from precondattn.layers.flax.attention import Attention
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
+LAYOUTS = ("heads", "contiguous")
+
 
 def divide_tokens(
     model: nnx.Module, mesh: Mesh | AbstractMesh, axis: str, *, layout: str = "heads"
@@ -32,14 +34,15 @@ def divide_tokens(
         With axes of the type `Auto`.
     axis : str
         The axis of the mesh that divides tokens.
-    layout : {"heads"}
-        As of `precondattn.parallel.jax.context_parallel`.
+    layout : {"heads", "contiguous"}
+        As of `precondattn.parallel.jax.context_parallel`: those in which tokens are in order, which
+        rotations and convolutions of whole arrays need.
 
     Raises
     ------
     ValueError
-        for an axis of another type, a model without `Attention`, and what `context_parallel`
-        raises.
+        for another layout, an axis of another type, a model without `Attention`, and what
+        `context_parallel` raises.
 
     Examples
     --------
@@ -57,6 +60,11 @@ def divide_tokens(
     """
     from precondattn.parallel.jax import context_parallel
 
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"layout must be one of {', '.join(map(repr, LAYOUTS))}, in which the tokens of layers "
+            f"are in order; found {layout!r}"
+        )
     if axis in mesh.explicit_axes:
         raise ValueError(
             f"mesh must have the axis {axis!r} of the type Auto; found Explicit, in which JAX can "
