@@ -197,6 +197,8 @@ def measurements(saved: dict[str, Any]) -> str:
     lines += ["", "![Time and memory of a process](figures/many_devices_lucid.svg)", "",
               f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
               f"which the processes together computed for {sum(row['cpu']):,.0f} s."]  # fmt: skip
+    for tokens in saved.get("alone", []):
+        lines += ["", f"{tokens:,} tokens were measured in a run of their own on the same machine."]
     if longest < LONGER[-1]:
         times, peak = estimated(saved, LONGER[-1])
         lines += ["", f"**A million tokens were not run here.** From the two longest calls, "
