@@ -15,12 +15,7 @@ import torch
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import (
-    backward_run,
-    decode_run,
-    forward_run,
-    ours,
-)
+from precondattn_conformance.bench.computation import decode_run, ours
 from precondattn_conformance.bench.correct import inputs_of
 from precondattn_conformance.bench.instructions import cases
 from precondattn_conformance.bench.paired import Run
@@ -28,25 +23,30 @@ from precondattn_conformance.bench.paired import Run
 
 def run_of(case: BenchCase) -> Run:
     """A warm call. That its result is correct is for the tests to say: the oracle is slow here."""
-    library, of = libraries.named(case.library, None), ours(pa.parse(case.mechanism), None)
+    mechanism, library = pa.parse(case.mechanism), libraries.named(case.library, None)
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
     inputs = inputs_of(case.mechanism, layout, case.dtype, case.library)
+    arrays = {name: library.array(array, case.dtype) for name, array in inputs.items()}
     if case.work == "decode":
-        assert of.decoder is not None  # As ours has.
-        decoder = of.decoder(library, case.dtype, inputs)
+        decoder_of = ours(mechanism, None).decoder
+        assert decoder_of is not None  # Ours has one.
+        decoder = decoder_of(library, case.dtype, inputs)
         decoder.fill()
         run = decode_run(library, decoder)
+    elif case.work == "forward_backward":
+        run = Run(lambda: _with_gradient(mechanism, arrays))
     else:
-        arrays = {name: library.array(array, case.dtype) for name, array in inputs.items()}
-        run = forward_run(of, library, arrays)
-        if case.work == "forward_backward":
-            cotangent = torch.ones_like(run.call()["the output"])
-            run = backward_run(of, library, arrays, cotangent)
-    for _ in range(2):
-        run.reset()
-        run.call()
+        run = Run(lambda: mechanism(**arrays))
+    run.reset()
+    run.call()
     return run
+
+
+def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> None:
+    """By the explicit pullback: a first call of autograd imports all of PyTorch's compiler."""
+    out, pullback = mechanism.vjp(**arrays)
+    pullback(torch.ones_like(out))
 
 
 def switch_on() -> None:
@@ -67,6 +67,7 @@ def switch_on() -> None:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
     runs = [run_of(case) for case in cases(names)]
     switch_on()
     for run in runs:

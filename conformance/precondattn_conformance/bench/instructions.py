@@ -45,7 +45,9 @@ SMALL = (
 """Cases that spend it around the arithmetic, counted for one call."""
 
 ROWS = (*BLOCKED, *SMALL)
-TOKENS, HEADS = 320, 2
+TOKENS, HEADS = 256, 2
+CACHED = 64
+"""Tokens in a cache: each of them is computed under valgrind first."""
 SLACK = 0.02
 TIMEOUT = 900.0
 PROGRAMS = ("valgrind", "callgrind_control")
@@ -74,6 +76,8 @@ def _counted(case: BenchCase) -> BenchCase:
     layout = case.layout
     if case.name in BLOCKED:
         layout = layout._replace(t=TOKENS, s=TOKENS, h=HEADS, n=HEADS)
+    elif case.work == "decode":
+        layout = layout._replace(t=CACHED, s=CACHED)
     return replace(case, layout=layout, peers=(), calls=1)
 
 
