@@ -41,13 +41,13 @@ def machine_kind() -> dict[str, Any]:
     versions = described["versions"]
     return {
         **{name: described[name] for name in ("processor", "cores", "threads", "system")},
-        "model": _processor_model(),
+        "model": processor_model(),
         "versions": {name: versions[name] for name in LIBRARIES if name in versions},
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
 
 
-def _processor_model(info: Path = Path("/proc/cpuinfo")) -> str:
+def processor_model(info: Path = Path("/proc/cpuinfo")) -> str:
     """Family, model and cache: a virtual machine may hide the processor's name."""
     lines = info.read_text().splitlines() if info.exists() else []
     found = dict(

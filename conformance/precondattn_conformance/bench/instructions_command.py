@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from precondattn_conformance.bench import instructions, machine
+from precondattn_conformance.bench.committed import processor_model
 from precondattn_conformance.bench.instructions import SLACK, counts, is_worse, missing
 from precondattn_conformance.writable import require_writable
 
@@ -21,10 +22,12 @@ LIBRARIES = ("numpy", "torch")
 
 
 def kind() -> dict[str, Any]:
-    """What has to be equal so that counts are: the processor is valgrind's."""
+    """What has to be equal so that counts are."""
     described = machine.describe()
     return {
         "system": described["system"],
+        "processor": described["processor"],
+        "model": processor_model(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "versions": {name: described["versions"].get(name) for name in LIBRARIES},
     }
@@ -95,4 +98,4 @@ def _print(found: dict[str, int], committed: dict[str, int], console: Console) -
         verdict = "[red]worse[/]" if worse else "[green]better[/]" if better else "fine"
         table.add_row(escape(name), f"{count:,}", f"{count / committed[name]:.3f}", verdict)
     console.print(table)
-    console.print(f"worse is more than {SLACK:.0%} above the committed count")
+    console.print(f"worse is more than {SLACK:.1%} above the committed count")
