@@ -150,15 +150,24 @@ def _segments(
 
 
 def bind_extension(
-    call: GivenCall, ready: Prepared, *, lengths: Any, key_mask: Array | None
+    call: GivenCall,
+    ready: Prepared,
+    *,
+    lengths: Any,
+    key_mask: Array | None,
+    segment_ids: Array | None = None,
 ) -> BoundCall:
-    """The arguments of `extend`, with its masks."""
+    """The arguments of `extend`, with its masks.
+
+    `segment_ids` (b, t) are for caches of states only, and not of the public verbs: states before
+    the new tokens are those of the segment that the first one is of.
+    """
     inputs, before = _inputs(call, ready)
     mechanism, cache = call.mechanism, call.cache
     owner, sizes = str(mechanism), ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
     cached_mask, old_lengths = cache.store.get(KEY_MASK), host_integers(cache.length)
-    if lengths is None and key_mask is None and cached_mask is None:
+    if lengths is None and key_mask is None and cached_mask is None and segment_ids is None:
         held = _held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
             uniform = UniformFrame(cache.length, held, capacity, t)
@@ -191,6 +200,8 @@ def bind_extension(
         past_mask=cached_mask,
         longest=None if old_lengths is None else max(old_lengths, default=0),
     )
+    if segment_ids is not None:
+        frame = frame.replaced(q_segment=segment_ids, k_segment=segment_ids)
     if lengths is not None or key_mask is not None:
         valid = frame.valid_keys(t)
         inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, valid)

@@ -45,7 +45,7 @@ from precondattn.arrays import (
     running_maximum,
     zero_where_not,
 )
-from precondattn.cache import Append, Replace, Rewrite, Update
+from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
@@ -90,26 +90,28 @@ class Spoiled(NamedTuple):
         """
         if self.by_keys is None:
             return update
-        heads, pattern = self._bad_heads(), self.buffers[key]
+        pattern = self.buffers[key]
         if isinstance(update, Append):
             return Append(_replaced(update.tokens, self.by_keys, pattern, NAN))
         if isinstance(update, Rewrite):
+            heads = namespace(self.by_keys).any(self.by_keys, axis=1, keepdims=True)
             past, tokens = (_replaced(a, heads, pattern, NAN) for a in update)
             return Rewrite(past, tokens)
-        return Replace(_replaced(update.value, heads, pattern, NAN))
+        return Replace(_replaced(update.value, self._bad_states(), pattern, NAN))
 
     def without_states(self, d_states: Mapping[str, Array]) -> Arrays:
         """The cotangents of new states, 0 in the heads whose state is spoiled."""
         if self.by_keys is None:
             return dict(d_states)
-        heads = self._bad_heads()
+        heads = self._bad_states()
         return {
             key: _replaced(array, heads, self.buffers[key], 0.0) for key, array in d_states.items()
         }
 
-    def _bad_heads(self) -> Array:
+    def _bad_states(self) -> Array:
+        """Heads in which the last token depends on a bad one, which is of its segment."""
         assert self.by_keys is not None
-        return namespace(self.by_keys).any(self.by_keys, axis=1, keepdims=True)
+        return self.by_keys[:, -1:, :]
 
 
 def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
@@ -124,10 +126,41 @@ def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
     return call._replace(inputs=spoiled.cleaned(call.inputs), spoiled=spoiled)
 
 
+def contained_after(mechanism: Mechanism, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
+    """`contained`, of packed tokens after states, which may be bad: they spoil the first segment.
+
+    Without segments a bad state is left as it is, and spoils all tokens.
+    """
+    call, segment = contained(mechanism, call), call.frame.k_segment
+    if segment is None:
+        return call, cache
+    is_read = call.prepared.request.device == "cpu"
+    patterns = {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
+    if is_read and all(_is_finite(cache.store[key], p) for key, p in patterns.items()):
+        return call, cache
+    output, store = mechanism.program.output, dict(cache.store)
+    heads, first = _heads(output, call), (segment == segment[:, :1])[:, :, None]
+    reached = first & ~first
+    for key, pattern in patterns.items():
+        rows = _rows(_is_good(store[key], pattern), pattern)
+        store[key] = zero_where_not(_as_declared(rows, pattern), store[key])
+        reached = reached | (first & _to_heads(namespace(rows).logical_not(rows), heads))
+    by_keys, outputs, good = reached, reached, {}
+    if call.spoiled is not None:
+        good, outputs = call.spoiled.good, reached | call.spoiled.outputs
+        by_keys = reached if call.spoiled.by_keys is None else reached | call.spoiled.by_keys
+    spoiled = Spoiled(good, by_keys, outputs, output, patterns)
+    return call._replace(spoiled=spoiled), cache._replace(store=store)
+
+
+def _heads(output: Pattern, call: BoundCall) -> int:
+    axis = _row_axes(output)[2]
+    return 1 if axis is None else output.axes[axis].size(call.sizes)
+
+
 def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Pattern]) -> Spoiled:
     output = mechanism.program.output
-    head_axis = _row_axes(output)[2]
-    heads = 1 if head_axis is None else output.axes[head_axis].size(call.sizes)
+    heads = _heads(output, call)
     good: Arrays = {}
     bad: dict[str, Array] = {}
     mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)

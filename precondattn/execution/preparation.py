@@ -147,7 +147,7 @@ def _checked_extension(call: GivenCall) -> _Checked:
     masks = _masks_of_extension(mechanism, cache, call.masks)
     past = tuple(cache.store.values()) if call.verb == "extend" else ()
     # After one token there is no later one, which its NaN could reach.
-    patterns = {} if sizes["t"] == 1 else examined(mechanism, is_packed=False)
+    patterns = {} if sizes["t"] == 1 else examined(mechanism, is_packed="segment_ids" in masks)
     return _Checked(inputs, library, sizes, masks, past, patterns)
 
 
@@ -214,7 +214,7 @@ def _masks_of_extension(mechanism: Mechanism, cache: Cache, masks: Mapping[str, 
     has_key_mask = masks[KEY_MASK] is not None
     if keeps_tokens(mechanism):
         has_key_mask = KEY_MASK in cache.store
-    given = {"lengths"} if masks["lengths"] is not None else set()
+    given = {n for n in ("lengths", "segment_ids") if masks.get(n) is not None}
     return given | ({KEY_MASK} if has_key_mask else set())
 
 

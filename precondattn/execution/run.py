@@ -16,7 +16,7 @@ from precondattn.execution import autocast, evaluation, packed, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension, new_token_count
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
-from precondattn.execution.containment import contained
+from precondattn.execution.containment import contained, contained_after
 from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.preparation import prepared
@@ -147,7 +147,7 @@ def extend(
             return extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
 
         return windows.extended(mechanism, cache, plain, of_ordinary, donate=donate)
-    bound = contained(mechanism, _bound(given, signature))
+    bound, cache = contained_after(mechanism, _bound(given, signature), cache)
     ready = bound.prepared
     if donate and ready.library == "torch" and ready.request.differentiated:
         raise ValueError(
@@ -186,7 +186,7 @@ def extend_vjp(
         from precondattn.execution import dtensor
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
-    bound = contained(mechanism, _bound(given, signature))
+    bound, cache = contained_after(mechanism, _bound(given, signature), cache)
     count = new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)

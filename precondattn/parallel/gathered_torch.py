@@ -22,7 +22,6 @@ from precondattn.parallel.piece_torch import Piece
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
-MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "the keys of all processes"
 SENDS_VALUES = True
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
     from precondattn.parallel.piece_jax import Piece
 
-MASKS = ("lengths", "key_mask", "segment_ids")
 PASSED = ""
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
     from precondattn.parallel.piece_torch import Piece
 
-MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = ""
 SENDS_VALUES = False
 

@@ -80,6 +80,20 @@ class Masks(NamedTuple):
         within = None if self.within is None else self.within[device]
         return zero_padding(arrays, cast(Inputs, patterns), within, self.valid[device])
 
+    def of_extension(self, device: Array) -> dict[str, Array]:
+        """Those of a device's tokens, as an extension of states takes them.
+
+        The tokens within `lengths` come first, for they are consecutive.
+        """
+        masks = {}
+        if self.within is not None:
+            masks["lengths"] = jnp.sum(self.within[device], axis=1, dtype=jnp.int32)
+        if self.valid is not None and self.valid is not self.within:
+            masks["key_mask"] = self.valid[device]
+        if self.segment is not None:
+            masks["segment_ids"] = self.segment[device]
+        return masks
+
     def of_device(self, device: Array) -> dict[str, Array]:
         """Those of a device's tokens, as a call of their own takes them."""
         masks = {}

@@ -45,6 +45,20 @@ class Masks:
     def valid_of(self, process: int) -> Tensor | None:
         return None if self.valid is None else self.valid[process]
 
+    def of_extension(self, process: int) -> dict[str, Tensor]:
+        """Those of a process's tokens, as an extension of states takes them.
+
+        The tokens within `lengths` come first, for they are consecutive.
+        """
+        masks = {}
+        if self.within is not None:
+            masks["lengths"] = self.within[process].sum(1)
+        if self.valid is not None and self.valid is not self.within:
+            masks["key_mask"] = self.valid[process]
+        if self.segment is not None:
+            masks["segment_ids"] = self.segment[process]
+        return masks
+
     def segment_of(self, process: int) -> Tensor | None:
         return None if self.segment is None else self.segment[process]
 

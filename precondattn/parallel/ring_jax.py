@@ -32,7 +32,6 @@ from precondattn.spec.softmax import Softmax
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
-MASKS = ("lengths", "key_mask", "segment_ids")
 PASSED = "the keys of two other devices at a time"
 
 

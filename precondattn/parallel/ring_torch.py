@@ -34,9 +34,8 @@ from precondattn.parallel.piece_torch import Piece, crossing
 from precondattn.parallel.ring_reads import Whole, read_of, refusal
 from precondattn.spec.softmax import Softmax
 
-__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
+__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
 
-MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "the keys of two other processes at a time"
 SENDS_VALUES = True
 

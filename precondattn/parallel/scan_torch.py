@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.states import Step
+from precondattn.parallel.states import Borders, Step
 
 
 class Line(NamedTuple):
@@ -50,19 +50,27 @@ class Line(NamedTuple):
         return received
 
 
-def states_before(line: Line, steps: Sequence[Step]) -> list[Tensor] | None:
-    """S_begin of this process, for each of its states; None for the first, whose states are 0."""
+def states_before(
+    line: Line, steps: Sequence[Step], borders: Borders | None = None
+) -> list[Tensor] | None:
+    """S_begin of this process, for each of its states; None for the first, whose states are 0.
+
+    Of packed sequences, it is S_end of the process before, whose last segment may end with it.
+    """
     distance = 1
     while distance < line.devices:
         tensors = [x for step in steps for x in step[:2] if x is not None]
         received = line.passed([x.contiguous() for x in tensors], distance)
         if received is not None:
-            given = iter(received)
+            given, is_open = iter(received), None
+            if borders is not None:
+                is_open = borders.is_open_before(line.rank, distance, is_reversed=line.is_reversed)
             steps = [
                 step.after(
                     step._replace(
                         transition=None if step.transition is None else next(given),
                         state=next(given),
+                        is_open=is_open,
                     )
                 )
                 for step in steps

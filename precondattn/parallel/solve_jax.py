@@ -29,7 +29,6 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
-MASKS = ("lengths", "key_mask", "segment_ids")
 PASSED = "a block of solved values of another device at a time"
 
 

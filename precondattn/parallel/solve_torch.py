@@ -47,9 +47,8 @@ from precondattn.parallel.solve_blocks_torch import Blocks, Failed, added, in_or
 from precondattn.partial_attention import part_vjp, with_lse
 from precondattn.spec.rms_norm import rms_norm_vjp
 
-__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
+__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
 
-MASKS = ("lengths", "key_mask", "segment_ids", "cu_seqlens")
 PASSED = "a block of solved values of another process at a time"
 SENDS_VALUES = True
 

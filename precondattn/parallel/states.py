@@ -19,16 +19,21 @@ the columns of F and, in those of T, 1 or the identity.
 The states of other leaves are sums, and each of their numbers has a factor of its own: CCQ's
 moments, Mesa's H, the slots of GSA, the squares of ATK. Their F is a call from zeros, and T the
 gradient of the sum of S_end in S_begin.
+
+Where a segment of a packed sequence ends among the tokens, T is 0 and F is the state of the last
+segment's tokens, for a state is reset at the first token of a segment. That token may also be the
+first of a device, which then begins with 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from precondattn.arrays import Array, cast, namespace
+from precondattn.arrays import Array, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
+from precondattn.execution import run
 from precondattn.parallel.layouts import Order
 from precondattn.spec.array_functions import identity_like, transpose
 from precondattn.spec.conditioned_query import ConditionedQuery
@@ -40,6 +45,7 @@ from precondattn.spec.preconditioned_key import PreconditionedKey
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.verbs import ExtendPullback
 
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
@@ -72,11 +78,14 @@ class Step(NamedTuple):
     """F, as (b, m, d, e)"""
     is_scaled: bool = False
     """Whether T is a factor of each number"""
+    is_open: Array | None = None
+    """Whether all tokens are of the segment of the one before them (b,), so that T is not 0"""
 
     def after(self, earlier: Step) -> Step:
         """Both, the earlier tokens first."""
         both = None if earlier.transition is None else self.times(earlier.transition)
-        return Step(both, self.on(earlier.state), self.is_scaled)
+        is_open = None if self.is_open is None else self.is_open & earlier.is_open
+        return Step(both, self.on(earlier.state), self.is_scaled, is_open)
 
     def on(self, state: Array) -> Array:
         """S_end of a state S_begin."""
@@ -84,16 +93,69 @@ class Step(NamedTuple):
 
     def times(self, x: Array) -> Array:
         """T x."""
-        if self.transition is None:
-            return x
-        is_product = not self.is_scaled and self.transition.shape[-1] > 1
-        return self.transition @ x if is_product else self.transition * x
+        if self.transition is not None:
+            is_product = not self.is_scaled and self.transition.shape[-1] > 1
+            x = self.transition @ x if is_product else self.transition * x
+        return kept(x, self.is_open)
 
     def adjoint(self, gradient: Array) -> Step:
         """λ ↦ Tᵀ λ + g, g the gradient of S_begin from the outputs."""
         if self.is_scaled or self.transition is None or self.transition.shape[-1] == 1:
             return self._replace(state=gradient)
-        return Step(transpose(self.transition), gradient)
+        return Step(transpose(self.transition), gradient, is_open=self.is_open)
+
+
+class Borders(NamedTuple):
+    """Where segments end, by device: both are (devices, b)."""
+
+    continues: Array
+    """Whether the first token is of the segment of the one before it"""
+    is_open: Array
+    """Whether all tokens are"""
+
+    @classmethod
+    def of(cls, segments: Sequence[Array]) -> Borders:
+        """From the segments (b, tokens) of every device. Each is consecutive."""
+        xp = namespace(segments[0])
+        firsts, lasts = ([ids[:, at] for ids in segments] for at in (0, -1))
+        before = xp.stack([firsts[0], *lasts[:-1]])
+        return cls(xp.stack(firsts) == before, xp.stack(lasts) == before)
+
+    def is_open_before(self, device: Any, distance: int, *, is_reversed: bool) -> Array:
+        """Of the step (b,) that a device gets in a scan: of `distance` devices, the nearest one so
+        far before it, or after it in reverse."""
+        if is_reversed:
+            first, last = device + distance, device + 2 * distance - 1
+        else:
+            first, last = device - 2 * distance + 1, device - distance
+        each = arange_like(self.is_open.shape[0], self.is_open)[:, None]
+        return namespace(each).all(self.is_open | (each < first) | (each > last), axis=0)
+
+
+def kept(x: Array, mask: Array | None) -> Array:
+    """A state, 0 in sequences that a mask (b,) does not have; all of it without a mask."""
+    if mask is None:
+        return x
+    return zero_where_not(namespace(mask).reshape(mask, (-1, *(1,) * (x.ndim - 1))), x)
+
+
+def extended(
+    leaf: Leaf, cache: Cache, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+) -> tuple[Array, Cache]:
+    """`leaf.extend`, of tokens that may also have `segment_ids`.
+
+    The states in the cache are those of the segment that the first token is of.
+    """
+    given = {"lengths": None, "key_mask": None, **masks}
+    return run.extend(leaf, cache, (), dict(inputs), backend, given, donate=False)
+
+
+def extended_vjp(
+    leaf: Leaf, cache: Cache, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+) -> tuple[Array, Cache, ExtendPullback]:
+    """`leaf.extend_vjp`, likewise."""
+    given = {"lengths": None, "key_mask": None, **masks}
+    return run.extend_vjp(leaf, cache, (), dict(inputs), backend, given)
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:
@@ -127,7 +189,7 @@ def steps_of_tokens(
     if not is_scaled(leaf):
         (key,) = cache.store
         return {key: step_of_tokens(leaf, inputs, backend, masks)}
-    out, cache, pull = leaf.extend_vjp(cache, **inputs, backend=backend, **masks)
+    out, cache, pull = extended_vjp(leaf, cache, inputs, backend, masks)
     xp = namespace(out)
     ones = {key: xp.ones_like(state) for key, state in cache.store.items()}
     _, factors = pull(xp.zeros_like(out), ones)
@@ -145,7 +207,7 @@ def step_of_tokens(
     cache = leaf.init_cache(**wide)
     ((key, state),) = cache.store.items()
     cache = with_states(cache, {key: with_transition(state, e)})
-    _, cache = leaf.extend(cache, **wide, backend=backend, **masks)
+    _, cache = extended(leaf, cache, wide, backend, masks)
     (state,) = cache.store.values()
     return step_of(state, e)
 

@@ -23,9 +23,13 @@ from jax import Array, lax
 from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_jax import Line, Piece
 from precondattn.parallel.states import (
+    Borders,
     Step,
     bytes_of_steps,
+    extended,
+    extended_vjp,
     is_scaled,
+    kept,
     steps_of_tokens,
     with_states,
 )
@@ -34,7 +38,6 @@ from precondattn.parallel.states import refusal as refusal_of_states
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
-MASKS = ("lengths",)
 PASSED = "the states before them"
 
 
@@ -45,10 +48,10 @@ def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
 
 def output(piece: Piece) -> Array:
     """The output of a device's tokens."""
-    masks, valid = {}, piece.masks.valid
-    if valid is not None:
-        masks["lengths"] = jnp.sum(valid[piece.line.rank], axis=1, dtype=jnp.int32)
-    out: Array = _scanned(_Scan(piece.leaf, piece.line, piece.backend), masks, piece.inputs)
+    segments, masks = piece.masks.segment, piece.masks.of_extension(piece.line.rank)
+    borders = None if segments is None else Borders.of(segments)
+    scan = _Scan(piece.leaf, piece.line, piece.backend)
+    out: Array = _scanned(scan, masks, borders, piece.inputs)
     return out
 
 
@@ -62,8 +65,13 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
     return {"states": (rounds + 1) * states, "transitions": (rounds - 1) * transitions}
 
 
-def states_before(line: Line, steps: Sequence[Step], *, is_reversed: bool = False) -> list[Array]:
-    """S_begin of a device, for each of its states; 0 for the first."""
+def states_before(
+    line: Line, steps: Sequence[Step], borders: Borders | None, *, is_reversed: bool = False
+) -> list[Array]:
+    """S_begin of a device, for each of its states; 0 for the first.
+
+    Of packed sequences, it is S_end of the device before, whose last segment may end with it.
+    """
 
     def passed(arrays: Any, distance: int) -> Any:
         """What the device `distance` before this one has, or after it in reverse; or 0."""
@@ -76,8 +84,11 @@ def states_before(line: Line, steps: Sequence[Step], *, is_reversed: bool = Fals
     while distance < line.devices:
         is_last = 2 * distance >= line.devices  # Then no T is read.
         sent = [(None if is_last else step.transition, step.state) for step in steps]
+        is_open = None
+        if borders is not None:
+            is_open = borders.is_open_before(line.rank, distance, is_reversed=is_reversed)
         earlier = [
-            Step(transition, state, step.is_scaled)
+            Step(transition, state, step.is_scaled, is_open)
             for step, (transition, state) in zip(steps, passed(sent, distance), strict=True)
         ]
         steps = [step.after(before) for step, before in zip(steps, earlier, strict=True)]
@@ -96,36 +107,51 @@ class _Scan:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scanned(scan: _Scan, masks: Mapping[str, Array], inputs: Mapping[str, Array]) -> Array:
-    return _forward(scan, masks, inputs)[0]
+def _scanned(
+    scan: _Scan, masks: Mapping[str, Array], borders: Borders | None, inputs: Mapping[str, Array]
+) -> Array:
+    return _forward(scan, masks, borders, inputs)[0]
 
 
 def _forward(
-    scan: _Scan, masks: Mapping[str, Array], inputs: Mapping[str, Array]
+    scan: _Scan, masks: Mapping[str, Array], borders: Borders | None, inputs: Mapping[str, Array]
 ) -> tuple[Array, Any]:
     """The output of a device's tokens, from T and F of all, and what the gradient needs."""
-    leaf = scan.leaf
-    steps = steps_of_tokens(leaf, inputs, scan.backend, masks)
-    states = dict(zip(steps, states_before(scan.line, list(steps.values())), strict=True))
+    leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
+    steps = {
+        key: step._replace(is_open=is_open)
+        for key, step in steps_of_tokens(leaf, inputs, scan.backend, masks).items()
+    }
+    before = states_before(scan.line, list(steps.values()), borders)
+    states = {key: kept(state, continues) for key, state in zip(steps, before, strict=True)}
     cache = with_states(leaf.init_cache(**inputs), states)
-    out, _ = leaf.extend(cache, **inputs, backend=scan.backend, **masks)
+    out, _ = extended(leaf, cache, inputs, scan.backend, masks)
     transitions = {key: step.transition for key, step in steps.items()}
-    return out, (masks, inputs, states, transitions)
+    return out, (masks, borders, inputs, states, transitions)
 
 
 def _backward(scan: _Scan, saved: Any, cotangent: Array) -> Any:
-    masks, inputs, states, transitions = saved
-    leaf = scan.leaf
+    masks, borders, inputs, states, transitions = saved
+    leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     cache = with_states(leaf.init_cache(**inputs), states)
-    _, _, pull = leaf.extend_vjp(cache, **inputs, backend=scan.backend, **masks)
+    _, _, pull = extended_vjp(leaf, cache, inputs, scan.backend, masks)
     _, d_past = pull(cotangent)
     steps = [
-        Step(transitions[key], state, is_scaled(leaf)).adjoint(d_past[key].astype(state.dtype))
+        Step(transitions[key], state, is_scaled(leaf), is_open).adjoint(
+            kept(d_past[key], continues).astype(state.dtype)
+        )
         for key, state in states.items()
     ]
-    of_end = states_before(scan.line, steps, is_reversed=True)
+    of_end = states_before(scan.line, steps, borders, is_reversed=True)
     gradients, _ = pull(cotangent, dict(zip(states, of_end, strict=True)))
-    return None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
+    return None, None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
+
+
+def _of_device(line: Line, borders: Borders | None) -> tuple[Array | None, Array | None]:
+    """Whether its first token continues a segment (b,), and whether all its tokens do."""
+    if borders is None:
+        return None, None
+    return borders.continues[line.rank], borders.is_open[line.rank]
 
 
 _scanned.defvjp(_forward, _backward)

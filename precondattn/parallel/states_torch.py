@@ -23,16 +23,18 @@ from torch import Tensor
 from precondattn.parallel.piece_torch import Piece
 from precondattn.parallel.scan_torch import Line, states_before, tensors_sent
 from precondattn.parallel.states import (
+    Borders,
     Step,
     bytes_of_steps,
+    extended_vjp,
+    kept,
     refusal,
     steps_of_tokens,
     with_states,
 )
 
-__all__ = ["MASKS", "PASSED", "bytes_sent", "output", "refusal"]
+__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
 
-MASKS = ("lengths",)
 PASSED = "the states before them"
 SENDS_VALUES = False
 
@@ -51,16 +53,18 @@ def scanned(
     `begin` has the states before the first token, by their names in the leaf's cache. Without
     `with_end` no states are given away, and none are returned.
     """
-    leaf, masks, processes = piece.leaf, {}, piece.processes
-    valid = piece.masks.valid_of(processes.rank)
-    if valid is not None:
-        masks = {"lengths": valid.sum(1)}
+    leaf, processes = piece.leaf, piece.processes
+    masks = piece.masks.of_extension(processes.rank)
+    segments = piece.masks.segment
+    borders = None if segments is None else Borders.of(segments)
 
     def steps() -> dict[str, Step]:
         with torch.no_grad():
-            return steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
+            steps = steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
+        is_open = None if borders is None else borders.is_open[processes.rank]
+        return {key: step._replace(is_open=is_open) for key, step in steps.items()}
 
-    scan = _Scan(piece, processes.together(steps), masks, begin is not None, with_end)
+    scan = _Scan(piece, processes.together(steps), masks, borders, begin is not None, with_end)
     first = [] if begin is None else [begin[key] for key in scan.steps]
     out, *end = _Scanned.apply(scan, *piece.inputs.values(), *first)
     return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
@@ -81,6 +85,7 @@ class _Scan:
     piece: Piece
     steps: dict[str, Step]
     masks: Mapping[str, Any]
+    borders: Borders | None
     has_begin: bool
     with_end: bool
 
@@ -97,6 +102,18 @@ class _Scan:
     @property
     def is_last(self) -> bool:
         return self.piece.processes.rank == self.piece.processes.devices - 1
+
+    def states_before(self, steps: Sequence[Step], *, is_reversed: bool) -> list[Tensor] | None:
+        """Those of the process before, or in reverse the gradients of those after this one's."""
+        line = line_of(self.piece)._replace(is_reversed=is_reversed)
+        return states_before(line, steps, self.borders)
+
+    def of_segment(self, state: Tensor) -> Tensor:
+        """A state before this process's tokens, or its gradient: 0 where a segment begins there."""
+        borders = self.borders
+        return kept(
+            state, None if borders is None else borders.continues[self.piece.processes.rank]
+        )
 
     def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Those of the last process."""
@@ -129,12 +146,12 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
             steps = {
                 key: step._replace(state=step.on(cache.store[key])) for key, step in steps.items()
             }
-        before = states_before(line_of(scan.piece), list(steps.values()))
+        before = scan.states_before(list(steps.values()), is_reversed=False)
         if before is not None:
-            cache = with_states(cache, dict(zip(steps, before, strict=True)))
-        options = {"backend": scan.piece.backend, **scan.masks}
+            states = map(scan.of_segment, before)
+            cache = with_states(cache, dict(zip(steps, states, strict=True)))
         out, after, ctx.pull = processes.together(
-            lambda: leaf.extend_vjp(cache, **inputs, **options)
+            lambda: extended_vjp(leaf, cache, inputs, scan.piece.backend, scan.masks)
         )
         ctx.scan = scan
         end = scan.given_to_all([after.store[key] for key in steps]) if scan.with_end else []
@@ -146,8 +163,11 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         scan: _Scan = ctx.scan
         d_last = scan.added_up(d_end) if scan.with_end else None
         gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent, d_last))
-        steps = [step.adjoint(d_past[key].to(step.state.dtype)) for key, step in scan.steps.items()]
-        of_end = states_before(line_of(scan.piece)._replace(is_reversed=True), steps)
+        d_before = {key: scan.of_segment(d) for key, d in d_past.items()}
+        steps = [
+            step.adjoint(d_before[key].to(step.state.dtype)) for key, step in scan.steps.items()
+        ]
+        of_end = scan.states_before(steps, is_reversed=True)
         if of_end is not None:
             d_states = dict(zip(scan.steps, of_end, strict=True))
             gradients, d_past = ctx.pull(cotangent, d_states)

@@ -59,9 +59,6 @@ def refusal(call: Call, masks: Collection[str]) -> str | None:
         way = way_of(leaf)
         if way is None:
             return f"has no way to divide the tokens of {leaf}; use the layout 'heads'"
-        others = [name for name in masks if name not in way.MASKS]
-        if others:
-            return f"does not support {', '.join(others)} of {leaf}; use the layout 'heads'"
         reason: str | None = way.refusal(leaf, call.order, masks)
         if reason is not None:
             return reason

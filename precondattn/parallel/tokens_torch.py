@@ -73,9 +73,6 @@ def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | Non
         way = way_of(leaf)
         if way is None:
             return f"has no way to divide the tokens of {leaf}; use the layout 'heads'"
-        masks = [name for name in call.bound.masks if name not in way.MASKS]
-        if masks:
-            return f"does not support {', '.join(masks)} of {leaf}; use the layout 'heads'"
         reason: str | None = way.refusal(leaf, call.order)
         if reason is not None:
             return reason

@@ -581,6 +581,11 @@ def cases(mesh):
             f"{expression}, lengths",
             lambda e=expression: decoded(e, mesh, "contiguous", masks=("lengths",)),
         )
+    for expression in ("gated_delta", "ccq(lucid)", "gsa")[:: world - 1]:
+        yield (
+            f"{expression}, key_mask",
+            lambda e=expression: decoded(e, mesh, "contiguous", masks=("lengths", "key_mask")),
+        )
     few = {"masks": ("lengths",), "limits": (2, 0)}
     for expression in ("lucid", "laser"):
         yield (

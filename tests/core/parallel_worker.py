@@ -148,34 +148,48 @@ def in_order(
     tolerance=1e-10,
     kind="clustered",
     times=None,
+    bounds=None,
+    bad=None,
     **of,
 ):
-    """Tokens in the order of a layout, and the output and gradients in the same."""
+    """Tokens in the order of a layout, and the output and gradients in the same.
+
+    The token `bad` of the first sequence has a key head that is NaN.
+    """
     rank, world = mesh.get_local_rank(), mesh.size()
     of = {"t": 6 * world, "s": 6 * world, **of}
     m, x = whole(expression, layout_of(world, **of), kind)
+    if bad is not None:
+        x["k"][0, bad, 0] = math.nan
     x = {n: ((times or {}).get(n, 1) * a).to(dtype).requires_grad_() for n, a in x.items()}
-    masks = masks_of(masks, of["t"])
+    b = x["k"].shape[0]
+    masks = masks_of(masks, of["t"], b, bounds)
     expected = m(**x, **masks)
+    assert bool(expected.isnan().any()) == (bad is not None)
     cotangent = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
     of_all = torch.autograd.grad(expected, list(x.values()), cotangent)
     own = tokens_of(layout, of["t"], world, rank)
 
     def part(a, pattern):
         axis = time_of(pattern)
-        return a.detach().clone() if axis is None else a.detach()[:, own].clone()
+        if axis is None:
+            return a.detach().clone()
+        each = range(pattern.axes[axis].multiple)
+        return a.detach()[:, [len(each) * token + i for token in own for i in each]].clone()
 
     given = {n: part(a, m.inputs[n]).requires_grad_() for n, a in x.items()}
     if "lengths" in masks or "key_mask" in masks:  # Nothing of padding is read.
         for name, a in given.items():
             letters = m.inputs[name].letters
-            valid = visible(masks, of["t"], keys="t" not in letters)[:, own]
+            valid = visible(masks, of["t"], b, keys="t" not in letters)[:, own]
             if time_of(m.inputs[name]) is not None:
                 with torch.no_grad():
-                    a[~valid] = math.nan
+                    a[~valid.repeat_interleave(a.shape[1] // len(own), 1)] = math.nan
     of_tokens = {n: a if n in ("lengths", "cu_seqlens") else a[:, own] for n, a in masks.items()}
     out = context_parallel(m, mesh, layout=layout)(**given, **of_tokens)
-    require_equal(out, part(expected, m.program.output), "the output", tolerance)
+    true = part(expected, m.program.output)
+    assert torch.equal(out.isnan(), true.isnan())
+    require_equal(out.nan_to_num(), true.nan_to_num(), "the output", tolerance)
     gradients = torch.autograd.grad(out, list(given.values()), part(cotangent, m.program.output))
     for (name, pattern), found, true in zip(m.inputs.items(), gradients, of_all, strict=True):
         if time_of(pattern) is None:
@@ -187,27 +201,29 @@ def in_order(
     by_device = torch.cat(
         [expected[:, tokens_of(layout, of["t"], world, i)] for i in range(world)], 1
     )
-    assert torch.equal(to_layout(expected, layout, world), by_device)
-    assert torch.equal(from_layout(by_device, layout, world), expected)
+    assert torch.equal(to_layout(expected, layout, world).nan_to_num(), by_device.nan_to_num())
+    assert torch.equal(from_layout(by_device, layout, world), expected) or bad is not None
 
 
-def masks_of(names, t):
-    """Two sequences: segments that cross processes, and one of them shorter."""
-    bounds = [0, 1, t // 2 + 1, t - 2, t]
+def masks_of(names, t, b, bounds=None):
+    """One or two sequences: segments that cross processes, and one of them shorter.
+
+    In the second sequence each segment ends a token earlier.
+    """
+    bounds = bounds or [0, 1, t // 2 + 1, t - 2, t]
+    each = torch.arange(t) + torch.arange(b)[:, None]
     made = {
-        "lengths": torch.tensor([t - 3, t // 3]),
-        "key_mask": torch.arange(2 * t).view(2, t) % 5 != 1,
-        "segment_ids": torch.bucketize(
-            torch.arange(2 * t).view(2, t) % t, torch.tensor(bounds[1:]), right=True
-        ),
+        "lengths": torch.tensor([t - 3, t // 3])[:b],
+        "key_mask": torch.arange(b * t).view(b, t) % 5 != 1,
+        "segment_ids": torch.bucketize(each, torch.tensor(bounds[1:]), right=True),
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
     }
     return {name: made[name] for name in names}
 
 
-def visible(masks, t, *, keys):
+def visible(masks, t, b, *, keys):
     """The tokens that are not padding, or, of keys, that a key mask hides."""
-    valid = torch.ones(2, t, dtype=torch.bool)
+    valid = torch.ones(b, t, dtype=torch.bool)
     if keys and "key_mask" in masks:
         valid = masks["key_mask"]
     return valid & (torch.arange(t) < masks["lengths"][:, None]) if "lengths" in masks else valid
@@ -413,12 +429,14 @@ def refusals(mesh):
             "gla",
             by="zigzag",
         ),
-        "states of packed sequences": lambda: require_refused(
+        "states of segments that come again": lambda: require_refused(
             mesh,
-            ("does not support segment_ids of gla; use the layout 'heads'",),
+            ("segment_ids must be contiguous",),
             "gla",
             by="contiguous",
-            masks={"segment_ids": torch.zeros(2, 5 - mesh.get_local_rank(), dtype=torch.int64)},
+            masks={
+                "segment_ids": (torch.arange(5 - mesh.get_local_rank()) > 1).expand(2, -1).int()
+            },
         ),
         "an order that has other numbers": lambda: require_refused(
             mesh, ("expects 6, 3 tokens on the processes; found 5, 4",), by="cyclic[block=3]"
@@ -533,6 +551,58 @@ def in_small_blocks(mesh):
             in_order("lucid[beta=true]", mesh, layout, ("lengths", "segment_ids"))
     finally:
         solve_blocks_torch.BLOCK = block
+
+
+PACKED = {
+    1: ("linear", "kda", "linear[normalize=true]", "mesa(ssd)", "gsa", "delta_product"),
+    2: ("gated_delta", "comba", "dplr", "ccq(gated_delta)", "atk[learned=true](kda)"),
+}
+"""Recurrences of packed sequences, by the number of their sequences"""
+
+
+def packed_states(mesh):
+    """Segments that end with a process, within one, and go over three; and masked keys."""
+    world = mesh.size()
+    t = 6 * world
+    ends = {
+        "one that ends with a process": [6],
+        "one for all": [],
+        "two, and one of one token": [6 * world - 7, 6 * world - 6],
+        "one in each process": [6 * i + 2 for i in range(world)],
+    }
+
+    def packed(expression, given, bounds, b, **of):
+        in_order(expression, mesh, "contiguous", given, b=b, bounds=bounds, **of)
+
+    for b, expressions in PACKED.items():
+        for i, expression in enumerate(expressions):
+            name, bounds = list(ends.items())[i % len(ends)]
+            segments = "cu_seqlens" if b == 1 else "segment_ids"
+            more = (("lengths",), ("key_mask",), ())[i % 3]
+            given = (segments, *more)
+            yield (
+                f"{expression}, states, {' and '.join(given)}: {name}",
+                lambda e=expression, g=given, c=bounds, n=b: packed(e, g, [0, *c, t], n),
+            )
+    for expression in ("kda", "gsa", "ccq(gla)", "atk"):
+        yield (
+            f"{expression}, states, segment_ids: NaN in one of them",
+            lambda e=expression: packed(e, ("segment_ids",), [0, 2, t - 4, t], 2, bad=4),
+        )
+    yield (
+        "ccq(gla), states, segment_ids: one token on each process",
+        lambda: in_order(
+            *("ccq(gla)", mesh, "contiguous", ("segment_ids",)),
+            bounds=[0, world // 2, world],
+            t=world,
+            s=world,
+        ),
+    )
+    for expression in ("retention", "mesa", "ccq(gla)", "gated_delta"):
+        yield (
+            f"{expression}, states, key_mask",
+            lambda e=expression: in_order(e, mesh, "contiguous", ("key_mask", "lengths")),
+        )
 
 
 def orders(mesh):
@@ -652,6 +722,8 @@ def cases(mesh):
         )
     yield "heads, by default", lambda: chosen_by_default(mesh)
     yield from orders(mesh)
+    number = {2: slice(0, None, 2), 3: slice(1, None, 2)}.get(world, slice(None))
+    yield from list(packed_states(mesh))[number]
     few = layout_of(world, t=world, s=world, heads=(3, 1))
     yield (
         "softmax, ring, float32",

@@ -43,15 +43,18 @@ def problem(expression, tokens, kind="clustered", **sizes):
     return m, make_inputs(m, Layout("test", t=tokens, s=tokens, **sizes), kind)
 
 
-def masks_of(names, tokens):
-    """Two sequences: segments that cross devices, and one of them shorter."""
-    bounds = [1, tokens // 2 + 1, tokens - 2]
+def masks_of(names, tokens, bounds=None):
+    """Two sequences: segments that cross devices, and one of them shorter.
+
+    In the second sequence each segment ends a token earlier.
+    """
+    bounds = [1, tokens // 2 + 1, tokens - 2] if bounds is None else bounds
+    each = np.arange(tokens) + np.arange(2)[:, None]
     made = {
         "lengths": np.asarray([tokens - 3, tokens // 3]),
         "key_mask": np.arange(2 * tokens).reshape(2, tokens) % 5 != 1,
-        "segment_ids": np.searchsorted(bounds, np.arange(2 * tokens) % tokens, side="right"),
+        "segment_ids": np.searchsorted(bounds, each, side="right"),
     }
-    made["segment_ids"] = made["segment_ids"].reshape(2, tokens)
     return {name: made[name] for name in names}
 
 
@@ -77,12 +80,22 @@ def require_near(found, expected, what, tolerance):
     assert error < tolerance, f"{what}: {error:.2e}"
 
 
-def check(expression, layout, devices, each, masks=(), dtype="float64", kind="clustered", **sizes):
+def check(
+    expression,
+    layout,
+    devices,
+    each,
+    masks=(),
+    dtype="float64",
+    kind="clustered",
+    bounds=None,
+    **sizes,
+):
     """Output and gradients, of tokens that are divided, are those of NumPy on all of them."""
     tokens = devices * each
     m, x = problem(expression, tokens, kind, **sizes)
     x = {name: np.array(jnp.asarray(a, dtype), np.float64) for name, a in x.items()}
-    masks = masks_of(masks, tokens)
+    masks = masks_of(masks, tokens, bounds)
     expected, pull = m.vjp(**x, **masks)
     weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
     of_one = pull(weight)
@@ -142,6 +155,41 @@ def test_half_precision_goes_around_and_is_computed_in_float32():
 
 def test_states_are_scanned_and_multiplied_by_transitions():
     check("gated_delta", "contiguous", 4, 5, masks=("lengths",), h=4, n=4)
+
+
+@pytest.mark.parametrize(
+    ("expression", "masks", "bounds"),
+    [
+        ("gated_delta", ("segment_ids", "key_mask"), [5, 18]),
+        pytest.param("ccq(gla)", ("segment_ids", "lengths"), [2, 7, 12], marks=pytest.mark.slow),
+        pytest.param("linear", ("segment_ids",), [5], marks=pytest.mark.slow),
+        pytest.param("kda", ("segment_ids",), [3], marks=pytest.mark.slow),
+        pytest.param("mesa(ssd)", ("segment_ids", "key_mask"), [5], marks=pytest.mark.slow),
+        pytest.param("gsa", ("segment_ids",), [2, 16], marks=pytest.mark.slow),
+        pytest.param("atk(gated_delta)", ("segment_ids",), [5, 10], marks=pytest.mark.slow),
+        pytest.param("dplr", ("segment_ids",), [5], marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_packed_segments_are_scanned(expression, masks, bounds):
+    check(expression, "contiguous", 4, 5, masks=masks, bounds=bounds, h=4, n=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["gated_delta", "ccq(gla)"])
+def test_a_state_that_is_nan_spoils_its_own_segment_only(expression):
+    m, x = problem(expression, 20, h=4, n=4)
+    x["k"][0, 4, 0] = np.nan
+    masks = masks_of(("segment_ids",), 20, [2, 16])
+    expected, pull = m.vjp(**x, **masks)
+    assert np.isnan(expected).any()
+    x, masks = ({n: jnp.asarray(a) for n, a in of.items()} for of in (x, masks))
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    out, pull_divided = jax.vjp(jax.jit(lambda x: attn(**x, **masks)), x)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-10)
+    weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
+    (found,), true = pull_divided(jnp.asarray(weight)), pull(weight)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, true[name], rtol=1e-10, atol=1e-10, err_msg=name)
 
 
 def test_sums_with_a_factor_for_each_number_are_scanned():
@@ -337,7 +385,6 @@ def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
         ("softmax", "cyclic[block=3]", 16, {}, "q has 16 tokens; .* a multiple of 12 on 4"),
         ("softmax[sink=true]", "zigzag", 8, {}, "without bias, gate, sink or window"),
         ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
-        ("gla", "contiguous", 8, {"key_mask": np.ones((2, 8), bool)}, "key_mask of gla"),
         ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
         ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),
         ("path", "contiguous", 8, {}, "no way to divide the tokens of path"),
