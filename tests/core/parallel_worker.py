@@ -722,8 +722,8 @@ def cases(mesh):
         )
     yield "heads, by default", lambda: chosen_by_default(mesh)
     yield from orders(mesh)
-    number = {2: slice(0, None, 2), 3: slice(1, None, 2)}.get(world, slice(None))
-    yield from list(packed_states(mesh))[number]
+    some = {2: slice(0, None, 3), 3: slice(1, None, 2), 4: slice(0, None, 2)}[world]
+    yield from list(packed_states(mesh))[some]
     few = layout_of(world, t=world, s=world, heads=(3, 1))
     yield (
         "softmax, ring, float32",
