@@ -326,7 +326,7 @@ def refusals(mesh):
     plain = pa.GatedDelta()
     start = plain.init_cache(**its)
     begun = plain.extend(start, **one)[1]
-    of_heads = context_parallel("lucid", mesh)
+    of_heads = context_parallel("lucid", mesh, layout="heads")
     cyclic = context_parallel("lucid", mesh, layout="cyclic[block=4]")
     both = context_parallel("ccq", mesh, layout="contiguous")
     tokens = pa.Lucid().init_cache(**mine, capacity=4)

@@ -112,6 +112,27 @@ def test_what_can_not_be_divided_is_named(expression, layout, words):
     m = pa.parse(expression)
     x = {n: jnp.asarray(a) for n, a in make_inputs(m, layout, "random").items()}
     with pytest.raises(ValueError, match=words):
+        context_parallel(m, mesh_of(AxisType.Auto), "cp", layout="heads")(**x)
+
+
+@pytest.mark.parametrize(
+    ("expression", "h", "layout"),
+    [("lucid", 4, "heads"), ("lucid", 6, "contiguous"), ("retention", 4, "contiguous")],
+)
+def test_a_layout_is_chosen_by_default(expression, h, layout):
+    m = pa.parse(expression)
+    x = make_inputs(m, TOKENS._replace(h=h, n=h), "random")
+    x = {n: jnp.asarray(a) for n, a in x.items()}
+    attn = context_parallel(m, mesh_of(AxisType.Auto), "cp")
+    assert attn.explain(**x).layout == layout
+    assert jnp.allclose(attn(**x), m(**x), atol=1e-12)
+
+
+def test_the_reasons_of_both_layouts_are_given():
+    m = pa.parse("path")
+    x = make_inputs(m, TOKENS._replace(h=6, n=6), "random")
+    x = {n: jnp.asarray(a) for n, a in x.items()}
+    with pytest.raises(ValueError, match="layout 'heads' .*; layout 'contiguous' has no way"):
         context_parallel(m, mesh_of(AxisType.Auto), "cp")(**x)
 
 
