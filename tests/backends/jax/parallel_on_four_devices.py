@@ -132,7 +132,7 @@ def test_the_reasons_of_both_layouts_are_given():
     m = pa.parse("path")
     x = make_inputs(m, TOKENS._replace(h=6, n=6), "random")
     x = {n: jnp.asarray(a) for n, a in x.items()}
-    with pytest.raises(ValueError, match="layout 'heads' .*; layout 'contiguous' has no way"):
+    with pytest.raises(ValueError, match=r"layout 'heads' .*; layout 'contiguous' has no way"):
         context_parallel(m, mesh_of(AxisType.Auto), "cp")(**x)
 
 
