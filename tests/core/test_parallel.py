@@ -37,7 +37,10 @@ def processes(world, folder, *more, module="parallel_worker", **options):
             worker.kill()
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 5), (2, 190), (3, 156), (4, 161), (8, 6)])
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [(1, 5), (2, 190), pytest.param(3, 156, marks=pytest.mark.slow), (4, 161), (8, 6)],
+)
 def test_sequences_divided_among_processes(world, count, tmp_path):
     with processes(world, tmp_path) as workers:
         assert [worker.wait(timeout=600) for worker in workers] == [0] * world

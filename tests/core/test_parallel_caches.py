@@ -17,7 +17,9 @@ if not torch.distributed.is_available():
 from tests.core.test_parallel import processes
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 3), (2, 131), (3, 41), (4, 35)])
+@pytest.mark.parametrize(
+    ("world", "count"), [(1, 3), (2, 131), pytest.param(3, 41, marks=pytest.mark.slow), (4, 35)]
+)
 def test_caches_divided_among_processes(world, count, tmp_path):
     with processes(world, tmp_path, module="parallel_cache_worker") as workers:
         assert [worker.wait(timeout=600) for worker in workers] == [0] * world
