@@ -91,7 +91,7 @@ class Problem(NamedTuple):
         does not decide.
         """
         xp = namespace(least)
-        if xp.any(search.size * least > allowed * allowed):
+        if xp.any(Residual(search.size * least, allowed * allowed).is_large()):
             return True
         return bool(xp.any(Residual(_length(search.r), allowed).is_large()))
 
