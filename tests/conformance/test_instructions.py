@@ -35,6 +35,12 @@ def test_a_count_is_worse_beyond_the_slack(monkeypatch, tmp_path, now, code, ver
     assert verdict in text
 
 
+def test_small_calls_have_more_slack(monkeypatch, tmp_path):
+    for now, code in ((1030, 0), (1050, 1)):
+        found = {"overhead_lucid": now}
+        assert run(monkeypatch, tmp_path, found, {"overhead_lucid": 1000})[0] == code
+
+
 def test_one_worse_row_among_others_fails(monkeypatch, tmp_path):
     counted = {"lucid": 1000, "path": 1100}
     code, _ = run(monkeypatch, tmp_path, counted, {"lucid": 1000, "path": 1000})
