@@ -39,6 +39,18 @@ class Processes(NamedTuple):
         agreed(self.owner, self.group, self.device, error=error)
 
 
+def check_mesh(owner: str, mesh: object, example: str) -> None:
+    """Raise an error for what is no mesh of one dimension, such as the example is."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{owner}: mesh must be a DeviceMesh, such as {example}; found {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{owner}: mesh must have one dimension, such as {example}; found {mesh.ndim}"
+        )
+
+
 def processes_of(owner: str, mesh: DeviceMesh) -> Processes:
     """Those of a mesh of one dimension."""
     return Processes(owner, mesh.get_group(), mesh.get_local_rank(), mesh.size(), device_of(mesh))

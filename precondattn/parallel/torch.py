@@ -15,7 +15,7 @@ from precondattn.cache import Cache
 from precondattn.parallel import cached_torch, heads_torch, start_torch, tokens_torch
 from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
-from precondattn.parallel.call_torch import Call, processes_of
+from precondattn.parallel.call_torch import Call, check_mesh, processes_of
 from precondattn.parallel.divided_cache_torch import DividedCache
 from precondattn.parallel.heads import Axes
 from precondattn.parallel.layouts import Order
@@ -79,14 +79,7 @@ def context_parallel(
     if isinstance(mechanism, str):
         mechanism = parse(mechanism)
     owner = f"context_parallel({mechanism})"
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"{owner}: mesh must be a DeviceMesh, such as mesh['cp']; found {type(mesh).__name__}"
-        )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{owner}: mesh must have one dimension, such as mesh['cp']; found {mesh.ndim}"
-        )
+    check_mesh(owner, mesh, "mesh['cp']")
     try:
         order = None if layout == "heads" else Order.read(layout or "contiguous")
     except ValueError as error:

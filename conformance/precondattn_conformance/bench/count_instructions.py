@@ -50,7 +50,7 @@ def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> 
 
 
 def switch_on() -> None:
-    """Let valgrind look at instructions from here on: what came before is ten times as fast."""
+    """Let valgrind look at instructions from here on, and not at what is imported before."""
     control = subprocess.Popen(
         ["callgrind_control", "--instr=on", str(os.getpid())],
         stdout=subprocess.PIPE,

@@ -66,21 +66,12 @@ def divide_weights(model: Any, mesh: DeviceMesh) -> None:
     >>> divide_tokens(model, mesh["cp"], layout="contiguous")  # doctest: +SKIP
     >>> model = fully_shard(model, mesh=mesh["dp", "cp"])  # doctest: +SKIP
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     from precondattn.layers.torch.divided import check_apart
     from precondattn.layers.torch.module import Declared
     from precondattn.parallel.agreement_torch import agreed
-    from precondattn.parallel.call_torch import device_of
+    from precondattn.parallel.call_torch import check_mesh, device_of
 
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"{OWNER}: mesh must be a DeviceMesh, such as mesh['tp']; found {type(mesh).__name__}"
-        )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{OWNER}: mesh must have one dimension, such as mesh['tp']; found {mesh.ndim}"
-        )
+    check_mesh(OWNER, mesh, "mesh['tp']")
     modules = {
         name: module for name, module in model.named_modules() if isinstance(module, Declared)
     }
