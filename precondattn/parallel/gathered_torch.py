@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from precondattn.parallel.exchange_torch import exchanged
+from precondattn.parallel.gathered import gathered_inputs
+from precondattn.parallel.gathered import refusal as refusal_of_leaf
 from precondattn.parallel.layouts import Order, Part
 from precondattn.parallel.piece_torch import Piece
 
@@ -28,17 +30,12 @@ SENDS_VALUES = True
 
 def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why keys are not gathered; None where they are."""
-    for name, pattern in leaf.inputs.items():
-        if {"t", "s"} <= set(pattern.letters):
-            return f"divides tokens, and {name} of {leaf} is of pairs; use the layout 'heads'"
-    if not leaf.offers.causal:
-        return f"gathers the keys before a query, and {leaf} is not causal; use the layout 'heads'"
-    return None
+    return refusal_of_leaf(leaf)
 
 
 def output(piece: Piece) -> Tensor:
     """The output of this process's tokens."""
-    own = [name for name, pattern in piece.leaf.inputs.items() if "s" in pattern.letters]
+    own = gathered_inputs(piece.leaf)
     whole = dict(zip(own, _Gathered.apply(piece, *(piece.inputs[n] for n in own)), strict=True))
 
     def attended() -> Tensor:
@@ -54,8 +51,7 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
     others = piece.processes.devices - 1
     return {
         name: others * piece.inputs[name].numel() * piece.inputs[name].dtype.itemsize
-        for name, pattern in piece.leaf.inputs.items()
-        if "s" in pattern.letters
+        for name in gathered_inputs(piece.leaf)
     }
 
 

@@ -25,7 +25,6 @@ from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_jax import Line, Masks, Piece
 from precondattn.parallel.rectangles import Rectangle, seen
 from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, Whole, read_of
-from precondattn.parallel.ring_reads import refusal as refusal_of_softmax
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
 
@@ -40,7 +39,7 @@ def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
     if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
         return f"does not support segment_ids of {leaf}; use the layout 'contiguous' or 'heads'"
-    return refusal_of_softmax(leaf, order)
+    return None
 
 
 def output(piece: Piece) -> Array:

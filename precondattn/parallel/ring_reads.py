@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.parallel.layouts import Order
 from precondattn.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -125,12 +124,3 @@ def goes_around(leaf: Leaf) -> bool:
     """Whether parts of the keys are all that a query's output is merged from."""
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
     return set(leaf.inputs) == {"q", "k", "v"} and leaf.window is None and leaf.read in READS
-
-
-def refusal(leaf: Leaf, order: Order) -> str | None:
-    """Why softmax attention can not go around a ring; None where it can."""
-    if not goes_around(leaf):
-        return (
-            "divides softmax attention without bias, gate, sink or window; use the layout 'heads'"
-        )
-    return None

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,21 @@ from torch import Tensor
 
 from precondattn.arrays import upcast
 from precondattn.parallel.call_torch import tried
+from precondattn.parallel.layouts import Order
 from precondattn.parallel.piece_torch import Piece, crossing
-from precondattn.parallel.ring_reads import Whole, read_of, refusal
+from precondattn.parallel.ring_reads import Whole, read_of
 from precondattn.spec.softmax import Softmax
 
-__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
 
 PASSED = "the keys of two other processes at a time"
 SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """None: every leaf that `goes_around` can be divided in every order."""
+    return None
 
 
 def output(piece: Piece) -> Tensor:

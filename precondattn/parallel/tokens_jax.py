@@ -4,6 +4,8 @@ The ways are those of PyTorch (`tokens_torch.py`), each as one program of all de
 
     local   leaves that compute each token by itself, such as norms and feature maps
     ring    softmax attention: keys and values go around            (`ring_jax.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
+                                                                    (`gathered_jax.py`)
     solve   LUCID: solved blocks are given to all                   (`solve_jax.py`)
     scan    recurrences: the states before the tokens               (`states_jax.py`)
 """
@@ -29,12 +31,14 @@ from precondattn.execution.masks import (
     is_contiguous,
     nan_where_invalid,
 )
-from precondattn.parallel import local_jax, ring_jax, solve_jax, states_jax
+from precondattn.parallel import gathered_jax, local_jax, ring_jax, solve_jax, states_jax
 from precondattn.parallel.call_jax import MASKS, Arguments, Call
 from precondattn.parallel.piece_jax import Line, Masks, Piece
+from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local_jax,
     Softmax: ring_jax,
+    Path: gathered_jax,
     LucidSolve: solve_jax,
     LinearFamily: states_jax,
     **dict.fromkeys(SUMS, states_jax),
@@ -116,7 +121,8 @@ def bytes_sent(call: Call) -> dict[str, int]:
 
 def way_of(leaf: Leaf) -> ModuleType | None:
     """How the tokens of a leaf are divided; None where no way is built."""
-    return next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    return gathered_jax if way is ring_jax and not goes_around(leaf) else way
 
 
 def _line(call: Call) -> Line:

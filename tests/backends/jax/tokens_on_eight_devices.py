@@ -258,6 +258,41 @@ def test_rings_in_every_layout(expression, layout, mask):
     check(expression, layout, 4, 10, masks=mask, kind="duplicate")
 
 
+def test_keys_of_path_are_gathered_with_padding():
+    check("path", "zigzag", 4, 6, masks=("lengths", "key_mask"))
+
+
+GATHERED = (
+    *("path", "path[window=3]", "path[forget=unscaled]", "qk_norm(path)"),
+    *("softmax[window=3]", "softmax[forget=unscaled]", "softmax[sink=true]"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
+@pytest.mark.parametrize("mask", [(), ("segment_ids", "key_mask"), ("lengths",)])
+@pytest.mark.parametrize("expression", GATHERED)
+def test_keys_are_gathered_in_every_layout(expression, layout, mask):
+    check(expression, layout, 4, 6, masks=mask, kind="duplicate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_are_gathered_in_other_precisions(dtype):
+    check("path", "contiguous", 8, 3, dtype=dtype, kind="random")
+
+
+def test_gathered_keys_are_as_many_bytes_as_explained():
+    m, x = problem("path", 20)
+    attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
+    x = {name: jnp.asarray(a) for name, a in x.items()}
+    own = [name for name, pattern in m.inputs.items() if "s" in pattern.letters]
+    assert set(collectives(compiled(attn, 4, x))) == {"all-gather"}
+    plan = attn.explain(**x)
+    assert plan.bytes_sent == {f"{name} for out": 3 * x[name].nbytes // 4 for name in own}
+    assert "the keys of all devices" in str(plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "cyclic[block=2]"])
 def test_rings_without_causality(layout):
@@ -383,11 +418,12 @@ def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
         ("softmax", "contiguous", 7, {}, "q has 7 tokens; .* a multiple of 4 on 4 devices"),
         ("softmax", "zigzag", 12, {}, "q has 12 tokens; .* a multiple of 8 on 4 devices"),
         ("softmax", "cyclic[block=3]", 16, {}, "q has 16 tokens; .* a multiple of 12 on 4"),
-        ("softmax[sink=true]", "zigzag", 8, {}, "without bias, gate, sink or window"),
+        ("softmax[bias=true]", "zigzag", 8, {}, "bias of softmax.* is of pairs"),
+        ("softmax[causal=false,window=2]", "zigzag", 8, {}, "keys before a query, and .* causal"),
         ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
         ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
         ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),
-        ("path", "contiguous", 8, {}, "no way to divide the tokens of path"),
+        ("deltaformer", "contiguous", 8, {}, "no way to divide the tokens of deltaformer"),
         (
             "softmax[causal=false]",
             "zigzag",
