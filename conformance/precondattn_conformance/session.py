@@ -16,7 +16,6 @@ from precondattn_conformance.cases import case_of, cases, known_cases
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.design.coverage import Pairs, pairs
 from precondattn_conformance.division import cases as division
-from precondattn_conformance.division.processes import TIMEOUT as TIMEOUT_OF_PROCESSES
 from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.expectations import Expectations, name_of
 from precondattn_conformance.grid import LEVELS
@@ -49,14 +48,14 @@ class Session:
     """The number of processes. None: one per core, or a single one if a device is given. 0: run
     the cases in this process."""
     devices: int | None = None
-    """If given, the cases are of sequences that so many processes divide."""
+    """If given, the cases are of sequences that so many devices divide."""
     inside: str | None = None
     """A context manager for the calls of those processes, "module:function"."""
 
     @property
     def seconds(self) -> float:
-        """Those for a case."""
-        return self.timeout or (TIMEOUT if self.devices is None else TIMEOUT_OF_PROCESSES)
+        """Those for a case that one process computes."""
+        return self.timeout or TIMEOUT
 
     @property
     def under_test(self) -> str | None:
@@ -183,7 +182,7 @@ class Session:
                 not_skipped,
                 self.devices,
                 backend,
-                timeout=self.seconds,
+                timeout=self.timeout,
                 inside=self.inside,
                 started=started,
             ):
@@ -195,7 +194,11 @@ class Session:
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
-        options: dict[str, Any] = {"timeout": self.seconds, "jobs": jobs, "started": started}
+        options: dict[str, Any] = {
+            "timeout": self.timeout or TIMEOUT,
+            "jobs": jobs,
+            "started": started,
+        }
         for outcome in run_isolated(
             not_skipped, backend, self.device, **options, expected=expectations.expects
         ):

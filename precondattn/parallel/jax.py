@@ -132,6 +132,12 @@ class ContextParallel:
             check_vma=False,
         )(given)
 
+    def refusal(self, *arrays: Any, backend: Any = None, **named: Any) -> str | None:
+        """Why the layout can not divide a call with these arguments; None where it can."""
+        given, call, _ = self._described(arrays, named, backend)
+        way, refused = self._way_of(call, given)
+        return refused if way is None else None
+
     def explain(self, *arrays: Any, backend: Any = None, **named: Any) -> Plan:
         """How a call with these arguments is divided, and what each device sends."""
         _, call, way, _ = self._checked(arrays, named, backend)
@@ -146,17 +152,30 @@ class ContextParallel:
 
     def _checked(self, arrays: Any, named: dict[str, Any], backend: Any) -> Any:
         """The arguments, the call, how it is divided, and whether they are parts of a device."""
+        given, call, is_part = self._described(arrays, named, backend)
+        way, refused = self._way_of(call, given)
+        if way is None:
+            raise ValueError(f"{self.owner}: {refused}")
+        way.check(call, given, is_part=is_part)
+        return given, call, way, is_part
+
+    def _described(
+        self, arrays: Any, named: dict[str, Any], backend: Any
+    ) -> tuple[Arguments, Call, bool]:
+        """The arguments, the call, and whether they are parts of a device."""
         given = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        call = self._call(given.inputs, backend, is_part=is_part)
+        return given, self._call(given.inputs, backend, is_part=is_part), is_part
+
+    def _way_of(self, call: Call, given: Arguments) -> tuple[ModuleType | None, str]:
+        """How a call is divided; or None, and why no layout can divide it."""
         reasons = []
         for way in self._ways():
             refused = way.refusal(call, given.masks)
             if refused is None:
-                way.check(call, given, is_part=is_part)
-                return given, call, way, is_part
+                return way, ""
             reasons.append(f"layout {self._name_of(way)!r} {refused}")
-        raise ValueError(f"{self.owner}: {'; '.join(reasons)}")
+        return None, "; ".join(reasons)
 
     def _ways(self) -> tuple[ModuleType, ...]:
         """How a call may be divided: the first that does not refuse it."""

@@ -1,4 +1,4 @@
-"""`precondattn conformance --devices`: sequences that processes divide, and processes that fail."""
+"""`precondattn conformance --devices`: sequences that devices divide, and processes that fail."""
 
 import os
 import subprocess
@@ -88,13 +88,33 @@ def test_processes_that_wait_in_vain_are_ended(monkeypatch):
     assert 'broken_processes.py", line' in hung.details
 
 
+def test_devices_of_jax_compare_refuse_and_are_found_wrong(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    pytest.importorskip("jax")
+    cases = [
+        case
+        for name in ("lucid", "gated_delta", "softmax[softcap=5]")
+        for case in divided_cases(
+            2, only_libraries=("jax",), only_mechanisms=(name,), only_checks=("zigzag",)
+        )
+    ]
+    plain, masked, *others = run_divided(cases, 2, inside="broken_devices:faults")
+    assert (plain.status, masked.status) == ("passed", "passed")
+    refused, _, wrong, _ = others
+    assert "tokens that are not consecutive" in refused.reason
+    assert "is off by" in wrong.reason
+    assert "of device" in wrong.reason
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
-def test_parts_put_together_are_the_whole(order, devices):
+def test_parts_put_together_are_the_whole(order, devices, library):
     for words in ("uneven", "one_token_each", "one_key_head", "long"):
-        sizes = sizes_of(words, order, devices)
+        sizes = sizes_of(words, order, devices, library)
         parts = Parts.of(order, sizes, devices)
         assert all(len(of) for of in parts.tokens["t"])
+        assert library == "torch" or len({len(of) for of in parts.tokens["t"]}) == 1
         m = pa.parse("delta_product")
         for name, x in make_inputs(m, sizes._replace(b=1, d=2, e=2), "random").items():
             pattern = m.inputs[name]

@@ -5,14 +5,14 @@ smoke    every mechanism that a class declares in each layout, once plainly and 
 full     every mechanism in each layout, with all entries
 stress   full, and sequences of several blocks of LUCID's solve
 
-Numbers of tokens and heads are those of the devices: few tokens each, not equally many, and heads
-that can be divided. A zigzag has an even number of tokens.
+Numbers of tokens and heads are those of the devices: few tokens each, in PyTorch not equally many,
+and heads that can be divided. A zigzag has an even number of tokens. In JAX all have equally many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 
 import precondattn as pa
 from precondattn_conformance.case import Case
@@ -20,13 +20,14 @@ from precondattn_conformance.cases import case_of as any_case_of
 from precondattn_conformance.cases import has_result
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.division.parts import ORDERS
+from precondattn_conformance.division.processes import WORKERS
 from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.inputs import Layout
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import HALF, WIDE, installed
 
-LIBRARIES = ("torch",)
-"""Those in which sequences are divided among processes."""
+BY_DEFAULT = ("torch",)
+"""The libraries of a run that names none: in JAX each case is compiled, for seconds."""
 LEAST, MOST = 2, 64
 """Devices"""
 BLOCK = 2
@@ -58,11 +59,14 @@ LONG_TOKENS = 601
 """Of each device: more than a block of LUCID's solve"""
 
 
-def sizes_of(words: str, order: str, devices: int) -> Layout:
+def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> Layout:
     """The sizes and masks of an entry, for some devices."""
     kind, _, mask = words.partition(".")
     pair = 2 if order == "zigzag" else 1
+    is_even = library != "torch"
     t = s = (6 if order == "zigzag" else 5) * devices - pair
+    if is_even:
+        t = s = (5 if order in ("heads", "contiguous") else 6) * devices
     b, h, n, block, values = 2, 2 * devices, devices, BLOCK, 2
     if kind == "one_key_head":
         n = 1
@@ -74,7 +78,8 @@ def sizes_of(words: str, order: str, devices: int) -> Layout:
     elif kind == "fewer_queries":
         t = 2 * devices
     elif kind == "long":
-        b, t = 1, LONG_TOKENS * devices // pair * pair
+        each = LONG_TOKENS // LONG_BLOCK * LONG_BLOCK if is_even else LONG_TOKENS
+        b, t = 1, each * devices // pair * pair
         s, h, n, block, values = t, devices, devices, LONG_BLOCK, 1
     made = Layout("", b=b, t=t, s=s, h=h, n=n, values_per_head=values, block=block)
     return named(made._replace(mask=mask or None))
@@ -107,15 +112,17 @@ def divided_cases(
         for name in names:
             if name not in known:
                 raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
-    for library in only_libraries or LIBRARIES:
+    libraries = only_libraries or BY_DEFAULT
+    for library in libraries:
         require_divided(library)
     mechanisms = [str(pa.parse(text)) for text in only_mechanisms] or expressions()
-    turn = count()
-    for mechanism in mechanisms:
-        is_only = bool(only_mechanisms)
+    is_only = bool(only_mechanisms)
+    turns = {library: count() for library in libraries}
+    for library, mechanism in product(libraries, mechanisms):
+        turn = turns[library]
         for number, order in enumerate(ORDERS):
             for words, dtype, kind in _entries(level, mechanism, number, turn, is_only=is_only):
-                sizes = sizes_of(words, order, devices)
+                sizes = sizes_of(words, order, devices, library)
                 if sizes.t < sizes.s and order != "heads":
                     continue  # Others are of tokens that are queries and keys.
                 if only_dtypes and dtype not in only_dtypes:
@@ -123,7 +130,7 @@ def divided_cases(
                 if only_checks and order not in only_checks:
                     continue
                 if has_result(mechanism, sizes, kind):
-                    yield Case(order, mechanism, "torch", dtype, sizes, kind)
+                    yield Case(order, mechanism, library, dtype, sizes, kind)
 
 
 def _entries(
@@ -140,10 +147,10 @@ def _entries(
 
 
 def require_divided(library: str) -> None:
-    """Raise a ValueError for a library in which no processes divide a sequence."""
-    if library not in LIBRARIES:
+    """Raise a ValueError for a library in which sequences are not divided."""
+    if library not in WORKERS:
         raise ValueError(
-            f"--devices compares sequences that processes of {', '.join(LIBRARIES)} divide; "
+            f"--devices compares sequences that devices of {' or '.join(WORKERS)} divide; "
             f"found the library {library!r}"
         )
     if library not in installed():

@@ -1,10 +1,11 @@
-"""Which tokens each process has, and arrays cut into its part and put together again.
+"""Which tokens each device has, and arrays cut into its part and put together again.
 
-    contiguous, heads    T // P tokens each, and one more on the first T % P processes
+    contiguous, heads    T // P tokens each, and one more on the first T % P devices
     zigzag               the same of pairs of tokens
     cyclic               blocks of B tokens, in turn; B is the block of the case's sizes
 
-So processes have different numbers of tokens where P does not divide them.
+So devices have different numbers of tokens where P does not divide them. In PyTorch a device is a
+process.
 """
 
 from __future__ import annotations
@@ -108,10 +109,13 @@ class Parts(NamedTuple):
         return time, [(axis.multiple * of[:, None] + each).ravel() for of in own]
 
 
-def masks_of(sizes: Layout) -> Arrays:
-    """The masks of a call. Segments of one sequence are given by their bounds, `cu_seqlens`."""
+def masks_of(sizes: Layout, library: str) -> Arrays:
+    """The masks of a call.
+
+    In PyTorch, segments of one sequence are given by their bounds, `cu_seqlens`.
+    """
     masks = sizes.masks()
-    if sizes.b == 1 and "segment_ids" in masks:
+    if library == "torch" and sizes.b == 1 and "segment_ids" in masks:
         (ids,) = masks.pop("segment_ids")
         ends = np.flatnonzero(np.diff(ids)) + 1
         masks["cu_seqlens"] = np.asarray([0, *ends, len(ids)], dtype=np.int32)

@@ -1,11 +1,12 @@
 """The processes that divide calls, from outside: started, asked together, and replaced.
 
-    processes = Processes(4, backend=None, timeout=25)
-    replies = processes.run(parts)      # one part of a call for each
+    processes = Processes(4, "torch")
+    replies = processes.run(parts)      # of each device
     processes.stop()
 
-They exchange by gloo, and find each other by a file. If one dies, or one has an error and another
-gives no reply, all are ended, and the next call starts new ones.
+In PyTorch each device is a process. They exchange by gloo, and find each other by a file. In JAX
+one process has all devices. If one dies, or one has an error and another gives no reply, all are
+ended, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from typing import Any
 
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.cores import shared_by
-from precondattn_conformance.division.worker import PartOfCall, Reply, Start, serve
+from precondattn_conformance.division import jax_worker, torch_worker
+from precondattn_conformance.division.replies import PartOfCall, Reply, Start
 from precondattn_conformance.inside import context_manager
 from precondattn_conformance.isolation import cause
 from precondattn_conformance.status import FAILED
 
-TIMEOUT = 25.0
-"""Seconds for one call."""
+WORKERS = {"torch": torch_worker, "jax": jax_worker}
+"""By library in which sequences are divided."""
+TIMEOUTS = {"torch": 25.0, "jax": 120.0}
+"""Seconds for one call, which JAX compiles."""
 TO_START = 120.0
 """Seconds until all have imported what they need, and found each other."""
 TO_FOLLOW = 3.0
@@ -43,23 +47,26 @@ class LostError(Exception):
 
 
 class Processes:
-    """P processes of `serve`. They start with the first call."""
+    """The processes of a library. They start with the first call."""
 
     def __init__(
         self,
         devices: int,
+        library: str,
         backend: Backend = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
         inside: str | None = None,
     ) -> None:
         if inside is not None:
             context_manager(inside)  # An error of its name is that of the whole run.
-        self.devices, self.backend, self.timeout, self.inside = devices, backend, timeout, inside
+        self.devices, self.library, self.backend = devices, library, backend
+        self.timeout, self.inside = timeout or TIMEOUTS[library], inside
+        self.count = devices if library == "torch" else 1
         self.started: list[tuple[Any, Connection]] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, parts: Sequence[PartOfCall]) -> list[Reply]:
-        """The replies of all processes.
+        """The replies of all devices.
 
         Raises
         ------
@@ -71,12 +78,13 @@ class Processes:
         if not self.started:
             self._start()
         connections = [connection for _, connection in self.started]
-        for connection, part in zip(connections, parts, strict=True):
+        each = self.devices // self.count
+        for rank, connection in enumerate(connections):
             with suppress(BrokenPipeError):  # Then it has died, which is found below.
-                connection.send(part)
+                connection.send(parts[each * rank : each * (rank + 1)])
         until = time.monotonic() + self.timeout
-        replies: dict[int, Reply] = {}
-        while len(replies) < self.devices:
+        replies: dict[int, list[Reply]] = {}
+        while len(replies) < self.count:
             missing = [c for rank, c in enumerate(connections) if rank not in replies]
             ready = wait(missing, max(until - time.monotonic(), 0))
             if not ready:
@@ -87,14 +95,15 @@ class Processes:
                     replies[rank] = connections[rank].recv()
                 except (EOFError, ConnectionResetError):
                     raise self._lost(self._died(rank)) from None
-                if replies[rank].status == FAILED:
+                if any(reply.status == FAILED for reply in replies[rank]):
                     until = min(until, time.monotonic() + TO_FOLLOW)
-        return [replies[rank] for rank in range(self.devices)]
+        return [reply for rank in range(self.count) for reply in replies[rank]]
 
-    def _silent(self, replies: dict[int, Reply]) -> str:
+    def _silent(self, replies: dict[int, list[Reply]]) -> str:
         """What to say where some processes do not reply."""
-        names = ", ".join(str(rank) for rank in range(self.devices) if rank not in replies)
-        failed = [f"process {i} {r.reason}" for i, r in replies.items() if r.status == FAILED]
+        names = ", ".join(str(rank) for rank in range(self.count) if rank not in replies)
+        all_replies = [(rank, reply) for rank, of in replies.items() for reply in of]
+        failed = [f"process {i} {r.reason}" for i, r in all_replies if r.status == FAILED]
         if failed:
             return f"{failed[0]}; no reply of {names} after that"
         return f"it hung: no reply of process {names} after {self.timeout:g} s"
@@ -126,14 +135,16 @@ class Processes:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory(prefix="precondattn-")
         store = str(Path(self.folder.name) / "store")
-        with shared_by(self.devices):
-            for rank in range(self.devices):
+        with shared_by(self.count):
+            for rank in range(self.count):
                 connection, theirs = context.Pipe()
                 traces = str(self._trace_of(rank))
                 start = Start(
                     rank, self.devices, store, self.backend, self.timeout, traces, self.inside
                 )
-                process = context.Process(target=serve, args=(theirs, start), daemon=True)
+                process = context.Process(
+                    target=WORKERS[self.library].serve, args=(theirs, start), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self.started.append((process, connection))

@@ -1,7 +1,7 @@
 """The outcome of a divided call: all parts together, compared with the oracle.
 
 The oracle computes the whole call in float64, as for every case. Padding contains NaN, which may
-reach nothing. Output and gradients of the processes are put together in the order of the sequence;
+reach nothing. Output and gradients of the devices are put together in the order of the sequence;
 gradients of inputs without tokens are added up.
 """
 
@@ -18,8 +18,8 @@ from precondattn_conformance.checks.check import Trial
 from precondattn_conformance.checks.padding import with_nan
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.division.parts import Parts, masks_of, name_of
-from precondattn_conformance.division.processes import TIMEOUT, LostError, Processes
-from precondattn_conformance.division.worker import PartOfCall, Reply
+from precondattn_conformance.division.processes import WORKERS, LostError, Processes
+from precondattn_conformance.division.replies import PartOfCall, Reply
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
@@ -29,22 +29,23 @@ def run_divided(
     devices: int,
     backend: Backend = None,
     *,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     inside: str | None = None,
     started: Callable[[Case], Any] = lambda case: None,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known."""
-    processes = Processes(devices, backend, timeout, inside)
+    of_library = {name: Processes(devices, name, backend, timeout, inside) for name in WORKERS}
     try:
         for case in cases:
             started(case)
-            yield outcome_of(case, processes)
+            yield outcome_of(case, of_library[case.library])
     finally:
-        processes.stop()
+        for processes in of_library.values():
+            processes.stop()
 
 
 def outcome_of(case: Case, processes: Processes) -> Outcome:
-    """Run one case on all processes."""
+    """Run one case on all devices."""
     start = time.perf_counter()
     trial = Trial(case, libraries.named(case.library), processes.backend)
     parts = Parts.of(case.check, case.layout, processes.devices)
@@ -76,10 +77,10 @@ def outcome_of(case: Case, processes: Processes) -> Outcome:
 
 
 def calls_of(trial: Trial, parts: Parts) -> list[PartOfCall]:
-    """Each process's part of the call of a case."""
+    """Each device's part of the call of a case."""
     case, mechanism = trial.case, trial.mechanism
     inputs = with_nan(trial)[0] if case.layout.has("lengths") else trial.numpy_inputs
-    masks, cotangent = masks_of(case.layout), trial.expected.cotangent
+    masks, cotangent = masks_of(case.layout, case.library), trial.expected.cotangent
     return [
         PartOfCall(
             case.mechanism,
@@ -121,11 +122,12 @@ def compared(trial: Trial, parts: Parts, replies: list[Reply]) -> Measured:
 
 
 def _where(trial: Trial, parts: Parts, error: DisagreementError) -> str:
-    """Which process has the worst element."""
+    """Which device has the worst element."""
     for letter, place in zip(trial.axes(error.what), error.index, strict=False):
         if letter in parts.tokens:
             device, number = parts.device_of(letter, place)
-            return f"; that is token {number} of process {device}"
+            each = "process" if trial.case.library == "torch" else "device"
+            return f"; that is token {number} of {each} {device}"
     return ""
 
 

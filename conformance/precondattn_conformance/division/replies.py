@@ -1,0 +1,114 @@
+"""What a process that computes divided calls is asked, and what it replies."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+import precondattn as pa
+from precondattn.dispatch.discovery import discover
+from precondattn_conformance.checks import Backend
+from precondattn_conformance.inputs import Arrays
+from precondattn_conformance.inside import context_manager
+from precondattn_conformance.status import FAILED, UNSUPPORTED
+
+BEFORE_KILLING = 2.0
+"""Seconds before the timeout, at which a hanging process writes its traceback."""
+
+
+class Start(NamedTuple):
+    """What a process is told when it starts."""
+
+    rank: int
+    devices: int
+    store: str
+    """The file by which the processes find each other"""
+    backend: Backend
+    timeout: float
+    traces: str
+    """The file for its traceback, if it hangs or crashes"""
+    inside: str | None
+    """A context manager for all calls, as "module:function\""""
+
+
+class PartOfCall(NamedTuple):
+    """A device's part of a call."""
+
+    mechanism: str
+    layout: str
+    dtype: str
+    inputs: Arrays
+    masks: Arrays
+    cotangent: np.ndarray
+
+
+class Reply(NamedTuple):
+    """Its output and gradients; or why it has none."""
+
+    status: str
+    reason: str = ""
+    details: str = ""
+    out: np.ndarray | None = None
+    gradients: Arrays | None = None
+
+
+def answer(
+    connection: Connection,
+    start: Start,
+    traces: IO[str],
+    reply_to: Callable[[list[PartOfCall]], list[Reply]],
+) -> None:
+    """The loop of a process: receive the parts of a call that are its own, send their replies."""
+    discover()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
+    with context_manager(start.inside)() if start.inside else nullcontext():
+        connection.send("started")
+        while True:
+            try:
+                parts = connection.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(max(start.timeout - BEFORE_KILLING, 0.1), file=traces)
+            replies = _tried(reply_to, parts)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(replies)
+
+
+def _tried(
+    reply_to: Callable[[list[PartOfCall]], list[Reply]], parts: list[PartOfCall]
+) -> list[Reply]:
+    """The replies; of a refusal or an error, the same for each part."""
+    try:
+        return reply_to(parts)
+    except pa.UnsupportedError as refusal:
+        reply = Reply(UNSUPPORTED, str(refusal))
+    except Exception as error:
+        reason = f"raised {type(error).__name__}: {error}"
+        reply = Reply(FAILED, reason, traceback.format_exc(limit=-6))
+    return [reply] * len(parts)
+
+
+def refusal_of(mechanism: pa.Mechanism) -> str | None:
+    """Why no layout can divide a mechanism, whatever the arguments; None where one may."""
+    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+        return f"{mechanism}: the output of a sequence depends on all others"
+    return None
+
+
+def fault_of(library: Any, part: PartOfCall, given: Arrays, results: dict[str, Any]) -> str | None:
+    """What is wrong with a call that has returned, before its numbers are looked at."""
+    for name, array in given.items():
+        if not np.array_equal(library.numpy(array), part.inputs[name], equal_nan=True):
+            return f"has written to the input {name}"
+    for what, array in results.items():
+        found = library.dtype_name(array)
+        if found != part.dtype:
+            return f"has {what} in {found}, not in {part.dtype}"
+    return None
