@@ -8,9 +8,11 @@ Every number on the page comes from a file that `precondattn bench --save` wrote
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import TIMED, Record, Row, load
 from precondattn_conformance.bench.table import duration, size
 from precondattn_gpu import pages
@@ -35,6 +37,11 @@ median of the ratios of pairs that ran in turns, with its quartiles. The error i
 machine reached in one large matrix product and one large copy.
 """
 
+ABOUT_CURVES = """\
+Plain attention is PyTorch's `scaled_dot_product_attention`, on the same queries, keys and values
+in the same run. At 1 a mechanism costs as much; a recurrence, whose cost per token does not grow,
+falls below it at some length.
+"""
 
 EARLIER = MEASUREMENTS / "earlier"
 """Saved runs of an earlier version, under the name of the run to compare them with."""
@@ -42,6 +49,10 @@ EARLIER = MEASUREMENTS / "earlier"
 
 ALONE = MEASUREMENTS / "alone"
 """Runs without neighbours, under the name of the run with them that was taken right afterwards."""
+
+
+CURVES = MEASUREMENTS / "curves"
+"""Runs of several mechanisms at many lengths, beside plain attention."""
 
 
 def load_records() -> dict[str, Record]:
@@ -55,7 +66,41 @@ def page(records: dict[str, Record]) -> str:
     if not records:
         return HEAD + NOTHING
     sections = [section(name, record) for name, record in records.items()]
-    return HEAD + ABOUT + "\n" + "\n".join(sections)
+    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *sections])
+
+
+def load_curves() -> dict[str, Record]:
+    return {path.stem: load(path) for path in sorted(CURVES.glob("*.json"))}
+
+
+def curves() -> list[str]:
+    """How much slower than plain attention each mechanism is, at each length."""
+    parts = ["## How much slower than plain attention\n", ABOUT_CURVES] if load_curves() else []
+    for name, record in load_curves().items():
+        parts += [f"### {name}\n", machine(record)]
+        parts.append(f"![Time over plain attention's](measurements/curves/{name}.svg)\n")
+        for work, of_work in ratios_to_plain(record.rows).items():
+            title = work.replace("_", " and ").capitalize()
+            parts += [f"{title}, time over plain attention's:\n", lengths(of_work, "{:.2f}")]
+        peaks: dict[str, list[tuple[int, float]]] = {}
+        for row in sorted(record.rows, key=tokens_of):
+            if row.peak_bytes and row.work == "forward_backward":
+                peaks.setdefault(row.mechanism, []).append((tokens_of(row), row.peak_bytes[0]))
+        if peaks:
+            parts += ["Peak memory of forward and backward, inputs included:\n"]
+            parts += [lengths(peaks, size)]
+    return parts
+
+
+def lengths(of: Mapping[str, list[tuple[int, float]]], text: str | Callable[[float], str]) -> str:
+    """A row for each mechanism, a column for each number of tokens."""
+    show = text.format if isinstance(text, str) else text
+    columns = sorted({tokens for points in of.values() for tokens, _ in points})
+    rows = [
+        (f"`{mechanism}`", *(show(found[c]) if c in found else "–" for c in columns))
+        for mechanism, found in ((name, dict(points)) for name, points in of.items())
+    ]
+    return table(("mechanism", *(f"{c:,}" for c in columns)), rows)
 
 
 def section(name: str, record: Record) -> str:
@@ -217,10 +262,12 @@ def without_time(rows: list[Row]) -> str:
 
 def draw_figures(records: dict[str, Record]) -> None:
     """One figure of ratios for each file that has some."""
-    from precondattn_conformance.bench.plot import draw_ratios
+    from precondattn_conformance.bench.plot import draw_curves, draw_ratios
 
     for name, record in records.items():
         draw_ratios(record, MEASUREMENTS / f"{name}_ratios.svg")
+    for name, record in load_curves().items():
+        draw_curves(record, CURVES / f"{name}.svg")
 
 
 if __name__ == "__main__":

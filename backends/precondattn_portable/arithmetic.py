@@ -143,8 +143,13 @@ class Arithmetic:
         """x where `where` holds, else `otherwise`; in x where the library can."""
         return namespace(x).where(where, x, otherwise)
 
-    def solve_unit_lower(self, strict: Array, right: Array) -> Array | None:
-        """(I + strict)⁻¹ right by the library's triangular solver; None where it has none."""
+    def solve_unit_lower(
+        self, strict: Array, right: Array, *, transposed: bool = False
+    ) -> Array | None:
+        """(I + strict)⁻¹ right by the library's triangular solver; None where it has none.
+
+        Or of the transposed matrix, (I + strictᵀ)⁻¹ right.
+        """
         return None
 
     def running_sum(self, x: Array, axis: int) -> Array:

@@ -47,7 +47,7 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.masks import Mask
-from precondattn_portable.triangular_inverse import unit_lower_inverse
+from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
 class Rows:
@@ -140,8 +140,8 @@ class DeltaFormerBlocks(Algorithm):
                 known = known / total
                 among = block[..., start:] / total
                 beta = rows.beta[part][here]
-                inverse = unit_lower_inverse(ops, beta * among)
-                solved = ops.product(inverse, rows.v[part][here] - beta * known)
+                right = rows.v[part][here] - beta * known
+                solved = solve_unit_lower(ops, beta * among, right)
                 read = ops.add_product(known, among, solved)
                 own = rows.own_weight(part, i0, i1, log_total)
                 u[part][here], w[part][here] = solved, read
@@ -182,8 +182,7 @@ class DeltaFormerBlocks(Algorithm):
                 beta, d_rows = rows.beta[part][here], d_o[part][here]
                 read = (1.0 - own) * d_rows
                 right = d_u[part][here] + own * d_rows + ops.product(transpose(among), read)
-                inverse = unit_lower_inverse(ops, beta * among)
-                solved = ops.product(transpose(inverse), right)
+                solved = solve_unit_lower(ops, beta * among, right, transposed=True)
                 d_v[part][here] = solved
                 d_strength = -row_sum(solved * w[part][here])
                 d_beta[part][here] = d_strength

@@ -107,9 +107,13 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, count)
 
 
-def head_groups(b: int, n: int, row_block: int) -> Iterator[Part]:
-    """Groups of sequences and heads; `row_block` is the entries of one head's largest row block."""
-    together = max(budget(ROW_BLOCK_ENTRIES) // max(row_block, 1), 1)
+def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iterator[Part]:
+    """Groups of sequences and heads; `row_block` is the entries of one head's largest row block.
+
+    `most` entries are processed together, if it is less than the usual number.
+    """
+    entries = budget(ROW_BLOCK_ENTRIES)
+    together = max(min(entries, most or entries) // max(row_block, 1), 1)
     if together >= n:
         for start, stop in blocks(b, together // n):
             yield slice(start, stop), slice(0, n), ...

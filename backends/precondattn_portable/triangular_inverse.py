@@ -11,7 +11,7 @@ cancel.
 from __future__ import annotations
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import identity_like
+from precondattn.spec.array_functions import identity_like, transpose
 from precondattn_portable.arithmetic import Arithmetic
 
 LEAF = 8
@@ -67,7 +67,15 @@ def _row_by_row(ops: Arithmetic, strict: Array) -> Array:
     return xp.permute_dims(inverse, (2, 3, 0, 1))
 
 
-def solve_unit_lower(ops: Arithmetic, strict: Array, right: Array) -> Array:
-    """(I + strict)⁻¹ right for strictly lower triangular matrices (…, C, C)."""
-    solved = ops.solve_unit_lower(strict, right)
-    return ops.product(unit_lower_inverse(ops, strict), right) if solved is None else solved
+def solve_unit_lower(
+    ops: Arithmetic, strict: Array, right: Array, *, transposed: bool = False
+) -> Array:
+    """(I + strict)⁻¹ right for strictly lower triangular matrices (…, C, C).
+
+    Or (I + strict)⁻ᵀ right.
+    """
+    solved = ops.solve_unit_lower(strict, right, transposed=transposed)
+    if solved is not None:
+        return solved
+    inverse = unit_lower_inverse(ops, strict)
+    return ops.product(transpose(inverse) if transposed else inverse, right)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
+
+LOG2_E = math.log2(math.e)
+MANY = 2**14
+"""Numbers from which a second pass costs less than it saves."""
 
 
 class TorchArithmetic(Arithmetic):
@@ -57,7 +62,9 @@ class TorchArithmetic(Arithmetic):
         self.add_product(total[where], a, b, factor)
 
     def exp(self, x: Tensor) -> Tensor:
-        return x.exp_()
+        if x.dtype != torch.float32 or not x.is_cpu or x.numel() < MANY:
+            return x.exp_()
+        return x.mul_(LOG2_E).exp2_()  # In half the time of PyTorch's exp.
 
     def tanh(self, x: Tensor) -> Tensor:
         return x.tanh_()
@@ -106,8 +113,11 @@ class TorchArithmetic(Arithmetic):
     def keep(self, x: Tensor, where: Tensor, otherwise: float) -> Tensor:
         return x.masked_fill_(~where, otherwise)
 
-    def solve_unit_lower(self, strict: Tensor, right: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(strict, right, upper=False, unitriangular=True)
+    def solve_unit_lower(
+        self, strict: Tensor, right: Tensor, *, transposed: bool = False
+    ) -> Tensor:
+        matrix = strict.mT if transposed else strict
+        return torch.linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
 
     def running_sum(self, x: Tensor, axis: int) -> Tensor:
         return x.cumsum(axis)

@@ -230,6 +230,8 @@ def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
 def _start(count: int, each: int) -> None:
     """In each thread: it computes with `each` threads of PyTorch, as one of `count`."""
     torch.set_num_threads(each)
+    # A thread takes the number of the whole process when it first asks for it, which is here.
+    torch.get_num_threads()
     SHARING.count = count
 
 

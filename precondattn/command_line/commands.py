@@ -128,7 +128,8 @@ def conformance(
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="seconds after which a case has hung: 300, or 25 with --devices", min=0.5
+            help="seconds after which a case has hung: 300; with --devices 25, or 120 of JAX",
+            min=0.5,
         ),
     ] = None,
     jobs: Annotated[

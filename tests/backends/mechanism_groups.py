@@ -36,6 +36,11 @@ def slow_unless(is_default, groups):
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, *slow))
 
 
+def only(is_chosen, groups):
+    """The groups whose mechanism `is_chosen`; others are left out."""
+    return [group for group in groups if is_chosen(mechanism_of(group))]
+
+
 def is_plain(expression):
     """Neither a composition nor a mechanism with options."""
     return expression.isidentifier()
@@ -49,6 +54,11 @@ def is_never(expression):
 def is_declared_alone(expression):
     """No composition."""
     return "(" not in expression
+
+
+def has_options_alone(expression):
+    """Options, and no composition."""
+    return is_declared_alone(expression) and not is_plain(expression)
 
 
 def groups_of(library, dtype, data):

@@ -26,12 +26,14 @@ from precondattn_conformance.bench import (
     neighbours,
     plot,
 )
+from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
 from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
+from precondattn_conformance.bench.plot import draw_curves
 from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
@@ -575,6 +577,23 @@ def test_the_page_shows_ratios_without_and_with_a_neighbour(tmp_path):
     text = maker["with_a_neighbour"](alone, busy.rows)
     assert "| sdpa | 10 ms | 2.50 | 30 ms | 29.70 |" in text
     assert "2026-01-01" in text
+
+
+def test_curves_are_ratios_to_plain_attention_at_the_same_length(tmp_path):
+    """In turns where it is a peer, and else beside its time of the same run."""
+    ours = {"sdpa": {"median": 1.25, "seconds": 0.008}}
+    rows = [
+        a_row(0.01, mechanism="softmax", sizes={"t": 16}, ratios=ours),
+        a_row(0.004, mechanism="gla", sizes={"t": 16}, peak_bytes=[2**20], peak_tokens=[16]),
+        a_row(0.004, mechanism="gla", sizes={"t": 32}),
+    ]
+    work = rows[0].work
+    assert ratios_to_plain(rows) == {work: {"softmax": [(16, 1.25)], "gla": [(16, 0.5)]}}
+    maker = runpy.run_path(str(DOCS / "make_performance.py"))
+    text = maker["lengths"]({"gla": [(16, 0.5)], "lucid": [(32, 2.0)]}, "{:.2f}")
+    assert "| `gla` | 0.50 | – |" in text
+    draw_curves(Record("2026-01-01", {}, rows=rows), tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
 
 
 def test_given_sizes_give_a_curve():

@@ -33,6 +33,7 @@ def test_layers_of_some_heads_each_give_the_outputs_and_gradients_of_one_process
     run_processes(2, tmp_path)
 
 
+@pytest.mark.slow  # The next test has another axis besides these.
 def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
     """And so does a restart on another mesh."""
     run_processes(4, tmp_path)

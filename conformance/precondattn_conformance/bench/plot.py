@@ -1,4 +1,4 @@
-"""A record as figures: time and memory against the number of tokens, and bars of ratios."""
+"""A record as figures: time, memory and ratios against the number of tokens, and bars of ratios."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import Record, Row
 
 FORMATS = ("svg", "png")
@@ -43,6 +44,14 @@ def draw_ratios(record: Record, path: Path) -> None:
         _write(figure, path)
 
 
+def draw_curves(record: Record, path: Path) -> None:
+    """Write only the ratios to plain attention against the number of tokens, if there are any."""
+    _require_matplotlib()
+    figure = curves_beside_plain(record.rows)
+    if figure is not None:
+        _write(figure, path)
+
+
 def _require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ImportError(
@@ -67,8 +76,8 @@ Series = dict[str, list[tuple[int, float]]]
 def _times(rows: list[Row]) -> Series:
     series: Series = defaultdict(list)
     for row in rows:
-        tokens = row.sizes.get("t") or row.sizes.get("s")
-        if not row.seconds or tokens is None:
+        tokens = tokens_of(row)
+        if not row.seconds or not tokens:
             continue
         label = f"{row.mechanism} {row.work} ({', '.join(dict.fromkeys(row.backends))})"
         series[label].append((tokens, row.seconds["median"]))
@@ -103,6 +112,31 @@ def against_tokens(series: Series, what: str) -> Any:
     axes.set_ylabel(what)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def curves_beside_plain(rows: list[Row]) -> Any:
+    """Ratios to plain attention over the number of tokens, a panel for each work; None if none."""
+    from matplotlib.figure import Figure
+
+    curves = ratios_to_plain(rows)
+    if not curves:
+        return None
+    figure = Figure(figsize=(4.6 * len(curves) + 1.2, 4.2))
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (work, of_work) in zip(panels, curves.items(), strict=True):
+        for mechanism, points in of_work.items():
+            tokens, ratios = zip(*points, strict=True)
+            axes.plot(tokens, ratios, marker="o", markersize=4, label=mechanism)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens")
+        axes.set_title(work.replace("_", " and "), fontsize=10)
+        axes.grid(alpha=0.3, which="both")
+        axes.yaxis.set_major_formatter("{x:g}")
+    panels[0].set_ylabel("time / plain attention's")
+    panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 

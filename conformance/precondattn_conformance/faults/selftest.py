@@ -53,6 +53,9 @@ FIRST_CHECK = {
 FIRST_OF_OPERATOR = {"zero times": "future", "memory of a cache": "cache_operations"}
 """The same for a kind of fault, whatever the method."""
 
+MISSED_BY_SMOKE = "stability"
+"""The check that is most likely to catch what smoke does not: a state of low precision."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -232,7 +235,7 @@ def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
     carrier.carry(fault)
     tried: set[str] = set()
     for each in (SMOKE, level) if level != SMOKE else (SMOKE,):
-        for case in _in_order(_cases_of(fault, each), fault):
+        for case in _in_order(_cases_of(fault, each), fault, each):
             if case.id in tried:
                 continue
             tried.add(case.id)
@@ -281,11 +284,13 @@ def _cases(level: str, mechanism: str, library: str, *, has_options: bool = Fals
     return [case for case in chosen if has_options or case.mechanism == mechanism]
 
 
-def _in_order(chosen: list[Case], fault: Fault) -> list[Case]:
+def _in_order(chosen: list[Case], fault: Fault, level: str) -> list[Case]:
     """The most likely check first, then float64, then short sequences."""
     first = {FIRST_CHECK[stage] for stage in fault.stages}
     if fault.operator in FIRST_OF_OPERATOR:
         first = {FIRST_OF_OPERATOR[fault.operator]}
+    if level != SMOKE:
+        first = {MISSED_BY_SMOKE}
 
     def late(case: Case) -> tuple[bool, bool, int]:
         return case.check not in first, case.dtype != "float64", case.layout.t

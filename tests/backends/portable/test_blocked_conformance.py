@@ -5,8 +5,10 @@ import pytest
 from tests.backends.mechanism_groups import (
     check,
     groups,
+    has_options_alone,
     is_declared_alone,
     is_plain,
+    only,
     slow_unless,
 )
 
@@ -35,12 +37,13 @@ def test_the_blocked_backends_conform(group):
     check(group, BACKENDS[group[0].library])
 
 
-# Slow: compositions, whose pieces run alone here and whose wiring is tested above; options in
-# PyTorch, whose algorithms are those of NumPy with other arithmetic.
+# Slow: compositions, whose pieces run alone here and whose wiring is tested above; options at full,
+# which run at smoke; options in PyTorch, whose algorithms are those of NumPy with other arithmetic.
 @pytest.mark.parametrize(
     "group",
     [
-        *slow_unless(is_declared_alone, groups("full", "numpy", ("float64",))),
+        *slow_unless(is_plain, groups("full", "numpy", ("float64",))),
+        *only(has_options_alone, groups("smoke", "numpy", ("float64",))),
         *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
     ],
 )

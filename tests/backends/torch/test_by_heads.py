@@ -71,6 +71,14 @@ def counted(monkeypatch, three_threads):
     return counts
 
 
+@pytest.mark.usefixtures("three_threads")
+def test_each_thread_computes_alone():
+    """PyTorch gives a thread that of the whole process when it first asks for its number."""
+    by_heads._threads.cache_clear()
+    assert by_heads._in_threads(lambda part: torch.get_num_threads(), 3) == [1, 1, 1]
+    assert torch.get_num_threads() == 3
+
+
 def call(mechanism, x, cotangent=None):
     """The output and all gradients."""
     leaves = {name: array.clone().requires_grad_() for name, array in x.items()}
