@@ -36,6 +36,7 @@ from precondattn.spec.sink import sink_vjp
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import Attention
 from precondattn_portable.layout import zero_padding
+from precondattn_torch.arithmetic import TORCH
 from precondattn_torch.twice_differentiable import twice_differentiable
 
 
@@ -194,7 +195,7 @@ def _with_last(x: Tensor, value: float) -> Tensor:
 def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     q, k, v, shift = _kernel_inputs(x)
     mean, log_total = _kernel(leaf, x["q"].shape[3], q, k, v)
-    return (shift + mean[..., : x["v"].shape[3]].log()).contiguous(), (log_total,)
+    return mean[..., : x["v"].shape[3]].log_().add_(shift).contiguous(), (log_total,)
 
 
 def _kernel(leaf: Any, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +238,7 @@ def _laser_backward(
 ) -> Arrays:
     n, e = x["v"].shape[2:]
     q, k, v, shift = _kernel_inputs(x)
-    mean = (o - shift).exp()
+    mean = TORCH.exp(o - shift)
     d_q, d_k, d_v = _kernel_backward(leaf, x, (q, k, v), mean, residuals, cotangent / mean)
     d_weights = (d_v * v.transpose(1, 2))[..., :e]
     return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_weights, n)}
@@ -257,7 +258,7 @@ def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Ten
     """q, k and e^{v − ν} with the heads of q and equal widths; ν (b, 1, h, e)."""
     v, h = x["v"], x["q"].shape[2]
     shift = v.amax(1, keepdim=True)
-    q, k, weights = _of_equal_width(x["q"], x["k"], (v - shift).exp_())
+    q, k, weights = _of_equal_width(x["q"], x["k"], TORCH.exp(v - shift))
     return q, k, weights, _of_each_head(shift, h)
 
 
