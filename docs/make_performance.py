@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cpu_limits import LIMITS
+
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import TIMED, Record, Row, load
 from precondattn_conformance.bench.table import duration, size
@@ -43,6 +45,16 @@ in the same run. At 1 a mechanism costs as much; a recurrence, whose cost per to
 falls below it at some length.
 """
 
+TWO_THREADS = ("times", "jax", "decoding")
+"""The runs that limits are compared with."""
+
+ABOUT_LIMITS = """\
+## What limits them on a CPU
+
+Ratios of times on two threads, of the runs below, beside the limits that were set for them. A
+profile is that of one thread.
+"""
+
 EARLIER = MEASUREMENTS / "earlier"
 """Saved runs of an earlier version, under the name of the run to compare them with."""
 
@@ -66,7 +78,29 @@ def page(records: dict[str, Record]) -> str:
     if not records:
         return HEAD + NOTHING
     sections = [section(name, record) for name, record in records.items()]
-    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *sections])
+    return HEAD + ABOUT + "\n" + "\n".join([*curves(), *limits(records), *sections])
+
+
+def limits(records: dict[str, Record]) -> list[str]:
+    """What the cases on a CPU should cost beside their peers, and what they cost."""
+    headings = ("case", "peer", "wanted at most", "earlier", "measured", "why it is missed")
+    rows = {
+        row.case: row
+        for name, record in records.items()
+        if "gpu" not in name
+        for row in record.rows
+        if name.removeprefix("cpu_2_cores_") in TWO_THREADS
+    }
+    cells = []
+    for limit in LIMITS:
+        ratio = rows[limit.case].ratios.get(limit.peer) if limit.case in rows else None
+        if ratio is None:
+            continue
+        found = ratio["median"]
+        why = limit.missed if found > limit.wanted else ""
+        names = (f"`{limit.case}`", limit.peer, f"{limit.wanted:g}", limit.before)
+        cells.append((*names, f"{found:.2f}", why))
+    return [ABOUT_LIMITS, table(headings, cells)] if cells else []
 
 
 def load_curves() -> dict[str, Record]:
