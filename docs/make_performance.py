@@ -9,6 +9,7 @@ Every number on the page comes from a file that `precondattn bench --save` wrote
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ ALONE = MEASUREMENTS / "alone"
 
 
 CURVES = MEASUREMENTS / "curves"
-"""Runs of several mechanisms at many lengths, beside plain attention."""
+"""Runs of several mechanisms at many lengths, beside plain attention: a folder for each library."""
 
 
 def load_records() -> dict[str, Record]:
@@ -104,7 +105,14 @@ def limits(records: dict[str, Record]) -> list[str]:
 
 
 def load_curves() -> dict[str, Record]:
-    return {path.stem: load(path) for path in sorted(CURVES.glob("*.json"))}
+    """By machine and library: its runs, each of some mechanisms and lengths, as one."""
+    folders = sorted(path for path in CURVES.glob("*") if path.is_dir())
+    return {folder.name: _together(folder) for folder in folders}
+
+
+def _together(folder: Path) -> Record:
+    runs = [load(path) for path in sorted(folder.glob("*.json"))]
+    return replace(runs[0], rows=[row for run in runs for row in run.rows])
 
 
 def curves() -> list[str]:

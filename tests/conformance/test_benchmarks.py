@@ -479,7 +479,9 @@ def test_plots_are_written(tmp_path):
     ]
     written = plot.draw(Record("", {}, rows=rows), tmp_path)
     assert {path.name for path in written} == {
-        f"{name}.{kind}" for name in ("time", "memory", "ratios") for kind in ("svg", "png")
+        f"{name}.{kind}"
+        for name in ("time", "memory", "ratios", "beside_plain")
+        for kind in ("svg", "png")
     }
     assert all(path.stat().st_size > 1000 for path in written)
     assert not plot.draw(Record("", {}), tmp_path)

@@ -14,7 +14,7 @@ from precondattn_conformance.bench.record import Row
 PLAIN = "sdpa"
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
-"""By work and mechanism: numbers of tokens and ratios, in order."""
+"""By work and mechanism (with its library, if there are several): numbers of tokens and ratios."""
 
 
 def ratios_to_plain(rows: list[Row]) -> Curves:
@@ -24,6 +24,7 @@ def ratios_to_plain(rows: list[Row]) -> Curves:
         for row in rows
         if row.mechanism == "softmax" and "seconds" in row.ratios.get(PLAIN, {})
     }
+    several = len({row.library for row in rows}) > 1
     curves: Curves = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=tokens_of):
         tokens = tokens_of(row)
@@ -34,7 +35,8 @@ def ratios_to_plain(rows: list[Row]) -> Curves:
         if ratio is None and beside is not None:
             ratio = row.seconds["median"] / beside
         if ratio is not None:
-            curves[row.work][row.mechanism].append((tokens, ratio))
+            name = f"{row.mechanism} ({row.library})" if several else row.mechanism
+            curves[row.work][name].append((tokens, ratio))
     return {work: dict(of) for work, of in curves.items()}
 
 

@@ -26,6 +26,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
         "time": against_tokens(_times(record.rows), "seconds"),
         "memory": against_tokens(_peaks(record.rows), "peak bytes"),
         "ratios": ratio_bars(record.rows),
+        "beside_plain": curves_beside_plain(record.rows),
     }
     folder.mkdir(parents=True, exist_ok=True)
     written = []
