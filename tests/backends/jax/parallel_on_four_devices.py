@@ -129,7 +129,7 @@ def test_a_layout_is_chosen_by_default(expression, h, layout):
 
 
 def test_the_reasons_of_both_layouts_are_given():
-    m = pa.parse("path")
+    m = pa.parse("deltaformer")
     x = make_inputs(m, TOKENS._replace(h=6, n=6), "random")
     x = {n: jnp.asarray(a) for n, a in x.items()}
     with pytest.raises(ValueError, match=r"layout 'heads' .*; layout 'contiguous' has no way"):
