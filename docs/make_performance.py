@@ -131,6 +131,9 @@ def curves() -> list[str]:
         if peaks:
             parts += ["Peak memory of forward and backward, inputs included:\n"]
             parts += [lengths(peaks, size)]
+        refused = [replace(row, case=row.name) for row in record.rows if row.status != TIMED]
+        if refused:
+            parts.append(without_time(refused))
     return parts
 
 
