@@ -41,12 +41,14 @@ def output(piece: Piece) -> Array:
         name: _in_order(piece, lax.all_gather(inputs[name], line.axis, axis=1, tiled=True))
         for name in own
     }
+    given = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
+    masks = {n: _mask_in_order(piece, of) for n, of in given.items() if of is not None}
     tokens = inputs[own[0]].shape[1]
     size = line.order.part_of(tokens)
 
     def of_part(part: Array) -> Array:
         number = line.order.number_of(line.rank, part, line.devices)
-        return _of_part(piece, whole, part * size, (number + 1) * size, size)
+        return _of_part(piece, whole, masks, part * size, (number + 1) * size, size)
 
     outs = lax.map(of_part, jnp.arange(tokens // size))  # (parts, b, size, …)
     outs = jnp.moveaxis(outs, 0, 1)
@@ -67,10 +69,15 @@ def _in_order(piece: Piece, x: Array) -> Array:
 
 
 def _of_part(
-    piece: Piece, whole: dict[str, Array], first_row: Array, end: Array, size: int
+    piece: Piece,
+    whole: dict[str, Array],
+    masks: dict[str, Array],
+    first_row: Array,
+    end: Array,
+    size: int,
 ) -> Array:
     """Some consecutive queries, as the last ones of all tokens up to them."""
-    leaf, masks = piece.leaf, piece.masks
+    leaf = piece.leaf
     inputs = {}
     for name, x in piece.inputs.items():
         if name in whole:
@@ -83,10 +90,10 @@ def _of_part(
     b, s = next(iter(whole.values())).shape[:2]
     is_before = jnp.broadcast_to(jnp.arange(s) >= s - end, (b, s))
     options = {"key_mask": is_before}
-    if masks.valid is not None:
-        options["key_mask"] &= jnp.roll(_mask_in_order(piece, masks.valid), -end, axis=1)
-    if masks.segment is not None:
-        ids = _mask_in_order(piece, masks.segment)
+    if "key_mask" in masks:
+        options["key_mask"] &= jnp.roll(masks["key_mask"], -end, axis=1)
+    if "segment_ids" in masks:
+        ids = masks["segment_ids"]
         # What is hidden belongs to the first segment, so that each stays in one run.
         options["segment_ids"] = jnp.where(is_before, jnp.roll(ids, -end, axis=1), ids[:, :1])
     return leaf(**inputs, **options, backend=piece.backend)
