@@ -79,6 +79,7 @@ LIMITS = (
     ),
     Limit("jax_lucid_backward", "sdpa", "3.47", 2.8, "As forward; on one thread the ratio is 2.6."),
     Limit("numpy_lucid", "base", "1.95", 1.9, ""),
+    Limit("numpy_softmax", "sdpa", "–", 1.8, ""),
     Limit("packed_lucid", "batch", "17", 1.3, ""),
     Limit(
         "lucid_decode",
@@ -87,6 +88,16 @@ LIMITS = (
         1.1,
         "A token solves for its own y before it attends, which needs as many products with keys "
         "and solved values again; both are bound by the memory that these are read from.",
+    ),
+    Limit(
+        "ssd",
+        "naive_fla",
+        "0.80",
+        0.6,
+        "Products are half of the time, and run at 0.6 of the rate of a large one: the factors of "
+        "a chunk are read from memory. Decays between the tokens of a chunk are sums of their own "
+        "gates only (a sixth), where the peer subtracts sums, to which strong gates cost accuracy. "
+        "Copies to and from chunks are an eighth, in both.",
     ),
     Limit(
         "transformers_mamba2_backward",

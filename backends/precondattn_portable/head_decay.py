@@ -18,6 +18,10 @@ from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn_portable.arithmetic import Arithmetic
 
 
+FORGOTTEN = -1e4
+"""A gate below it is as good as −∞: e^g is 0 in every precision. It can be multiplied by 0."""
+
+
 def lower_triangle(size: int, like: Array, k: int = 0) -> Array:
     """(C, C), true up to the k-th diagonal."""
     token = arange_like(size, like)
@@ -78,7 +82,7 @@ class HeadDecay:
             return self.until
         xp = namespace(self.g)
         # In the column of token j, the gates after j are summed.
-        after = xp.where(self.before > 0, self.g, 0.0)
+        after = self.before * xp.where(self.g > FORGOTTEN, self.g, FORGOTTEN)
         sums = xp.cumulative_sum(after, axis=-2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 

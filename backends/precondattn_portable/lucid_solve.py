@@ -45,10 +45,12 @@ from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.extension import Filled, filled, new_tokens, past_heads, step_as_defined
 from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
+    ROW_BLOCK_ENTRIES,
     Part,
     at,
     block_size,
     blocks,
+    budget,
     chunk_size,
     head_groups,
     padded,
@@ -105,6 +107,7 @@ class System:
         self.ops, self.leaf, self.view, self.mask, self.size = ops, leaf, view, mask, size
         self.workspace = workspace
         b, n, s, d = view.k.shape
+        self.blocks_per_row_block = _blocks_per_row_block(leaf, size, s, gradient)
         xp = namespace(view.k)
         self.scale = leaf.scale_for(d)
         self.chunks = s // size
@@ -135,10 +138,10 @@ class System:
             within = within - xp.reshape(self.shift, (b, n, self.chunks, size, 1))
         else:
             within = ops.add(within, -self.shift)
-        self.within = self._masked_within(ops.exp(within))
-        """stril(Φ) of every diagonal block (b, n, chunks, size, size)"""
+        # stril(Φ) of every diagonal block (b, n, chunks, size, size)
+        below = self._masked_within(ops.exp(within))
+        del within  # As large as the inverses
         self.beta = self._beta()
-        below = self.within
         if self.beta is not None:
             below = below * xp.reshape(self.beta, (b, n, self.chunks, size, 1))
         self.inverse = unit_lower_inverse(ops, below)
@@ -232,7 +235,7 @@ class System:
     def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
         """Rows of each row block and their first visible key: i0, i1, low."""
         row_blocks = list(
-            blocks(self.chunks * self.size, self.size * _blocks_per_row_block(self.leaf))
+            blocks(self.chunks * self.size, self.size * self.blocks_per_row_block)
         )
         for i0, i1 in reversed(row_blocks) if reverse else row_blocks:
             yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
@@ -340,10 +343,11 @@ class LucidSolveBlocks(Algorithm):
         frame = frame.replaced(q_valid=None, k_valid=keys)
         mask = Mask(frame, s, 0, window=leaf.window, strict=True)
         workspace: Scratch | None = None
-        for part in head_groups(b, n, size * _blocks_per_row_block(leaf) * s, ENTRIES):
+        rows = size * _blocks_per_row_block(leaf, size, s, gradient)
+        for part in head_groups(b, n, rows * s, ENTRIES):
             group, group_mask = view.group(part), mask.of(part[0])
             # The first group is the largest.
-            workspace = workspace or ops.scratch(_row_block_size(leaf, group, size), view.k)
+            workspace = workspace or ops.scratch(_row_block_size(group, rows), view.k)
             yield part, System(ops, leaf, group, group_mask, size, workspace, gradient=gradient)
 
     def forward(
@@ -391,7 +395,8 @@ class LucidSolveBlocks(Algorithm):
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
-            workspace = ops.scratch(_row_block_size(leaf, system.view, size), view.k)
+            rows = size * system.blocks_per_row_block
+            workspace = ops.scratch(_row_block_size(system.view, rows), view.k)
             for i0, i1, low in system.rows(reverse=True):
                 solved = self._pull_rows(
                     ops, leaf, system, i0, i1, low, y[part], right[part], workspace
@@ -527,14 +532,18 @@ class LucidSolveBlocks(Algorithm):
         return d_row_block
 
 
-def _blocks_per_row_block(leaf: Any) -> int:
-    """Height of a row block in blocks; with transported scores, one chunk of reflections."""
-    return 1 if isinstance(leaf.metric, Transported) else 2
+def _blocks_per_row_block(leaf: Any, size: int, s: int, gradient: bool) -> int:
+    """Height of a row block in blocks; with transported scores, one chunk of reflections.
+
+    The gradient has several row blocks at once: where they are long, they are one block high.
+    """
+    long = 2 * size * s > budget(ROW_BLOCK_ENTRIES)
+    return 1 if isinstance(leaf.metric, Transported) or (gradient and long) else 2
 
 
-def _row_block_size(leaf: Any, view: View, size: int) -> int:
-    """Entries of the largest row block of these heads."""
-    return math.prod(view.k.shape[:3]) * size * _blocks_per_row_block(leaf)
+def _row_block_size(view: View, rows: int) -> int:
+    """Entries of a row block of these heads, with all keys."""
+    return math.prod(view.k.shape[:3]) * rows
 
 
 def _padded_frame(frame: Frame, s: int) -> Frame:

@@ -259,7 +259,9 @@ COMPARED = (
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
+    BenchCase("ssd", "ssd", "forward", layout(d=128), peers=("naive_fla",)),
     BenchCase("numpy_lucid", "lucid", "forward", layout(t=2048), "numpy", peers=("base",)),
+    BenchCase("numpy_softmax", "softmax", "forward", layout(t=2048), "numpy", peers=("sdpa",)),
     BenchCase("lucid_decode", "lucid", "decode", layout(t=16384), peers=("sdpa",)),
     BenchCase("jax_softmax", "softmax", "forward", layout(), "jax", peers=("sdpa", "xla")),
     BenchCase("jax_lucid", "lucid", "forward", layout(), "jax", peers=("base", "sdpa")),

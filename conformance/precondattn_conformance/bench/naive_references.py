@@ -46,7 +46,15 @@ def _of_mesa(x: dict[str, Any]) -> dict[str, Any]:
     return {**rows, "beta": beta, "lamb": x["lam_mesa"]}
 
 
+def _of_ssd(x: dict[str, Any]) -> dict[str, Any]:
+    """Queries and keys of one group, repeated for each value head."""
+    heads = x["v"].shape[2]
+    repeated = {name: x[name].repeat_interleave(heads // x[name].shape[2], 2) for name in "qk"}
+    return {**x, **repeated, "scale": 1.0}
+
+
 REFERENCES = {
+    "ssd": Reference("simple_gla", "naive_chunk_simple_gla", _of_ssd),
     "kda": Reference("kda", "naive_chunk_kda"),
     "gdn2": Reference("gdn2", "naive_chunk_gdn2"),
     "comba": Reference("comba", "naive_chunk_comba"),
