@@ -17,7 +17,6 @@ from functools import cached_property
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn_portable.arithmetic import Arithmetic
 
-
 FORGOTTEN = -1e4
 """A gate below it is as good as −∞: e^g is 0 in every precision. It can be multiplied by 0."""
 
@@ -82,7 +81,7 @@ class HeadDecay:
             return self.until
         xp = namespace(self.g)
         # In the column of token j, the gates after j are summed.
-        after = self.before * xp.where(self.g > FORGOTTEN, self.g, FORGOTTEN)
+        after = self.before * xp.where(self.g < FORGOTTEN, FORGOTTEN, self.g)
         sums = xp.cumulative_sum(after, axis=-2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 

@@ -234,9 +234,7 @@ class System:
 
     def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
         """Rows of each row block and their first visible key: i0, i1, low."""
-        row_blocks = list(
-            blocks(self.chunks * self.size, self.size * self.blocks_per_row_block)
-        )
+        row_blocks = list(blocks(self.chunks * self.size, self.size * self.blocks_per_row_block))
         for i0, i1 in reversed(row_blocks) if reverse else row_blocks:
             yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
 

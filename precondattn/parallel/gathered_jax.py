@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 PASSED = "the keys of all devices"
+SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from precondattn.parallel.piece_jax import Piece
 
 PASSED = ""
+SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:

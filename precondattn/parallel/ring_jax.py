@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 PASSED = "the keys of two other devices at a time"
+SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:

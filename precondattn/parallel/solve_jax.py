@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 PASSED = "a block of solved values of another device at a time"
+SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:

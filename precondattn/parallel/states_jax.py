@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 PASSED = "the states before them"
+SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:

@@ -8,6 +8,9 @@ The ways are those of PyTorch (`tokens_torch.py`), each as one program of all de
                                                                     (`gathered_jax.py`)
     solve   LUCID: solved blocks are given to all                   (`solve_jax.py`)
     scan    recurrences: the states before the tokens               (`states_jax.py`)
+
+In half precision, values that are sent are in the call's dtype, and others in float32
+(`half_precision.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.arrays import HALF, cast, dtype_name
 from precondattn.execution.arguments import check_call
 from precondattn.execution.masks import (
     INTEGERS,
@@ -33,6 +37,7 @@ from precondattn.execution.masks import (
 )
 from precondattn.parallel import gathered_jax, local_jax, ring_jax, solve_jax, states_jax
 from precondattn.parallel.call_jax import MASKS, Arguments, Call
+from precondattn.parallel.half_precision import inputs_in_half
 from precondattn.parallel.piece_jax import Line, Masks, Piece
 from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
@@ -94,9 +99,15 @@ def output(call: Call, given: Arguments) -> Array:
     line, program = _line(call), call.mechanism.program
     masks = Masks.of(line, whole, call.tokens // call.devices)
     values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
+    like = given.inputs.get("v", next(iter(given.inputs.values())))
+    is_half, dtype = dtype_name(like) in HALF, like.dtype
     for leaf_call, way, piece in _pieces(call, masks, values):
+        if is_half:
+            of_leaf = leaf_call, piece.inputs, given.inputs, dtype, call.backend
+            inputs = inputs_in_half(*of_leaf, sends_values=way.SENDS_VALUES)
+            piece = piece._replace(inputs=inputs)
         values[leaf_call.out] = way.output(piece)
-    out = {program.out: values[program.out]}
+    out = {program.out: cast(values[program.out], dtype)}
     out = masks.without_padding(line.rank, out, {program.out: program.output})
     return nan_where_invalid(out[program.out], _invalid(call, Arguments(given.inputs, whole)))
 

@@ -11,8 +11,8 @@ A composition is its program, a list of leaf calls, and each leaf has a way alon
 
 All have the order of tokens of the layout. A scan needs consecutive tokens.
 
-In half precision, a leaf that sends no values (`local`, `scan`) gives float32 to the next one where
-its backends compute in that, as on one process. Values that are sent are in the call's dtype.
+In half precision, values that are sent are in the call's dtype, and others in float32
+(`half_precision.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch import Tensor
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
-from precondattn.arrays import cast, upcast_all
-from precondattn.dispatch.discovery import discover
+from precondattn.arrays import cast
 from precondattn.parallel import (
     gathered_torch,
     local_torch,
@@ -37,6 +36,7 @@ from precondattn.parallel import (
     states_torch,
 )
 from precondattn.parallel.call_torch import Call, Processes
+from precondattn.parallel.half_precision import inputs_in_half
 from precondattn.parallel.piece_torch import Masks, Piece, masks_of
 from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
@@ -105,8 +105,9 @@ def computed(
     pieces = _pieces(call, processes, masks, values)
     for number, (leaf_call, way, piece) in enumerate(pieces):
         if dtype in HALF:
-            inputs = processes.together(partial(_in_half, piece, way, leaf_call, call))
-            piece = piece._replace(inputs=inputs)
+            given = leaf_call, piece.inputs, call.bound.inputs, dtype, call.backend
+            in_half = partial(inputs_in_half, *given, sends_values=way.SENDS_VALUES)
+            piece = piece._replace(inputs=processes.together(in_half))
         values[leaf_call.out] = output_of(number, way, piece)
     out = {program.out: cast(values[program.out], dtype)}
     return masks.without_padding(rank, out, {program.out: program.output})[program.out]
@@ -143,20 +144,6 @@ def _pieces(
         way = way_of(leaf_call.leaf)
         assert way is not None  # `refusal` has checked it.
         yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
-
-
-def _in_half(piece: Piece, way: ModuleType, leaf_call: LeafCall, call: Call) -> dict[str, Tensor]:
-    """A leaf's inputs of a call in half precision: in float32 where that costs nothing."""
-    inputs, dtype = piece.inputs, _dtype(call.bound.inputs)
-    given = {
-        name: inputs[name] if value in call.bound.inputs else cast(inputs[name], dtype)
-        for name, value in leaf_call.arguments
-    }
-    if way.SENDS_VALUES:
-        return given
-    chosen = piece.leaf.explain(**given, backend=piece.backend).backends
-    is_wide = all(discover().named(name).wide_values for name in chosen)
-    return upcast_all(inputs) if is_wide else given
 
 
 def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:

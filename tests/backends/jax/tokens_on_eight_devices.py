@@ -153,6 +153,17 @@ def test_half_precision_goes_around_and_is_computed_in_float32():
     check("softmax", "contiguous", 2, 5, dtype="bfloat16", kind="random")
 
 
+def test_half_precision_is_float32_between_pieces_that_send_no_values():
+    m, x = problem("qk_norm(linear)", 10, h=4, n=4)
+    x = {name: jnp.asarray(a, "bfloat16") for name, a in x.items()}
+    attn = jax.jit(context_parallel(m, mesh_of(2), "cp", layout="contiguous").__call__)
+    exact = attn(**{name: a.astype("float32") for name, a in x.items()})
+    once = exact.astype("bfloat16")
+    found = attn(**x)
+    assert found.dtype == "bfloat16"
+    assert np.array_equal(found, once)  # It is rounded once, at the end.
+
+
 def test_states_are_scanned_and_multiplied_by_transitions():
     check("gated_delta", "contiguous", 4, 5, masks=("lengths",), h=4, n=4)
 

@@ -1,0 +1,41 @@
+"""Inputs of a leaf where a divided call is in half precision.
+
+What a leaf computes is float32 or wider. A leaf that sends no values to other devices gets it like
+that, as on one device. A leaf that sends them gets them in the call's precision, of half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import Array, cast, upcast_all
+from precondattn.dispatch.discovery import discover
+
+if TYPE_CHECKING:
+    from precondattn.algebra.leaf_call import LeafCall
+
+
+def inputs_in_half(
+    leaf_call: LeafCall,
+    inputs: Mapping[str, Array],
+    of_call: Collection[str],
+    dtype: Any,
+    backend: Any,
+    *,
+    sends_values: bool,
+) -> dict[str, Array]:
+    """The inputs of a leaf, in `dtype`, or in float32 where that costs nothing.
+
+    `of_call` are the values of the program that are inputs of the call, and keep their dtype.
+    """
+    leaf = leaf_call.leaf
+    given = {
+        name: inputs[name] if value in of_call else cast(inputs[name], dtype)
+        for name, value in leaf_call.arguments
+    }
+    if sends_values:
+        return given
+    chosen = leaf.explain(**given, backend=backend).backends
+    is_wide = all(discover().named(name).wide_values for name in chosen)
+    return upcast_all(inputs) if is_wide else given
