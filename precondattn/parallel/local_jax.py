@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jax import Array
 
 from precondattn.parallel.layouts import Order
+from precondattn.parallel.local import refusal as refusal_of_leaf
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -18,8 +19,8 @@ SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
-    """None: any order of tokens will do."""
-    return None
+    """Why a leaf needs all tokens; None where any order of them will do."""
+    return refusal_of_leaf(leaf)
 
 
 def output(piece: Piece) -> Array:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from precondattn.parallel.layouts import Order
+from precondattn.parallel.local import refusal as refusal_of_leaf
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -18,9 +19,7 @@ SENDS_VALUES = False
 
 def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why a leaf needs all tokens; None where any order of them will do."""
-    if not leaf.offers.causal:
-        return f"divides tokens, and {leaf} is computed of all; use the layout 'heads'"
-    return None
+    return refusal_of_leaf(leaf)
 
 
 def output(piece: Piece) -> Tensor:

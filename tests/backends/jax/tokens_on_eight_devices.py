@@ -435,6 +435,7 @@ def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
         ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
         ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),
         ("deltaformer", "contiguous", 8, {}, "no way to divide the tokens of deltaformer"),
+        ("unit_rows[axis=channel]", "zigzag", 8, {}, "tokens, and unit_rows.* computed of all"),
         (
             "softmax[causal=false]",
             "zigzag",
