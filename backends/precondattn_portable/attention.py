@@ -93,6 +93,17 @@ class View(NamedTuple):
             bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
         return View(*cut, bias)
 
+    def with_group(self, part: Part, arrays: Mapping[str, Array]) -> View:
+        """Those of some sequences and key heads assigned; not copied, where they are all."""
+        whole = {}
+        for name, array in arrays.items():
+            mine = getattr(self, name)
+            if array.shape == mine.shape:
+                whole[name] = array
+            else:
+                mine[part] = array
+        return self._replace(**whole)
+
 
 class Group(NamedTuple):
     """Some heads, and what computes their scores and reads."""
@@ -272,12 +283,12 @@ class Attention(Algorithm):
                 )
                 group.scores.pull(i0, i1, low, high, d_row_block)
                 self._pull_beside(ops, group, d, i0, i1, low, high, d_row_block)
-            d.q[group.part], d.k[group.part] = group.scores.d_q, group.scores.d_k
-            d.v[group.part] = group.read.finish()
+            of_group = {"q": group.scores.d_q, "k": group.scores.d_k, "v": group.read.finish()}
             if group.gate is not None:
-                d.g[group.part] = group.gate.d_g
+                of_group["g"] = group.gate.d_g
             if isinstance(group.scores, TransportedScores):
-                d.w[group.part], d.beta[group.part] = group.scores.extra_gradients()
+                of_group["w"], of_group["beta"] = group.scores.extra_gradients()
+            d = d.with_group(group.part, of_group)
         gradients = self._gradients(leaf, x, d, missing)
         if leaf.sink:
             d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))

@@ -6,7 +6,8 @@ that is a wait for the operating system, and a call takes ten times as long. Hea
 here they are divided once, and every thread computes its own without waiting for the others.
 
 Key/value heads are divided with the query heads that read them. Where there is one of them, every
-thread reads it, and its gradient is the sum of theirs.
+thread reads it, and its gradient is the sum of theirs. Where the arrays of one head are large,
+threads would need them all at once; there PyTorch divides its products, which are large too.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from precondattn.arrays import Arrays, Residuals, only_computes
 from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import SHARING
+from precondattn_portable.layout import SHARING, chunk_size
 
 LEAST = 2**19
 """Elements of the largest input from which threads are worth their start."""
+
+
+MOST = 2**23
+"""Entries of an array of a head's gradient, of which it has several: 32 MiB in float32."""
 
 
 class Division(NamedTuple):
@@ -90,7 +96,7 @@ class ByHeads(Algorithm):
         residuals: Residuals,
         cotangent: Tensor,
     ) -> Arrays:
-        division = division_of(leaf, x)
+        division = None if _is_large(leaf, x) else division_of(leaf, x)
         if division is None:
             return self.whole.backward(ops, leaf, x, frame, out, residuals, cotangent)
         of_out = _head_axis(leaf.program.output)
@@ -176,6 +182,16 @@ def division_of(leaf: Any, x: Mapping[str, Tensor]) -> Division | None:
         return None
     count = max(n for n in range(1, threads + 1) if gcd(*heads) % n == 0)
     return None if count == 1 else Division(count, axes)
+
+
+def _is_large(leaf: Any, x: Mapping[str, Tensor]) -> bool:
+    """Whether the gradient of a head has arrays that threads should not have at once.
+
+    With reflections it is computed from matrices of every chunk, and a chunk's scores with all
+    keys.
+    """
+    s = x["k"].shape[1] if isinstance(getattr(leaf, "metric", None), Transported) else 0
+    return s > 0 and chunk_size(s) * s > MOST
 
 
 def _specs(x: Mapping[str, Tensor]) -> dict[str, ArraySpec]:

@@ -112,6 +112,15 @@ def test_a_small_call_is_not_divided(three_threads, monkeypatch):
     call(*inputs("lucid", 4, 4))
 
 
+def test_threads_do_not_have_large_arrays_of_several_heads(counted, monkeypatch):
+    """In the gradient of PaTH; others, and its forward pass, have none."""
+    monkeypatch.setattr(by_heads, "MOST", 19 * 18)
+    call(*inputs("path", 4, 2))
+    assert counted == [2]
+    call(*inputs("softmax[window=5]", 4, 2))
+    assert counted == [2] * 3
+
+
 def test_masks_and_segments_are_passed_to_every_part(counted):
     mechanism, x = inputs("lucid", 4, 2)
     masks = {"lengths": torch.tensor([7, 19]), "key_mask": torch.rand(2, 19) < 0.8}
