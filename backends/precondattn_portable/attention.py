@@ -93,15 +93,21 @@ class View(NamedTuple):
             bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
         return View(*cut, bias)
 
-    def with_group(self, part: Part, arrays: Mapping[str, Array]) -> View:
-        """Those of some sequences and key heads assigned; not copied, where they are all."""
+    def assigned(
+        self, ops: Arithmetic, of_all: View, part: Part, arrays: Mapping[str, Array]
+    ) -> View:
+        """With the arrays of some sequences and key heads, as large as those of `of_all`.
+
+        Where these are all, they are not copied.
+        """
         whole = {}
         for name, array in arrays.items():
-            mine = getattr(self, name)
-            if array.shape == mine.shape:
+            like, mine = getattr(of_all, name), getattr(self, name)
+            if array.shape == like.shape:
                 whole[name] = array
-            else:
-                mine[part] = array
+                continue
+            whole[name] = ops.zeros(like.shape, like) if mine is None else mine
+            whole[name][part] = array
         return self._replace(**whole)
 
 
@@ -268,7 +274,8 @@ class Attention(Algorithm):
             )
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
-        d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
+        bias = None if view.bias is None else ops.zeros(view.bias.shape, view.bias)
+        d = View(*[None] * (len(view) - 1), bias)
         workspace: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
             size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
@@ -288,7 +295,7 @@ class Attention(Algorithm):
                 of_group["g"] = group.gate.d_g
             if isinstance(group.scores, TransportedScores):
                 of_group["w"], of_group["beta"] = group.scores.extra_gradients()
-            d = d.with_group(group.part, of_group)
+            d = d.assigned(ops, view, group.part, of_group)
         gradients = self._gradients(leaf, x, d, missing)
         if leaf.sink:
             d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))

@@ -100,14 +100,15 @@ class System:
         view: View,
         mask: Mask,
         size: int,
+        height: int,
         workspace: Scratch,
         *,
         gradient: bool = False,
     ) -> None:
         self.ops, self.leaf, self.view, self.mask, self.size = ops, leaf, view, mask, size
-        self.workspace = workspace
+        self.height, self.workspace = height, workspace
+        """The rows of a row block, and where it is put"""
         b, n, s, d = view.k.shape
-        self.blocks_per_row_block = _blocks_per_row_block(leaf, size, s, gradient)
         xp = namespace(view.k)
         self.scale = leaf.scale_for(d)
         self.chunks = s // size
@@ -234,7 +235,7 @@ class System:
 
     def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
         """Rows of each row block and their first visible key: i0, i1, low."""
-        row_blocks = list(blocks(self.chunks * self.size, self.size * self.blocks_per_row_block))
+        row_blocks = list(blocks(self.chunks * self.size, self.height))
         for i0, i1 in reversed(row_blocks) if reverse else row_blocks:
             yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
 
@@ -341,12 +342,13 @@ class LucidSolveBlocks(Algorithm):
         frame = frame.replaced(q_valid=None, k_valid=keys)
         mask = Mask(frame, s, 0, window=leaf.window, strict=True)
         workspace: Scratch | None = None
-        rows = size * _blocks_per_row_block(leaf, size, s, gradient)
-        for part in head_groups(b, n, rows * s, ENTRIES):
+        height = size * _blocks_per_row_block(leaf, size, s, gradient)
+        for part in head_groups(b, n, height * s, ENTRIES):
             group, group_mask = view.group(part), mask.of(part[0])
             # The first group is the largest.
-            workspace = workspace or ops.scratch(_row_block_size(group, rows), view.k)
-            yield part, System(ops, leaf, group, group_mask, size, workspace, gradient=gradient)
+            workspace = workspace or ops.scratch(_row_block_size(group, height), view.k)
+            given = (ops, leaf, group, group_mask, size, height, workspace)
+            yield part, System(*given, gradient=gradient)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
@@ -393,8 +395,7 @@ class LucidSolveBlocks(Algorithm):
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
-            rows = size * system.blocks_per_row_block
-            workspace = ops.scratch(_row_block_size(system.view, rows), view.k)
+            workspace = ops.scratch(_row_block_size(system.view, system.height), view.k)
             for i0, i1, low in system.rows(reverse=True):
                 solved = self._pull_rows(
                     ops, leaf, system, i0, i1, low, y[part], right[part], workspace

@@ -190,8 +190,10 @@ def _is_large(leaf: Any, x: Mapping[str, Tensor]) -> bool:
     With reflections it is computed from matrices of every chunk, and a chunk's scores with all
     keys.
     """
-    s = x["k"].shape[1] if isinstance(getattr(leaf, "metric", None), Transported) else 0
-    return s > 0 and chunk_size(s) * s > MOST
+    if not isinstance(getattr(leaf, "metric", None), Transported):
+        return False
+    s = x["k"].shape[1]
+    return chunk_size(s) * s > MOST
 
 
 def _specs(x: Mapping[str, Tensor]) -> dict[str, ArraySpec]:

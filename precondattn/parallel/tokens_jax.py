@@ -25,8 +25,9 @@ from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise
-from precondattn.arrays import HALF, cast, dtype_name
+from precondattn.arrays import HALF, cast
 from precondattn.execution.arguments import check_call
+from precondattn.execution.array_checks import call_dtype
 from precondattn.execution.masks import (
     INTEGERS,
     ValueChecks,
@@ -99,8 +100,8 @@ def output(call: Call, given: Arguments) -> Array:
     line, program = _line(call), call.mechanism.program
     masks = Masks.of(line, whole, call.tokens // call.devices)
     values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
-    like = given.inputs.get("v", next(iter(given.inputs.values())))
-    is_half, dtype = dtype_name(like) in HALF, like.dtype
+    name = call_dtype(given.inputs)
+    is_half, dtype = name in HALF, jnp.dtype(name)
     for leaf_call, way, piece in _pieces(call, masks, values):
         if is_half:
             of_leaf = leaf_call, piece.inputs, given.inputs, dtype, call.backend
@@ -177,5 +178,4 @@ def _like_output(piece: Piece) -> jax.ShapeDtypeStruct:
     leaf, inputs = piece.leaf, piece.inputs
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
     shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
-    first = inputs.get("v", next(iter(inputs.values())))
-    return jax.ShapeDtypeStruct(shape, first.dtype)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(call_dtype(inputs)))
