@@ -75,9 +75,17 @@ class Arithmetic:
         """total[where] += factor a b; `total` belongs to the algorithm and is modified."""
         total[where] = total[where] + (a @ b) * factor
 
-    def exp(self, x: Array) -> Array:
-        """eˣ, in x where the library can."""
-        return namespace(x).exp(x)
+    def exp(self, x: Array, factor: float = 1.0) -> Array:
+        """e^{factor x}, in x where the library can."""
+        return namespace(x).exp(x if factor == 1.0 else x * factor)
+
+    def log(self, x: Array) -> Array:
+        """log x, in x where the library can."""
+        return namespace(x).log(x)
+
+    def softsign(self, x: Array, workspace: Array) -> Array:
+        """x / (1 + |x|), in x where the library can; it may overwrite `workspace`."""
+        return x / (1 + namespace(x).abs(x))
 
     def tanh(self, x: Array) -> Array:
         """tanh x, in x where the library can."""
@@ -189,8 +197,19 @@ class InPlace(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def exp(self, x: Array) -> Array:
+    def exp(self, x: Array, factor: float = 1.0) -> Array:
+        if factor != 1.0:
+            x *= factor
         return namespace(x).exp(x, out=x)
+
+    def log(self, x: Array) -> Array:
+        return namespace(x).log(x, out=x)
+
+    def softsign(self, x: Array, workspace: Array) -> Array:
+        workspace = namespace(x).abs(x, out=workspace)
+        workspace += 1.0
+        x /= workspace
+        return x
 
     def tanh(self, x: Array) -> Array:
         return namespace(x).tanh(x, out=x)

@@ -1,11 +1,12 @@
 """The preconditioned key of ATK, of which A + ε is one product for each short chunk of tokens.
 
-    A + ε = [ε | e^{g_1 + … + g_i} | D_ij β_j] [1; A_before; k_j ∘ k_j],    D as in `head_decay.py`,
+    A + ε = e^{g_1 + … + g_i} A_before + [ε | D_ij β_j] [1; k_j ∘ k_j],    D as in `head_decay.py`,
     out   = k ∘ exp(−log x · r / (1 + |r|)),                                r = log(A + ε) − c.
 
 A is a vector for each key head. So a chunk costs 2 C d operations for each token and the state next
-to nothing, and short chunks are the fastest. What is left is a logarithm and an exponential of
-every entry of k. They are computed where the product has left A: in the cache.
+to nothing, and short chunks are the fastest. A at the ends of chunks is such a product again, with
+chunks for tokens: no loop runs over them. What is left is a logarithm and an exponential of every
+entry of k. They are computed where the product has left A: in the cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from precondattn.spec.linear_family import forget_other_segments
 from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.head_decay import HeadDecay
-from precondattn_portable.in_place import add_kept_at, multiply_at
-from precondattn_portable.layout import blocks, budget, time_first
+from precondattn_portable.in_place import multiply_at
+from precondattn_portable.layout import budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
 CHUNK = 16
@@ -30,6 +31,9 @@ CHUNK = 16
 
 TOGETHER = 2**19
 """Entries of k that are computed together: 2 MiB in float32."""
+
+MOST_CHUNKS = 64
+"""Chunks that are computed together at most: each token costs as many operations again."""
 
 
 class PreconditionedKeyChunks(StatefulAlgorithm):
@@ -39,76 +43,99 @@ class PreconditionedKeyChunks(StatefulAlgorithm):
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         b, s, h, d = x["k"].shape
-        tokens = _Tokens(ops, leaf, x, frame)
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
+        together = min(max(budget(TOGETHER) // (b * h * d * CHUNK), 1), MOST_CHUNKS)
         whole = s - s % CHUNK
-        together = max(budget(TOGETHER) // (b * h * d * CHUNK), 1) * CHUNK
-        for low, high in blocks(whole, together):
-            squares = tokens.write(out, squares, low, high, CHUNK)
-        if whole < s:
-            tokens.write(out, squares, whole, s, s - whole)
+        for low, high, size in ((0, whole, CHUNK), (whole, s, s - whole)):
+            if low < high:
+                chunks = _Chunks(ops, leaf, x, frame, low, high, size, together)
+                for block in range(chunks.between.shape[0]):
+                    squares = chunks.write(out, squares, block)
         return out, ()
 
 
-class _Tokens:
-    """The inputs of a call, heads before time (b, h, s, …)."""
+class _Chunks:
+    """Tokens low … high − 1 of a call in chunks of `size`, (c, b, h, C, …)."""
 
     def __init__(
-        self, ops: Arithmetic, leaf: PreconditionedKey, x: Mapping[str, Array], frame: Frame
+        self,
+        ops: Arithmetic,
+        leaf: PreconditionedKey,
+        x: Mapping[str, Array],
+        frame: Frame,
+        low: int,
+        high: int,
+        size: int,
+        together: int,
     ) -> None:
-        self.ops, self.leaf = ops, leaf
-        self.k = time_first(x["k"])
-        self.counted = where_valid(self.k, frame)
-        self.beta = time_first(x["beta_atk"])[..., None]
-        g = time_first(x["g_atk"])[..., None, None]
-        self.g = forget_other_segments(g, frame)[..., 0]
+        xp = namespace(x["k"])
+        self.ops, self.leaf, self.low, self.size, self.together = ops, leaf, low, size, together
+        self.scratch = ops.scratch(0, x["k"])
+
+        def chunks(tokens: Array) -> Array:
+            b, h, _, width = tokens.shape
+            tokens = xp.reshape(tokens[:, :, low:high, :], (b, h, -1, size, width))
+            return xp.permute_dims(tokens, (2, 0, 1, 3, 4))
+
+        k = time_first(x["k"])
+        self.k, self.counted = chunks(k), chunks(where_valid(k, frame))
         self.center: Any = leaf.center
         if leaf.learned:
-            self.center = namespace(self.k).reshape(x["log_atk_scale"], (1, 1, -1, 1, 1))
+            self.center = xp.reshape(x["log_atk_scale"], (1, 1, -1, 1, 1))
 
-    def write(self, out: Array, squares: Array, low: int, high: int, size: int) -> Array:
-        """Write the keys of tokens low … high − 1 to `out` (b, s, h, d); A of the last one.
-
-        A (b h, 1, d) is that of the token before them, and they are in chunks of `size`.
-        """
-        ops, xp = self.ops, namespace(squares)
-        k = _chunks(self.k, low, high, size)
-        count, b, h, _, d = k.shape
-        filled = ops.empty((count, b, h, size + 2, d), squares)
-        filled[..., 0, :] = 1.0
-        counted = _chunks(self.counted, low, high, size)
-        multiply_at(ops, filled, (..., slice(2, None), slice(None)), counted, counted)
-        filled = xp.reshape(filled, (count, b * h, size + 2, d))
-
+        count, b, h = self.k.shape[:3]
+        gates = forget_other_segments(time_first(x["g_atk"])[..., None, None], frame)[..., 0]
         g, beta = (
-            xp.reshape(_chunks(array, low, high, size), (count, b * h, size, 1))
-            for array in (self.g, self.beta)
+            xp.reshape(chunks(array), (count, b * h, size, 1))
+            for array in (gates, time_first(x["beta_atk"])[..., None])
         )
         decay = HeadDecay(ops, g, g)
-        factors = ops.empty((count, b * h, size, size + 2), squares)
-        factors[..., :1] = self.leaf.eps
-        factors[..., 1:2] = decay.reading
-        factors[..., 2:] = ops.multiply(decay.pairs, transpose(beta))
+        self.reading = decay.reading
+        self.factors = ops.empty((count, b * h, size, size + 1), self.k)
+        self.factors[..., :1] = leaf.eps
+        self.factors[..., 1:] = ops.multiply(decay.pairs, transpose(beta))
 
-        states = ops.empty((count + 1, *squares.shape), squares)
-        states[0, ...] = squares
-        written = ops.product(factors[..., -1:, 2:], filled[..., 2:, :])
-        states[1:, ...] = written
-        for chunk in range(count):
-            add_kept_at(ops, states, (chunk + 1, ...), states[chunk, ...], decay.kept(chunk))
-        filled[..., 1:2, :] = states[:-1, ...]
+        sums = padded(xp.sum(g, axis=(-2, -1)), 0, -count % together, axis=0)
+        gates = xp.permute_dims(xp.reshape(sums, (-1, together, b * h, 1)), (0, 2, 1, 3))
+        between = HeadDecay(ops, gates, gates)
+        self.between = xp.concat([between.reading, between.pairs], axis=-1)
+        """(blocks, b h, together, 1 + together): the decays between the chunks of each block"""
 
-        r = xp.reshape(xp.log(ops.product(factors, filled)), k.shape)
+    def write(self, out: Array, squares: Array, block: int) -> Array:
+        """Write the keys of a block of chunks to `out` (b, s, h, d); A after them.
+
+        A (b h, 1, d) is that of the token before them.
+        """
+        ops, xp, size = self.ops, namespace(squares), self.size
+        start = block * self.together
+        here = slice(start, start + self.together)
+        k, counted = self.k[here, ...], self.counted[here, ...]
+        count, b, h, _, d = k.shape
+        filled = self._workspace("filled", (count, b, h, size + 1, d), squares)
+        filled[..., 0, :] = 1.0
+        multiply_at(ops, filled, (..., slice(1, None), slice(None)), counted, counted)
+        filled = xp.reshape(filled, (count, b * h, size + 1, d))
+        r = self._workspace("r", (count, b * h, size, d), squares)
+        r = ops.product(self.factors[here, ...], filled, r)
+
+        # A is among chunks what it is among tokens.
+        written = xp.permute_dims(r[:, :, -1, :], (1, 0, 2)) - self.leaf.eps
+        between = self.between[block, :, :count, : count + 1]
+        ends = xp.concat(
+            [squares, ops.product(between, xp.concat([squares, written], axis=1))], axis=1
+        )
+        before = xp.permute_dims(ends[:, :-1, :], (1, 0, 2))[:, :, None, :]
+        r = ops.add_multiple(r, self.reading[here, ...], before)
+
+        r = xp.reshape(ops.log(r), k.shape)
         r = ops.subtract(r, self.center)
-        softened = ops.divide(r, ops.add(xp.abs(r), 1.0))
-        m = ops.exp(ops.multiply(softened, -math.log(self.leaf.bound)))
-        tokens = xp.reshape(out[:, low:high, ...], (b, count, size, h, d))
+        softened = ops.softsign(r, self._workspace("softened", r.shape, squares))
+        m = ops.exp(softened, -math.log(self.leaf.bound))
+        low = self.low + start * size
+        tokens = xp.reshape(out[:, low : low + count * size, ...], (b, count, size, h, d))
         multiply_at(ops, xp.permute_dims(tokens, (1, 0, 3, 2, 4)), ..., m, k)
-        return states[-1, ...]
+        return ends[:, -1:, :]
 
-
-def _chunks(x: Array, low: int, high: int, size: int) -> Array:
-    """Some tokens of (b, h, s, w) as (c, b, h, C, w)."""
-    xp, (b, h, _, width) = namespace(x), x.shape
-    tokens = xp.reshape(x[:, :, low:high, :], (b, h, -1, size, width))
-    return xp.permute_dims(tokens, (2, 0, 1, 3, 4))
+    def _workspace(self, name: str, shape: tuple[int, ...], like: Array) -> Array:
+        found = self.scratch.shaped(shape, name)
+        return self.ops.empty(shape, like) if found is None else found

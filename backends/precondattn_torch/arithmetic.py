@@ -61,10 +61,16 @@ class TorchArithmetic(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def exp(self, x: Tensor) -> Tensor:
+    def exp(self, x: Tensor, factor: float = 1.0) -> Tensor:
         if x.dtype != torch.float32 or not x.is_cpu or x.numel() < MANY:
-            return x.exp_()
-        return x.mul_(LOG2_E).exp2_()  # In half the time of PyTorch's exp.
+            return (x if factor == 1.0 else x.mul_(factor)).exp_()
+        return x.mul_(factor * LOG2_E).exp2_()  # In half the time of PyTorch's exp.
+
+    def log(self, x: Tensor) -> Tensor:
+        return x.log_()
+
+    def softsign(self, x: Tensor, workspace: Tensor) -> Tensor:
+        return x.div_(torch.abs(x, out=workspace).add_(1.0))
 
     def tanh(self, x: Tensor) -> Tensor:
         return x.tanh_()

@@ -61,7 +61,7 @@ class Torch(Portable):
         recurrences = (pa.SSD, pa.GLA, pa.Delta, pa.GatedDelta, pa.KDA)
         blocked = {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
         # Of these the results are most of the memory, and to join them costs what is won.
-        whole = {*TOKEN_WISE, pa.Linear, pa.Retention, pa.SSD}
+        whole = {*TOKEN_WISE, pa.Linear, pa.Retention, pa.SSD, pa.PreconditionedKey}
         return {
             leaf: algorithm if leaf in whole else ByHeads(algorithm)
             for leaf, algorithm in blocked.items()
