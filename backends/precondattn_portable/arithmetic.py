@@ -75,17 +75,18 @@ class Arithmetic:
         """total[where] += factor a b; `total` belongs to the algorithm and is modified."""
         total[where] = total[where] + (a @ b) * factor
 
-    def exp(self, x: Array, factor: float = 1.0) -> Array:
-        """e^{factor x}, in x where the library can."""
-        return namespace(x).exp(x if factor == 1.0 else x * factor)
+    def exp(self, x: Array) -> Array:
+        """eˣ, in x where the library can."""
+        return namespace(x).exp(x)
 
     def log(self, x: Array) -> Array:
         """log x, in x where the library can."""
         return namespace(x).log(x)
 
-    def softsign(self, x: Array, workspace: Array) -> Array:
-        """x / (1 + |x|), in x where the library can; it may overwrite `workspace`."""
-        return x / (1 + namespace(x).abs(x))
+    def softsign_power(self, base: float, x: Array, workspace: Array) -> Array:
+        """base^{x / (1 + |x|)}, in x where the library can; it may overwrite `workspace`."""
+        xp = namespace(x)
+        return xp.exp(math.log(base) * (x / (1 + xp.abs(x))))
 
     def tanh(self, x: Array) -> Array:
         """tanh x, in x where the library can."""
@@ -164,6 +165,10 @@ class Arithmetic:
         """The sums of all elements up to each one."""
         return namespace(x).cumulative_sum(x, axis=axis)
 
+    def accumulate(self, x: Array, axis: int) -> Array:
+        """`running_sum`, in x where the library can."""
+        return self.running_sum(x, axis)
+
     def lower(self, x: Array, k: int = 0) -> Array:
         """The lower triangles of matrices, 0 above diagonal k; in x where the library can."""
         return namespace(x).tril(x, k=k)
@@ -197,19 +202,18 @@ class InPlace(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def exp(self, x: Array, factor: float = 1.0) -> Array:
-        if factor != 1.0:
-            x *= factor
+    def exp(self, x: Array) -> Array:
         return namespace(x).exp(x, out=x)
 
     def log(self, x: Array) -> Array:
         return namespace(x).log(x, out=x)
 
-    def softsign(self, x: Array, workspace: Array) -> Array:
+    def softsign_power(self, base: float, x: Array, workspace: Array) -> Array:
         workspace = namespace(x).abs(x, out=workspace)
         workspace += 1.0
         x /= workspace
-        return x
+        x *= math.log(base)
+        return self.exp(x)
 
     def tanh(self, x: Array) -> Array:
         return namespace(x).tanh(x, out=x)
@@ -239,6 +243,9 @@ class InPlace(Arithmetic):
     def divide(self, x: Array, y: Array) -> Array:
         x /= y
         return x
+
+    def accumulate(self, x: Array, axis: int) -> Array:
+        return namespace(x).cumsum(x, axis=axis, out=x)
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
         namespace(x).copyto(x, otherwise, where=~where)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.group import Group
 from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
@@ -25,6 +26,7 @@ from precondattn_portable.fused import LucidStep, steps_together
 from precondattn_portable.lucid_solve import LucidSolveBlocks
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
+from precondattn_portable.preconditioned_delta import PreconditionedDelta, computes_together
 from precondattn_portable.preconditioned_key import PreconditionedKeyChunks
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
@@ -82,9 +84,11 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.Windowed: WindowedAttention(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
+    Group: PreconditionedDelta(),
 }
 """By the leaf's exact class: a subclass may define other mathematics. A leaf of any other class is
-declined, and runs on the reference."""
+declined, and runs on the reference. A full call of a group is that of `preconditioned_delta.py`,
+the only group that has one."""
 
 
 class Portable(Backend):
@@ -113,7 +117,8 @@ class Portable(Backend):
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
-            if steps_together(mechanism.program, request):
+            program = mechanism.program
+            if steps_together(program, request) or computes_together(program, request):
                 return Support.yes()
             return Support.no("runs the leaves of this group one by one")
         if self.algorithm(mechanism) is None:

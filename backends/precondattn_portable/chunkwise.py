@@ -48,6 +48,10 @@ class Chunkwise:
     def __init__(self, ops: Arithmetic, chunk: int | None = None) -> None:
         self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
 
+    def work(self, x: Stream) -> Work:
+        """A stream in chunks."""
+        return Work(self.ops, x, self.chunk)
+
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         (o,), (final,) = self.read([(x, state)], lambda o: (o,))
         return o, final
@@ -55,7 +59,7 @@ class Chunkwise:
     def read(
         self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
-        works = [Work(self.ops, x, self.chunk) for x, _ in streams]
+        works = [self.work(x) for x, _ in streams]
         lasts = [_joined(state) for _, state in streams]
         queries = [x.q for x, _ in streams]
         workspaces: list[Array] = []
@@ -84,7 +88,7 @@ class Chunkwise:
         `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
         outputs of queries q in the layout of the group, (c, n, C, r, w).
         """
-        work = Work(self.ops, x._replace(q=arrays[0]), self.chunk)
+        work = self.work(x._replace(q=arrays[0]))
         last, workspace = _joined(state), None
         for part in work.parts(REREAD * work.widest):
             group = work.group(part)
@@ -125,7 +129,7 @@ class Chunkwise:
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
         xp = namespace(state)
-        work = Work(self.ops, x, self.chunk)
+        work = self.work(x)
         done: list[tuple[range, Group, Array]] = []
         last = _joined(state)
         for part in work.parts(work.widest):
@@ -210,10 +214,14 @@ class Work:
 
     def parts(self, widest: int) -> Iterator[range]:
         """The groups, as ranges of chunks; one of them begins at the first chunk with a query."""
-        step = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        step = self.chunks_together(widest)
         for low, high in ((0, self.first_read), (self.first_read, self.count)):
             for start in range(low, high, step):
                 yield range(start, min(start + step, high))
+
+    def chunks_together(self, widest: int) -> int:
+        """The chunks of a group."""
+        return max(GROUP // (self.b * self.m * self.size * widest), 1)
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
         """One group. `known` maps the identity of an array to its chunks, and is extended."""

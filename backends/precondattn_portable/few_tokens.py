@@ -43,7 +43,7 @@ def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
     rows = xp.permute_dims(xp.reshape(g, (b, m, s, -1)), (0, 1, 3, 2))[..., None]
     # In the column of token j, the gates after j are summed.
     after = xp.tril(xp.broadcast_to(rows, (*rows.shape[:-1], s)), k=-1)
-    decay = ops.exp(ops.running_sum(after, axis=-2))
+    decay = ops.exp(ops.accumulate(after, axis=-2))
     return xp.permute_dims(decay, (0, 1, 3, 4, 2))
 
 

@@ -82,7 +82,7 @@ class HeadDecay:
         xp = namespace(self.g)
         # In the column of token j, the gates after j are summed.
         after = self.before * xp.where(self.g < FORGOTTEN, FORGOTTEN, self.g)
-        sums = xp.cumulative_sum(after, axis=-2)
+        sums = self.ops.accumulate(after, axis=-2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 
     def among(self, scores: Array) -> Array:

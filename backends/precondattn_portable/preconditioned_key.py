@@ -1,7 +1,7 @@
 """The preconditioned key of ATK, of which A + ε is one product for each short chunk of tokens.
 
     A + ε = e^{g_1 + … + g_i} A_before + [ε | D_ij β_j] [1; k_j ∘ k_j],    D as in `head_decay.py`,
-    out   = k ∘ exp(−log x · r / (1 + |r|)),                                r = log(A + ε) − c.
+    out   = k ∘ (1/x)^{r / (1 + |r|)},                                      r = log(A + ε) − c.
 
 A is a vector for each key head. So a chunk costs 2 C d operations for each token and the state next
 to nothing, and short chunks are the fastest. A at the ends of chunks is such a product again, with
@@ -23,7 +23,7 @@ from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.head_decay import HeadDecay
 from precondattn_portable.in_place import multiply_at
-from precondattn_portable.layout import budget, padded, time_first
+from precondattn_portable.layout import blocks, budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
 CHUNK = 16
@@ -31,6 +31,9 @@ CHUNK = 16
 
 TOGETHER = 2**19
 """Entries of k that are computed together: 2 MiB in float32."""
+
+LARGEST_CENTER = 30
+"""c, up to which A is computed with a factor e^{−c}."""
 
 MOST_CHUNKS = 64
 """Chunks that are computed together at most: each token costs as many operations again."""
@@ -42,100 +45,118 @@ class PreconditionedKeyChunks(StatefulAlgorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        b, s, h, d = x["k"].shape
+        xp, (b, s, h, d) = namespace(x["k"]), x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
         together = min(max(budget(TOGETHER) // (b * h * d * CHUNK), 1), MOST_CHUNKS)
+        keys = time_first(x["k"])
+        arrays = (keys, where_valid(keys, frame), time_first(out), *gates_and_weights(x, frame))
         whole = s - s % CHUNK
         for low, high, size in ((0, whole, CHUNK), (whole, s, s - whole)):
-            if low < high:
-                chunks = _Chunks(ops, leaf, x, frame, low, high, size, together)
-                for block in range(chunks.between.shape[0]):
-                    squares = chunks.write(out, squares, block)
+            if low == high:
+                continue
+            parts = (_chunks(array[:, :, low:high, :], size) for array in arrays)
+            k, counted, written, g, beta = parts
+            g, beta = (xp.reshape(array, (-1, b * h, size, 1)) for array in (g, beta))
+            chunks = PreconditionedChunks(ops, leaf, learned_centers(leaf, x), g, beta, together)
+            for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
+                here = (slice(start, stop), ...)
+                m, squares = chunks.multipliers(block, counted[here], squares)
+                multiply_at(ops, written, here, m, k[here])
         return out, ()
 
 
-class _Chunks:
-    """Tokens low … high − 1 of a call in chunks of `size`, (c, b, h, C, …)."""
+def gates_and_weights(x: Mapping[str, Array], frame: Frame) -> tuple[Array, Array]:
+    """g and β (b, h, s, 1), −∞ where a segment begins."""
+    g = forget_other_segments(time_first(x["g_atk"])[..., None, None], frame)
+    return g[..., 0], time_first(x["beta_atk"])[..., None]
+
+
+def learned_centers(leaf: PreconditionedKey, x: Mapping[str, Array]) -> Array | None:
+    """c of each head (h, 1, 1), where it is learnt."""
+    return x["log_atk_scale"][:, None, None] if leaf.learned else None
+
+
+class PreconditionedChunks:
+    """A in chunks of C tokens, and the keys made of it.
+
+    Arrays are (c, n, C, …) or (c, n, p, C, …): chunks first, then the heads of all sequences. Of a
+    head p chunks may follow each other. `together` of the c are one block.
+    """
 
     def __init__(
         self,
         ops: Arithmetic,
         leaf: PreconditionedKey,
-        x: Mapping[str, Array],
-        frame: Frame,
-        low: int,
-        high: int,
-        size: int,
+        centers: Array | None,
+        g: Array,
+        beta: Array,
         together: int,
+        p: int = 1,
     ) -> None:
-        xp = namespace(x["k"])
-        self.ops, self.leaf, self.low, self.size, self.together = ops, leaf, low, size, together
-        self.scratch = ops.scratch(0, x["k"])
-
-        def chunks(tokens: Array) -> Array:
-            b, h, _, width = tokens.shape
-            tokens = xp.reshape(tokens[:, :, low:high, :], (b, h, -1, size, width))
-            return xp.permute_dims(tokens, (2, 0, 1, 3, 4))
-
-        k = time_first(x["k"])
-        self.k, self.counted = chunks(k), chunks(where_valid(k, frame))
-        self.center: Any = leaf.center
-        if leaf.learned:
-            self.center = xp.reshape(x["log_atk_scale"], (1, 1, -1, 1, 1))
-
-        count, b, h = self.k.shape[:3]
-        gates = forget_other_segments(time_first(x["g_atk"])[..., None, None], frame)[..., 0]
-        g, beta = (
-            xp.reshape(chunks(array), (count, b * h, size, 1))
-            for array in (gates, time_first(x["beta_atk"])[..., None])
-        )
+        """From g and β (c, n p, C, 1), and each head's c where it is learnt."""
+        xp, (count, rows, size, _) = namespace(g), g.shape
+        self.ops, self.bound = ops, leaf.bound
+        self.together, self.p = together, p
+        self.center: Any = leaf.center if centers is None else centers
+        scale = 1.0
+        if centers is None and abs(leaf.center) <= LARGEST_CENTER:
+            # log(A + ε) − c is log(e^{−c} A + e^{−c} ε), which needs no subtraction.
+            self.center, scale = None, math.exp(-leaf.center)
+        self.eps = scale * leaf.eps
+        self.scratch = ops.scratch(0, g)
         decay = HeadDecay(ops, g, g)
         self.reading = decay.reading
-        self.factors = ops.empty((count, b * h, size, size + 1), self.k)
-        self.factors[..., :1] = leaf.eps
-        self.factors[..., 1:] = ops.multiply(decay.pairs, transpose(beta))
+        self.factors = ops.empty((count, rows, size, size + 1), g)
+        self.factors[..., :1] = self.eps
+        self.factors[..., 1:] = ops.multiply(decay.pairs, transpose(scale * beta))
 
         sums = padded(xp.sum(g, axis=(-2, -1)), 0, -count % together, axis=0)
-        gates = xp.permute_dims(xp.reshape(sums, (-1, together, b * h, 1)), (0, 2, 1, 3))
-        between = HeadDecay(ops, gates, gates)
+        sums = xp.reshape(sums, (-1, together, rows // p, p))
+        sums = xp.reshape(xp.permute_dims(sums, (0, 2, 1, 3)), (-1, rows // p, together * p, 1))
+        between = HeadDecay(ops, sums, sums)
         self.between = xp.concat([between.reading, between.pairs], axis=-1)
-        """(blocks, b h, together, 1 + together): the decays between the chunks of each block"""
+        """(blocks, n, together p, 1 + together p): the decays between the chunks of a block"""
 
-    def write(self, out: Array, squares: Array, block: int) -> Array:
-        """Write the keys of a block of chunks to `out` (b, s, h, d); A after them.
+    def multipliers(self, block: int, k: Array, squares: Array) -> tuple[Array, Array]:
+        """What a block multiplies its keys by, of the keys' shape; and A after them.
 
-        A (b h, 1, d) is that of the token before them.
+        Keys are 0 where A does not count them. They have two axes for the rows n p, which may be b
+        and h. A (n, 1, d) is that of the token before them.
         """
-        ops, xp, size = self.ops, namespace(squares), self.size
-        start = block * self.together
-        here = slice(start, start + self.together)
-        k, counted = self.k[here, ...], self.counted[here, ...]
-        count, b, h, _, d = k.shape
-        filled = self._workspace("filled", (count, b, h, size + 1, d), squares)
+        ops, xp = self.ops, namespace(squares)
+        start, count = block * self.together, k.shape[0]
+        here = (slice(start, start + count), ...)
+        factors, reading = self.factors[here], self.reading[here]
+        _, rows, size, _ = factors.shape
+        d = k.shape[-1]
+        filled = self._workspace((*k.shape[:3], size + 1, d), squares)
         filled[..., 0, :] = 1.0
-        multiply_at(ops, filled, (..., slice(1, None), slice(None)), counted, counted)
-        filled = xp.reshape(filled, (count, b * h, size + 1, d))
-        r = self._workspace("r", (count, b * h, size, d), squares)
-        r = ops.product(self.factors[here, ...], filled, r)
+        multiply_at(ops, filled, (..., slice(1, None), slice(None)), k, k)
+        filled = xp.reshape(filled, (count, rows, size + 1, d))
+        r = ops.product(factors, filled, self.scratch.shaped((count, rows, size, d), "m"))
 
-        # A is among chunks what it is among tokens.
-        written = xp.permute_dims(r[:, :, -1, :], (1, 0, 2)) - self.leaf.eps
-        between = self.between[block, :, :count, : count + 1]
-        ends = xp.concat(
-            [squares, ops.product(between, xp.concat([squares, written], axis=1))], axis=1
-        )
-        before = xp.permute_dims(ends[:, :-1, :], (1, 0, 2))[:, :, None, :]
-        r = ops.add_multiple(r, self.reading[here, ...], before)
+        # A is from chunk to chunk what it is from token to token.
+        n, length = squares.shape[0], count * self.p
+        written = xp.reshape(r[..., -1, :] - self.eps, (count, n, self.p, d))
+        written = xp.reshape(xp.permute_dims(written, (1, 0, 2, 3)), (n, length, d))
+        between = self.between[block, :, :length, : length + 1]
+        after = ops.product(between, xp.concat([squares, written], axis=1))
+        before = xp.concat([squares, after[:, :-1, :]], axis=1)
+        before = xp.permute_dims(xp.reshape(before, (n, count, self.p, d)), (1, 0, 2, 3))
+        r = ops.add_multiple(r, reading, xp.reshape(before, (count, rows, 1, d)))
 
         r = xp.reshape(ops.log(r), k.shape)
-        r = ops.subtract(r, self.center)
-        softened = ops.softsign(r, self._workspace("softened", r.shape, squares))
-        m = ops.exp(softened, -math.log(self.leaf.bound))
-        low = self.low + start * size
-        tokens = xp.reshape(out[:, low : low + count * size, ...], (b, count, size, h, d))
-        multiply_at(ops, xp.permute_dims(tokens, (1, 0, 3, 2, 4)), ..., m, k)
-        return ends[:, -1:, :]
+        if self.center is not None:
+            r = ops.subtract(r, self.center)
+        workspace = self._workspace(k.shape, squares)
+        return ops.softsign_power(1 / self.bound, r, workspace), after[:, -1:, :]
 
-    def _workspace(self, name: str, shape: tuple[int, ...], like: Array) -> Array:
-        found = self.scratch.shaped(shape, name)
+    def _workspace(self, shape: tuple[int, ...], like: Array) -> Array:
+        found = self.scratch.shaped(shape)
         return self.ops.empty(shape, like) if found is None else found
+
+
+def _chunks(x: Array, size: int) -> Array:
+    """Tokens (b, h, s, w) as (c, b, h, C, w)."""
+    xp, (b, h, _, width) = namespace(x), x.shape
+    return xp.permute_dims(xp.reshape(x, (b, h, -1, size, width)), (2, 0, 1, 3, 4))

@@ -61,16 +61,22 @@ class TorchArithmetic(Arithmetic):
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
-    def exp(self, x: Tensor, factor: float = 1.0) -> Tensor:
+    def exp(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or not x.is_cpu or x.numel() < MANY:
-            return (x if factor == 1.0 else x.mul_(factor)).exp_()
-        return x.mul_(factor * LOG2_E).exp2_()  # In half the time of PyTorch's exp.
+            return x.exp_()
+        return x.mul_(LOG2_E).exp2_()  # In half the time of PyTorch's exp.
 
     def log(self, x: Tensor) -> Tensor:
         return x.log_()
 
-    def softsign(self, x: Tensor, workspace: Tensor) -> Tensor:
-        return x.div_(torch.abs(x, out=workspace).add_(1.0))
+    def softsign_power(self, base: float, x: Tensor, workspace: Tensor) -> Tensor:
+        if base == 1:
+            return x.fill_(1.0)
+        # (1 + |x|) / log₂ base, in one pass.
+        inverse = 1 / math.log2(base)
+        divisor = torch.abs(x, out=workspace)
+        divisor = torch.add(x.new_tensor(inverse), divisor, alpha=inverse, out=workspace)
+        return x.div_(divisor).exp2_()
 
     def tanh(self, x: Tensor) -> Tensor:
         return x.tanh_()
@@ -127,6 +133,9 @@ class TorchArithmetic(Arithmetic):
 
     def running_sum(self, x: Tensor, axis: int) -> Tensor:
         return x.cumsum(axis)
+
+    def accumulate(self, x: Tensor, axis: int) -> Tensor:
+        return x.cumsum_(axis)
 
     def lower(self, x: Tensor, k: int = 0) -> Tensor:
         return x.tril_(k)

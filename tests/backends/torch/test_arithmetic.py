@@ -31,6 +31,24 @@ def test_exponentials_of_what_is_not_finite():
     assert found[3:].tolist() == [1.0, 0.0, math.inf]
 
 
+@pytest.mark.parametrize("base", [1 / 1.5, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_powers_of_a_softsign(base, dtype):
+    x = torch.linspace(-90, 90, 4001, dtype=dtype)
+    expected = base ** (x.double() / (1 + x.double().abs()))
+    found = TORCH.softsign_power(base, x.clone(), torch.empty_like(x)).double()
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    plain = Arithmetic().softsign_power(base, x, torch.empty_like(x)).double()
+    torch.testing.assert_close(plain, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_sums_in_place_are_those_of_new_arrays():
+    x = torch.rand(3, 5, 4, dtype=torch.float64)
+    expected = x.cumsum(-2)
+    assert TORCH.accumulate(x, -2) is x
+    assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 40])
 def test_triangular_systems_by_a_solver_and_by_inverses(size, transposed):

@@ -101,6 +101,17 @@ def test_output_and_gradients_are_those_of_one_thread(expression, h, n, counted)
         torch.testing.assert_close(gradient, one, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("expression", ["atk(gated_delta)", "atk[learned=true](kda)"])
+def test_a_group_of_leaves_is_divided_as_one(expression, counted):
+    mechanism, x = inputs(expression, 4, 4, t=150)
+    with torch.no_grad():
+        out = mechanism(**x, backend="torch")
+        assert counted == [2]
+        torch.set_num_threads(1)
+        expected = mechanism(**x, backend="torch")
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("expression", "h", "n"), WHOLE)
 def test_heads_that_can_not_be_divided_are_computed_as_one(expression, h, n, counted):
     call(*inputs(expression, h, n))

@@ -1,0 +1,121 @@
+"""ATK around a delta rule, whose preconditioned keys are made where its chunks read them.
+
+    y1  = preconditioned_key(k, g_atk, beta_atk)
+    out = erasing_gated_delta(q, k=y1, v, g, beta, erase=k)
+
+Computed one after the other, all keys would be written to memory and read again, in another order.
+Here a group of chunks makes its keys from those that it erases with, which are in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import precondattn as pa
+from precondattn.algebra.program import Program
+from precondattn.arrays import Array, Residuals, namespace
+from precondattn.backend import Request
+from precondattn.frame import Frame
+from precondattn.limits import KEPT
+from precondattn.spec.recurrence import Stream
+from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.chunkwise import CHUNK, Chunkwise, Work
+from precondattn_portable.chunkwise_additive import Group
+from precondattn_portable.preconditioned_key import (
+    CHUNK as KEY_CHUNK,
+)
+from precondattn_portable.preconditioned_key import (
+    PreconditionedChunks,
+    gates_and_weights,
+    learned_centers,
+)
+
+RULES = (pa.ErasingDelta, pa.ErasingGatedDelta, pa.ErasingKDA)
+"""Those that erase with an input as it is."""
+
+
+class PreconditionedDelta(Algorithm):
+    """Algorithm of the group, without masks and without gradient."""
+
+    def forward(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        key, rule = leaf.program.leaves
+        of_key, of_rule = (
+            {formal: x[name] for formal, name in call.arguments if name in x}
+            for call in leaf.program.calls
+        )
+        # The chunks of `k` are replaced.
+        of_rule["k"] = of_rule["erase"]
+        form = _Form(ops, key, of_key, frame)
+        return rule.run(rule.zero_state(of_rule), of_rule, frame, form)[0], ()
+
+
+class _Form(Chunkwise):
+    """The recurrence in chunks, whose written keys are the preconditioned ones."""
+
+    def __init__(self, ops: Arithmetic, key: Any, x: Mapping[str, Array], frame: Frame) -> None:
+        super().__init__(ops)
+        self.key, self.x, self.frame = key, x, frame
+
+    def work(self, x: Stream) -> Work:
+        return _Work(self, x)
+
+
+class _Work(Work):
+    """A stream in chunks, which makes its written keys from those that it erases with."""
+
+    def __init__(self, form: _Form, x: Stream) -> None:
+        super().__init__(form.ops, x, form.chunk)
+        xp, heads = namespace(x.k), self.b * self.m
+        size = min(KEY_CHUNK, self.size)
+        self.p = self.size // size
+        g, beta = (
+            xp.reshape(self._chunks(array, range(self.count), 0), (self.count, -1, size, 1))
+            for array in gates_and_weights(form.x, form.frame)
+        )
+        centers = learned_centers(form.key, form.x)
+        if centers is not None:
+            centers = xp.concat([centers] * self.b, axis=0)[..., None]
+        self.together = self.chunks_together(self.widest)
+        self.keys = PreconditionedChunks(
+            self.ops, form.key, centers, g, beta, self.together, self.p
+        )
+        self.squares = self.ops.zeros((heads, 1, x.k.shape[3]), x.k)
+
+    def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
+        xp, erase = namespace(self.squares), self.written.erase
+        assert erase is not None  # The rules have one.
+        k = self._chunks(erase, part, 0)
+        by_key_chunk = xp.reshape(k, (len(part), self.b * self.m, self.p, -1, k.shape[3]))
+        block = part.start // self.together
+        m, self.squares = self.keys.multipliers(block, by_key_chunk, self.squares)
+        written = self.ops.multiply(xp.reshape(m, k.shape), k)
+        return super().group(part, {id(erase): k, id(self.written.k): written})
+
+
+def computes_together(program: Program, request: Request) -> bool:
+    """Whether this group is computed at once: a full call without masks, of several chunks."""
+    if request.verb != "forward" or request.masks or request.is_symbolic:
+        return False
+    if not is_preconditioned_delta(program):
+        return False
+    shapes = dict(request.shapes)
+    first, second = (dict(call.arguments) for call in program.calls)
+    k, v = shapes[first["k"]], shapes[second["v"]]
+    return k[1] > CHUNK and k[2] == v[2]
+
+
+@lru_cache(maxsize=KEPT)
+def is_preconditioned_delta(program: Program) -> bool:
+    """Whether a group is ATK's key, and a delta rule that writes with it and erases with k."""
+    if len(program.calls) != 2:
+        return False
+    key, rule = program.leaves
+    if type(key) is not pa.PreconditionedKey or type(rule) not in RULES:
+        return False
+    first, second = (dict(call.arguments) for call in program.calls)
+    return second["k"] == program.calls[0].out and second["erase"] == first["k"]
