@@ -25,9 +25,7 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import CHUNK, Chunkwise, Work
 from precondattn_portable.chunkwise_additive import Group
 from precondattn_portable.preconditioned_key import (
-    CHUNK as KEY_CHUNK,
-)
-from precondattn_portable.preconditioned_key import (
+    KEY_CHUNK,
     PreconditionedChunks,
     gates_and_weights,
     learned_centers,
@@ -98,15 +96,19 @@ class _Work(Work):
 
 
 def computes_together(program: Program, request: Request) -> bool:
-    """Whether this group is computed at once: a full call without masks, of several chunks."""
+    """Whether this group is computed at once: a full call without masks, of several chunks.
+
+    Every token has a query, so that groups of chunks begin with the first one, and every key head
+    one value head, so that no key is made twice.
+    """
     if request.verb != "forward" or request.masks or request.is_symbolic:
         return False
     if not is_preconditioned_delta(program):
         return False
     shapes = dict(request.shapes)
-    first, second = (dict(call.arguments) for call in program.calls)
-    k, v = shapes[first["k"]], shapes[second["v"]]
-    return k[1] > CHUNK and k[2] == v[2]
+    second = dict(program.calls[1].arguments)
+    q, k, v = (shapes[second[name]] for name in ("q", "erase", "v"))
+    return q[1] == k[1] > CHUNK and k[2] == v[2]
 
 
 @lru_cache(maxsize=KEPT)

@@ -26,7 +26,7 @@ from precondattn_portable.in_place import multiply_at
 from precondattn_portable.layout import blocks, budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
-CHUNK = 16
+KEY_CHUNK = 16
 """Tokens of a chunk."""
 
 TOGETHER = 2**19
@@ -47,11 +47,11 @@ class PreconditionedKeyChunks(StatefulAlgorithm):
     ) -> tuple[Array, Residuals]:
         xp, (b, s, h, d) = namespace(x["k"]), x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
-        together = min(max(budget(TOGETHER) // (b * h * d * CHUNK), 1), MOST_CHUNKS)
+        together = min(max(budget(TOGETHER) // (b * h * d * KEY_CHUNK), 1), MOST_CHUNKS)
         keys = time_first(x["k"])
         arrays = (keys, where_valid(keys, frame), time_first(out), *gates_and_weights(x, frame))
-        whole = s - s % CHUNK
-        for low, high, size in ((0, whole, CHUNK), (whole, s, s - whole)):
+        whole = s - s % KEY_CHUNK
+        for low, high, size in ((0, whole, KEY_CHUNK), (whole, s, s - whole)):
             if low == high:
                 continue
             parts = (_chunks(array[:, :, low:high, :], size) for array in arrays)

@@ -73,6 +73,15 @@ def test_other_calls_are_computed_by_pieces(expression, s, values_per_head):
     assert GROUP not in str(mechanism.explain(**x))
 
 
+def test_fewer_queries_than_keys_are_computed_by_pieces():
+    mechanism, s = pa.parse("atk(gated_delta)"), 4 * CHUNK + 7
+    x = inputs(mechanism, s)
+    x["q"] = x["q"][:, -CHUNK - 3 :]
+    assert GROUP not in str(mechanism.explain(**x))
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-10, atol=1e-13)
+
+
 def test_gradients_are_those_of_the_pieces():
     mechanism = pa.parse("atk(gated_delta)")
     assert GROUP not in str(mechanism.explain(**inputs(mechanism, 200), verb="vjp"))

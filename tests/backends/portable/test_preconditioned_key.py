@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_portable.preconditioned_key import CHUNK
+from precondattn_portable.preconditioned_key import KEY_CHUNK
 
 
 def inputs(s, b=2, h=3, d=5, seed=0):
@@ -18,7 +18,7 @@ def inputs(s, b=2, h=3, d=5, seed=0):
     return {"k": k, "g_atk": g, "beta_atk": rng.uniform(size=(b, s, h))}
 
 
-@pytest.mark.parametrize("s", [1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
+@pytest.mark.parametrize("s", [1, KEY_CHUNK - 1, KEY_CHUNK, KEY_CHUNK + 1, 5 * KEY_CHUNK + 3])
 @pytest.mark.parametrize("masks", ["none", "lengths", "key_mask", "segments"])
 @pytest.mark.parametrize("learned", [False, True])
 def test_it_is_the_definition(s, masks, learned):
@@ -40,8 +40,10 @@ def test_it_is_the_definition(s, masks, learned):
 
 
 def test_chunks_in_several_groups(monkeypatch):
-    monkeypatch.setattr("precondattn_portable.preconditioned_key.TOGETHER", 2 * 3 * 5 * CHUNK * 2)
-    x = inputs(9 * CHUNK + 5)
+    monkeypatch.setattr(
+        "precondattn_portable.preconditioned_key.TOGETHER", 2 * 3 * 5 * KEY_CHUNK * 2
+    )
+    x = inputs(9 * KEY_CHUNK + 5)
     found = pa.PreconditionedKey()(**x, backend="portable")
     expected = pa.PreconditionedKey()(**x, backend="reference")
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
