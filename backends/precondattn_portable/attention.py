@@ -36,6 +36,7 @@ from precondattn_portable.extension import (
     step_as_defined,
 )
 from precondattn_portable.forget_gate import ForgetGate
+from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
     Part,
     block_size,
@@ -139,7 +140,7 @@ class Group(NamedTuple):
             offset = self.view.k.shape[2] - self.view.q.shape[3]
             row_block = self.gate.add_to(row_block, i0 + offset, i1 + offset, low)
         if self.view.bias is not None:
-            row_block[...] = row_block + self.view.bias[..., i0:i1, low:high]
+            add_at(self.ops, row_block, ..., self.view.bias[..., i0:i1, low:high])
         row_block = self.mask.apply(self.ops, row_block, i0, i1, low, high)
         return xp.reshape(row_block, flat.shape)
 
@@ -328,7 +329,7 @@ class Attention(Algorithm):
                 for size, part in zip(d.bias.shape[:2], group.part[:2], strict=True)
             ]
             here = (*where, slice(None), slice(i0, i1), slice(low, high))
-            d.bias[here] = d.bias[here] + sum_to(pairs, d.bias[here].shape)
+            add_at(group.ops, d.bias, here, sum_to(pairs, d.bias[here].shape))
 
     def _gradients(self, leaf: Any, x: Mapping[str, Array], d: View, missing: int) -> Arrays:
         """Gradients by input, from those of the view."""

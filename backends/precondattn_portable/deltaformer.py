@@ -38,6 +38,7 @@ from precondattn.spec.array_functions import (
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled, past_heads, step_as_defined
+from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
     at,
     block_size,
@@ -198,7 +199,7 @@ class DeltaFormerBlocks(Algorithm):
                 d_rows = d_own * keys[here]
                 d_q[part][here] = ops.add_product(d_rows, d_scores, keys[:, :, low:i1, :])
                 ops.add_product_at(d_k[part], at(low, i1), transpose(d_scores), queries)
-                d_k[part][here] = d_k[part][here] + d_own * queries
+                add_at(ops, d_k[part], here, d_own * queries)
         return {
             "q": time_first(d_q * rows.scale),
             "k": time_first(sum_heads(d_k, n)),

@@ -19,6 +19,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec import forget_gate
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.head_decay import sums_from
+from precondattn_portable.in_place import add_at
 
 
 class ForgetGate:
@@ -40,8 +41,8 @@ class ForgetGate:
         if low < p0:
             rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
             columns = self.since[..., low:p0][..., None, :]
-            row_block[..., old] = row_block[..., old] + self.factor * (rows + columns)
-        row_block[..., new] = row_block[..., new] + self.factor * self._within(p0, p1)
+            add_at(self.ops, row_block, (..., old), self.factor * (rows + columns))
+        add_at(self.ops, row_block, (..., new), self.factor * self._within(p0, p1))
         return row_block
 
     def pull(self, p0: int, p1: int, low: int, d_row_block: Array) -> None:

@@ -41,6 +41,12 @@ def divide_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     return _stored(array, where, view, ops.divide(view, x))
 
 
+def keep_at(ops: Arithmetic, array: Array, where: Any, kept: Array, otherwise: float) -> Array:
+    """array[where] = `otherwise` where `kept` does not hold; returns the new part."""
+    view = array[where]
+    return _stored(array, where, view, ops.keep(view, kept, otherwise))
+
+
 def add_kept_at(
     ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
 ) -> Array:

@@ -16,6 +16,7 @@ from precondattn.arrays import Array, device_of, host_array
 from precondattn.frame import Frame
 from precondattn.segments import runs
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.in_place import keep_at
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Mask:
             start = max(low, self.offset + i0 + 1 - self.strict) if self.causal else high
         if start >= high:
             return row_block
-        part = row_block[..., start - low :]
-        row_block[..., start - low :] = ops.keep(part, self.visible(i0, i1, start, high), otherwise)
+        where = (..., slice(start - low, None))
+        keep_at(ops, row_block, where, self.visible(i0, i1, start, high), otherwise)
         return row_block
 
     def visible(self, i0: int, i1: int, low: int, high: int) -> Array:

@@ -29,6 +29,7 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.block_conjugate_gradients import solved
+from precondattn_portable.in_place import keep_at
 from precondattn_portable.layout import Part, at, block_size, blocks, head_groups, time_first
 from precondattn_portable.lucid_solve import FACTORED
 from precondattn_portable.masks import Mask
@@ -72,7 +73,7 @@ class Similarities:
             pairs = xp.reshape(tile, (b, n, 1, *shape[2:]))
             tile = xp.reshape(self.mask.apply(ops, pairs, i0, i1, low, i1, 0.0), shape)
         row = arange_like(i1 - i0, tile)
-        tile[..., i0 - low :] = ops.keep(tile[..., i0 - low :], row[:, None] != row, own)
+        keep_at(ops, tile, (..., slice(i0 - low, None)), row[:, None] != row, own)
         return tile
 
     def _add(self, total: Array, x: Array, tile: Array, rows: tuple[int, int, int]) -> None:
