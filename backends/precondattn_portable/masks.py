@@ -77,10 +77,13 @@ class Mask:
     @property
     def is_plain(self) -> bool:
         """Whether causality is the only constraint."""
+        return self.is_positional and self.window is None
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether causality and the window are the only constraints."""
         masks = (self.frame.q_valid, self.frame.k_valid, self.frame.k_segment)
-        return (
-            self.offset is not None and self.window is None and all(mask is None for mask in masks)
-        )
+        return self.offset is not None and all(mask is None for mask in masks)
 
     def apply(
         self,
@@ -93,18 +96,40 @@ class Mask:
         otherwise: float = -math.inf,
     ) -> Array:
         """Scores (b, n, r, i1 − i0, high − low), set to `otherwise` at masked pairs."""
-        start = low
-        if self.is_plain:
-            assert self.offset is not None
-            start = max(low, self.offset + i0 + 1 - self.strict) if self.causal else high
-        if start >= high:
-            return row_block
-        where = (..., slice(start - low, None))
-        keep_at(ops, row_block, where, self.visible(i0, i1, start, high), otherwise)
+        for start, stop in self._partly_masked(i0, i1, low, high):
+            where = (..., slice(start - low, stop - low))
+            keep_at(ops, row_block, where, self.visible(i0, i1, start, stop), otherwise)
         return row_block
+
+    def _partly_masked(self, i0: int, i1: int, low: int, high: int) -> list[tuple[int, int]]:
+        """The ranges of keys that some of these queries may not attend to."""
+        begin, end = low, low  # The keys that all of them may attend to.
+        if self.is_positional:
+            assert self.offset is not None
+            first, last, end = self.offset + i0, self.offset + i1 - 1, high
+            if self.causal:
+                end = min(end, first + 1 - self.strict)
+            if self.window is not None:
+                begin, end = max(low, last - self.window + 1), min(end, first + self.window)
+        ranges = ((low, begin), (end, high)) if begin < end else ((low, high),)
+        return [(start, stop) for start, stop in ranges if start < stop]
 
     def visible(self, i0: int, i1: int, low: int, high: int) -> Array:
         """(b or 1, 1, 1, i1 − i0, high − low)"""
+        if not self.is_positional:
+            return self._visible(i0, i1, low, high)
+        assert self.offset is not None
+        pairs = self.offset + i0 - low, i1 - i0, high - low
+        if pairs not in self._known:
+            self._known[pairs] = self._visible(i0, i1, low, high)
+        return self._known[pairs]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], Array]:
+        """What is visible among positions, by their difference at the first pair, and the sizes."""
+        return {}
+
+    def _visible(self, i0: int, i1: int, low: int, high: int) -> Array:
         rows, columns = slice(i0, i1), slice(low, high)
 
         def part_of(array: Array | None, part: slice) -> Array | None:
