@@ -72,11 +72,11 @@ class TorchArithmetic(Arithmetic):
     def softsign_power(self, base: float, x: Tensor, workspace: Tensor) -> Tensor:
         if base == 1:
             return x.fill_(1.0)
-        # (1 + |x|) / log₂ base, in one pass.
         inverse = 1 / math.log2(base)
-        divisor = torch.abs(x, out=workspace)
-        divisor = torch.add(x.new_tensor(inverse), divisor, alpha=inverse, out=workspace)
-        return x.div_(divisor).exp2_()
+        one = torch.full((), inverse, dtype=x.dtype, device=x.device)
+        magnitude = torch.abs(x, out=workspace)
+        # The exponent of 2 is x over (1 + |x|) / log₂ base, which is one pass.
+        return x.div_(torch.add(one, magnitude, alpha=inverse, out=workspace)).exp2_()
 
     def tanh(self, x: Tensor) -> Tensor:
         return x.tanh_()
