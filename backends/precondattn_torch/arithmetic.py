@@ -72,11 +72,11 @@ class TorchArithmetic(Arithmetic):
     def softsign_power(self, base: float, x: Tensor, workspace: Tensor) -> Tensor:
         if base == 1:
             return x.fill_(1.0)
-        inverse = 1 / math.log2(base)
-        one = torch.full((), inverse, dtype=x.dtype, device=x.device)
+        factor = 1 / math.log2(base)
+        offset = torch.full((), factor, dtype=x.dtype, device=x.device)
         magnitude = torch.abs(x, out=workspace)
         # The exponent of 2 is x over (1 + |x|) / log₂ base, which is one pass.
-        return x.div_(torch.add(one, magnitude, alpha=inverse, out=workspace)).exp2_()
+        return x.div_(torch.add(offset, magnitude, alpha=factor, out=workspace)).exp2_()
 
     def tanh(self, x: Tensor) -> Tensor:
         return x.tanh_()
