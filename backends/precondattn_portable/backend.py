@@ -1,7 +1,8 @@
 """The portable backend: which leaves are computed by which algorithm.
 
-A group of leaves is claimed where computing them together is cheaper (`fused.py`); otherwise leaves
-are computed one at a time. Subclasses serve another library with the same or better algorithms.
+A group of leaves is claimed where computing them together is cheaper (`fused.py` for steps,
+`preconditioned_delta.py` for full calls); otherwise leaves are computed one at a time. Subclasses
+serve another library with the same or better algorithms.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from precondattn_portable.arithmetic import Arithmetic
 def product_at(ops: Arithmetic, array: Array, where: Any, a: Array, b: Array) -> Array:
     """array[where] = a b; returns the new part."""
     view = array[where]
-    return _stored(array, where, view, ops.product(a, b, view))
+    return stored(array, where, view, ops.product(a, b, view))
 
 
 def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
@@ -20,31 +20,31 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     Written as that statement, libraries that add in place would still copy the sum onto itself.
     """
     view = array[where]
-    return _stored(array, where, view, ops.add(view, x))
+    return stored(array, where, view, ops.add(view, x))
 
 
 def multiply_at(ops: Arithmetic, array: Array, where: Any, x: Array, y: Array) -> Array:
     """array[where] = x ∘ y; returns the new part."""
     view = array[where]
-    return _stored(array, where, view, ops.multiplied(x, y, view))
+    return stored(array, where, view, ops.multiplied(x, y, view))
 
 
 def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
     """array[where] −= x; returns the new part."""
     view = array[where]
-    return _stored(array, where, view, ops.subtract(view, x))
+    return stored(array, where, view, ops.subtract(view, x))
 
 
 def divide_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     """array[where] /= x; returns the new part."""
     view = array[where]
-    return _stored(array, where, view, ops.divide(view, x))
+    return stored(array, where, view, ops.divide(view, x))
 
 
 def keep_at(ops: Arithmetic, array: Array, where: Any, kept: Array, otherwise: float) -> Array:
     """array[where] = `otherwise` where `kept` does not hold; returns the new part."""
     view = array[where]
-    return _stored(array, where, view, ops.keep(view, kept, otherwise))
+    return stored(array, where, view, ops.keep(view, kept, otherwise))
 
 
 def add_kept_at(
@@ -54,10 +54,11 @@ def add_kept_at(
     if total is None:
         return add_at(ops, array, where, state)
     view = array[where]
-    return _stored(array, where, view, ops.add_multiple(view, state, total))
+    return stored(array, where, view, ops.add_multiple(view, state, total))
 
 
-def _stored(array: Array, where: Any, view: Array, result: Array) -> Array:
+def stored(array: Array, where: Any, view: Array, result: Array) -> Array:
+    """array[where] = result, where it is not in `view`, which is array[where], already."""
     if result is not view:
         array[where] = result
     return result

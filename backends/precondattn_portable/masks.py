@@ -18,6 +18,10 @@ from precondattn.segments import runs
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.in_place import keep_at
 
+MOST_KNOWN = 4
+"""Masks of pairs that are kept: with a window, each row block has two, and the first blocks others.
+Where every row block has pairs of its own, such as in a step, no more than these are in memory."""
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -121,6 +125,8 @@ class Mask:
         assert self.offset is not None
         pairs = self.offset + i0 - low, i1 - i0, high - low
         if pairs not in self._known:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
             self._known[pairs] = self._visible(i0, i1, low, high)
         return self._known[pairs]
 

@@ -24,11 +24,13 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import CHUNK, Chunkwise, Work
 from precondattn_portable.chunkwise_additive import Group
+from precondattn_portable.in_place import stored
+from precondattn_portable.layout import blocks
 from precondattn_portable.preconditioned_key import (
     KEY_CHUNK,
+    MOST_CHUNKS,
     PreconditionedChunks,
     gates_and_weights,
-    learned_centers,
 )
 
 RULES = (pa.ErasingDelta, pa.ErasingGatedDelta, pa.ErasingKDA)
@@ -75,24 +77,32 @@ class _Work(Work):
             xp.reshape(self._chunks(array, range(self.count), 0), (self.count, -1, size, 1))
             for array in gates_and_weights(form.x, form.frame)
         )
-        centers = learned_centers(form.key, form.x)
-        if centers is not None:
-            centers = xp.concat([centers] * self.b, axis=0)[..., None]
-        self.together = self.chunks_together(self.widest)
-        self.keys = PreconditionedChunks(
-            self.ops, form.key, centers, g, beta, self.together, self.p
-        )
+        self.together = min(self.chunks_together(self.widest), self._most_together)
+        self.keys = PreconditionedChunks(self.ops, form.key, form.x, g, beta, self.together, self.p)
         self.squares = self.ops.zeros((heads, 1, x.k.shape[3]), x.k)
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
         xp, erase = namespace(self.squares), self.written.erase
         assert erase is not None  # The rules have one.
         k = self._chunks(erase, part, 0)
-        by_key_chunk = xp.reshape(k, (len(part), self.b * self.m, self.p, -1, k.shape[3]))
-        block = part.start // self.together
-        m, self.squares = self.keys.multipliers(block, by_key_chunk, self.squares)
-        written = self.ops.multiply(xp.reshape(m, k.shape), k)
+        written = self.ops.empty(k.shape, k)
+        shape = (len(part), self.b * self.m * self.p, self.size // self.p, k.shape[3])
+        by_key_chunk, rows = xp.reshape(k, shape), xp.reshape(written, shape)
+        for low, high in blocks(len(part), self.together):
+            here, block = (slice(low, high), ...), (part.start + low) // self.together
+            view = rows[here]
+            m, self.squares = self.keys.multipliers(block, by_key_chunk[here], self.squares, view)
+            stored(rows, here, view, self.ops.multiply(m, by_key_chunk[here]))
         return super().group(part, {id(erase): k, id(self.written.k): written})
+
+    @property
+    def _most_together(self) -> int:
+        return max(MOST_CHUNKS // self.p, 1)
+
+    def chunks_together(self, widest: int) -> int:
+        """The chunks of a group, in whole blocks of keys."""
+        count, most = super().chunks_together(widest), self._most_together
+        return count if count < most else count - count % most
 
 
 def computes_together(program: Program, request: Request) -> bool:
@@ -120,4 +130,5 @@ def is_preconditioned_delta(program: Program) -> bool:
     if type(key) is not pa.PreconditionedKey or type(rule) not in RULES:
         return False
     first, second = (dict(call.arguments) for call in program.calls)
-    return second["k"] == program.calls[0].out and second["erase"] == first["k"]
+    made = [formal for formal, name in second.items() if name == program.calls[0].out]
+    return made == ["k"] and second["erase"] == first["k"]

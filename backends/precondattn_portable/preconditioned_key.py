@@ -1,7 +1,7 @@
 """The preconditioned key of ATK, of which A + ε is one product for each short chunk of tokens.
 
-    A + ε = e^{g_1 + … + g_i} A_before + [ε | D_ij β_j] [1; k_j ∘ k_j],    D as in `head_decay.py`,
-    out   = k ∘ (1/x)^{r / (1 + |r|)},                                      r = log(A + ε) − c.
+    A   = (D_ij β_j) (k_j ∘ k_j) + e^{g_1 + … + g_i} A_before,    D as in `head_decay.py`,
+    out = k ∘ (1/x)^{r / (1 + |r|)},                              r = log(A + ε) − c.
 
 A is a vector for each key head. So a chunk costs 2 C d operations for each token and the state next
 to nothing, and short chunks are the fastest. A at the ends of chunks is such a product again, with
@@ -33,10 +33,14 @@ TOGETHER = 2**19
 """Entries of k that are computed together: 2 MiB in float32."""
 
 LARGEST_CENTER = 30
-"""c, up to which A is computed with a factor e^{−c}."""
+"""|c|, up to which A is computed with a factor e^{−c}."""
+
+LEAST_EPS = 1e-30
+"""ε, down to which it may be multiplied by that factor: a normal number in float32."""
 
 MOST_CHUNKS = 64
-"""Chunks that are computed together at most: each token costs as many operations again."""
+"""Chunks that are computed together at most. With c of them, A before each costs a token another
+2 c d / 16 operations."""
 
 
 class PreconditionedKeyChunks(StatefulAlgorithm):
@@ -57,11 +61,11 @@ class PreconditionedKeyChunks(StatefulAlgorithm):
             parts = (_chunks(array[:, :, low:high, :], size) for array in arrays)
             k, counted, written, g, beta = parts
             g, beta = (xp.reshape(array, (-1, b * h, size, 1)) for array in (g, beta))
-            chunks = PreconditionedChunks(ops, leaf, learned_centers(leaf, x), g, beta, together)
+            chunks = PreconditionedChunks(ops, leaf, x, g, beta, together)
             for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
                 here = (slice(start, stop), ...)
                 m, squares = chunks.multipliers(block, counted[here], squares)
-                multiply_at(ops, written, here, m, k[here])
+                multiply_at(ops, written, here, xp.reshape(m, k[here].shape), k[here])
         return out, ()
 
 
@@ -71,44 +75,43 @@ def gates_and_weights(x: Mapping[str, Array], frame: Frame) -> tuple[Array, Arra
     return g[..., 0], time_first(x["beta_atk"])[..., None]
 
 
-def learned_centers(leaf: PreconditionedKey, x: Mapping[str, Array]) -> Array | None:
-    """c of each head (h, 1, 1), where it is learnt."""
-    return x["log_atk_scale"][:, None, None] if leaf.learned else None
-
-
 class PreconditionedChunks:
     """A in chunks of C tokens, and the keys made of it.
 
-    Arrays are (c, n, C, …) or (c, n, p, C, …): chunks first, then the heads of all sequences. Of a
-    head p chunks may follow each other. `together` of the c are one block.
+    Arrays are (c, n p, C, …): chunks first, then the heads of all sequences, and of each head p
+    chunks that follow each other. `together` of the c are one block.
     """
 
     def __init__(
         self,
         ops: Arithmetic,
         leaf: PreconditionedKey,
-        centers: Array | None,
+        x: Mapping[str, Array],
         g: Array,
         beta: Array,
         together: int,
         p: int = 1,
     ) -> None:
-        """From g and β (c, n p, C, 1), and each head's c where it is learnt."""
-        xp, (count, rows, size, _) = namespace(g), g.shape
+        """From g and β (c, n p, C, 1), and the leaf's inputs for a learnt c."""
+        xp, (count, rows, *_) = namespace(g), g.shape
         self.ops, self.bound = ops, leaf.bound
         self.together, self.p = together, p
-        self.center: Any = leaf.center if centers is None else centers
-        scale = 1.0
-        if centers is None and abs(leaf.center) <= LARGEST_CENTER:
+        self.center: Any = leaf.center
+        scale, self.eps = 1.0, leaf.eps
+        if leaf.learned:
+            c = x["log_atk_scale"]
+            each = xp.broadcast_to(c[:, None], (rows // p // c.shape[0], c.shape[0], p))
+            self.center = xp.reshape(each, (rows, 1, 1))
+        elif abs(leaf.center) <= LARGEST_CENTER:
             # log(A + ε) − c is log(e^{−c} A + e^{−c} ε), which needs no subtraction.
-            self.center, scale = None, math.exp(-leaf.center)
-        self.eps = scale * leaf.eps
+            factor = math.exp(-leaf.center)
+            if factor * leaf.eps >= LEAST_EPS:
+                self.center, scale, self.eps = None, factor, factor * leaf.eps
         self.scratch = ops.scratch(0, g)
         decay = HeadDecay(ops, g, g)
         self.reading = decay.reading
-        self.factors = ops.empty((count, rows, size, size + 1), g)
-        self.factors[..., :1] = self.eps
-        self.factors[..., 1:] = ops.multiply(decay.pairs, transpose(scale * beta))
+        self.factors = ops.multiply(decay.pairs, transpose(scale * beta))
+        """(c, n p, C, C)"""
 
         sums = padded(xp.sum(g, axis=(-2, -1)), 0, -count % together, axis=0)
         sums = xp.reshape(sums, (-1, together, rows // p, p))
@@ -117,11 +120,14 @@ class PreconditionedChunks:
         self.between = xp.concat([between.reading, between.pairs], axis=-1)
         """(blocks, n, together p, 1 + together p): the decays between the chunks of a block"""
 
-    def multipliers(self, block: int, k: Array, squares: Array) -> tuple[Array, Array]:
-        """What a block multiplies its keys by, of the keys' shape; and A after them.
+    def multipliers(
+        self, block: int, k: Array, squares: Array, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """What a block multiplies its keys by, in `out` where the library can; and A after them.
 
-        Keys are 0 where A does not count them. They have two axes for the rows n p, which may be b
-        and h. A (n, 1, d) is that of the token before them.
+        Keys are 0 where A does not count them, and may have two axes for the rows n p, which
+        multipliers have not. A (n, 1, d), with the factor e^{−c}, is that of the token before
+        them. Without `out` the next call may overwrite the multipliers.
         """
         ops, xp = self.ops, namespace(squares)
         start, count = block * self.together, k.shape[0]
@@ -129,31 +135,25 @@ class PreconditionedChunks:
         factors, reading = self.factors[here], self.reading[here]
         _, rows, size, _ = factors.shape
         d = k.shape[-1]
-        filled = self._workspace((*k.shape[:3], size + 1, d), squares)
-        filled[..., 0, :] = 1.0
-        multiply_at(ops, filled, (..., slice(1, None), slice(None)), k, k)
-        filled = xp.reshape(filled, (count, rows, size + 1, d))
-        r = ops.product(factors, filled, self.scratch.shaped((count, rows, size, d), "m"))
+        shape = (count, rows, size, d)
+        added = xp.reshape(ops.multiplied(k, k, self.scratch.shaped(k.shape)), shape)
+        out = self.scratch.shaped(shape, "multipliers") if out is None else out
+        a = ops.product(factors, added, out)
 
         # A is from chunk to chunk what it is from token to token.
         n, length = squares.shape[0], count * self.p
-        written = xp.reshape(r[..., -1, :] - self.eps, (count, n, self.p, d))
+        written = xp.reshape(a[..., -1, :], (count, n, self.p, d))
         written = xp.reshape(xp.permute_dims(written, (1, 0, 2, 3)), (n, length, d))
         between = self.between[block, :, :length, : length + 1]
         after = ops.product(between, xp.concat([squares, written], axis=1))
         before = xp.concat([squares, after[:, :-1, :]], axis=1)
         before = xp.permute_dims(xp.reshape(before, (n, count, self.p, d)), (1, 0, 2, 3))
-        r = ops.add_multiple(r, reading, xp.reshape(before, (count, rows, 1, d)))
+        a = ops.add_multiple(a, reading, xp.reshape(before, (count, rows, 1, d)))
 
-        r = xp.reshape(ops.log(r), k.shape)
+        r = ops.log(ops.add(a, self.eps))
         if self.center is not None:
             r = ops.subtract(r, self.center)
-        workspace = self._workspace(k.shape, squares)
-        return ops.softsign_power(1 / self.bound, r, workspace), after[:, -1:, :]
-
-    def _workspace(self, shape: tuple[int, ...], like: Array) -> Array:
-        found = self.scratch.shaped(shape)
-        return self.ops.empty(shape, like) if found is None else found
+        return ops.softsign_power(1 / self.bound, r, added), after[:, -1:, :]
 
 
 def _chunks(x: Array, size: int) -> Array:

@@ -6,7 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.frame import full_frame
 from precondattn_portable.arithmetic import IN_PLACE
-from precondattn_portable.masks import Mask
+from precondattn_portable.masks import MOST_KNOWN, Mask
 
 IDS = {
     "blocks": np.arange(24)[None] // 4,
@@ -56,6 +56,14 @@ def test_row_blocks_are_masked_as_the_definition_says(t, size, strict, causal, w
         np.testing.assert_array_equal(found[0, 0, 0] == 1.0, whole[i0:i1, low:high])
         assert not whole[i0:i1, :low].any()
         assert not whole[i0:i1, high:].any()
+
+
+def test_few_masks_are_kept():
+    """In a step every row block has all keys, and shares its mask with no other."""
+    mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
+    for i0 in range(0, 24, 2):
+        mask.apply(IN_PLACE, np.ones((1, 1, 1, 2, 24)), i0, i0 + 2, 0, 24)
+    assert len(mask._known) <= MOST_KNOWN
 
 
 @pytest.mark.parametrize("expression", ["softmax[bias=true]", "lucid(softmax[bias=true])"])

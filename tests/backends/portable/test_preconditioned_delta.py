@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.algebra.group import group_of, read_program
 from precondattn_conformance.inputs import Layout, make_inputs
 from precondattn_portable import chunkwise
+from precondattn_portable.preconditioned_delta import is_preconditioned_delta
 
 CHUNK = chunkwise.CHUNK
 GROUP = "y1 = preconditioned_key"
@@ -49,6 +51,42 @@ def test_several_groups_of_chunks(monkeypatch, together):
     monkeypatch.setattr(chunkwise, "GROUP", together * 2 * 3 * CHUNK * CHUNK)
     expected = mechanism(**x, backend="reference")
     np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", ["", "[learned=true]"])
+def test_a_library_without_places_to_write_to(options):
+    strict = pytest.importorskip("array_api_strict")
+    mechanism = pa.parse(f"atk{options}(gated_delta)")
+    x = inputs(mechanism, 2 * CHUNK + 9)
+    expected = mechanism(**x, backend="reference")
+    found = mechanism(**{name: strict.asarray(array) for name, array in x.items()})
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-10, atol=1e-13)
+
+
+def test_more_chunks_of_keys_than_one_block_has():
+    mechanism, s = pa.parse("atk(gated_delta)"), 20 * CHUNK + 3
+    x = inputs(mechanism, s, b=1, h=1)
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-10, atol=1e-13)
+
+
+def test_channels_that_no_key_has_filled_with_a_small_eps():
+    """e^{−c} ε is no number of float32."""
+    mechanism = pa.parse("atk[eps=1e-35,center=30](gated_delta)")
+    x = {name: array.astype(np.float32) for name, array in inputs(mechanism, 2 * CHUNK + 2).items()}
+    x["k"][:, : CHUNK + 6] = 0
+    x["k"][..., 2] = 0
+    expected = mechanism(**x, backend="reference")
+    np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_that_also_reads_the_made_keys_is_left_alone():
+    text = str(group_of("atk(gated_delta)"))
+    key, rule = text.split("; ")
+    name = key.split(" = ")[0]
+    program = read_program(f"{key}; {rule.replace('(q, ', f'(q={name}, ')}")
+    assert is_preconditioned_delta(read_program(text))
+    assert not is_preconditioned_delta(program)
 
 
 def test_it_is_what_its_pieces_compute():
