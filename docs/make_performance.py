@@ -46,7 +46,7 @@ in the same run. At 1 a mechanism costs as much; a recurrence, whose cost per to
 falls below it at some length.
 """
 
-TWO_THREADS = ("times", "others", "jax", "decoding")
+TWO_THREADS = ("times", "others", "atk", "jax", "decoding")
 """The runs that limits are compared with."""
 
 ABOUT_LIMITS = """\
