@@ -1,4 +1,4 @@
-"""The preconditioned key of ATK, of which A + ε is one product for each short chunk of tokens.
+"""The preconditioned key of ATK, of which A is one product for each short chunk of tokens.
 
     A   = (D_ij β_j) (k_j ∘ k_j) + e^{g_1 + … + g_i} A_before,    D as in `head_decay.py`,
     out = k ∘ (1/x)^{r / (1 + |r|)},                              r = log(A + ε) − c.

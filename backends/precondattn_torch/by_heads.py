@@ -172,8 +172,7 @@ def division_of(leaf: Any, x: Mapping[str, Tensor]) -> Division | None:
     largest = max(x.values(), key=Tensor.numel)
     if largest.numel() < LEAST or not largest.is_cpu:
         return None
-    mixes_sequences = any(part.mixes_sequences for part in leaf.program.leaves)
-    if leaf.numbers_heads or mixes_sequences or not only_computes():
+    if leaf.numbers_heads or leaf.mixes_sequences or not only_computes():
         return None
     if any(type(array) not in (Tensor, torch.nn.Parameter) for array in x.values()):
         return None

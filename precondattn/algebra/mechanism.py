@@ -139,6 +139,11 @@ class Mechanism(Verbs):
         """Whether the output of a head depends on its number among all heads."""
         return any(leaf.numbers_heads for leaf in self.program.leaves)
 
+    @property
+    def mixes_sequences(self) -> bool:
+        """Whether an output depends on the other sequences of its batch."""
+        return any(leaf.mixes_sequences for leaf in self.program.leaves)
+
     def meaning(self, name: str) -> object:
         """The meaning of the input `name`. Inputs of one name must have the same meaning."""
         raise NotImplementedError

@@ -182,7 +182,7 @@ def _bound(
             f"{owner}: heads can not be sharded: the decay of each depends on its number "
             f"among all heads; shard the batch"
         )
-    if any(sharding.divided) and any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+    if any(sharding.divided) and mechanism.mixes_sequences:
         raise ValueError(
             f"{owner}: neither the batch nor the heads can be sharded: the output of a sequence "
             f"depends on all others"

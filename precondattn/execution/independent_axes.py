@@ -57,7 +57,7 @@ class _Declared:
     """The axes of arrays, by the declared patterns."""
 
     def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:
-        mixes = any(leaf.mixes_sequences for leaf in mechanism.program.leaves)
+        mixes = mechanism.mixes_sequences
         self.batch = NUMBERED if mixes else BATCH
         self.heads = NUMBERED if mixes or mechanism.numbers_heads else HEADS
         self.sequences = max(

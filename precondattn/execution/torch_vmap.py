@@ -20,7 +20,7 @@ from precondattn.execution.torch_operators import forward, inference
 def _is_foldable(axes: Any, piece: str) -> bool:
     """Whether the mapped calls are one call with a longer batch."""
     mechanism = piece_named(piece)
-    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+    if mechanism.mixes_sequences:
         return False
     has_batch = [pattern.letters[:1] == "b" for pattern in mechanism.inputs.values()]
     return all(has or axis is None for has, axis in zip(has_batch, axes[2], strict=True))

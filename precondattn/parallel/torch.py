@@ -84,7 +84,7 @@ def context_parallel(
         order = None if layout == "heads" else Order.read(layout or "contiguous")
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
-    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+    if mechanism.mixes_sequences:
         raise ValueError(
             f"{owner}: the output of a sequence depends on all others, which no layout divides"
         )

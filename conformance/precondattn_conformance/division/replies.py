@@ -97,7 +97,7 @@ def _tried(
 
 def refusal_of(mechanism: pa.Mechanism) -> str | None:
     """Why no layout can divide a mechanism, whatever the arguments; None where one may."""
-    if any(leaf.mixes_sequences for leaf in mechanism.program.leaves):
+    if mechanism.mixes_sequences:
         return f"{mechanism}: the output of a sequence depends on all others"
     return None
 
