@@ -51,6 +51,8 @@ class Support(NamedTuple):
     differentiable: bool = False
     """Whether `forward` consists of the framework's own differentiable calls. The framework's
     autograd then differentiates it, and `backward` serves the explicit vjp only."""
+    by_name: bool = False
+    """Of a refusal: whether the backend would run the piece if it were requested by name."""
 
     @classmethod
     def yes(cls, *, differentiable: bool = False) -> Support:
@@ -145,6 +147,13 @@ class Backend(Protocol):
     def supports(self, mechanism: Mechanism, request: Request) -> Support:
         """Yes, or the reason why not. Must be cheap and pure."""
         raise _missing_method(self, "supports")
+
+    def refuses_by_default(self, mechanism: Mechanism, request: Request) -> str | None:
+        """Why a piece that it supports runs on it by name only; None where it may be chosen.
+
+        Asked only about calls that name no backend. Must be cheap and pure.
+        """
+        return None
 
     def describing(self, device: str) -> AbstractContextManager[Any]:
         """The context in which `supports` answers for a kind of device that may not be here.

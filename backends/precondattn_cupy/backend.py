@@ -57,6 +57,7 @@ class Cupy(KernelBackend):
     accelerates = frozenset({"cuda"})
     preference = 20
     table = KERNELS
+    has_ledger = True
 
     @property
     def libraries(self) -> frozenset[str]:  # type: ignore[override]
@@ -78,6 +79,16 @@ class Cupy(KernelBackend):
         if capability is not None and capability < LEAST_CAPABILITY:
             return f"its kernels need compute capability {LEAST_CAPABILITY}; found {capability}"
         return None
+
+    def capability(self) -> str:
+        known = _capability()
+        return "" if known is None else f"{known // 10}.{known % 10}"
+
+    def assembler(self) -> str:
+        from cupy.cuda import nvrtc
+
+        major, minor = nvrtc.getVersion()
+        return f"NVRTC {major}.{minor}"
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _on_device(inputs)

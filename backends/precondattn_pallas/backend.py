@@ -23,7 +23,7 @@ import precondattn as pa
 from precondattn.backend import Request
 from precondattn.execution.jax_backend import JaxBackend
 from precondattn.kernel_backend import KernelBackend
-from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
+from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, entry_in, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
@@ -135,6 +135,7 @@ class Pallas(JaxBackend, KernelBackend):
     libraries = frozenset({"jax"})
     accelerates = frozenset({CUDA, TPU})
     preference = 20
+    has_ledger = True
 
     @property
     def only_by_name(self) -> bool:
@@ -166,6 +167,21 @@ class Pallas(JaxBackend, KernelBackend):
 
     def kernels(self, mechanism: Any) -> Any:
         return kernels_of(mechanism, interpret=is_interpreting(), target=target())
+
+    def kernel_class(self, mechanism: Any) -> str | None:
+        return entry_in(KERNELS[target()], mechanism)
+
+    def capability(self) -> str:
+        """That of a GPU, or the kind of a TPU; empty where a device is only described."""
+        import jax
+
+        device = jax.devices()[0] if _has_started() and _device() in DTYPES else None
+        return str(getattr(device, "compute_capability", "") or getattr(device, "device_kind", ""))
+
+    def assembler(self) -> str:
+        import jaxlib
+
+        return f"jaxlib {jaxlib.__version__}"
 
     def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
         if is_interpreting() and target() == TPU:

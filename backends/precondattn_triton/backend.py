@@ -83,6 +83,7 @@ class Triton(KernelBackend):
     accelerates = frozenset({"cuda"})
     preference = 20
     table = KERNELS
+    has_ledger = True
 
     @property
     def only_by_name(self) -> bool:
@@ -111,6 +112,16 @@ class Triton(KernelBackend):
         if widest > WIDEST_ON_AMD and _is_amd():
             return f"its tiles for AMD's GPUs are for widths up to {WIDEST_ON_AMD}; found {widest}"
         return None
+
+    def capability(self) -> str:
+        from precondattn_triton.target import capability
+
+        return capability()
+
+    def assembler(self) -> str:
+        from precondattn_triton.target import assembler
+
+        return assembler()
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _on_device(inputs)

@@ -54,3 +54,21 @@ def _capability(device: Any) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def capability() -> str:
+    """The compute capability of the current GPU, such as "9.0"; empty without one of NVIDIA's."""
+    import torch
+
+    if is_amd() or not torch.cuda.is_available():
+        return ""
+    return ".".join(map(str, torch.cuda.get_device_capability()))
+
+
+@cache
+def assembler() -> str:
+    """The assembler that Triton uses, with its version: "ptxas 12.8"; empty where there is none."""
+    from triton import knobs
+
+    version = knobs.nvidia.ptxas.version
+    return f"ptxas {version}"

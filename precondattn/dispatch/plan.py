@@ -143,6 +143,8 @@ def _plan(
         piece_request = request_for(arguments, request, shapes)
         for backend in backends:
             support = query(backend, piece, piece_request)
+            if allowed is None and support.ok:
+                support = _by_default(backend, piece, piece_request, support)
             considered.append(Considered(calls, backend.name, support))
             if support.ok:
                 claimed[calls] = piece, arguments, names, backend, support
@@ -172,6 +174,13 @@ def query(backend: Backend, piece: Any, request: Request) -> Support:
             return support
         return Support.no("its extend has no gradient, which these inputs require")
     return backend.supports(piece, request)
+
+
+def _by_default(backend: Backend, piece: Any, request: Request, support: Support) -> Support:
+    """The answer to a call that names no backend, from the answer to one that names this."""
+    refuses = getattr(backend, "refuses_by_default", None)
+    reason = None if refuses is None else refuses(piece, request)
+    return support if reason is None else Support(False, reason, by_name=True)
 
 
 def has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
@@ -312,7 +321,9 @@ def _passed_over(
         if request.device not in backend.accelerates or not fits or backend.name in used:
             continue
         reasons = dict.fromkeys(
-            c.support.reason for c in plan.considered if c.backend == backend.name
+            c.support.reason
+            for c in plan.considered
+            if c.backend == backend.name and not c.support.by_name
         )
         if reasons:
             return (

@@ -10,7 +10,16 @@ from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.kernel_backend.kernel_table import KernelTable, kernels_in
+from precondattn.kernel_backend.code_hash import code_of
+from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in
+from precondattn.kernel_backend.ledger import (
+    TRUST,
+    Entry,
+    entries,
+    family_of,
+    is_trusting,
+    width_of,
+)
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that serves each verb."""
@@ -24,6 +33,8 @@ class KernelBackend(Backend):
 
     table: ClassVar[KernelTable] = {}
     """The class that computes each leaf or group. Leaves that are not in it are declined."""
+    has_ledger: ClassVar[bool] = False
+    """Whether its kernels are chosen by default only where the ledger of its package has them."""
 
     def kernels(self, mechanism: Any) -> Any:
         """An object that computes a leaf or group; None where the backend has none."""
@@ -57,6 +68,45 @@ class KernelBackend(Backend):
             return f"has no {VERBS[request.verb]} of {mechanism}"
         refusal: str | None = kernels.refuses(mechanism, request)
         return refusal
+
+    def capability(self) -> str:
+        """The compute capability of this GPU, such as "9.0"; empty where there is none."""
+        return ""
+
+    def assembler(self) -> str:
+        """What makes machine code of the kernels here, with its version: "ptxas 13.1"."""
+        return ""
+
+    def kernel_class(self, mechanism: Any) -> str | None:
+        """`"module:Class"` of a leaf or group; None where the backend has none."""
+        return entry_in(self.table, mechanism)
+
+    def ledger_entry(self, mechanism: Any, request: Request) -> Entry:
+        """What the ledger must have for these kernels to be chosen by default."""
+        kernel_class = self.kernel_class(mechanism)
+        assert kernel_class is not None
+        return Entry(
+            family_of(mechanism, kernel_class),
+            request.verb,
+            request.dtype,
+            width_of(request),
+            self.capability(),
+            self.assembler(),
+            code_of(kernel_class),
+        )
+
+    def refuses_by_default(self, mechanism: Any, request: Request) -> str | None:
+        if not self.has_ledger or request.device not in self.accelerates or is_trusting():
+            return None
+        known = entries(type(self).__module__.partition(".")[0])
+        if known and self.ledger_entry(mechanism, request) in known:
+            return None
+        here = f"compute capability {self.capability()}" if self.capability() else "this device"
+        return (
+            f"its kernels have not yet run and agreed with the oracle on {here} in "
+            f"{request.dtype} at width {width_of(request)}; it runs if it is requested by name "
+            f"(backend={self.name!r}), or with {TRUST}=1 in the environment"
+        )
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
         """The context in which kernels are launched on these inputs."""

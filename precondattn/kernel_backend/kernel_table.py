@@ -32,12 +32,16 @@ class ByOption:
 KernelTable = Mapping[type | tuple[type, ...], str | ByOption]
 
 
-def kernels_in(table: KernelTable, mechanism: Any) -> Any:
-    """The class for a leaf or group; None where the table has none."""
+def entry_in(table: KernelTable, mechanism: Any) -> str | None:
+    """`"module:Class"` of a leaf or group; None where the table has none."""
     leaves = tuple(map(type, mechanism.program.leaves))
     entry = table.get(type(mechanism) if len(leaves) == 1 else leaves)
-    if isinstance(entry, ByOption):
-        entry = entry.entry(mechanism)
+    return entry.entry(mechanism) if isinstance(entry, ByOption) else entry
+
+
+def kernels_in(table: KernelTable, mechanism: Any) -> Any:
+    """The class for a leaf or group; None where the table has none."""
+    entry = entry_in(table, mechanism)
     return None if entry is None else _imported(entry)
 
 

@@ -15,6 +15,8 @@ from precondattn.dispatch.described import explain_described
 
 NO_INTERPRETERS = {"TRITON_INTERPRET": "0", "PRECONDATTN_CUPY_SIMULATE": "0"}
 """The environment of a user: kernels need a device."""
+TRUSTING = {"PRECONDATTN_TRUST_KERNELS": "1"}
+"""Kernels that have not run on a device are chosen too."""
 
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 
@@ -102,12 +104,26 @@ def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, ba
     arguments = ("--library", library, "--device", device, "--verb", verb, "--sizes", "t=1,s=128")
     if verb != "extend":
         arguments = arguments[:-2]
-    done = precondattn("explain", "lucid", *arguments, **NO_INTERPRETERS)
+    done = precondattn("explain", "lucid", *arguments, **NO_INTERPRETERS, **TRUSTING)
     assert done.returncode == 0, done.stderr
     kind = device.partition(":")[0]
     assert done.stdout.startswith(f"lucid: {verb} of {library} float32 on {kind}\n")
     assert f": {backend}\n" in done.stdout.partition("not chosen")[0]
     assert not done.stderr
+
+
+@pytest.mark.parametrize(("library", "kernels"), [("torch", "triton"), ("jax", "pallas")])
+def test_kernels_that_never_ran_are_not_chosen_and_explain_says_how_to_ask_for_them(
+    library, kernels
+):
+    pytest.importorskip("triton" if kernels == "triton" else "jax")
+    described = ("explain", "lucid", "--library", library, "--device", "cuda")
+    done = precondattn(*described, **NO_INTERPRETERS)
+    chosen, _, refused = done.stdout.partition("not chosen")
+    assert f": {library}\n" in chosen
+    assert kernels not in chosen
+    assert f"{kernels} for lucid_solve: its kernels have not yet run" in refused
+    assert "PRECONDATTN_TRUST_KERNELS=1" in refused
 
 
 def test_explain_keeps_the_defaults_of_sizes_that_are_not_named():

@@ -1,0 +1,83 @@
+"""The ledger of a backend: which of its kernels have run on a GPU and agreed with the oracle.
+
+A backend's package has it as `ledger.json`, a list of entries. A kernel is chosen by default only
+where an entry has its family, the verb, dtype and width of the call, the compute capability of this
+GPU, and the code and the assembler that are used here. `python -m precondattn_gpu.ledger` writes
+entries from saved runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn.backend import Request
+from precondattn.kernel_backend.limits import padded_width
+
+FILE = "ledger.json"
+TRUST = "PRECONDATTN_TRUST_KERNELS"
+"""Environment variable: 1 chooses kernels that the ledger does not have too. It is read when a call
+is first planned."""
+
+
+SELECTING = ("metric", "decay")
+"""Options of leaves for which a class has other kernels."""
+
+
+class Entry(NamedTuple):
+    """A kernel that ran and agreed with the oracle."""
+
+    family: str
+    """The leaf or group and its class of kernels: `"lucid_solve:LucidSolve"`."""
+    verb: str
+    dtype: str
+    width: int
+    """The padded width of the wider of keys and values."""
+    capability: str
+    """Of the GPU: `"9.0"`."""
+    assembler: str
+    """What made the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
+    code: str
+    """The hash of the kernel's code (`kernel_backend.code_hash`)."""
+
+
+def is_trusting() -> bool:
+    """Whether the environment asks for kernels that the ledger does not have."""
+    return os.environ.get(TRUST, "0") not in ("", "0")
+
+
+def family_of(mechanism: Any, entry: str) -> str:
+    """The family of a leaf or group that the class `entry`, as `"module:Class"`, computes."""
+    return f"{'+'.join(map(_named, mechanism.program.leaves))}:{entry.partition(':')[2]}"
+
+
+def _named(leaf: Any) -> str:
+    """The name of a leaf, with the options that select kernels where they are no default."""
+    given = {
+        field.name: value
+        for field in dataclasses.fields(leaf)
+        if field.name in SELECTING and (value := getattr(leaf, field.name)) != field.default
+    }
+    options = ",".join(f"{name}={value}" for name, value in given.items())
+    return f"{leaf.name}[{options}]" if options else str(leaf.name)
+
+
+def width_of(request: Request) -> int:
+    """The padded width of the wider of keys and values; of the widest array without either."""
+    rows = [shape[-1] for name, shape in request.shapes if name in ("k", "v", "o")]
+    return padded_width(max(rows or [shape[-1] for _, shape in request.shapes]))
+
+
+@cache
+def entries(package: str) -> frozenset[Entry]:
+    """The entries of a backend's package; none where it has no ledger."""
+    spec = find_spec(package)
+    path = Path(spec.origin).with_name(FILE) if spec is not None and spec.origin else None
+    if path is None or not path.exists():
+        return frozenset()
+    return frozenset(Entry(**each) for each in json.loads(path.read_text(encoding="utf-8")))
