@@ -2,13 +2,14 @@
 
 import json
 import runpy
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 from precondattn.kernel_backend.configurations import Key
 from precondattn_conformance.bench.record import Record, Row
-from precondattn_gpu import pages, winners
+from precondattn_gpu import ledger, pages, winners
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import Outcome
 
@@ -55,6 +56,12 @@ def measured(tmp_path):
                 "kernel": "laser_forward", "width": 128, "winner": None}),
         },
     }  # fmt: skip
+    replays = {"forward_lucid": {"precondattn": {"median": 0.0025}, "flash_sdpa": "no graph"}}
+    outcomes["roof"] = {"rates": Outcome("passed", "790 TFLOP/s in a product, 4.30 TB/s")}
+    outcomes["alive_bundled"] = {"triton lucid bfloat16 64": Outcome("wrong", "off by 2")}
+    outcomes["first_headline"] = {
+        "first": Outcome("passed", data={"record": saved, "replays": replays})
+    }
     for stage, tasks in outcomes.items():
         results = Results(stage, MACHINE)
         for name, outcome in tasks.items():
@@ -68,9 +75,13 @@ def test_the_ledger_shows_what_ran_and_what_did_not_pass(measured):
     text = maker["page"]([], measured)
     assert "### NVIDIA H200" in text
     assert "torch 2.11.0" in text
-    assert "| alive | one call of every kernel variant, each in its own process | 1 | 1 |" in text
+    assert "| alive | one call of every kernel variant | 1 | 1 |" in text
     assert "* `cupy laser float16 64`, wrong: off \\| by 3\n" in text
     assert "| `update` | `both` | 2.000 ms | 40 % | 10 % | wait 1.5 |" in text
+    assert "The device reached 790 TFLOP/s in a product, 4.30 TB/s." in text
+    assert "`triton lucid bfloat16 64`, wrong; it passed with the newer assembler: off by 2" in text
+    assert "| `first` | `forward_lucid` | precondattn | 2.500 ms |" in text
+    assert "| `first` | `forward_lucid` | flash_sdpa | no graph |" in text
     assert maker["NEVER"] not in text
     assert maker["NEVER"] in maker["page"]([], measured / "nowhere")
 
@@ -138,3 +149,38 @@ def test_winners_become_configurations_of_the_device(measured, tmp_path, monkeyp
     assert {"NVIDIA H200": {key: expected}} == configurations.TUNED
     assert configurations.REGISTRY.find(*key, "NVIDIA H200") == expected
     assert configurations.REGISTRY.find(*key, "NVIDIA H100") == configurations.UNTUNED[key]
+
+
+def entry(**changed) -> dict:
+    known = ledger.Entry("laser:Laser", "vjp", "bfloat16", 128, "9.0", "ptxas 13.1", "abc")
+    return known._replace(**changed)._asdict()
+
+
+def test_what_agreed_is_in_the_ledger_and_what_also_disagreed_is_not(tmp_path, monkeypatch):
+    results, bundled = Results("alive", MACHINE), Results("alive_bundled", MACHINE)
+
+    def add(to, name, status, *entries, backend="triton"):
+        to.add(name, Outcome(status, data={"backend": backend, "ledger": list(entries)}), 1.0)
+
+    add(results, "good", "passed", entry(), entry(verb="forward"))
+    add(results, "disagrees", "wrong", entry(verb="forward"))
+    add(results, "declined", "unsupported", entry())
+    add(results, "of cupy", "passed", entry(assembler="NVRTC 13.0"), backend="cupy")
+    add(bundled, "good", "wrong", entry(assembler="ptxas 12.8"))
+    for each in (results, bundled):
+        each.save(tmp_path / "gpu" / "nvidia_h200")
+    shown = ledger.shown(tmp_path / "gpu")
+    assert [each._asdict() for each in shown["triton"]] == [entry()]
+    assert [each.assembler for each in shown["cupy"]] == ["NVRTC 13.0"]
+    assert shown["pallas"] == []
+    package = tmp_path / "precondattn_triton"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(ledger, "find_spec", lambda name: _spec(package))
+    path = ledger.write("triton", shown["triton"])
+    assert path == package / "ledger.json"
+    assert json.loads(path.read_text()) == [entry()]
+
+
+def _spec(package):
+    return spec_from_file_location(package.name, package / "__init__.py")

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import precondattn as pa
 from precondattn_gpu import alive, full, headline, sanitizer, shipped, tuning
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import BACKENDS, Options
 from precondattn_gpu.profile import farthest, kernels_of
 from precondattn_gpu.profile import read as read_profile
 from precondattn_gpu.stages import STAGES, named
@@ -55,10 +56,23 @@ def test_the_calls_of_pallas_are_those_that_are_compiled():
     from precondattn_pallas import variants
 
     names = {variant.name for variant in variants.variants("sm_90")}
-    calls = shipped.calls("pallas")
+    calls = list(shipped._listed("pallas"))
     steps = {f"lucid step {call.dtype} {call.d}" for call in calls if call.is_step}
     full_calls = {call.name.removeprefix("pallas ") for call in calls if not call.is_step}
     assert names == steps | full_calls | {f"{name} backward" for name in full_calls}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_recurrence_runs_and_each_of_the_list_takes_a_step_too(backend):
+    """A kernel is chosen by default only if a call of its own leaf agreed."""
+    tables = import_module(f"precondattn_{backend}.backend").KERNELS
+    table = tables.get("cuda", tables)
+    calls = shipped.calls(backend)
+    names = {leaf.name for call in calls for leaf in pa.parse(call.mechanism).program.leaves}
+    assert names >= {leaf.name for leaf in table if isinstance(leaf, type)} - {"unit_rows"}
+    steps = {(call.mechanism, call.dtype, call.d) for call in calls if call.is_step}
+    assert ("gated_delta", "bfloat16", 128) in steps
+    assert len(calls) == len(set(calls))
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)

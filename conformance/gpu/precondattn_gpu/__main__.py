@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from precondattn_gpu import machine
+from precondattn_gpu import first_command, machine
 from precondattn_gpu.driver import LIMIT, Summary, run_stage
 from precondattn_gpu.dry_run import dry_run
 from precondattn_gpu.options import CPU, CUDA, Options
@@ -21,8 +23,13 @@ from precondattn_gpu.results import Results
 from precondattn_gpu.stages import STAGES, Stage, named
 from precondattn_gpu.task import STATUSES
 
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-"""JAX leaves memory to the others."""
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""JAX leaves memory to the others; many processes with many threads each slow each other down."""
 UNFINISHED = 3
 """The exit code if tasks are left: run the same command again."""
 
@@ -39,7 +46,20 @@ def main(
     before: Annotated[
         Path | None, typer.Option(help="a folder with results of earlier calls")
     ] = None,
-    limit: Annotated[float, typer.Option(help="seconds for this call, all stages", min=20)] = LIMIT,
+    first: Annotated[
+        bool, typer.Option("--first", help="the first nine minutes, as prepared")
+    ] = False,
+    second: Annotated[bool, typer.Option("--second", help="the three minutes after them")] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(help=f"seconds for this call; {LIMIT:.0f} for stages", min=20),
+    ] = None,
+    since: Annotated[
+        float | None, typer.Option(help="when the command line began, as `date +%s`")
+    ] = None,
+    ptxas: Annotated[
+        Path | None, typer.Option(help="the assembler for Triton, in place of its own")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to interpret and simulate")] = CUDA,
     match: Annotated[str, typer.Option(help="only tasks whose name contains this")] = "",
     jobs: Annotated[int | None, typer.Option(help="processes at once", min=1)] = None,
@@ -54,7 +74,13 @@ def main(
     """Run stages of the first measurements on a GPU; stop in time, and resume later."""
     if device not in (CUDA, CPU):
         _stop(f"--device must be {CUDA} or {CPU}; found {device!r}")
-    options = Options(device, match) if cores is None else Options(device, match, cores)
+    if ptxas is not None and not os.access(ptxas, os.X_OK):
+        _stop(f"--ptxas must be a program; found {ptxas}")
+    options = Options(device, match, ptxas="" if ptxas is None else str(ptxas.resolve()))
+    options = options if cores is None else replace(options, cores=cores)
+    if first or second:
+        _prepared(first, second, bool(stage), options, out, before, limit, since, pretend)
+        return
     try:
         names = [each for each in stage or () if each != "all"]
         chosen = list(STAGES) if not names else [named(name) for name in names]
@@ -68,6 +94,7 @@ def main(
         return
     if not stage or out is None:
         _stop("--stage NAME and --out FOLDER are needed, or --list")
+    limit = LIMIT if limit is None else limit
     if pretend:
         _pretend(chosen, options, out, limit)
         return
@@ -78,6 +105,38 @@ def main(
     except (ValueError, RuntimeError) as error:
         _stop(str(error))
     raise typer.Exit(UNFINISHED if left else 0)
+
+
+def _prepared(
+    is_first: bool,
+    is_second: bool,
+    has_stages: bool,
+    options: Options,
+    out: Path | None,
+    before: Path | None,
+    limit: float | None,
+    since: float | None,
+    pretend: bool,
+) -> None:
+    """The first or the second run; with `--dry-run`, both."""
+    if has_stages or (is_first and is_second and not pretend):
+        _stop("give one of --stage, --first and --second")
+    if out is None:
+        _stop("--out FOLDER is needed")
+    try:
+        if pretend:
+            _require_empty(out)
+            first_command.pretend(options, out, _say)
+            return
+        which = first_command.FIRST if is_first else first_command.SECOND
+        good = first_command.run(which, options, out, before, limit, since, ENVIRONMENT, _say)
+    except (ValueError, RuntimeError) as error:
+        _stop(str(error))
+    raise typer.Exit(0 if good else 1)
+
+
+def _say(text: str) -> None:
+    console.print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _run(
@@ -94,6 +153,8 @@ def _run(
     """Whether tasks are left."""
     end = launcher.now() + limit
     left = False
+    name = machine.folder_name(described["device"])
+    out, before = out / name, None if before is None else before / name
     for stage in chosen:
         if reason := _lacks(stage, options):
             console.print(f"[yellow]{stage.name}[/yellow]: {escape(reason)}")
@@ -102,7 +163,7 @@ def _run(
         results = _earlier(stage, out, before) or Results(stage.name)
         if results.machine and (difference := machine.difference(results.machine, described)):
             raise ValueError(
-                f"the earlier results of {stage.name} are of another machine ({difference}): "
+                f"the earlier results of {stage.name} are of other versions ({difference}): "
                 f"give another folder"
             )
         results.machine = dict(described)
@@ -119,7 +180,7 @@ def _run(
             jobs=jobs or stage.jobs(options),
             limit=remaining,
             again=again,
-            started=lambda text: console.print(escape(text), soft_wrap=True, highlight=False),
+            started=_say,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             code=machine.code(),
         )
@@ -165,8 +226,7 @@ def _print_summary(results: Results, summary: Summary) -> None:
 
 
 def _pretend(chosen: list[Stage], options: Options, out: Path, limit: float) -> None:
-    if out.exists() and any(out.iterdir()):
-        _stop(f"--out must be an empty folder for a dry run; {out} is not")
+    _require_empty(out)
     try:
         calls = dry_run(chosen, options, out, limit)
     except RuntimeError as error:
@@ -180,7 +240,12 @@ def _pretend(chosen: list[Stage], options: Options, out: Path, limit: float) -> 
     console.print(f"{len(list(out.glob('*.json')))} files, {size / 2**20:.1f} MiB")
 
 
-def _stop(message: str) -> None:
+def _require_empty(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        _stop(f"--out must be an empty folder for a dry run; {out} is not")
+
+
+def _stop(message: str) -> NoReturn:
     Console(stderr=True).print(f"[red]error[/red]: {escape(message)}", soft_wrap=True)
     raise typer.Exit(2)
 

@@ -1,10 +1,14 @@
-"""Stage 1: does every kernel run at all? Each call of `shipped`, in a process of its own."""
+"""Stage 1: does every kernel run at all, and is it right? Each call of `shipped`.
+
+Calls run one after another in workers. A call that does not pass ends its worker, and costs no
+other call anything.
+"""
 
 from __future__ import annotations
 
 import json
 
-from precondattn_gpu import shipped
+from precondattn_gpu import estimates, shipped
 from precondattn_gpu.call import LAUNCH
 from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, Options, library_of, variables
@@ -12,6 +16,9 @@ from precondattn_gpu.task import CRASHED, Finished, Outcome, Task
 
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
+
+TIMEOUT = 75.0
+"""Seconds after which a call hangs, unless its kernels take long to compile."""
 
 
 def tasks(options: Options) -> list[Task]:
@@ -21,6 +28,7 @@ def tasks(options: Options) -> list[Task]:
 
 
 def task(call: shipped.Call, options: Options) -> Task:
+    """A call in a worker."""
     sizes = tuple(map(str, (call.d, call.e, call.tokens)))
     arguments = ["-m", "precondattn_gpu.call", call.backend, call.expression, call.dtype, *sizes]
     arguments += ["--library", library_of(call.backend, options), "--result", "{result}"]
@@ -28,14 +36,21 @@ def task(call: shipped.Call, options: Options) -> Task:
         arguments += ["--device", options.device]
     if call.is_step:
         arguments.append("--step")
+    seconds = estimates.seconds(call)
     return Task(
         call.name,
         tuple(arguments),
         read,
-        seconds=25.0,
-        timeout=240.0 if not options.is_cpu else 1800.0,
+        seconds=seconds,
+        timeout=max(TIMEOUT, 2 * seconds) if not options.is_cpu else 1800.0,
         environment={**BLOCKING, **variables(call.backend, options)},
-        data={"backend": call.backend, "mechanism": call.mechanism, "dtype": call.dtype},
+        worker=call.backend,
+        data={
+            "backend": call.backend,
+            "mechanism": call.mechanism,
+            "dtype": call.dtype,
+            "width": max(call.d, call.e),
+        },
     )
 
 

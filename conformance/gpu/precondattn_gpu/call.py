@@ -12,11 +12,12 @@ import argparse
 import json
 import os
 import traceback
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from precondattn_gpu.options import HELPER
+from precondattn_gpu.shown import entries_of, plan_of_call
 
 LAUNCH = "launch "
 """How the line of a launch begins."""
@@ -46,6 +47,9 @@ def main() -> None:
         traceback.print_exc()
     result["kernels"] = list(dict.fromkeys(launched))
     given.result.write_text(json.dumps(result))
+    if result["status"] not in ("passed", "unsupported"):
+        # Memory and the device may be in a bad state: a worker does not go on.
+        raise SystemExit(1)
 
 
 def _compared(given: argparse.Namespace) -> dict[str, Any]:
@@ -76,28 +80,43 @@ def _prepare_cupy(library: str) -> None:
 
 
 def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
-    """The output and all gradients, by the suite's own check."""
+    """The gradients and the output, then the output of a call without gradient, by the suite."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.runner import run_case
 
     # Around LUCID's solve, the gradients of clustered keys cancel between pieces, where they are
     # rounded to 16 bits.
     kind = "random" if given.mechanism.startswith("lucid[") else "clustered"
-    case = Case("gradients", given.mechanism, given.library, given.dtype, layout, kind)
-    outcome = run_case(case, _backends(given), given.device)
-    status = outcome.status
-    if status == "failed" and outcome.measured is not None:
-        status = "wrong"
-    # The snippet that reproduces a failure names a layout of the suite, which this is not.
-    result = {"status": status, "message": f"{outcome.reason}\n\n{outcome.details}".strip()}
-    return result | (vars(outcome.measured) if outcome.measured else {})
+    plan = plan_of_call(
+        given.mechanism, _backends(given), given.library, layout, given.dtype, given.device
+    )
+    ledger = {"ledger": entries_of(plan, given.backend, layout, ("forward", "vjp"))}
+    result: dict[str, Any] = {}
+    for check in ("outputs", "gradients"):
+        case = Case(check, given.mechanism, given.library, given.dtype, layout, kind)
+        outcome = run_case(case, _backends(given), given.device)
+        status = outcome.status
+        if status == "failed" and outcome.measured is not None:
+            status = "wrong"
+        # The snippet that reproduces a failure names a layout of the suite, which this is not.
+        message = f"{outcome.reason}\n\n{outcome.details}".strip()
+        result = {"status": status, "message": f"{check}: {message}" if message else ""}
+        result |= ledger | (vars(outcome.measured) if outcome.measured else {})
+        if status != "passed":
+            break
+    return result
 
 
 def _backends(given: argparse.Namespace) -> tuple[str, ...]:
     """The backend alone; around LUCID's solve there may be pieces for which it has no kernel."""
     if given.mechanism.startswith("lucid["):
-        return given.backend, HELPER[given.backend]
+        return _with_helper(given.backend)
     return (given.backend,)
+
+
+def _with_helper(backend: str) -> tuple[str, ...]:
+    """A backend, and for kernels the one that computes what they do not."""
+    return (backend, HELPER[backend]) if backend in HELPER else (backend,)
 
 
 def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict[str, Any]:
@@ -113,7 +132,7 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     )
 
     mechanism = pa.parse(given.mechanism)
-    of = ours(mechanism, f"{given.backend},{HELPER[given.backend]}")
+    of = ours(mechanism, ",".join(_with_helper(given.backend)))
     inputs = inputs_of(str(mechanism), layout, given.dtype, library.name)
     assert of.decoder is not None
     decoder: Any = of.decoder(library, given.dtype, inputs)
@@ -121,6 +140,7 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     if given.backend not in explanation.backends:
         message = f"the step has no kernel of {given.backend}:\n{explanation}"
         return {"status": "unsupported", "message": message}
+    ledger = {"ledger": entries_of(explanation, given.backend, layout, ("extend",))}
     try:
         decoder.fill()
         run = decode_run(library, decoder)
@@ -128,28 +148,38 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     except (UnsupportedError, UncheckedError) as reason:
         return {"status": "unsupported", "message": str(reason)}
     except WrongResultError as wrong:
-        return {"status": "wrong", "message": str(wrong), "error": wrong.error}
-    return {"status": "passed", "error": checked.error, "bound": checked.bound}
+        return ledger | {"status": "wrong", "message": str(wrong), "error": wrong.error}
+    return ledger | {"status": "passed", "error": checked.error, "bound": checked.bound}
+
+
+_launched: list[str] = []
+"""The names of the kernels that the present call has launched."""
 
 
 def _named_launches(backend: str) -> list[str]:
     """The names of the kernels that are launched from now on; each is printed before it runs."""
-    names: list[str] = []
+    _launched.clear()
+    _watch(backend)
+    return _launched
 
-    def note(name: str) -> None:
-        names.append(name)
-        print(f"{LAUNCH}{name}", flush=True)
 
+def _note(name: str) -> None:
+    _launched.append(name)
+    print(f"{LAUNCH}{name}", flush=True)
+
+
+@cache
+def _watch(backend: str) -> None:
+    """Note every launch of a backend; once in a process."""
     if backend == "triton":
-        _note_triton(note)
+        _watch_triton()
     elif backend == "cupy":
-        _note_cupy(note)
+        _watch_cupy()
     elif backend == "pallas":
-        _note_pallas(names.append)
-    return names
+        _watch_pallas()
 
 
-def _note_triton(note: Callable[[str], None]) -> None:
+def _watch_triton() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return  # The interpreter does not launch.
     from triton.runtime.jit import JITFunction
@@ -157,33 +187,33 @@ def _note_triton(note: Callable[[str], None]) -> None:
     run = JITFunction.run
 
     def noted(self: Any, *args: Any, **named: Any) -> Any:
-        note(self.__name__)
+        _note(self.__name__)
         return run(self, *args, **named)
 
     JITFunction.run = noted
 
 
-def _note_cupy(note: Callable[[str], None]) -> None:
+def _watch_cupy() -> None:
     from precondattn_cupy import launch
 
     for name in ("_compiled", "_simulated"):
         function = getattr(launch, name)
 
         def noted(file: str, kernel: str, *more: Any, function: Any = function) -> Any:
-            note(kernel)
+            _note(kernel)
             return function(file, kernel, *more)
 
         setattr(launch, name, noted)
 
 
-def _note_pallas(note: Callable[[str], None]) -> None:
+def _watch_pallas() -> None:
     """Kernels are named when they are traced. That is not when they run, so nothing is printed."""
     from jax.experimental import pallas
 
     pallas_call = pallas.pallas_call
 
     def noted(kernel: Any, *args: Any, **named: Any) -> Any:
-        note(getattr(kernel, "func", kernel).__name__)
+        _launched.append(getattr(kernel, "func", kernel).__name__)
         return pallas_call(kernel, *args, **named)
 
     pallas.pallas_call = noted

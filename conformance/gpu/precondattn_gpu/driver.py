@@ -2,7 +2,7 @@
 
     end = now + limit
     while tasks are left or running:
-        start the next task, if a process is free and the task's estimate ends before `end`
+        start the next task whose estimate ends before `end`, if a process is free
         wait until a task has finished, was longer than its timeout, or `end` has come
         save its outcome
 
@@ -40,6 +40,8 @@ class Running(Protocol):
 
     task: Task
     started: float
+    in_new_worker: bool
+    """Whether its time includes that of a worker that starts, which the estimate does not."""
 
 
 class Launcher(Protocol):
@@ -81,6 +83,7 @@ def run_stage(
     *,
     jobs: int = 1,
     limit: float = LIMIT,
+    reserve: float = RESERVE,
     again: bool = False,
     started: Callable[[str], None] = lambda text: None,
     **more: Any,
@@ -90,7 +93,7 @@ def run_stage(
     `more` is saved with each result. `started` is told what happens, in a line of text.
     """
     start = launcher.now()
-    end = start + limit - RESERVE
+    end = start + limit - reserve
     todo = [task for task in tasks if not results.is_done(task.name, again)]
     # What was interrupted has the whole time now.
     todo.sort(key=lambda task: task.name not in results.tasks)
@@ -100,10 +103,12 @@ def run_stage(
     while todo or running:
         pace = min(max(taken / expected, 1 / MOST_PACE), MOST_PACE) if expected else 1.0
         while todo and len(running) < jobs:
-            is_first = not running and ran == 0
-            if launcher.now() + pace * todo[0].seconds > end and not is_first:
+            left = end - launcher.now()
+            fitting = (i for i, t in enumerate(todo) if t.continues or pace * t.seconds <= left)
+            chosen = next(fitting, None if running or ran else 0)
+            if chosen is None:
                 break
-            running.append(launcher.start(todo.pop(0)))
+            running.append(launcher.start(todo.pop(chosen)))
         if not running:
             break
         due = min(end, *(r.started + r.task.timeout for r in running))
@@ -117,7 +122,8 @@ def run_stage(
         finished = launcher.finish(ended)
         outcome = outcome_of(ended.task, finished)
         ran += 1
-        expected, taken = expected + ended.task.seconds, taken + finished.seconds
+        if not ended.in_new_worker:
+            expected, taken = expected + ended.task.seconds, taken + finished.seconds
         results.add(ended.task.name, outcome, finished.seconds, **more)
         results.save(folder)
         first_line = outcome.message.strip().partition("\n")[0]

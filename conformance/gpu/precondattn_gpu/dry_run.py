@@ -6,13 +6,16 @@ files stay within their limits. Its results say that they are pretended.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from precondattn_gpu.driver import Running, Summary, run_stage
+from precondattn_gpu.estimates import start_up
 from precondattn_gpu.options import Options
+from precondattn_gpu.processes import kind_of
 from precondattn_gpu.results import LARGEST, MOST_FILES, Results
 from precondattn_gpu.stages import Stage
 from precondattn_gpu.task import PASSED, Finished, Outcome, Task
@@ -27,14 +30,23 @@ class Pretended:
     task: Task
     started: float
     ends: float
+    in_new_worker: bool = False
 
 
 class Pretending:
     """A launcher whose clock jumps to the end of the next process."""
 
-    def __init__(self, seconds_of: Callable[[Task], float] = lambda task: task.seconds) -> None:
+    def __init__(
+        self,
+        seconds_of: Callable[[Task], float] = lambda task: task.seconds,
+        *,
+        has_workers: bool = False,
+    ) -> None:
         self.clock = 0.0
         self.seconds_of = seconds_of
+        self.has_workers = has_workers
+        """Whether a task in a new worker takes the worker's start-up longer."""
+        self._idle: Counter[tuple[object, ...]] = Counter()
         self.order: list[str] = []
         """The names of tasks in the order in which they were started."""
 
@@ -43,7 +55,15 @@ class Pretending:
 
     def start(self, task: Task) -> Pretended:
         self.order.append(task.name)
-        return Pretended(_passing(task), self.clock, self.clock + self.seconds_of(task))
+        more = 0.0
+        if self.has_workers and task.worker:
+            kind = kind_of(task)
+            if self._idle[kind]:
+                self._idle[kind] -= 1
+            else:
+                more = start_up(task.worker)
+        ends = self.clock + self.seconds_of(task) + more
+        return Pretended(_passing(task), self.clock, ends, more > 0)
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
         first = min(running, key=_end)
@@ -55,6 +75,8 @@ class Pretending:
 
     def finish(self, running: Running) -> Finished:
         code = 0 if _end(running) <= self.clock else None
+        if code == 0 and running.task.worker:
+            self._idle[kind_of(running.task)] += 1
         return Finished(code, PRETENDED, Path(), self.clock - running.started)
 
 
@@ -65,7 +87,8 @@ def _end(running: Running) -> float:
 
 def _passing(task: Task) -> Task:
     return Task(task.name, task.arguments, lambda finished: Outcome(PASSED, PRETENDED),
-                task.seconds, task.timeout, data=task.data)  # fmt: skip
+                task.seconds, task.timeout, task.environment, worker=task.worker,
+                data=task.data)  # fmt: skip
 
 
 class Call(NamedTuple):

@@ -59,6 +59,11 @@ def device_name(options: Options) -> str:
     return str(torch.cuda.get_device_name())
 
 
+def folder_name(device: str) -> str:
+    """The name of a device as that of a folder or file: nvidia_h200."""
+    return "_".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+
+
 @cache
 def code() -> str:
     """A hash of the sources of the core and the backends, saved with each result."""

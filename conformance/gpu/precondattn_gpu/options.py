@@ -17,6 +17,8 @@ class Options:
     match: str = ""
     """Only tasks whose name contains this."""
     cores: int = os.cpu_count() or 1
+    ptxas: str = ""
+    """The path of the assembler for Triton; empty for the one that it brings."""
 
     @property
     def is_cpu(self) -> bool:
@@ -29,6 +31,9 @@ INTERPRETED = {
     "cupy": {"PRECONDATTN_CUPY_SIMULATE": "1"},
 }
 """Variables with which a backend runs its kernels on a CPU."""
+
+PTXAS = "TRITON_PTXAS_PATH"
+"""Names the assembler for Triton."""
 
 LIBRARY = {"triton": "torch", "pallas": "jax", "cupy": "cupy"}
 """Whose arrays a backend takes on a GPU."""
@@ -46,7 +51,9 @@ def library_of(backend: str, options: Options) -> str:
 
 def variables(backend: str, options: Options) -> dict[str, str]:
     """Of the environment of a process that runs a backend."""
-    return INTERPRETED[backend] if options.is_cpu else {}
+    if options.is_cpu:
+        return INTERPRETED[backend]
+    return {PTXAS: options.ptxas} if options.ptxas and backend == "triton" else {}
 
 
 def device_arguments(options: Options) -> tuple[str, ...]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from precondattn_conformance.bench.record import Record, Row
 from precondattn_gpu.profile import FORWARD, farthest
 from precondattn_gpu.results import Results, load_folder
-from precondattn_gpu.stages import NAMES, named
+from precondattn_gpu.stages import WHAT
 from precondattn_gpu.task import PASSED, STATUSES
 
-TIMED_STAGES = ("headline", "memory")
+TIMED_STAGES = ("first_headline", "headline", "memory")
+COMPARING = ("roof", "alive", "second", "smoke", "sanitizer", "full")
+"""Stages whose tasks are compared with the oracle."""
 
 
 def devices(measurements: Path) -> dict[str, dict[str, Results]]:
@@ -87,13 +90,19 @@ def _device(results: dict[str, Results]) -> str:
         "| stage | what | " + " | ".join(STATUSES) + " |",
         "|---" * (len(STATUSES) + 2) + "|",
     ]
-    for name in NAMES:
+    for name, what in WHAT.items():
         if name in results:
             counts = " | ".join(str(results[name].count(status) or "–") for status in STATUSES)
-            lines.append(f"| {name} | {named(name).what} | {counts} |")
-    for name in ("alive", "smoke", "sanitizer", "full"):
+            lines.append(f"| {name} | {what} | {counts} |")
+    if "roof" in results:
+        lines += _rates(results["roof"])
+    for name in COMPARING:
         if name in results:
             lines += _not_passed(results[name])
+    if "alive_bundled" in results:
+        lines += _bundled(results["alive_bundled"], results.get("alive"))
+    if "first_headline" in results:
+        lines += _replays(results["first_headline"])
     if "profile" in results:
         lines += _profile(results["profile"])
     return "\n".join(lines) + "\n"
@@ -109,6 +118,51 @@ def _not_passed(results: Results) -> list[str]:
         first = entry["message"].partition("\n")[0].replace("|", "\\|")
         lines.append(f"* `{name}`, {entry['status']}: {first}")
     return lines
+
+
+def _rates(results: Results) -> list[str]:
+    """The device's own rates."""
+    entry = results.tasks.get("rates", {"status": ""})
+    return [f"\nThe device reached {entry['message']}."] if entry["status"] == PASSED else []
+
+
+def _bundled(results: Results, with_newest: Results | None) -> list[str]:
+    """What did not pass with the assembler that Triton brings, and whose fault it is."""
+    newest = {} if with_newest is None else with_newest.tasks
+    lines = []
+    for name, entry in results.tasks.items():
+        if entry["status"] == PASSED:
+            continue
+        passed = newest.get(name, {}).get("status") == PASSED
+        whose = "it passed with the newer assembler" if passed else "so with the newer one"
+        first = entry["message"].partition("\n")[0].replace("|", "\\|")
+        lines.append(f"* `{name}`, {entry['status']}; {whose}: {first}")
+    return ["\nDid not pass with the assembler that Triton brings:\n", *lines] if lines else []
+
+
+def _replays(results: Results) -> list[str]:
+    """The times of calls whose kernels the device itself launches, without Python."""
+    rows = [
+        f"| `{task}` | `{case}` | {name} | {_replay(seconds)} |"
+        for task, entry in results.tasks.items()
+        for case, by_name in entry["data"].get("replays", {}).items()
+        for name, seconds in by_name.items()
+    ]
+    if not rows:
+        return []
+    return [
+        "\nReplays of a recorded graph:\n",
+        "| call | case | of | time |",
+        "|---" * 4 + "|",
+        *rows,
+    ]
+
+
+def _replay(seconds: Any) -> str:
+    """A median in milliseconds, or why there is none."""
+    if isinstance(seconds, str):
+        return seconds.partition("\n")[0].replace("|", "\\|")
+    return f"{1e3 * seconds['median']:.3f} ms"
 
 
 def _profile(results: Results) -> list[str]:

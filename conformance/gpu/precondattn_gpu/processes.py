@@ -1,8 +1,13 @@
-"""Real processes: each task in its own, with its output in a file, stopped with its children."""
+"""Real processes: each task in its own, or in a worker that has run others of its kind.
+
+The output of a task is in a file. A process is stopped with its children. A worker is not used
+again after a task that did not end with exit code 0: the device may be in a bad state there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,30 +23,49 @@ from precondattn_gpu.task import Finished, Task
 
 POLL = 0.05
 """Seconds between two looks at the running processes."""
+MOST_IDLE = 16
+"""Idle workers of all kinds; one more, and the first is stopped. Each may hold 2 GB of memory."""
 
 
 @dataclass
 class Process:
-    """A running process."""
+    """A running task and its process."""
 
     task: Task
     started: float
     popen: subprocess.Popen[bytes]
     output: Path
     result: Path
+    worker: Worker | None = None
+    in_new_worker: bool = False
+    code: int | None = None
+    """The exit code that its worker has answered."""
+
+
+@dataclass
+class Worker:
+    """A process that runs tasks of one kind, one after another."""
+
+    kind: tuple[object, ...]
+    popen: subprocess.Popen[bytes]
+    answers: int
+    """The file descriptor of its answers; reading does not wait."""
 
 
 class Processes:
-    """Starts the tasks' processes; their files are removed when the context ends."""
+    """Starts the tasks' processes; workers are stopped and files removed when the context ends."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self.environment = {**os.environ, **(environment or {})}
         self._folder = tempfile.TemporaryDirectory(prefix="precondattn_gpu_")
+        self._idle: list[Worker] = []
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for worker in self._idle:
+            _stop(worker.popen)
         self._folder.cleanup()
 
     def now(self) -> float:
@@ -49,27 +73,62 @@ class Processes:
 
     def start(self, task: Task) -> Process:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
-        result = folder / "result.json"
-        command = [
-            argument.replace("{result}", str(result))
-            for argument in (*task.prefix, sys.executable, *task.arguments)
-        ]
-        with (folder / "output").open("wb") as output:
+        output, result = folder / "output", folder / "result.json"
+        arguments = [each.replace("{result}", str(result)) for each in task.arguments]
+        if task.worker:
+            worker = self._idle_worker(task)
+            is_new = worker is None
+            worker = worker or self._new_worker(task, output)
+            flag, module, *rest = arguments
+            assert flag == "-m"
+            line = {"module": module, "arguments": rest, "output": str(output)}
+            assert worker.popen.stdin is not None
+            # A worker that has died meanwhile is found by `wait`.
+            with contextlib.suppress(BrokenPipeError):
+                worker.popen.stdin.write(f"{json.dumps(line)}\n".encode())
+                worker.popen.stdin.flush()
+            return Process(task, self.now(), worker.popen, output, result, worker, is_new)
+        with output.open("wb") as file:
             popen = subprocess.Popen(
-                command,
+                [*task.prefix, sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**self.environment, **task.environment},
                 start_new_session=True,  # So that its children are stopped with it.
             )
-        return Process(task, self.now(), popen, folder / "output", result)
+        return Process(task, self.now(), popen, output, result)
+
+    def _idle_worker(self, task: Task) -> Worker | None:
+        """An idle worker for the task."""
+        for worker in self._idle:
+            if worker.kind == kind_of(task):
+                self._idle.remove(worker)
+                return worker
+        return None
+
+    def _new_worker(self, task: Task, output: Path) -> Worker:
+        """A new worker for the task, which writes there if it can not start."""
+        if len(self._idle) >= MOST_IDLE:
+            _stop(self._idle.pop(0).popen)
+        with output.open("wb") as file:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "precondattn_gpu.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**self.environment, **task.environment},
+                start_new_session=True,
+            )
+        assert popen.stdout is not None
+        os.set_blocking(popen.stdout.fileno(), False)
+        return Worker(kind_of(task), popen, popen.stdout.fileno())
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
         while True:
             for each in running:
                 assert isinstance(each, Process)
-                if each.popen.poll() is not None:
+                if _has_ended(each):
                     return each
             if self.now() >= until:
                 return None
@@ -78,10 +137,31 @@ class Processes:
     def finish(self, running: Running) -> Finished:
         assert isinstance(running, Process)
         seconds = self.now() - running.started
-        code = running.popen.poll()
-        _stop(running.popen)
-        output = running.output.read_text(encoding="utf-8", errors="replace")
+        _has_ended(running)
+        code = running.code
+        if running.worker is not None and code == 0:
+            self._idle.append(running.worker)
+        else:
+            _stop(running.popen)
+        written = running.output.exists()  # A worker writes it once it has begun.
+        output = running.output.read_text(encoding="utf-8", errors="replace") if written else ""
         return Finished(code, output, running.result, seconds)
+
+
+def kind_of(task: Task) -> tuple[object, ...]:
+    """Tasks of the same kind may share a worker."""
+    return (task.worker, *sorted(task.environment.items()))
+
+
+def _has_ended(process: Process) -> bool:
+    """Whether the task has ended; its exit code is then known."""
+    if process.code is None and process.worker is not None:
+        with contextlib.suppress(BlockingIOError):
+            answer = os.read(process.worker.answers, 100)
+            process.code = int(answer) if answer else None
+    if process.code is None:
+        process.code = process.popen.poll()
+    return process.code is not None
 
 
 def _stop(popen: subprocess.Popen[bytes]) -> None:
@@ -89,3 +169,7 @@ def _stop(popen: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
     popen.wait()
+    for pipe in (popen.stdin, popen.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

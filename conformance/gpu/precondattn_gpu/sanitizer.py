@@ -41,15 +41,21 @@ def narrowest(calls: list[shipped.Call]) -> list[shipped.Call]:
 
 def task(call: shipped.Call, tool: str, options: Options) -> Task:
     plain = alive.task(call, options)
-    prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND))
     return replace(
         plain,
         name=f"{tool} {call.name}",
-        prefix=(*prefix, "--target-processes", "all", "--print-limit", "5"),
+        prefix=(*prefix(tool), "--target-processes", "all", "--print-limit", "5"),
+        worker="",
         read=read,
         seconds=60.0,
+        timeout=240.0,
         environment={**plain.environment, **OWN_ALLOCATIONS[call.backend]},
     )
+
+
+def prefix(tool: str) -> tuple[str, ...]:
+    """The program that runs another under a tool."""
+    return ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND))
 
 
 def read(finished: Finished) -> Outcome:

@@ -10,10 +10,16 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import precondattn as pa
+from precondattn.spec.stateful import Stateful
+
 FEW, MANY = 129, 513
 """Tokens: one more than the rows of the largest tile, and one more than a super-block of LUCID's
 solve, which has kernels between super-blocks."""
 
+
+SHARED = ("bfloat16", 128, 128)
+"""The dtype and widths of calls that run the same kernels as others."""
 
 AROUND = {"lucid_solve[normalize=given": "lucid[normalize=queries_and_keys"}
 """A leaf that expects normalised keys is run within the mechanism that normalises them."""
@@ -49,8 +55,10 @@ class Call(NamedTuple):
 
 
 def calls(backend: str) -> list[Call]:
-    """Every call of a backend's list, once."""
-    return list(dict.fromkeys(_listed(backend)))
+    """Every call of a backend's list, once; then what runs the same kernels in another way."""
+    listed = list(dict.fromkeys(_listed(backend)))
+    more = [*_sharing(backend, listed), *_steps(listed)]
+    return list(dict.fromkeys([*listed, *more]))
 
 
 def _listed(backend: str) -> Iterator[Call]:
@@ -60,6 +68,23 @@ def _listed(backend: str) -> Iterator[Call]:
             for dtype in dtypes:
                 for d, e in widths:
                     yield Call(backend, mechanism, _name(dtype), d, e, is_step)
+
+
+def _sharing(backend: str, listed: list[Call]) -> Iterator[Call]:
+    """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
+    tables = import_module(f"precondattn_{backend}.backend").KERNELS
+    leaves = tables.get("cuda", tables)
+    known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
+    names = {leaf.name for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Stateful)}
+    for name in sorted(names - known):
+        yield Call(backend, name, *SHARED)
+
+
+def _steps(listed: list[Call]) -> Iterator[Call]:
+    """A step of each recurrence in the list."""
+    for call in listed:
+        if not call.is_step and issubclass(type(pa.parse(call.mechanism)), Stateful):
+            yield call._replace(is_step=True)
 
 
 def _name(dtype: Any) -> str:

@@ -40,7 +40,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("alive", "one call of every kernel variant, each in its own process", MOST),
+    Stage("alive", "one call of every kernel variant", MOST),
     Stage("smoke", "conformance at its smallest level, on the three kernel backends", MOST),
     Stage("headline", "times beside flash attention and flash-linear-attention", ALONE),
     Stage(
@@ -53,7 +53,18 @@ STAGES = (
     Stage("memory", "peak memory up to 128K tokens", ALONE),
 )  # fmt: skip
 
-NAMES = tuple(stage.name for stage in STAGES)
+PREPARED = {
+    "roof": "rates of the device, and whether the compilers work",
+    "alive_bundled": "the calls of Triton with the assembler that it brings",
+    "first_headline": "times of the calls that matter most, in one process",
+    "second": "what failed in the first run, once more",
+}
+"""Files of the prepared runs (`first`, `second`) that no stage has, and what they are."""
+
+WHAT = {**{stage.name: stage.what for stage in STAGES}, **PREPARED}
+"""What the file of each name has."""
+
+NAMES = tuple(WHAT)
 
 
 def named(name: str) -> Stage:
@@ -61,4 +72,5 @@ def named(name: str) -> Stage:
     for stage in STAGES:
         if stage.name == name:
             return stage
-    raise ValueError(f"there is no stage {name!r}; there are {', '.join(NAMES)}")
+    known = ", ".join(stage.name for stage in STAGES)
+    raise ValueError(f"there is no stage {name!r}; there are {known}")

@@ -85,7 +85,11 @@ def read_benchmark(finished: Finished) -> Outcome:
     """The record; what was not timed has a reason."""
     if not finished.result.exists():
         return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
-    record = json.loads(finished.result.read_text())
+    return outcome_of_record(json.loads(finished.result.read_text()))
+
+
+def outcome_of_record(record: dict[str, Any]) -> Outcome:
+    """The worst status of the rows, and a line for each."""
     statuses = {row["status"] for row in record["rows"]}
     lines = [f"{row['case']}: {_result_of(row)}" for row in record["rows"]]
     worst = next((s for s in (WRONG, FAILED, UNSUPPORTED) if s in statuses), PASSED)

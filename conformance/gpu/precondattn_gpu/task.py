@@ -1,4 +1,4 @@
-"""A task: what a stage runs in a process of its own, and what came of it."""
+"""A task: what a stage runs in a process, and what came of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """A Python module that runs in a process of its own, and writes one file."""
+    """A Python module that runs in a process, and writes one file."""
 
     name: str
     """Unique in its stage."""
@@ -54,5 +54,11 @@ class Task:
     """Variables in addition to the driver's own."""
     prefix: tuple[str, ...] = ()
     """A program that runs the interpreter, with its arguments."""
+    continues: bool = False
+    """Whether what it has done stays if it is stopped, so that it begins also where its estimate
+    ends too late."""
+    worker: str = ""
+    """The kind of worker that runs it after other tasks of that kind, in one process that has
+    imported its libraries; empty: a process of its own."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """What is saved with the result."""

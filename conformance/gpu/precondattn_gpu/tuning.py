@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import Options, variables
 from precondattn_gpu.task import FAILED, Finished, Outcome, Task
 from precondattn_gpu.tune import CALLS
 
@@ -25,6 +25,7 @@ def tasks(options: Options) -> list[Task]:
             read,
             seconds=60.0,
             timeout=300.0,
+            environment=variables("triton", options) if not options.is_cpu else {},
             data={"backend": "triton"},
         )
         for width in WIDTHS

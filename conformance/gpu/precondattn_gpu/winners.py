@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from precondattn_gpu.machine import folder_name
 from precondattn_gpu.results import Results
 
 
@@ -28,7 +29,7 @@ def main() -> None:
 def write(results: Results, folder: Path) -> Path:
     """Write the winners to the device's file in a folder."""
     device = results.machine["device"]
-    path = folder / f"{file_name(device)}.json"
+    path = folder / f"{folder_name(device)}.json"
     path.parent.mkdir(exist_ok=True)
     versions, entries = results.machine["versions"], winners(results)
     content = {"device": device, "versions": versions, "configurations": entries}
@@ -44,11 +45,6 @@ def winners(results: Results) -> list[dict[str, Any]]:
         for d in data
         if d.get("winner")
     ]
-
-
-def file_name(device: str) -> str:
-    """The name of a device as that of a file: nvidia_h200."""
-    return "_".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 if __name__ == "__main__":

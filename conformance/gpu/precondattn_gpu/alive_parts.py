@@ -1,0 +1,49 @@
+"""The calls of `alive` in the order of the first run: what models are trained in comes first.
+
+A       bfloat16, width 128
+B       float16 and float32, width 128; then width 64; then 256 and 512; the narrow ones last
+bundled the part of A that Triton's assembler compiles, with the one that Triton brings
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from precondattn_gpu import alive, shipped
+from precondattn_gpu.mechanisms import interleaved
+from precondattn_gpu.options import BACKENDS, Options
+from precondattn_gpu.task import Task
+
+WIDTHS = (128, 64, 256, 512, 32, 16)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def is_first(call: shipped.Call) -> bool:
+    """Whether a call belongs to A."""
+    return call.dtype == DTYPES[0] and max(call.d, call.e) == WIDTHS[0]
+
+
+def first(options: Options) -> list[Task]:
+    """A: the backends in turn."""
+    lists = [[c for c in shipped.calls(name) if is_first(c)] for name in BACKENDS]
+    return _tasks(options, interleaved(lists))
+
+
+def others(options: Options) -> list[Task]:
+    """B."""
+
+    def turn(call: shipped.Call) -> tuple[int, int]:
+        return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
+
+    calls = interleaved([shipped.calls(name) for name in BACKENDS])
+    return _tasks(options, sorted((c for c in calls if not is_first(c)), key=turn))
+
+
+def bundled(options: Options) -> list[Task]:
+    """Triton's calls of A, compiled by the assembler that Triton brings."""
+    calls = [call for call in shipped.calls("triton") if is_first(call)]
+    return _tasks(replace(options, ptxas=""), calls)
+
+
+def _tasks(options: Options, calls: list[shipped.Call]) -> list[Task]:
+    return [alive.task(call, options) for call in calls if options.match in call.name]

@@ -1,0 +1,116 @@
+"""The first nine minutes on a GPU: which kernels run, which are right, how fast the ten are.
+
+=============  ======  ================================================================
+part           until   what
+=============  ======  ================================================================
+roof           0:30    rates of the device, a kernel of CuPy, one of Pallas
+alive          2:00    A: bfloat16 at width 128, the three backends, the carried ptxas
+headlines      3:45    in one process on an idle device
+bundled        5:00    Triton's part of A with the assembler that it brings
+alive          8:30    B: float16, float32, width 64, then 256
+=============  ======  ================================================================
+
+Times count from the start of the command line that installs the packages. A part that ends early
+lets the next begin; one that does not is stopped at its mark, and what it has is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from precondattn_gpu import alive_parts, first_headline, roof
+from precondattn_gpu.driver import Launcher, Summary, run_stage
+from precondattn_gpu.options import Options
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import PASSED, Task
+
+LIMIT = 510.0
+"""Seconds of the whole run."""
+RESERVE = 1.0
+"""Seconds that a part leaves for stopping its processes."""
+BUNDLED = "alive_bundled"
+FILES = ("roof", "alive", "first_headline", BUNDLED)
+"""The files of results, in order."""
+
+
+class Part(NamedTuple):
+    """A part of the run."""
+
+    name: str
+    file: str
+    until: float
+    """Seconds after the start at which it is stopped."""
+    jobs: int
+    tasks: Callable[[dict[str, Results]], list[Task]]
+    """From the results until then, by file."""
+
+
+def parts(options: Options, limit: float = LIMIT) -> list[Part]:
+    """The parts in order; a smaller limit shrinks them all."""
+    most, share = max(options.cores - 2, 1), limit / LIMIT
+    peers = first_headline.compiling(options)
+    return [
+        Part("roof", "roof", 30 * share, 3, lambda results: roof.tasks(options)),
+        Part(
+            "alive A", "alive", 120 * share, most,
+            lambda results: [*peers, *alive_parts.first(options)],
+        ),
+        Part("headlines", "first_headline", 225 * share, 1,
+             lambda results: first_headline.ready(options, passed(results["alive"]))),
+        Part("alive A, bundled ptxas", BUNDLED, 300 * share, most,
+             lambda results: alive_parts.bundled(options) if options.ptxas else []),
+        Part("alive B", "alive", limit, most,
+             lambda results: [*peers, *alive_parts.first(options), *alive_parts.others(options)]),
+    ]  # fmt: skip
+
+
+def passed(results: Results) -> list[str]:
+    """The names of the tasks that passed."""
+    return [name for name, entry in results.tasks.items() if entry["status"] == PASSED]
+
+
+def run(
+    plan: list[Part],
+    launcher: Launcher,
+    folder: Path,
+    start: float,
+    results: dict[str, Results],
+    said: Callable[[str], None] = print,
+    **more: Any,
+) -> list[tuple[Part, Summary]]:
+    """Run the parts, each until its mark; `start` is the launcher's time of second 0."""
+    done = []
+    for part in plan:
+        tasks = part.tasks(results)
+        left = part.until - (launcher.now() - start)
+        if not tasks or left <= 0:
+            said(f"{part.name}: {'nothing to do' if not tasks else 'no time is left'}")
+            continue
+        said(f"{part.name}: {len(tasks)} tasks, until second {part.until:.0f}")
+        summary = run_stage(
+            results[part.file], tasks, launcher, folder,
+            jobs=part.jobs, limit=left, reserve=RESERVE, started=said, **more,
+        )  # fmt: skip
+        said(
+            f"{part.name}: {summary.ran} in {summary.seconds:.0f} s, {summary.left} left, "
+            f"at second {launcher.now() - start:.0f}"
+        )
+        done.append((part, summary))
+    return done
+
+
+def failures(results: dict[str, Results]) -> list[str]:
+    """A line for each task that did not pass."""
+    return [
+        f"{entry['status']:11s} {file:14s} {name}: {first_line(entry)}"
+        for file, each in results.items()
+        for name, entry in each.tasks.items()
+        if entry["status"] != PASSED
+    ]
+
+
+def first_line(entry: dict[str, Any]) -> str:
+    """Of the message of a task's entry."""
+    return str(entry["message"]).strip().partition("\n")[0][:160]

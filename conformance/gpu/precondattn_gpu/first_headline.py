@@ -1,0 +1,131 @@
+"""The times that matter most, in one process on an otherwise idle device, each beside its peers.
+
+Those of flash-linear-attention are calls of their own at the end: its kernels choose among many
+configurations, all of which have to be compiled first (`peer_call`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from precondattn_gpu.estimates import HEADLINE
+from precondattn_gpu.headline import BOTH, LONG, SDPA, SHORT
+from precondattn_gpu.options import Options, variables
+from precondattn_gpu.suite import dtype_of, outcome_of_record
+from precondattn_gpu.task import FAILED, Finished, Outcome, Task
+
+TINY = "b=1,t=48,h=4,n=4,d=16"
+"""The sizes of a rehearsal on a CPU."""
+WIDE = f"{SHORT},n=16,d=128"
+
+
+class Timed(NamedTuple):
+    """A call that is timed beside its peers."""
+
+    mechanism: str
+    sizes: str
+    peers: tuple[str, ...] = SDPA
+    works: tuple[str, ...] = BOTH
+    backend: str = "triton"
+
+    @property
+    def name(self) -> str:
+        beside = " beside fla" if self.peers == FLA else ""
+        return f"{self.backend} {self.mechanism} {' '.join(self.works)} {self.sizes}{beside}"
+
+
+FLA = ("fla",)
+HEADLINES = (
+    Timed("lucid", WIDE),
+    Timed("gated_delta", WIDE, ()),
+    Timed("laser", WIDE),
+    Timed("path", WIDE),
+    Timed("kda", WIDE, ()),
+    Timed("gla", WIDE, ()),
+    Timed("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
+    Timed("lucid", f"{LONG},n=16,d=128"),
+    Timed("softmax", WIDE, SDPA, BOTH, "cupy"),
+)
+BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "kda", "gla", "path"))
+
+
+def tasks(options: Options) -> list[Task]:
+    """All of them."""
+    return [task(each, options) for each in (*HEADLINES, *BESIDE_FLA)]
+
+
+def ready(options: Options, compiled: Iterable[str]) -> list[Task]:
+    """Those whose peers are compiled, by the names of their tasks (`compiling`)."""
+    compiled = {*compiled}
+    return [
+        task(each, options)
+        for each in (*HEADLINES, *BESIDE_FLA)
+        if each.peers != FLA or compiling_name(each) in compiled
+    ]
+
+
+def task(each: Timed, options: Options) -> Task:
+    arguments = ["-m", "precondattn_gpu.timed_call", each.backend, each.mechanism]
+    arguments += [TINY if options.is_cpu else each.sizes]
+    arguments += [word for work in each.works for word in ("--work", work)]
+    arguments += [word for peer in each.peers for word in ("--peer", peer)]
+    arguments += ["--dtype", dtype_of(each.backend, options), "--device", options.device]
+    arguments += ["--rounds", "2"] if options.is_cpu else []
+    return Task(
+        each.name,
+        (*arguments, "--result", "{result}"),
+        read,
+        seconds=HEADLINE["fla" if each.peers == FLA else each.works[0]],
+        timeout=45.0 if not options.is_cpu else 600.0,
+        # One process on a GPU, whatever the backend.
+        environment={**variables("triton", options), **variables(each.backend, options)},
+        worker="headline",
+        data={"backend": each.backend},
+    )
+
+
+def read(finished: Finished) -> Outcome:
+    """The record, and the seconds of replays."""
+    if not finished.result.exists():
+        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+    content = json.loads(finished.result.read_text())
+    outcome = outcome_of_record(content["record"])
+    outcome.data["replays"] = content["replays"]
+    return outcome
+
+
+def read_peer(finished: Finished) -> Outcome:
+    """Whether a peer ran and was right."""
+    if not finished.result.exists():
+        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+    result = json.loads(finished.result.read_text())
+    return Outcome(result.pop("status"), result.pop("message"), result)
+
+
+def compiling(options: Options) -> list[Task]:
+    """One for each peer of flash-linear-attention."""
+    return [
+        Task(
+            compiling_name(each),
+            (
+                "-m", "precondattn_gpu.peer_call", "fla", each.mechanism,
+                TINY if options.is_cpu else each.sizes,
+                *("--dtype", dtype_of(each.backend, options), "--device", options.device),
+                *("--result", "{result}"),
+            ),
+            read_peer,
+            seconds=HEADLINE["compiling fla"],
+            timeout=400.0,
+            continues=True,
+            environment=variables("triton", options),
+            worker="headline",
+            data={"backend": "fla", "mechanism": each.mechanism},
+        )
+        for each in BESIDE_FLA
+    ]  # fmt: skip
+
+
+def compiling_name(each: Timed) -> str:
+    return f"fla {each.mechanism} {each.sizes}"

@@ -1,0 +1,90 @@
+"""Whether a long call is right: its first tokens, beside the definition in float32 on the device.
+
+A causal call computes of the first tokens what a call on them alone does. Where the cotangent is
+zero after them, so are their gradients, and all later gradients are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import precondattn as pa
+from precondattn_conformance.bench.computation import Computation
+from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
+from precondattn_conformance.inputs import slice_tokens
+from precondattn_conformance.tolerance import bound, error
+
+FIRST = 1024
+Tensors = dict[str, torch.Tensor]
+
+
+class FirstTokens:
+    """The output and the gradients of the first tokens, by the definition."""
+
+    def __init__(self, mechanism: pa.Mechanism, x: Tensors, dtype: str) -> None:
+        self.mechanism, self.limit = mechanism, bound(dtype, KIND)
+        tokens = next(iter(x.values())).shape[1]
+        self.count = min(FIRST, tokens)
+        first = slice_tokens(mechanism, x, 0, self.count)  # type: ignore[arg-type]
+        with torch.no_grad():
+            wide = {name: array.float() for name, array in first.items()}
+            self.out, pullback = mechanism.vjp(**wide, backend="reference")
+            generator = torch.Generator(self.out.device).manual_seed(1)
+            cotangent = torch.randn(self.out.shape, generator=generator, device=self.out.device).to(
+                getattr(torch, dtype)
+            )
+            self.gradients = pullback(cotangent.float())
+        self.cotangent = torch.zeros(
+            (cotangent.shape[0], tokens, *cotangent.shape[2:]),
+            dtype=cotangent.dtype,
+            device=cotangent.device,
+        )
+        self.cotangent[:, : self.count] = cotangent
+
+    def check(self, out: Any, gradients: dict[str, Any] | None = None) -> Checked:
+        """The largest error. Raises `WrongResultError` for one beyond its bound."""
+        if not bool(torch.isfinite(out).all()):
+            raise WrongResultError("the output, which is not finite,", float("inf"), self.limit)
+        worst = self._compare("the output", out[:, : self.count], self.out)
+        for name, gradient in (gradients or {}).items():
+            what = f"the gradient of {name}"
+            if self.mechanism.inputs[name].time_axis == 1:
+                if bool(gradient[:, self.count :].any()):
+                    raise WrongResultError(f"{what}, not zero later,", float("inf"), self.limit)
+                gradient = gradient[:, : self.count]
+            worst = max(worst, self._compare(what, gradient, self.gradients[name]))
+        return Checked(worst, self.limit, f"the first {self.count} tokens, in float32")
+
+    def _compare(self, what: str, result: Any, expected: Any) -> float:
+        return compared(what, result, expected, self.limit)
+
+
+def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
+    """The error of a result. Raises `WrongResultError` beyond the limit."""
+    measured = error(result.detach().double().cpu().numpy(), expected.double().cpu().numpy())
+    if not measured <= limit:
+        raise WrongResultError(what, measured, limit)
+    return measured
+
+
+def check_step(of: Computation, decoder: Any, call: Callable[[], Any], dtype: str) -> Checked:
+    """One token after a cache, beside the definition in float32 on the same cache."""
+    decoder.reset()
+    if of.name == "sdpa":
+        x = {name: array.float() for name, array in decoder.inputs.items()}
+        expected = of.mechanism(**(x | {"q": x["q"][:, -1:]}), backend="reference")
+    else:
+        wide = {name: _wide(array) for name, array in decoder.cache.store.items()}
+        token = {name: _wide(array) for name, array in decoder.token.items()}
+        cache = decoder.cache._replace(store=wide)
+        expected = of.mechanism.extend(cache, **token, backend="reference")[0]
+    limit = bound(dtype, KIND)
+    worst = compared(f"the token after {decoder.context} others", call(), expected, limit)
+    return Checked(worst, limit, f"one token after {decoder.context}, in float32")
+
+
+def _wide(array: torch.Tensor) -> torch.Tensor:
+    return array.float() if array.is_floating_point() else array

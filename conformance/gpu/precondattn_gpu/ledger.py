@@ -1,0 +1,72 @@
+"""From saved runs to the ledgers of the backends, which turn kernels on.
+
+    python -m precondattn_gpu.ledger docs/measurements/gpu
+
+A kernel has an entry if a call of it agreed with the oracle on a device, and no call of the same
+family, verb, dtype and width did not, on that compute capability, from the same code and by the
+same assembler. The file is `ledger.json` in the package of the backend.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from precondattn.kernel_backend.ledger import FILE, Entry
+from precondattn_gpu.first import BUNDLED
+from precondattn_gpu.options import BACKENDS
+from precondattn_gpu.pages import devices
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import FAILED, PASSED, WRONG
+
+STAGES = ("roof", "alive", BUNDLED)
+"""Whose calls are compared with the oracle and say what they show."""
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m precondattn_gpu.ledger FOLDER")
+    for backend, entries in shown(Path(sys.argv[1])).items():
+        path = write(backend, entries)
+        print(f"{len(entries)} entries in {path}")
+
+
+def shown(measurements: Path) -> dict[str, list[Entry]]:
+    """By backend, the entries of all devices."""
+    found: dict[str, set[Entry]] = {backend: set() for backend in BACKENDS}
+    for results in devices(measurements).values():
+        calls = [entry for name in STAGES if name in results for entry in _calls(results[name])]
+        good = {each for e in calls if e["status"] == PASSED for each in _entries(e)}
+        bad = {each for e in calls if e["status"] in (WRONG, FAILED) for each in _entries(e)}
+        for backend, entry in good - bad:
+            found[backend].add(entry)
+    return {backend: sorted(entries) for backend, entries in found.items()}
+
+
+def _calls(results: Results) -> Iterable[dict[str, Any]]:
+    return results.tasks.values()
+
+
+def _entries(entry: dict[str, Any]) -> list[tuple[str, Entry]]:
+    """The backend and each entry that a call shows, or would show if it had agreed."""
+    data = entry["data"]
+    return [(data["backend"], Entry(**each)) for each in data.get("ledger", ())]
+
+
+def write(backend: str, entries: list[Entry]) -> Path:
+    """Write the ledger of a backend's package."""
+    spec = find_spec(f"precondattn_{backend}")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).with_name(FILE)
+    lines = [json.dumps(entry._asdict()) for entry in entries]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A peer once, forward and backward, in this process: its kernels are compiled, and it is checked.
+
+    python -m precondattn_gpu.peer_call fla gated_delta SIZES --dtype bfloat16 --device cuda …
+
+What Triton has compiled and tuned stays on disk for the process that times it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import precondattn as pa
+from precondattn_conformance.bench.peers import lacks, peers_of
+from precondattn_conformance.bench.selection import chosen
+from precondattn_gpu import device_inputs
+from precondattn_gpu.timed_call import checked_in_torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a peer once, and compare it.")
+    for name in ("peer", "mechanism", "sizes"):
+        parser.add_argument(name)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    (case,) = chosen(
+        mechanisms=(given.mechanism,), works=("forward_backward",), sizes=(given.sizes,),
+        dtype=given.dtype, peers=(given.peer,),
+    )  # fmt: skip
+    (peer,) = peers_of(case)
+    if reason := lacks(peer, case, given.device):
+        given.result.write_text(json.dumps({"status": "unsupported", "message": reason}))
+        return
+    mechanism = pa.parse(case.mechanism)
+    x = device_inputs.make(mechanism, case.layout, case.dtype, given.device)
+    checked = checked_in_torch(peer.make(mechanism, None), x, case, given.device).checked
+    result = {"status": "passed", "message": "", "error": checked.error, "bound": checked.bound}
+    given.result.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

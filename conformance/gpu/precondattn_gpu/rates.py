@@ -1,0 +1,59 @@
+"""What this device reaches: a product of 8192³ in bfloat16, and a copy within its memory.
+
+python -m precondattn_gpu.rates --device cuda --result FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from precondattn_conformance.bench.paired import spread
+from precondattn_gpu.device_clock import TorchClock, in_turns
+from precondattn_gpu.options import CPU
+
+SIZE, COPIED = 8192, 2 << 30
+"""Of the product's matrices, and the bytes that are copied."""
+ON_A_CPU = 32
+"""A CPU computes and copies this many times less, in each direction."""
+ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The rates of this device.")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    share = ON_A_CPU if given.device == CPU else 1
+    size, count = SIZE // share, COPIED // share
+    # Zeros would need less power, and run faster than data.
+    a, b = (torch.randn(size, size, device=given.device).bfloat16() for _ in range(2))
+    source = torch.empty(count, dtype=torch.uint8, device=given.device)
+    target = torch.empty_like(source)
+    clock = TorchClock(given.device)
+    times = in_turns(
+        {"product": (clock, lambda: a @ b), "copy": (clock, lambda: target.copy_(source))}, ROUNDS
+    )
+    seconds = {name: spread(each).median for name, each in times.items()}
+    rates = {"flops": 2 * size**3 / seconds["product"], "bytes": 2 * count / seconds["copy"]}
+    given.result.write_text(json.dumps(rates | {"versions": _versions()}))
+
+
+def _versions() -> dict[str, str]:
+    """Of what compiles kernels here, and of the driver."""
+    from precondattn_triton.target import assembler
+
+    found = {"triton": assembler()}
+    if torch.cuda.is_available():
+        found["cuda of torch"] = str(torch.version.cuda)
+        found["driver"] = (
+            str(torch.cuda.driver_version()) if hasattr(torch.cuda, "driver_version") else ""
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

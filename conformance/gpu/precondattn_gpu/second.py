@@ -1,0 +1,108 @@
+"""The three minutes after the first run: what failed, again; if nothing did, two kernels tuned.
+
+What failed runs under compute-sanitizer's memcheck where that starts, else alone in a process of
+its own. Times beside flash-linear-attention that the first run had no time for come first, since
+they need an idle device.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from precondattn_gpu import alive, first_headline, sanitizer, shipped, tuning
+from precondattn_gpu.first import BUNDLED, Part, passed
+from precondattn_gpu.options import BACKENDS, Options
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import (
+    CRASHED,
+    FAILED,
+    PASSED,
+    TIMED_OUT,
+    WRONG,
+    Finished,
+    Outcome,
+    Task,
+)
+
+LIMIT = 180.0
+FILE = "second"
+BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
+TUNED = (("lucid_update", 128), ("laser_forward", 128))
+"""Kernels and widths that are tuned if nothing failed."""
+PROBE = "memcheck starts"
+PROBE_CODE = "import torch; torch.zeros(1, device='cuda'); torch.cuda.synchronize()"
+
+
+def parts(options: Options, limit: float = LIMIT) -> list[Part]:
+    """The parts in order."""
+    half, share = max(options.cores // 2, 1), limit / LIMIT
+
+    def headlines(results: dict[str, Results]) -> list[Task]:
+        ready = first_headline.ready(options, passed(results["alive"]))
+        return [each for each in ready if not results["first_headline"].is_done(each.name)]
+
+    def again(results: dict[str, Results]) -> list[Task]:
+        checks = PROBE in passed(results[FILE])
+        return failed(results, options, checks)
+
+    def tuned(results: dict[str, Results]) -> list[Task]:
+        return [] if failed(results, options, False) else tuning_tasks(options)
+
+    probe = [] if options.is_cpu or shutil.which("compute-sanitizer") is None else [_probe()]
+    return [
+        Part("headlines", "first_headline", 90 * share, 1, headlines),
+        Part("sanitizer", FILE, 110 * share, 1,
+             lambda results: probe if failed(results, options, False) else []),
+        Part("what failed", FILE, limit, half, again),
+        Part("tuning", "tuning", limit, 1, tuned),
+    ]  # fmt: skip
+
+
+def failed(results: dict[str, Results], options: Options, checks: bool) -> list[Task]:
+    """The calls that did not pass, alone in a process or under memcheck."""
+    calls = {call.name: call for backend in BACKENDS for call in shipped.calls(backend)}
+    tasks = []
+    for file in ("roof", "alive", BUNDLED):
+        for name, entry in results[file].tasks.items():
+            if entry["status"] not in BAD or name not in calls:
+                continue
+            call, is_bundled = calls[name], file == BUNDLED
+            given = replace(options, ptxas="") if is_bundled else options
+            if checks:
+                task = sanitizer.task(call, "memcheck", given)
+            else:
+                task = replace(alive.task(call, given), worker="", name=f"alone {name}")
+            suffix = ", bundled ptxas" if is_bundled else ""
+            tasks.append(replace(task, name=f"{task.name}{suffix}", timeout=100.0))
+    return tasks
+
+
+def tuning_tasks(options: Options) -> list[Task]:
+    """The candidates of two kernels."""
+    tasks = {task.name: task for task in tuning.tasks(options)}
+    return [replace(tasks[f"{kernel} {width}"], seconds=30.0) for kernel, width in TUNED]
+
+
+def _probe() -> Task:
+    """Whether memcheck can run a program of PyTorch here."""
+    return Task(
+        PROBE, ("-c", PROBE_CODE), _read_probe, seconds=12.0, timeout=40.0,
+        prefix=sanitizer.prefix("memcheck"),
+    )  # fmt: skip
+
+
+def _read_probe(finished: Finished) -> Outcome:
+    if finished.code == 0 and "ERROR SUMMARY: 0 errors" in finished.output:
+        return Outcome(PASSED)
+    return Outcome(FAILED, finished.output)
+
+
+def load(folder: Path, files: tuple[str, ...]) -> dict[str, Results]:
+    """The files of a folder, and empty results for those that it lacks."""
+    found = {}
+    for name in files:
+        path = folder / f"{name}.json"
+        found[name] = Results.load(path) if path.exists() else Results(name)
+    return found

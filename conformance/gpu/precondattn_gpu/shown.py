@@ -1,0 +1,50 @@
+"""What a call has shown that agreed with the oracle: entries of a backend's ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from precondattn_conformance.inputs import Layout
+
+
+def plan_of_call(
+    mechanism: str,
+    backends: tuple[str, ...],
+    library: str,
+    layout: Layout,
+    dtype: str,
+    device: str | None,
+) -> Any:
+    """The plan of a full call with its gradient."""
+    import precondattn as pa
+    from precondattn.dispatch.described import explain_described
+
+    parsed = pa.parse(mechanism)
+    sizes = {name: layout.sizes[name] for name in "btshnude"}
+    return explain_described(parsed, library, dtype, device, "vjp", sizes, backend=backends)
+
+
+def entries_of(
+    explanation: Any, backend: str, layout: Layout, verbs: Iterable[str]
+) -> list[dict[str, Any]]:
+    """The entries of the pieces of a plan that a backend runs; none where a CPU interprets them."""
+    return [
+        call.backend.ledger_entry(
+            call.piece, replace(explanation.request, verb=verb, shapes=_shapes(call, layout))
+        )._asdict()
+        for call in explanation.plan.calls
+        if call.backend.name == backend and _runs_kernels(call.backend)
+        for verb in verbs
+    ]
+
+
+def _shapes(call: Any, layout: Layout) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The shapes of a piece's own inputs."""
+    inputs = call.piece.inputs
+    return tuple((name, inputs[name].shape(layout.sizes)) for name in inputs)
+
+
+def _runs_kernels(backend: Any) -> bool:
+    return getattr(backend, "has_ledger", False) and not backend.only_by_name

@@ -1,0 +1,260 @@
+"""One headline, in this process: made on the device, checked, and timed beside its peers.
+
+    python -m precondattn_gpu.timed_call BACKEND MECHANISM SIZES --work forward --peer flash_sdpa …
+
+The time of a row is that between events; the seconds of a graph's replay are beside it. What is not
+right is not timed. A record of `precondattn bench` has the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import precondattn as pa
+from precondattn_conformance.bench import machine
+from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.computation import Computation, allowed, ours
+from precondattn_conformance.bench.correct import Checked, WrongResultError
+from precondattn_conformance.bench.cost import flops, moved_bytes
+from precondattn_conformance.bench.paired import ratio, spread
+from precondattn_conformance.bench.peers import lacks, peers_of
+from precondattn_conformance.bench.plan import empty_row
+from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row
+from precondattn_conformance.bench.selection import chosen
+from precondattn_gpu import device_inputs
+from precondattn_gpu.device_clock import Clock, CupyClock, TorchClock, in_turns
+from precondattn_gpu.device_inputs import OnDevice
+from precondattn_gpu.first_tokens import FirstTokens, check_step
+from precondattn_gpu.options import CPU, HELPER
+
+ROUNDS = 7
+OURS = "precondattn"
+
+
+class Timed(NamedTuple):
+    """A call that is right, and the clock of its library."""
+
+    clock: Clock
+    call: Callable[[], Any]
+    checked: Checked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time one call beside its peers.")
+    for name in ("backend", "mechanism", "sizes"):
+        parser.add_argument(name)
+    parser.add_argument("--work", action="append", required=True)
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--result", type=Path, required=True)
+    given = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False  # Of what calls are compared with.
+    rows, replays = [], {}
+    for work in given.work:
+        (case,) = chosen(
+            mechanisms=(given.mechanism,), works=(work,), sizes=(given.sizes,),
+            dtype=given.dtype, peers=tuple(given.peer),
+        )  # fmt: skip
+        row, replays[case.name] = measured(case, given.backend, given.device, given.rounds)
+        rows.append(row)
+    record = Record(machine.now(), machine.describe(), [], rows)
+    statuses = [row.status for row in rows]
+    given.result.write_text(json.dumps({"record": asdict(record), "replays": replays}))
+    if set(statuses) != {TIMED}:
+        raise SystemExit(1)
+
+
+def measured(case: BenchCase, backend: str, device: str, rounds: int) -> tuple[Row, dict[str, Any]]:
+    """The row of a case, and by name the seconds of a replay, or why there are none."""
+    names = f"{backend},{HELPER[backend]}"
+    row = empty_row(case, names, device)
+    if device != CPU:
+        row.device = f"cuda ({torch.cuda.get_device_name()})"
+    replays: dict[str, Any] = {}
+    try:
+        replays = _measure(case, backend, names, device, rounds, row)
+        row.status = TIMED
+    except WrongResultError as wrong:
+        row.status, row.reason = WRONG, str(wrong)
+        row.error, row.bound = wrong.error, wrong.bound
+    except Exception as error:  # What does not run is a result.
+        row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
+    return row, replays
+
+
+def _measure(
+    case: BenchCase, backend: str, names: str, device: str, rounds: int, row: Row
+) -> dict[str, Any]:
+    mechanism = pa.parse(case.mechanism)
+    more = 1 if case.work == "decode" else 0
+    layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
+    x = device_inputs.make(mechanism, layout, case.dtype, device)
+    contender = ours(mechanism, names, OURS)
+    if backend == "cupy":
+        found = _cupy_call(contender, x, case, device)
+    else:
+        found = checked_in_torch(contender, x, case, device)
+    row.error, row.bound, row.checked = found.checked.error, found.checked.bound, found.checked.what
+    row.backends = _backends(mechanism, x, case, names, backend)
+    calls = {OURS: found} | _peers(case, names, x, row, device)
+    times = in_turns({name: (each.clock, each.call) for name, each in calls.items()}, rounds)
+    row.seconds = spread(times[OURS])._asdict()
+    for name in calls.keys() - {OURS}:
+        row.ratios[name] |= ratio(times[OURS], times[name])._asdict()
+        row.ratios[name]["seconds"] = spread(times[name]).median
+    shapes = {name: tuple(array.shape) for name, array in x.items()}
+    sizes = mechanism.inputs.sizes(str(mechanism), shapes)
+    row.flops = flops(mechanism, sizes, case.work)
+    row.bytes = moved_bytes(mechanism, sizes, case.work, x["q"].element_size())
+    if device == CPU:
+        return dict.fromkeys(calls, "needs a GPU")
+    return {name: _replayed(each, rounds) for name, each in calls.items()}
+
+
+def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
+    """The call of a computation in PyTorch, which is right."""
+    clock = TorchClock(device)
+    if case.work == "decode":
+        library = OnDevice(device)
+        assert of.decoder is not None
+        decoder: Any = of.decoder(library, case.dtype, x)  # type: ignore[arg-type]
+        decoder.fill()
+
+        def step() -> Any:
+            with torch.no_grad():
+                decoder.reset()
+                return decoder.step()
+
+        return Timed(clock, step, check_step(of, decoder, step, case.dtype))
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return of.forward(**x)
+
+    expected = FirstTokens(of.mechanism, x, case.dtype)
+    if case.work == "forward":
+        return Timed(clock, forward, expected.check(forward()))
+    leaves = {name: array.detach().requires_grad_() for name, array in x.items()}
+
+    def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
+        out = of.forward(**leaves)
+        gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
+        return out, dict(zip(leaves, gradients, strict=True))
+
+    checked = expected.check(*both(expected.cotangent))
+    everywhere = torch.randn_like(expected.cotangent)
+    return Timed(clock, lambda: both(everywhere), checked)
+
+
+def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
+    """The same in CuPy, on the same numbers; on a CPU in NumPy."""
+    arrays = {name: _to_cupy(array, device) for name, array in x.items()}
+    clock: Clock = TorchClock(device) if device == CPU else CupyClock()
+    expected = FirstTokens(of.mechanism, x, case.dtype)
+    if case.work == "forward":
+
+        def forward() -> Any:
+            return of.forward(**arrays)
+
+        return Timed(clock, forward, expected.check(_to_torch(forward(), device)))
+    assert of.vjp is not None
+    explicit = of.vjp
+
+    def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
+        out, pullback = explicit(**arrays)
+        return out, pullback(cotangent)
+
+    out, gradients = both(_to_cupy(expected.cotangent, device))
+    as_torch = {name: _to_torch(array, device) for name, array in gradients.items()}
+    checked = expected.check(_to_torch(out, device), as_torch)
+    everywhere = _to_cupy(torch.randn_like(expected.cotangent), device)
+    return Timed(clock, lambda: both(everywhere), checked)
+
+
+def _to_cupy(array: Any, device: str) -> Any:
+    """The tensor's own memory as an array of CuPy; bfloat16 goes as integers of 16 bits."""
+    if device == CPU:
+        return array.numpy()
+    import cupy
+    import ml_dtypes
+
+    if array.dtype == torch.bfloat16:
+        return cupy.from_dlpack(array.view(torch.int16)).view(ml_dtypes.bfloat16)
+    return cupy.from_dlpack(array)
+
+
+def _to_torch(array: Any, device: str) -> Any:
+    if device == CPU:
+        return torch.from_numpy(array)
+    import cupy
+    import ml_dtypes
+
+    cupy.cuda.Device().synchronize()
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_dlpack(array.view(cupy.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _backends(
+    mechanism: pa.Mechanism, x: dict[str, Any], case: BenchCase, names: str, backend: str
+) -> list[str]:
+    """The backends of the call's pieces."""
+    from precondattn.dispatch.described import explain_described
+
+    shapes = {name: tuple(array.shape) for name, array in x.items()}
+    sizes = mechanism.inputs.sizes(str(mechanism), shapes)
+    known = {letter: size for letter, size in sizes.items() if letter in "btshnudem"}
+    verb = {"forward": "forward", "decode": "extend"}.get(case.work, "vjp")
+    device = x["q"].device.type
+    if verb == "extend":
+        known |= {"c": known["t"], "t": 1, "s": known["t"]}
+    library = "torch" if backend != "cupy" else ("cupy" if device != CPU else "numpy")
+    explained = explain_described(
+        mechanism, library, case.dtype, device, verb, known, backend=allowed(names)
+    )
+    if backend not in explained.backends:
+        raise RuntimeError(f"{backend} runs none of this:\n{explained}")
+    return list(explained.backends)
+
+
+def _peers(
+    case: BenchCase, names: str, x: dict[str, Any], row: Row, device: str
+) -> dict[str, Timed]:
+    """The peers that are here and right; the row gets the reasons of the others."""
+    found: dict[str, Timed] = {}
+    for peer in peers_of(replace(case, library="torch")):
+        reason = lacks(peer, replace(case, library="torch"), row.device)
+        if not reason:
+            try:
+                of = peer.make(pa.parse(case.mechanism), names)
+                own = {name: x[name] for name in of.mechanism.inputs}
+                found[peer.name] = checked_in_torch(of, own, case, device)
+                row.ratios[peer.name] = {"error": found[peer.name].checked.error}
+                continue
+            except Exception as error:  # A peer that does not run takes no time from the others.
+                reason = f"{type(error).__name__}: {error}"
+        row.absent_peers[peer.name] = reason
+    return found
+
+
+def _replayed(each: Timed, rounds: int) -> Any:
+    """The seconds of a replay of the call's graph; a text if it can not be recorded."""
+    try:
+        replay = each.clock.recorded(each.call)
+        seconds = in_turns({"replay": (each.clock, replay)}, rounds)["replay"]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return spread(seconds)._asdict()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A process that runs one task after another, and imports libraries and sets up the device once.
+
+    python -m precondattn_gpu.worker
+
+A line of the standard input is a task: `{"module": …, "arguments": […], "output": FILE}`. What it
+prints goes to the file, and its exit code is a line of the standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+
+def main() -> None:
+    # The tasks' own output must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        answers.write(f"{_run(json.loads(line))}\n")
+
+
+def _run(task: dict[str, Any]) -> int:
+    """The exit code of a task."""
+    output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    sys.argv = [task["module"], *task["arguments"]]
+    try:
+        import_module(task["module"]).main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # What would have ended a process of its own.
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

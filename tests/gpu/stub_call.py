@@ -1,0 +1,22 @@
+"""In the place of a call on a GPU: it passes, is wrong, raises, crashes or hangs, as it is told."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    what, result = sys.argv[1:]
+    print(f"{what} begins", flush=True)
+    if what == "hangs":
+        time.sleep(1000)
+    if what == "crashes":
+        os.kill(os.getpid(), 11)
+    if what == "raises":
+        raise RuntimeError("an illegal memory access")
+    status = "wrong" if what == "wrong" else "passed"
+    Path(result).write_text(json.dumps({"status": status, "message": "", "pid": os.getpid()}))
+    if status != "passed":
+        raise SystemExit(1)

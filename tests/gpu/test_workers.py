@@ -1,0 +1,92 @@
+"""Tasks that share processes: one that crashes, hangs or is wrong costs only its own time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from precondattn_gpu import alive
+from precondattn_gpu.driver import run_stage
+from precondattn_gpu.processes import Processes
+from precondattn_gpu.results import Results
+from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG, Outcome, Task
+
+HERE = str(Path(__file__).parent)
+
+
+def read(finished):
+    if not finished.result.exists():
+        return Outcome(FAILED, finished.output)
+    result = json.loads(finished.result.read_text())
+    return Outcome(result["status"], finished.output, result)
+
+
+def stub(name: str, what: str, **more) -> Task:
+    arguments = ("-m", "stub_call", what, "{result}")
+    return Task(name, arguments, read, 0.1, worker="stub", **({"timeout": 60.0} | more))
+
+
+def run(tasks, tmp_path, jobs=1):
+    results = Results("alive")
+    with Processes({"PYTHONPATH": HERE}) as launcher:
+        summary = run_stage(results, tasks, launcher, tmp_path, jobs=jobs, limit=120.0)
+    assert summary.is_complete
+    return results.tasks
+
+
+def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
+    entries = run([stub("one", "passes"), stub("two", "passes")], tmp_path)
+    assert entries["one"]["data"]["pid"] == entries["two"]["data"]["pid"]
+    assert entries["one"]["message"] == entries["two"]["message"] == "passes begins"
+
+
+def test_other_variables_are_another_process(tmp_path):
+    other = stub("two", "passes", environment={"PRECONDATTN_OTHER": "1"})
+    entries = run([stub("one", "passes"), other], tmp_path)
+    assert entries["one"]["data"]["pid"] != entries["two"]["data"]["pid"]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "message"),
+    [
+        ("crashes", CRASHED, "signal 11\ncrashes begins"),
+        ("wrong", WRONG, "wrong begins"),
+        ("raises", FAILED, "an illegal memory access"),
+        ("hangs", TIMED_OUT, "hangs begins"),
+    ],
+)
+def test_a_bad_task_ends_its_process_and_the_next_one_has_a_new_one(
+    tmp_path, what, status, message
+):
+    bad = stub("bad", what, timeout=4.0 if what == "hangs" else 60.0)
+    entries = run([stub("before", "passes"), bad, stub("after", "passes")], tmp_path)
+    assert entries["bad"]["status"] == status
+    assert message in entries["bad"]["message"]
+    assert entries["after"]["status"] == PASSED
+    assert entries["before"]["data"]["pid"] != entries["after"]["data"]["pid"]
+
+
+def test_a_task_that_hangs_beside_others_does_not_delay_them(tmp_path):
+    """The others end while it hangs, in the other process."""
+    tasks = [stub("hangs", "hangs", timeout=6.0), *(stub(f"{i}", "passes") for i in range(8))]
+    entries = run(tasks, tmp_path, jobs=2)
+    assert list(entries)[-1] == "hangs"
+    assert len({entries[str(i)]["data"]["pid"] for i in range(8)}) == 1
+
+
+def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
+    results = Results("alive")
+    with Processes({"PYTHONPATH": HERE, "PYTHONSTARTUP": ""}) as launcher:
+        launcher.environment["PYTHONHOME"] = str(tmp_path / "nowhere")
+        run_stage(results, [stub("one", "passes")], launcher, tmp_path, limit=60.0)
+    entry = results.tasks["one"]
+    assert entry["status"] == FAILED
+    assert "Python" in entry["message"]
+
+
+def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
+    """`alive` reads the output of a task in a worker as that of a process of its own."""
+    task = stub("call", "raises")
+    entries = run([Task(**{**vars(task), "read": alive.read})], tmp_path)
+    assert entries["call"]["status"] == CRASHED
+    assert "exit code 1 after the launch of none" in entries["call"]["message"]
