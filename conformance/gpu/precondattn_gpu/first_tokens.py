@@ -28,15 +28,16 @@ class FirstTokens:
         self.mechanism, self.limit = mechanism, bound(dtype, KIND)
         tokens = next(iter(x.values())).shape[1]
         self.count = min(FIRST, tokens)
-        first = slice_tokens(mechanism, x, 0, self.count)  # type: ignore[arg-type]
-        with torch.no_grad():
-            wide = {name: array.float() for name, array in first.items()}
-            self.out, pullback = mechanism.vjp(**wide, backend="reference")
-            generator = torch.Generator(self.out.device).manual_seed(1)
-            cotangent = torch.randn(self.out.shape, generator=generator, device=self.out.device).to(
-                getattr(torch, dtype)
-            )
-            self.gradients = pullback(cotangent.float())
+        first: Tensors = slice_tokens(mechanism, x, 0, self.count)  # type: ignore[arg-type, assignment]
+        first = {name: array.float() for name, array in first.items()}
+        shape = mechanism.program.output.shape(
+            mechanism.inputs.sizes(str(mechanism), {n: tuple(a.shape) for n, a in first.items()})
+        )
+        device = next(iter(first.values())).device
+        generator = torch.Generator(device).manual_seed(1)
+        cotangent = torch.randn(shape, generator=generator, device=device)
+        cotangent = cotangent.to(getattr(torch, dtype))
+        self.out, self.gradients = _by_sequence(mechanism, first, cotangent.float())
         self.cotangent = torch.zeros(
             (cotangent.shape[0], tokens, *cotangent.shape[2:]),
             dtype=cotangent.dtype,
@@ -60,6 +61,26 @@ class FirstTokens:
 
     def _compare(self, what: str, result: Any, expected: Any) -> float:
         return compared(what, result, expected, self.limit)
+
+
+def _by_sequence(
+    mechanism: pa.Mechanism, x: Tensors, cotangent: torch.Tensor
+) -> tuple[torch.Tensor, Tensors]:
+    """Output and gradients by the definition, one sequence at a time: it needs much memory."""
+    outs, gradients = [], []
+    has_batch = {name: "b" in pattern.letters for name, pattern in mechanism.inputs.items()}
+    with torch.no_grad():
+        for i in range(cotangent.shape[0]):
+            one = {name: a[i : i + 1] if has_batch[name] else a for name, a in x.items()}
+            out, pullback = mechanism.vjp(**one, backend="reference")
+            outs.append(out)
+            gradients.append(pullback(cotangent[i : i + 1]))
+    whole = {
+        name: torch.cat([g[name] for g in gradients]) if has_batch[name]
+        else sum(g[name] for g in gradients)
+        for name in x
+    }  # fmt: skip
+    return torch.cat(outs), whole
 
 
 def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
