@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import precondattn as pa
 from precondattn.command_line.errors import reported
@@ -23,42 +22,36 @@ app = typer.Typer(
 console = Console(width=None if Console().is_terminal else 120, emoji=False)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"precondattn {pa.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="print the version and exit", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options before a subcommand."""
+
+
 @app.command("list")
-def list_all() -> None:
+def list_all(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
     """Mechanisms with their inputs, and backends."""
     with reported():
-        console.print(_mechanisms())
-        console.print(_backends())
+        from precondattn.command_line import listing
 
-
-def _mechanisms() -> Table:
-    from precondattn.algebra import registry
-
-    table = Table("mechanism", "kind", "inputs", title="mechanisms", title_justify="left")
-    for name, cls in sorted(pa.mechanisms().items()):
-        try:
-            inputs = pa.parse(name).inputs
-            text = ", ".join(f"{n} ({pattern.text})" for n, pattern in inputs.items())
-        except (TypeError, ValueError) as error:  # It has an option or a base without a default.
-            text = str(error)
-        table.add_row(escape(name), escape(cls.role), escape(text))
-    for name, why in registry.broken.items():
-        table.add_row(escape(name), "[red]could not be imported[/red]", escape(why))
-    return table
-
-
-def _backends() -> Table:
-    from precondattn.dispatch.discovery import discover
-
-    discovered = discover()
-    table = Table("backend", "arrays of", "made for", title="backends", title_justify="left")
-    for backend in discovered.backends:
-        libraries = ", ".join(sorted(backend.libraries)) or "any library"
-        devices = ", ".join(sorted(backend.accelerates)) or "–"
-        table.add_row(escape(backend.name), escape(libraries), escape(devices))
-    for name, error in discovered.broken:
-        table.add_row(escape(name), "[red]could not be imported[/red]", escape(error))
-    return table
+        if as_json:
+            print(json.dumps(listing.data(), indent=1, ensure_ascii=False))
+        else:
+            listing.print_lists(console)
 
 
 @app.command()
@@ -74,6 +67,10 @@ def explain(
         str,
         typer.Option(help="sizes by letter, such as t=4096,h=8; those not named keep a default"),
     ] = "b=1,t=128,h=4,d=64",
+    others: Annotated[
+        bool, typer.Option("--all", help="backends of other array libraries too")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Which backend would run which piece of a call, and why not the others."""
     from precondattn.dispatch.described import explain_described
@@ -82,7 +79,11 @@ def explain(
         explained = explain_described(
             pa.parse(mechanism), library, dtype, device, verb, read_sizes(sizes)
         )
-        console.print(str(explained), markup=False, highlight=False, soft_wrap=True)
+        if as_json:
+            print(json.dumps(explained.as_dict(), indent=1, ensure_ascii=False))
+            return
+        text = explained.text(others=others)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         if find_spec(library) is None:
             console.print(f"{library} is not installed here", markup=False, soft_wrap=True)
 

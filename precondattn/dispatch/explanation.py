@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from precondattn.algebra.program import Program
 from precondattn.backend import Request
-from precondattn.dispatch.discovery import Discovered
-from precondattn.dispatch.plan import Plan
+from precondattn.dispatch.discovery import REFERENCE, Discovered
+from precondattn.dispatch.plan import Considered, Plan
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class Explanation:
         return tuple(call.backend.name for call in self.plan.calls)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, others: bool = False) -> str:
+        """The plan in lines; with `others`, also why backends of other array libraries do not fit.
+
+        Why a backend that runs a piece has no kernel for several of them stands beside these, not
+        among what was not chosen.
+        """
         r = self.request
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
         lines = [f"{self.mechanism}: {r.verb} of {r.library} {r.dtype} on {r.device}{masks}"]
@@ -37,13 +46,61 @@ class Explanation:
             lines.append(f"  segments as batches: {sizes}")
         for call in self.plan.calls:
             lines.append(f"  {call.piece}  [{call.out}]: {call.backend.name}")
-        refused = [c for c in self.plan.considered if not c.support.ok]
-        shown = [c for c in refused if c.backend != "reference"]
-        if shown:
+        refused = [
+            c for c in self.plan.considered if not c.support.ok and c.backend != REFERENCE.name
+        ]
+        hidden = {} if others else dict.fromkeys(c.backend for c in refused if self._is_other(c))
+        shown = [c for c in refused if c.backend not in hidden]
+        if len(self.plan.calls) > 1 and {*self.backends} != {REFERENCE.name}:
+            lines.append(f"  no fused kernel: the {len(self.plan.calls)} pieces run separately")
+            lines += [f"  {self._reason(c)}" for c in shown if self._is_of_fused(c)]
+        of_pieces = [c for c in shown if not self._is_of_fused(c)]
+        if of_pieces:
             lines.append("not chosen:")
-        for c in shown:
-            leaves = "; ".join(str(self.program.calls[i].leaf) for i in sorted(c.calls))
-            lines.append(f"  {c.backend} for {leaves}: {c.support.reason}")
+        lines += [self._reason(c) for c in of_pieces]
+        if hidden:
+            lines.append(f"for other array libraries: {', '.join(sorted(hidden))}")
         for name, error in self.discovered.broken:
             lines.append(f"  {name} could not be imported: {error}")
         return "\n".join(lines)
+
+    def _is_of_fused(self, considered: Considered) -> bool:
+        """Whether a backend that runs a piece was asked for a fused kernel."""
+        running = {call.backend.name for call in self.plan.calls}
+        return len(considered.calls) > 1 and considered.backend in running
+
+    def _reason(self, considered: Considered) -> str:
+        leaves = "; ".join(str(self.program.calls[i].leaf) for i in sorted(considered.calls))
+        return f"  {considered.backend} for {leaves}: {considered.support.reason}"
+
+    def _is_other(self, considered: Considered) -> bool:
+        """Whether the backend does not take arrays of this library at all."""
+        libraries = self.discovered.named(considered.backend).libraries
+        return bool(libraries) and self.request.library not in libraries
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as lists and dicts of texts, to be written as JSON."""
+        r = self.request
+        return {
+            "mechanism": self.mechanism,
+            "verb": r.verb,
+            "library": r.library,
+            "dtype": r.dtype,
+            "device": r.device,
+            "masks": sorted(r.masks),
+            "pieces": [
+                {"piece": str(c.piece), "value": c.out, "backend": c.backend.name}
+                for c in self.plan.calls
+            ],
+            "refusals": [
+                {
+                    "backend": c.backend,
+                    "leaves": [str(self.program.calls[i].leaf) for i in sorted(c.calls)],
+                    "reason": c.support.reason,
+                    "by_name": c.support.by_name,
+                }
+                for c in self.plan.considered
+                if not c.support.ok
+            ],
+            "broken": dict(self.discovered.broken),
+        }

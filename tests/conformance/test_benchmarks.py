@@ -515,7 +515,7 @@ def test_every_mechanism_has_a_forward_and_a_memory_case():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"names": ("lucit",)}, "unknown case 'lucit'; known are"),
+        ({"names": ("lucit",)}, "unknown case 'lucit'; the nearest are lucid"),
         ({"mechanisms": ("lucit",)}, "lucit"),
         ({"backends": ("nobody",)}, "unknown backend 'nobody'; known are"),
         ({"works": ("sideways",)}, "unknown work 'sideways'; known are forward"),

@@ -1,5 +1,6 @@
 """`precondattn list`, `explain` and `conformance`, as processes: output and exit codes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import precondattn as pa
-from precondattn.command_line import commands
+from precondattn.command_line import commands, listing
 from precondattn.dispatch.described import explain_described
 
 NO_INTERPRETERS = {"TRITON_INTERPRET": "0", "PRECONDATTN_CUPY_SIMULATE": "0"}
@@ -110,6 +111,34 @@ def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, ba
     assert done.stdout.startswith(f"lucid: {verb} of {library} float32 on {kind}\n")
     assert f": {backend}\n" in done.stdout.partition("not chosen")[0]
     assert not done.stderr
+
+
+def test_the_version_is_printed():
+    done = precondattn("--version")
+    assert (done.returncode, done.stdout) == (0, f"precondattn {pa.__version__}\n")
+
+
+def test_lists_and_plans_are_data_on_request_and_lines_in_a_pipe():
+    listed = json.loads(precondattn("list", "--json").stdout)
+    assert {each["name"] for each in listed["mechanisms"]} == {*pa.mechanisms()}
+    (softmax,) = (each for each in listed["mechanisms"] if each["name"] == "softmax")
+    assert softmax["inputs"]["k"] == "b s n d"
+    assert listed["backends"][-1] == {"name": "reference", "libraries": [], "made_for": []}
+    lines = precondattn("list").stdout.splitlines()
+    assert not any(set(line) & set("│┃━─") for line in lines)
+    assert sum(line.startswith("lucid ") for line in lines) == 1
+    plan = json.loads(precondattn("explain", "lucid", "--json").stdout)
+    assert [each["backend"] for each in plan["pieces"]] == ["portable", "portable"]
+    assert "refusals" in plan
+
+
+def test_explain_lists_backends_of_other_libraries_only_if_asked():
+    short = precondattn("explain", "lucid", **NO_INTERPRETERS).stdout
+    assert "supports arrays of torch" not in short
+    assert "for other array libraries: " in short
+    assert "no fused kernel: the 2 pieces run separately" in short
+    everything = precondattn("explain", "lucid", "--all", **NO_INTERPRETERS).stdout
+    assert "triton for lucid_solve: supports arrays of torch, not of numpy" in everything
 
 
 @pytest.mark.parametrize(("library", "kernels"), [("torch", "triton"), ("jax", "pallas")])
@@ -242,7 +271,7 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_shown_on_request(m
     def fails():
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(commands, "_mechanisms", fails)
+    monkeypatch.setattr(listing, "data", fails)
     result = CliRunner().invoke(commands.app, ["list"])
     assert result.exit_code == 2
     assert result.output == "ZeroDivisionError: by zero (PRECONDATTN_TRACEBACK=1 shows where)\n"

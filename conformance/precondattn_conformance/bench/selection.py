@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import precondattn as pa
@@ -41,7 +42,7 @@ def chosen(
     Raises
     ------
     ValueError
-        for a name that does not exist, listing those that do.
+        for a name that does not exist; of cases, with the nearest.
     """
     _check("work", works, WORKS)
     _check("array library", libraries_, tuple(cls.name for cls in libraries.ALL))
@@ -97,8 +98,11 @@ def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
     cases = declared()
     for name in names:
         if not any(fnmatchcase(case.name, name) for case in cases):
-            known = ", ".join(case.name for case in cases)
-            raise ValueError(f"unknown case {name!r}; known are {known}")
+            near = get_close_matches(name, [case.name for case in cases], n=4, cutoff=0.5)
+            nearest = f"the nearest are {', '.join(near)}; " if near else ""
+            raise ValueError(
+                f"unknown case {name!r}; {nearest}`precondattn bench --list` names all {len(cases)}"
+            )
     return [case for case in cases if any(fnmatchcase(case.name, name) for name in names)]
 
 
