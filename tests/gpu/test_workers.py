@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from precondattn_gpu import alive
+from precondattn_gpu.__main__ import ENVIRONMENT
 from precondattn_gpu.driver import run_stage
 from precondattn_gpu.processes import Processes
 from precondattn_gpu.results import Results
@@ -28,7 +29,7 @@ def stub(name: str, what: str, **more) -> Task:
 
 def run(tasks, tmp_path, jobs=1):
     results = Results("alive")
-    with Processes({"PYTHONPATH": HERE}) as launcher:
+    with Processes(ENVIRONMENT | {"PYTHONPATH": HERE}) as launcher:
         summary = run_stage(results, tasks, launcher, tmp_path, jobs=jobs, limit=120.0)
     assert summary.is_complete
     return results.tasks
@@ -38,6 +39,13 @@ def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
     entries = run([stub("one", "passes"), stub("two", "passes")], tmp_path)
     assert entries["one"]["data"]["pid"] == entries["two"]["data"]["pid"]
     assert entries["one"]["message"] == entries["two"]["message"] == "passes begins"
+
+
+def test_every_process_computes_with_one_thread(tmp_path):
+    """Fourteen processes of sixteen threads each would take twice the time."""
+    alone = Task(**{**vars(stub("alone", "passes")), "worker": ""})
+    entries = run([stub("shared", "passes"), alone], tmp_path)
+    assert entries["shared"]["data"]["threads"] == entries["alone"]["data"]["threads"] == ["1", "1"]
 
 
 def test_other_variables_are_another_process(tmp_path):

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from precondattn_gpu.driver import Running, Summary, run_stage
 from precondattn_gpu.estimates import start_up
 from precondattn_gpu.options import Options
-from precondattn_gpu.processes import kind_of
 from precondattn_gpu.results import LARGEST, MOST_FILES, Results
 from precondattn_gpu.stages import Stage
 from precondattn_gpu.task import PASSED, Finished, Outcome, Task
@@ -57,7 +56,7 @@ class Pretending:
         self.order.append(task.name)
         more = 0.0
         if self.has_workers and task.worker:
-            kind = kind_of(task)
+            kind = task.kind
             if self._idle[kind]:
                 self._idle[kind] -= 1
             else:
@@ -76,7 +75,7 @@ class Pretending:
     def finish(self, running: Running) -> Finished:
         code = 0 if _end(running) <= self.clock else None
         if code == 0 and running.task.worker:
-            self._idle[kind_of(running.task)] += 1
+            self._idle[running.task.kind] += 1
         return Finished(code, PRETENDED, Path(), self.clock - running.started)
 
 

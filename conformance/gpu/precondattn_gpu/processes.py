@@ -102,7 +102,7 @@ class Processes:
     def _idle_worker(self, task: Task) -> Worker | None:
         """An idle worker for the task."""
         for worker in self._idle:
-            if worker.kind == kind_of(task):
+            if worker.kind == task.kind:
                 self._idle.remove(worker)
                 return worker
         return None
@@ -122,7 +122,7 @@ class Processes:
             )
         assert popen.stdout is not None
         os.set_blocking(popen.stdout.fileno(), False)
-        return Worker(kind_of(task), popen, popen.stdout.fileno())
+        return Worker(task.kind, popen, popen.stdout.fileno())
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
         while True:
@@ -146,11 +146,6 @@ class Processes:
         written = running.output.exists()  # A worker writes it once it has begun.
         output = running.output.read_text(encoding="utf-8", errors="replace") if written else ""
         return Finished(code, output, running.result, seconds)
-
-
-def kind_of(task: Task) -> tuple[object, ...]:
-    """Tasks of the same kind may share a worker."""
-    return (task.worker, *sorted(task.environment.items()))
 
 
 def _has_ended(process: Process) -> bool:

@@ -62,3 +62,8 @@ class Task:
     imported its libraries; empty: a process of its own."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """What is saved with the result."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Tasks of the same kind may share a worker."""
+        return (self.worker, *sorted(self.environment.items()))
