@@ -31,3 +31,7 @@ def main() -> None:
     )
     if status != "passed":
         raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
