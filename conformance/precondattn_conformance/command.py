@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
@@ -16,6 +17,7 @@ from precondattn_conformance.checks.plain import WRONG_TOO
 from precondattn_conformance.design.coverage import Pairs, total
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
+from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
@@ -26,6 +28,8 @@ from precondattn_conformance.session import Session
 from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 from precondattn_conformance.writable import require_writable
 
+SECONDS_OF_A_LINE = 10.0
+"""Between two lines about progress, where the output is no terminal."""
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
 """The number of checks of which the first failure is printed with an error map and a snippet."""
@@ -45,6 +49,8 @@ def conformance(
     correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
     """
     require_writable(record, html, junit)
+    if not console.is_terminal:
+        console.print(f"choosing the cases of level {session.level}", highlight=False)
     todo = session.cases()
     expectations = session.expectations(todo)
     if session.device is not None:
@@ -65,10 +71,11 @@ def conformance(
             recording.looked_at(looked_at)
     except KeyboardInterrupt:
         is_interrupted = True
-    matrix(report.outcomes, console)
     _print_failures(report, console)
+    matrix(report.outcomes, console)
+    _print_refusals(report, console)
     below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
-    _print_pairs(looked_at, console)
+    _print_pairs(looked_at, session.level, console)
     _print_oracles(report, console)
     _print_verdict(report, below, session, len(todo), console)
     if junit is not None:
@@ -92,13 +99,13 @@ def _run(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[failed]} failed"),
         console=console,
         transient=True,
     ) as progress:
         task = progress.add_task("starting", total=len(todo), failed=0)
-        failed = 0
+        failed, next_line = 0, time.monotonic() + SECONDS_OF_A_LINE
         for outcome in session.run(todo, expectations, recording.started):
             report.outcomes.append(outcome)
             recording.add(outcome)
@@ -107,6 +114,10 @@ def _run(
             progress.update(task, advance=1, description=name, failed=failed)
             if outcome.status == FAILED and failed <= SHOWN_FAILURES:
                 progress.console.print(f"[red]failed[/red] {escape(outcome.case.id)}")
+            if not console.is_terminal and time.monotonic() >= next_line:
+                next_line += SECONDS_OF_A_LINE
+                done = len(report.outcomes)
+                console.print(f"{done} of {len(todo)} cases, {failed} failed", highlight=False)
 
 
 def _print_failures(report: Report, console: Console) -> None:
@@ -120,6 +131,11 @@ def _print_failures(report: Report, console: Console) -> None:
         console.print(_indented(text), markup=False, highlight=False, soft_wrap=True)
     if len(failures) > SHOWN_FAILURES:
         console.print(f"… and {len(failures) - SHOWN_FAILURES} more", markup=False)
+    if failures:
+        console.print()
+
+
+def _print_refusals(report: Report, console: Console) -> None:
     refusals = {in_few_words(o.reason) for o in report.outcomes if o.status == UNSUPPORTED}
     for reason in itertools.islice(sorted(refusals), SHOWN_FAILURES):
         console.print(f"[yellow]unsupported[/yellow] {escape(reason)}", soft_wrap=True)
@@ -135,19 +151,17 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _print_pairs(looked_at: list[Pairs], console: Console) -> None:
-    """The share of the pairs of levels that were looked at; for few mechanisms, of each."""
-    shown = [total(looked_at)] if looked_at else []
-    if 1 < len(looked_at) <= SHOWN_FAILURES:
-        shown = [*looked_at, *shown]
-    for row in shown:
-        console.print(
-            f"{row.mechanism}: {row.looked_at} of {row.total} pairs of levels "
-            f"({100 * row.share:.0f} %)",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
+    """The share of the pairs of sizes, masks and options; for few mechanisms, of each."""
+    if not looked_at:
+        return
+    shown = looked_at if 1 < len(looked_at) <= SHOWN_FAILURES else []
+    texts = [f"{row.mechanism}: {100 * row.share:.0f} % of its pairs" for row in shown]
+    more = "" if level == LEVELS[-1] else f" (--level {LEVELS[LEVELS.index(level) + 1]} tries more)"
+    share = 100 * total(looked_at).share
+    texts.append(f"{share:.0f} % of all pairs of sizes, masks and options were tried{more}")
+    for text in texts:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_oracles(report: Report, console: Console) -> None:
@@ -174,3 +188,22 @@ def _print_verdict(
         console.print(f"[red]interrupted[/red]: {missing} of {requested} cases were not run")
     elif not any(report.count(status) for status in COMPARED):
         console.print("[red]nothing was compared, which counts as a failure[/red]")
+    elif report.is_good and not below:
+        _print_next(session, console)
+
+
+def _print_next(session: Session, console: Console) -> None:
+    """What a run without failures means, and what one can do then."""
+    if session.backend:
+        name = session.backend[0]
+        text = f"Whatever {name} computed here agrees with the definitions, within bounds."
+        steps = ("--level full tries more cases", "precondattn bench measures its speed")
+    else:
+        text = "Every mechanism that was computed here agrees with its definition, within bounds."
+        steps = (
+            "precondattn explain lucid --library torch: what would run a call",
+            "precondattn new-backend NAME: the package of a kernel of your own, with its tests",
+        )
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for step in steps:
+        console.print(f"  {step}", markup=False, highlight=False, soft_wrap=True)

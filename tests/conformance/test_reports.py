@@ -22,6 +22,8 @@ from rich.console import Console
 import precondattn_conformance.report.record as record_module
 from precondattn_conformance.bench.record import Record as BenchRecord
 from precondattn_conformance.cases import cases
+from precondattn_conformance.command import _print_pairs, _print_verdict
+from precondattn_conformance.design.coverage import Pairs
 from precondattn_conformance.report import command, environment
 from precondattn_conformance.report.compare import compare_records, print_comparison
 from precondattn_conformance.report.failures import IN_FULL
@@ -32,7 +34,8 @@ from precondattn_conformance.report.printable import printable
 from precondattn_conformance.report.record import Recording, is_record, load
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result, share_text
-from precondattn_conformance.runner import run_cases
+from precondattn_conformance.runner import Report, run_cases
+from precondattn_conformance.session import Session
 from precondattn_conformance.status import STATUSES
 
 SCHEMA = json.loads(
@@ -412,6 +415,29 @@ def test_the_matrix_shows_the_worst_error_and_every_status():
     assert "✗1 NaN" in printed
     assert "[red]odd[/red]" in printed
     assert printed_by(lambda console: matrix([], console)) == "no cases were run\n"
+
+
+def test_names_of_checks_are_whole_and_one_without_comparisons_has_no_column():
+    outcomes = [an_outcome(check=check) for check in CHECKS]
+    outcomes += [an_outcome("unsupported", None, check="refusals_of_all", reason="no")]
+    printed = printed_by(lambda console: matrix(outcomes, console))
+    heads = {word for line in printed.splitlines() for word in line.split()}
+    assert heads >= {*CHECKS}
+    assert "refusals_of_all" not in printed
+
+
+def test_a_run_says_what_it_tried_and_what_to_do_next():
+    pairs = [Pairs("lucid", 21, 100), Pairs("laser", 0, 0)]
+    printed = printed_by(lambda console: _print_pairs(pairs, "smoke", console))
+    assert "21 % of all pairs of sizes, masks and options were tried (--level full" in printed
+    printed = printed_by(lambda console: _print_pairs(pairs, "stress", console))
+    assert "tries more" not in printed
+    good, bad = Report([an_outcome()]), Report([a_failure()])
+    for report, is_good in ((good, True), (bad, False)):
+        printed = printed_by(
+            lambda console, report=report: _print_verdict(report, [], Session(), 1, console)
+        )
+        assert ("precondattn explain" in printed) is is_good
 
 
 def test_shares_are_short():

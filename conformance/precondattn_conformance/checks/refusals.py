@@ -42,7 +42,7 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
 
     def run(self, trial: Trial) -> Measured:
         if trial.under_test is None:
-            raise pa.UnsupportedError("no backend was named")
+            raise pa.UnsupportedError("refusals are tested with --backend NAME only")
         explanation = trial.mechanism.explain(**trial.inputs, **trial.masks, backend=trial.backend)
         trial.require_used(explanation)
         for considered in explanation.plan.considered:

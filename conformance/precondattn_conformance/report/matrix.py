@@ -1,13 +1,13 @@
 """The matrix in the terminal: mechanisms × checks; a cell is the worst error / bound.
 
 Mechanisms of one family that pass share a line; a mechanism that fails has its own lines, one for
-each library and dtype in which it fails. If the checks do not fit side by side, their names and
-cells are shortened, and the remaining checks follow below.
+each library and dtype in which it fails. Checks that do not fit side by side follow below. A check
+by which nothing was compared has no column: the line below the matrix says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 STYLES = {PASSED: "green", FAILED: "bold red", XFAILED: "magenta", UNSUPPORTED: "yellow"}
 WIDEST_NAME = 34
-SHORT_NAME = 26
-SHORT_CHECK = 4
 PADDING = 2
 """Blanks between columns."""
 
@@ -40,13 +38,12 @@ Rows = list[tuple[str, list[Result]]]
 class Band:
     """Checks that are printed side by side, and their rows."""
 
-    def __init__(self, what: str, checks: dict[str, str], rows: Rows, *, brief: bool) -> None:
-        self.rows, self.headings = rows, list(checks.values())
+    def __init__(self, what: str, checks: Sequence[str], rows: Rows) -> None:
+        self.rows, self.headings = rows, list(checks)
         self.cells = [[Cell(r for r in group if r.check == c) for c in checks] for _, group in rows]
-        self.texts = [[cell.brief if brief else cell.text for cell in row] for row in self.cells]
+        self.texts = [[cell.text for cell in row] for row in self.cells]
         longest = max((len(name) for name, _ in rows), default=0)
-        widest = SHORT_NAME if brief else WIDEST_NAME
-        self.width_of_names = max(min(longest, widest), len(what))
+        self.width_of_names = max(min(longest, WIDEST_NAME), len(what))
 
     @property
     def width(self) -> int:
@@ -148,37 +145,22 @@ def _print(
 def _bands(
     what: str, results: list[Result], rows_of: Callable[[list[Result]], Rows], width: int
 ) -> list[Band]:
-    """All checks side by side, or shortened and in several bands if the width is too small."""
+    """The checks in as few bands as the width allows."""
     by_check = by(results, lambda result: result.check)
+    left = [c for c, group in by_check.items() if any(r.is_compared for r in group)]
 
-    def band(checks: dict[str, str], *, brief: bool) -> Band:
-        rows = rows_of([result for check in checks for result in by_check[check]])
-        return Band(what, checks, rows, brief=brief)
+    def band(checks: list[str]) -> Band:
+        return Band(what, checks, rows_of([r for check in checks for r in by_check[check]]))
 
-    all_checks = band({check: check for check in by_check}, brief=False)
-    if all_checks.width <= width:
-        return [all_checks]
-    checks, bands = list(_in_short(list(by_check)).items()), []
-    while checks:
-        for count in range(len(checks), 0, -1):
-            next_band = band(dict(checks[:count]), brief=True)
+    bands = []
+    while left:
+        for count in range(len(left), 0, -1):
+            next_band = band(left[:count])
             if next_band.width <= width or count == 1:
                 break
         bands.append(next_band)
-        checks = checks[count:]
+        left = left[count:]
     return bands
-
-
-def _in_short(checks: list[str]) -> dict[str, str]:
-    """Prefixes of the names, long enough to be unique."""
-    short = {}
-    for check in checks:
-        others = [other for other in checks if other != check]
-        length = SHORT_CHECK
-        while length < len(check) and any(o.startswith(check[:length]) for o in others):
-            length += 1
-        short[check] = check[:length]
-    return short
 
 
 def _print_legend(results: list[Result], console: Console) -> None:
