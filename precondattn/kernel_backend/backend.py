@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from precondattn.arrays import Array, Arrays, Residuals
@@ -99,7 +100,10 @@ class KernelBackend(Backend):
         if not self.has_ledger or request.device not in self.accelerates or is_trusting():
             return None
         known = entries(type(self).__module__.partition(".")[0])
-        if known and self.ledger_entry(mechanism, request) in known:
+        if known and all(
+            self.ledger_entry(mechanism, replace(request, verb=verb)) in known
+            for verb in self._verbs(mechanism, request)
+        ):
             return None
         here = f"compute capability {self.capability()}" if self.capability() else "this device"
         return (
@@ -107,6 +111,13 @@ class KernelBackend(Backend):
             f"{request.dtype} at width {width_of(request)}; it runs if it is requested by name "
             f"(backend={self.name!r}), or with {TRUST}=1 in the environment"
         )
+
+    def _verbs(self, mechanism: Any, request: Request) -> tuple[str, ...]:
+        """A step that a framework may differentiate has its gradient from a kernel too."""
+        has_gradient = hasattr(self.kernels(mechanism), VERBS["extend_vjp"])
+        if request.verb == "extend" and request.differentiated and has_gradient:
+            return "extend", "extend_vjp"
+        return (request.verb,)
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
         """The context in which kernels are launched on these inputs."""

@@ -1,7 +1,7 @@
 """A hash of the code of a kernel: the module of its class, and what that imports of its package.
 
-CUDA sources that these modules name count too, with the headers that they include. Comments,
-docstrings and empty lines do not count.
+CUDA sources that these modules name count too, with the headers that they include, and tuned
+configurations. Comments, docstrings and empty lines do not count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 
 CUDA_FOLDER = "cuda"
 """The folder of a package that has its CUDA sources."""
+TUNED_FOLDER = "tuned"
+"""The folder that has its configurations, a file for each model of GPU."""
 INCLUDE = re.compile(r'#include "([\w.]+)"')
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 DIGITS = 12
@@ -46,7 +48,9 @@ def _sources(module: str) -> dict[str, str]:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"there is no package {package!r}, whose kernels are to be read")
     root = Path(spec.origin).parent
-    waiting, texts = [module], dict[str, str]()
+    tuned = sorted((root / TUNED_FOLDER).glob("*.json"))
+    texts = {path.name: path.read_text(encoding="utf-8") for path in tuned}
+    waiting = [module]
     while waiting:
         name = waiting.pop()
         path = _path(root, name)

@@ -82,6 +82,17 @@ def test_an_entry_counts_for_what_it_says_only(gpu, other):
     assert chosen() == ("torch", "torch")
 
 
+def test_a_step_that_may_be_differentiated_needs_the_gradient_of_a_step_too(gpu):
+    step = replace(ON_CUDA, verb="extend", shapes=(("q", (1, 1, 4, 64)), *SHAPES))
+    of_step = Triton().ledger_entry(pa.GatedDelta(), step)
+    gpu(of_step)
+    assert Triton().refuses_by_default(pa.GatedDelta(), step) is None
+    differentiated = replace(step, differentiated=True)
+    assert "have not yet run" in Triton().refuses_by_default(pa.GatedDelta(), differentiated)
+    gpu(of_step, of_step._replace(verb="extend_vjp"))
+    assert Triton().refuses_by_default(pa.GatedDelta(), differentiated) is None
+
+
 def test_options_that_select_kernels_are_families_of_their_own(gpu):
     transported = replace(SOLVE, metric="transported")
     family = Triton().ledger_entry(transported, ON_CUDA).family
@@ -156,6 +167,14 @@ def test_the_hash_of_a_kernel_changes_with_its_code_and_all_that_it_uses(copied,
     folder, hashed = copied
     before = hashed()
     edited(folder / file, old, new)
+    assert hashed() != before
+
+
+def test_the_hash_of_a_kernel_changes_with_tuned_configurations(copied):
+    folder, hashed = copied
+    before = hashed()
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "nvidia_h200.json").write_text("{}")
     assert hashed() != before
 
 

@@ -6,10 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+from precondattn_gpu.call import LEDGER
+
 
 def main() -> None:
     what, result = sys.argv[1:]
     print(f"{what} begins", flush=True)
+    print(f"{LEDGER}{json.dumps([what])}", flush=True)
     if what == "hangs":
         time.sleep(1000)
     if what == "crashes":

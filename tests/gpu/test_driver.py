@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from precondattn_gpu.driver import RESERVE, run_stage
+from precondattn_gpu.driver import RESERVE, outcome_of, run_stage
 from precondattn_gpu.dry_run import Pretending, dry_run
 from precondattn_gpu.options import Options
 from precondattn_gpu.results import Results
 from precondattn_gpu.stages import STAGES, Stage
-from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Outcome, Task
+from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Finished, Outcome, Task
 
 
 def tasks(*seconds: float, timeout: float = 1000.0) -> list[Task]:
@@ -110,6 +110,14 @@ def test_a_result_that_can_not_be_read_is_a_failure_with_the_output(tmp_path):
     run_stage(results, todo, Real(), tmp_path)
     assert results.tasks["task"]["status"] == "failed"
     assert "KeyError: 'rows'" in results.tasks["task"]["message"]
+
+
+def test_what_a_task_saved_before_it_was_stopped_is_kept(tmp_path):
+    result = tmp_path / "result.json"
+    result.write_text("{}")
+    task = Task("task", (), lambda finished: Outcome(PASSED, data={"row": 1}), 1.0)
+    outcome = outcome_of(task, Finished(None, "output", result, 45.0))
+    assert (outcome.status, outcome.data) == (TIMED_OUT, {"row": 1})
 
 
 @pytest.fixture(scope="module")

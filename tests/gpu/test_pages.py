@@ -164,6 +164,8 @@ def test_what_agreed_is_in_the_ledger_and_what_also_disagreed_is_not(tmp_path, m
 
     add(results, "good", "passed", entry(), entry(verb="forward"))
     add(results, "disagrees", "wrong", entry(verb="forward"))
+    add(results, "other", "passed", entry(verb="extend"))
+    add(results, "crashes", "crashed", entry(verb="extend"))
     add(results, "declined", "unsupported", entry())
     add(results, "of cupy", "passed", entry(assembler="NVRTC 13.0"), backend="cupy")
     add(bundled, "good", "wrong", entry(assembler="ptxas 12.8"))

@@ -98,3 +98,11 @@ def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
     entries = run([Task(**{**vars(task), "read": alive.read})], tmp_path)
     assert entries["call"]["status"] == CRASHED
     assert "exit code 1 after the launch of none" in entries["call"]["message"]
+
+
+@pytest.mark.parametrize("what", ["crashes", "raises", "hangs", "wrong", "passes"])
+def test_what_a_call_would_have_shown_is_saved_whatever_came_of_it(tmp_path, what):
+    """So that a kernel that ends its process is not chosen because another call agreed."""
+    timeout = {"timeout": 4.0} if what == "hangs" else {}
+    task = stub("call", what, found=alive.entries_in, **timeout)
+    assert run([task], tmp_path)["call"]["data"]["ledger"] == [what]

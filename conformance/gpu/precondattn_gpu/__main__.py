@@ -28,8 +28,10 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "FLA_CACHE_RESULTS": "0",
 }
-"""JAX leaves memory to the others; many processes with many threads each slow each other down."""
+"""JAX leaves memory to the others; many processes with many threads each slow each other down; and
+flash-linear-attention chooses its configurations where it is timed, on an idle device."""
 UNFINISHED = 3
 """The exit code if tasks are left: run the same command again."""
 

@@ -7,9 +7,10 @@ other call anything.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from precondattn_gpu import estimates, shipped
-from precondattn_gpu.call import LAUNCH
+from precondattn_gpu.call import LAUNCH, LEDGER
 from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, Options, library_of, variables
 from precondattn_gpu.task import CRASHED, Finished, Outcome, Task
@@ -17,7 +18,7 @@ from precondattn_gpu.task import CRASHED, Finished, Outcome, Task
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
 
-TIMEOUT = 75.0
+TIMEOUT = 45.0
 """Seconds after which a call hangs, unless its kernels take long to compile."""
 
 
@@ -45,6 +46,7 @@ def task(call: shipped.Call, options: Options) -> Task:
         timeout=max(TIMEOUT, 2 * seconds) if not options.is_cpu else 1800.0,
         environment={**BLOCKING, **variables(call.backend, options)},
         worker=call.backend,
+        found=entries_in,
         data={
             "backend": call.backend,
             "mechanism": call.mechanism,
@@ -54,10 +56,19 @@ def task(call: shipped.Call, options: Options) -> Task:
     )
 
 
+def entries_in(output: str) -> dict[str, Any]:
+    """The entries of the ledger that a call shows if it agrees with the oracle."""
+    lines = [line for line in output.splitlines() if line.startswith(LEDGER)]
+    return {"ledger": json.loads(lines[-1].removeprefix(LEDGER))} if lines else {}
+
+
 def read(finished: Finished) -> Outcome:
     """The process's own result, or the launch at which it ended."""
     launches = [line for line in finished.output.splitlines() if line.startswith(LAUNCH)]
-    text = "\n".join(line for line in finished.output.splitlines() if not line.startswith(LAUNCH))
+    others = (
+        line for line in finished.output.splitlines() if not line.startswith((LAUNCH, LEDGER))
+    )
+    text = "\n".join(others)
     last = launches[-1].removeprefix(LAUNCH) if launches else "none"
     if not finished.result.exists():
         message = f"exit code {finished.code} after the launch of {last}\n{text}"

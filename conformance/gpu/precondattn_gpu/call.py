@@ -16,11 +16,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from precondattn.backend import UnsupportedError
 from precondattn_gpu.options import HELPER
 from precondattn_gpu.shown import entries_of, plan_of_call
 
 LAUNCH = "launch "
 """How the line of a launch begins."""
+LEDGER = "ledger "
+"""How the line begins that has the entries of the ledger which the call is to show."""
 
 NO_POOL = "PRECONDATTN_GPU_NO_POOL"
 """Variable of the environment: CuPy takes each array from the driver, not from its pool."""
@@ -61,6 +66,8 @@ def _compared(given: argparse.Namespace) -> dict[str, Any]:
         d=given.d, e=given.e, m=64, values_per_head=1,
     )  # fmt: skip
     library = libraries.named(given.library, given.device)
+    # Where no array has been made, JAX has not looked for its devices, and kernels are interpreted.
+    library.array(np.zeros(1), "float32")
     if given.backend == "cupy":
         _prepare_cupy(given.library)
     if not given.step:
@@ -87,10 +94,13 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
     # Around LUCID's solve, the gradients of clustered keys cancel between pieces, where they are
     # rounded to 16 bits.
     kind = "random" if given.mechanism.startswith("lucid[") else "clustered"
-    plan = plan_of_call(
-        given.mechanism, _backends(given), given.library, layout, given.dtype, given.device
-    )
-    ledger = {"ledger": entries_of(plan, given.backend, layout, ("forward", "vjp"))}
+    try:
+        plan = plan_of_call(
+            given.mechanism, _backends(given), given.library, layout, given.dtype, given.device
+        )
+    except UnsupportedError as reason:
+        return {"status": "unsupported", "message": str(reason)}
+    _announce(entries_of(plan, given.backend, layout, ("forward", "vjp")))
     result: dict[str, Any] = {}
     for check in ("outputs", "gradients"):
         case = Case(check, given.mechanism, given.library, given.dtype, layout, kind)
@@ -101,10 +111,15 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
         # The snippet that reproduces a failure names a layout of the suite, which this is not.
         message = f"{outcome.reason}\n\n{outcome.details}".strip()
         result = {"status": status, "message": f"{check}: {message}" if message else ""}
-        result |= ledger | (vars(outcome.measured) if outcome.measured else {})
+        result |= vars(outcome.measured) if outcome.measured else {}
         if status != "passed":
             break
     return result
+
+
+def _announce(entries: list[dict[str, Any]]) -> None:
+    """Printed before a kernel runs: they count against it too if it stops the process."""
+    print(f"{LEDGER}{json.dumps(entries)}", flush=True)
 
 
 def _backends(given: argparse.Namespace) -> tuple[str, ...]:
@@ -122,7 +137,6 @@ def _with_helper(backend: str) -> tuple[str, ...]:
 def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict[str, Any]:
     """One token after a cache. The helper computes what there is no kernel for in filling it."""
     import precondattn as pa
-    from precondattn.backend import UnsupportedError
     from precondattn_conformance.bench.computation import decode_run, ours
     from precondattn_conformance.bench.correct import (
         UncheckedError,
@@ -140,7 +154,7 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     if given.backend not in explanation.backends:
         message = f"the step has no kernel of {given.backend}:\n{explanation}"
         return {"status": "unsupported", "message": message}
-    ledger = {"ledger": entries_of(explanation, given.backend, layout, ("extend",))}
+    _announce(entries_of(explanation, given.backend, layout, ("extend",)))
     try:
         decoder.fill()
         run = decode_run(library, decoder)
@@ -148,8 +162,8 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     except (UnsupportedError, UncheckedError) as reason:
         return {"status": "unsupported", "message": str(reason)}
     except WrongResultError as wrong:
-        return ledger | {"status": "wrong", "message": str(wrong), "error": wrong.error}
-    return ledger | {"status": "passed", "error": checked.error, "bound": checked.bound}
+        return {"status": "wrong", "message": str(wrong), "error": wrong.error}
+    return {"status": "passed", "error": checked.error, "bound": checked.bound}
 
 
 _launched: list[str] = []

@@ -50,10 +50,14 @@ class TorchClock:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 call()
-        torch.cuda.current_stream().wait_stream(stream)
+        before = torch.cuda.current_stream()
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        finally:  # Where the recording fails, its stream would stay the current one.
+            torch.cuda.set_stream(before)
         return graph.replay
 
 
@@ -84,8 +88,10 @@ class CupyClock:
                 call()
             self.stream.synchronize()
             self.stream.begin_capture()
-            call()
-            graph = self.stream.end_capture()
+            try:
+                call()
+            finally:
+                graph = self.stream.end_capture()
         return lambda: graph.launch(self.stream)
 
 
@@ -96,6 +102,8 @@ def in_turns(
     calls: Mapping[str, tuple[Clock, Callable[[], Any]]], rounds: int
 ) -> dict[str, list[float]]:
     """The seconds of each call, round by round: all of them once, then all of them again."""
+    for clock, call in calls.values():
+        clock.seconds(call, 1)  # The first call loads libraries.
     counts = {
         name: min(max(round(LEAST / max(clock.seconds(call, 1), 1e-6)), 1), MOST_CALLS)
         for name, (clock, call) in calls.items()

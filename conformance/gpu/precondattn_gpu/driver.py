@@ -12,6 +12,7 @@ corrected by how long the tasks of this call took.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -141,6 +142,9 @@ def outcome_of(task: Task, finished: Finished) -> Outcome:
     if finished.code is None:
         end = finished.output[-1000:]
         outcome = Outcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
+        if finished.result.is_file():  # What it had saved until then.
+            with contextlib.suppress(Exception):
+                outcome.data = task.read(finished).data
     elif finished.code < 0:
         outcome = Outcome(CRASHED, f"signal {-finished.code}\n{finished.output}")
     else:
@@ -149,5 +153,5 @@ def outcome_of(task: Task, finished: Finished) -> Outcome:
         except Exception as error:  # A result that can not be read is a result of the task.
             text = f"{type(error).__name__}: {error}\n{finished.output}"
             outcome = Outcome(FAILED, f"exit code {finished.code}, no result: {text}")
-    outcome.data = {**task.data, **outcome.data}
+    outcome.data = {**task.data, **task.found(finished.output), **outcome.data}
     return outcome

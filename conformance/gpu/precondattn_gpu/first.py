@@ -3,8 +3,9 @@
 =============  ======  ================================================================
 part           until   what
 =============  ======  ================================================================
-roof           0:30    rates of the device, a kernel of CuPy, one of Pallas
+two kernels    0:30    one of CuPy, one of Pallas
 alive          2:00    A: bfloat16 at width 128, the three backends, the carried ptxas
+rates          2:20    of the device, in a product and a copy
 headlines      3:45    in one process on an idle device
 bundled        5:00    Triton's part of A with the assembler that it brings
 alive          8:30    B: float16, float32, width 64, then 256
@@ -24,7 +25,7 @@ from precondattn_gpu import alive_parts, first_headline, roof
 from precondattn_gpu.driver import Launcher, Summary, run_stage
 from precondattn_gpu.options import Options
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import PASSED, Task
+from precondattn_gpu.task import PASSED, STATUSES, Task
 
 LIMIT = 510.0
 """Seconds of the whole run."""
@@ -52,17 +53,16 @@ def parts(options: Options, limit: float = LIMIT) -> list[Part]:
     most, share = max(options.cores - 2, 1), limit / LIMIT
     peers = first_headline.compiling(options)
     return [
-        Part("roof", "roof", 30 * share, 3, lambda results: roof.tasks(options)),
-        Part(
-            "alive A", "alive", 120 * share, most,
-            lambda results: [*peers, *alive_parts.first(options)],
-        ),
+        Part("two kernels", "roof", 30 * share, 2, lambda results: roof.probes(options)),
+        Part("alive A", "alive", 120 * share, most,
+             lambda results: [*alive_parts.first(options), *peers]),
+        Part("rates", "roof", 140 * share, 1, lambda results: roof.rates(options)),
         Part("headlines", "first_headline", 225 * share, 1,
              lambda results: first_headline.ready(options, passed(results["alive"]))),
         Part("alive A, bundled ptxas", BUNDLED, 300 * share, most,
              lambda results: alive_parts.bundled(options) if options.ptxas else []),
         Part("alive B", "alive", limit, most,
-             lambda results: [*peers, *alive_parts.first(options), *alive_parts.others(options)]),
+             lambda results: [*alive_parts.first(options), *peers, *alive_parts.others(options)]),
     ]  # fmt: skip
 
 
@@ -101,6 +101,15 @@ def run(
     return done
 
 
+def counts(results: dict[str, Results]) -> list[str]:
+    """A line for each file: how many tasks of each status."""
+    return [
+        f"{file}: " + ", ".join(f"{n} {s}" for s in STATUSES if (n := each.count(s)))
+        for file, each in results.items()
+        if each.tasks
+    ]
+
+
 def failures(results: dict[str, Results]) -> list[str]:
     """A line for each task that did not pass."""
     return [
@@ -113,4 +122,4 @@ def failures(results: dict[str, Results]) -> list[str]:
 
 def first_line(entry: dict[str, Any]) -> str:
     """Of the message of a task's entry."""
-    return str(entry["message"]).strip().partition("\n")[0][:160]
+    return str(entry["message"]).strip().partition("\n")[0][:100]

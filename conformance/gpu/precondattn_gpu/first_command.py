@@ -56,10 +56,10 @@ def run(
         date = datetime.now(UTC).isoformat(timespec="seconds")
         _run(which, options, limit, launcher, out / name, start, results, say,
              date=date, code=machine.code())  # fmt: skip
-    bad = first.failures(results)
-    say(f"\n{len(bad)} did not pass" + (":" if bad else ""))
-    for line in bad:
-        say(line)
+        bad = first.failures(results)
+        say(f"\n{len(bad)} did not pass" + (":" if bad else ""))
+        for line in (*bad, *first.counts(results)):
+            say(line)
     return not bad
 
 

@@ -44,9 +44,9 @@ HEADLINES = (
     Timed("path", WIDE),
     Timed("kda", WIDE, ()),
     Timed("gla", WIDE, ()),
-    Timed("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
     Timed("lucid", f"{LONG},n=16,d=128"),
     Timed("softmax", WIDE, SDPA, BOTH, "cupy"),
+    Timed("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
 )
 BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "kda", "gla", "path"))
 
@@ -120,7 +120,7 @@ def compiling(options: Options) -> list[Task]:
             timeout=400.0,
             continues=True,
             environment=variables("triton", options),
-            worker="headline",
+            worker="peer",
             data={"backend": "fla", "mechanism": each.mechanism},
         )
         for each in BESIDE_FLA

@@ -2,9 +2,9 @@
 
     python -m precondattn_gpu.ledger docs/measurements/gpu
 
-A kernel has an entry if a call of it agreed with the oracle on a device, and no call of the same
-family, verb, dtype and width did not, on that compute capability, from the same code and by the
-same assembler. The file is `ledger.json` in the package of the backend.
+A kernel has an entry if a call of it agreed with the oracle on a device, and none of the calls that
+ran of the same family, verb, dtype and width did not, on that compute capability, from the same
+code and by the same assembler. The file is `ledger.json` in the package of the backend.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from precondattn_gpu.first import BUNDLED
 from precondattn_gpu.options import BACKENDS
 from precondattn_gpu.pages import devices
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import FAILED, PASSED, WRONG
+from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG
 
 STAGES = ("roof", "alive", BUNDLED)
 """Whose calls are compared with the oracle and say what they show."""
+
+
+BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
 
 
 def main() -> None:
@@ -41,7 +44,7 @@ def shown(measurements: Path) -> dict[str, list[Entry]]:
     for results in devices(measurements).values():
         calls = [entry for name in STAGES if name in results for entry in _calls(results[name])]
         good = {each for e in calls if e["status"] == PASSED for each in _entries(e)}
-        bad = {each for e in calls if e["status"] in (WRONG, FAILED) for each in _entries(e)}
+        bad = {each for e in calls if e["status"] in BAD for each in _entries(e)}
         for backend, entry in good - bad:
             found[backend].add(entry)
     return {backend: sorted(entries) for backend, entries in found.items()}

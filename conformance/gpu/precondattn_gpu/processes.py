@@ -23,6 +23,8 @@ from precondattn_gpu.task import Finished, Task
 
 POLL = 0.05
 """Seconds between two looks at the running processes."""
+MOST_WAITED = 5.0
+"""Seconds for all processes to end, once they are stopped."""
 MOST_IDLE = 16
 """Idle workers of all kinds; one more, and the first is stopped. Each may hold 2 GB of memory."""
 
@@ -57,15 +59,23 @@ class Processes:
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self.environment = {**os.environ, **(environment or {})}
-        self._folder = tempfile.TemporaryDirectory(prefix="precondattn_gpu_")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="precondattn_gpu_", ignore_cleanup_errors=True
+        )
         self._idle: list[Worker] = []
+        self._stopped: list[subprocess.Popen[bytes]] = []
+        """Those that may not have ended yet."""
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
         for worker in self._idle:
-            _stop(worker.popen)
+            self._stop(worker.popen)
+        end = self.now() + MOST_WAITED
+        for popen in self._stopped:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(max(end - self.now(), 0.0))
         self._folder.cleanup()
 
     def now(self) -> float:
@@ -110,7 +120,7 @@ class Processes:
     def _new_worker(self, task: Task, output: Path) -> Worker:
         """A new worker for the task, which writes there if it can not start."""
         if len(self._idle) >= MOST_IDLE:
-            _stop(self._idle.pop(0).popen)
+            self._stop(self._idle.pop(0).popen)
         with output.open("wb") as file:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "precondattn_gpu.worker"],
@@ -142,10 +152,20 @@ class Processes:
         if running.worker is not None and code == 0:
             self._idle.append(running.worker)
         else:
-            _stop(running.popen)
+            self._stop(running.popen)
         written = running.output.exists()  # A worker writes it once it has begun.
         output = running.output.read_text(encoding="utf-8", errors="replace") if written else ""
         return Finished(code, output, running.result, seconds)
+
+    def _stop(self, popen: subprocess.Popen[bytes]) -> None:
+        """Stop a process and all that it started, without waiting: the driver of a device may."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        for pipe in (popen.stdin, popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._stopped = [each for each in self._stopped if each.poll() is None] + [popen]
 
 
 def _has_ended(process: Process) -> bool:
@@ -157,14 +177,3 @@ def _has_ended(process: Process) -> bool:
     if process.code is None:
         process.code = process.popen.poll()
     return process.code is not None
-
-
-def _stop(popen: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()
-    for pipe in (popen.stdin, popen.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()

@@ -25,6 +25,7 @@ ROUNDS = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description="The rates of this device.")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--ptxas", default="", help="the assembler that Triton is to use")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
     share = ON_A_CPU if given.device == CPU else 1
@@ -39,7 +40,19 @@ def main() -> None:
     )
     seconds = {name: spread(each).median for name, each in times.items()}
     rates = {"flops": 2 * size**3 / seconds["product"], "bytes": 2 * count / seconds["copy"]}
-    given.result.write_text(json.dumps(rates | {"versions": _versions()}))
+    used = "" if given.device == CPU else _assembler()
+    more = {
+        "versions": _versions(),
+        "is_other_assembler": bool(given.ptxas) and given.ptxas != used,
+    }
+    given.result.write_text(json.dumps(rates | more))
+
+
+def _assembler() -> str:
+    """The path of the assembler that Triton uses."""
+    from triton import knobs
+
+    return str(knobs.nvidia.ptxas.path)
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The device's own rates, and whether the two compilers besides Triton work at all."""
+"""Whether the two compilers besides Triton work at all, and the device's own rates."""
 
 from __future__ import annotations
 
@@ -13,22 +13,40 @@ PROBES = ("cupy unit_rows bfloat16 64", "pallas softmax bfloat16 64")
 
 
 def tasks(options: Options) -> list[Task]:
-    rates = Task(
+    """All of them."""
+    return [*probes(options), *rates(options)]
+
+
+def probes(options: Options) -> list[Task]:
+    """The calls of CuPy and Pallas."""
+    calls = [call for name in ("cupy", "pallas") for call in shipped.calls(name)]
+    return [alive.task(call, options) for call in calls if call.name in PROBES]
+
+
+def rates(options: Options) -> list[Task]:
+    """The rates, which want an idle device."""
+    task = Task(
         "rates",
-        ("-m", "precondattn_gpu.rates", "--device", options.device, "--result", "{result}"),
+        (
+            *("-m", "precondattn_gpu.rates", "--device", options.device),
+            *(("--ptxas", options.ptxas) if options.ptxas else ()),
+            *("--result", "{result}"),
+        ),
         read,
         seconds=4.0,
         timeout=40.0,
         environment=variables("triton", options),
         worker="headline",
     )
-    calls = [call for name in ("cupy", "pallas") for call in shipped.calls(name)]
-    return [rates, *(alive.task(call, options) for call in calls if call.name in PROBES)]
+    return [task]
 
 
 def read(finished: Finished) -> Outcome:
     if not finished.result.exists():
         return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
-    rates = json.loads(finished.result.read_text())
-    text = f"{rates['flops'] / 1e12:.0f} TFLOP/s in a product, {rates['bytes'] / 1e12:.2f} TB/s"
-    return Outcome(PASSED, text, rates)
+    found = json.loads(finished.result.read_text())
+    text = f"{found['flops'] / 1e12:.0f} TFLOP/s in a product, {found['bytes'] / 1e12:.2f} TB/s"
+    if found["is_other_assembler"]:
+        # Triton takes its own where the other one does not start, and says nothing.
+        return Outcome(FAILED, f"Triton uses {found['versions']['assembler']}; {text}", found)
+    return Outcome(PASSED, text, found)

@@ -62,6 +62,8 @@ class Task:
     imported its libraries; empty: a process of its own."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """What is saved with the result."""
+    found: Callable[[str], dict[str, Any]] = lambda output: {}
+    """Data in its output that are saved whatever came of it."""
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -2,8 +2,9 @@
 
     python -m precondattn_gpu.timed_call BACKEND MECHANISM SIZES --work forward --peer flash_sdpa …
 
-The time of a row is that between events; the seconds of a graph's replay are beside it. What is not
-right is not timed. A record of `precondattn bench` has the rows.
+The time of a row is that between events. What is not right is not timed. All rows are saved before
+graphs are recorded, since a recording that fails leaves the process unusable: then it ends. A
+record of `precondattn bench` has the rows, and the seconds of replays are beside it.
 """
 
 from __future__ import annotations
@@ -58,46 +59,56 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False  # Of what calls are compared with.
-    rows, replays = [], {}
+    rows: list[Row] = []
+    recorded: dict[str, dict[str, Timed]] = {}
+    replays: dict[str, dict[str, Any]] = {}
+
+    def save() -> None:
+        record = Record(machine.now(), machine.describe(), [], rows)
+        given.result.write_text(json.dumps({"record": asdict(record), "replays": replays}))
+
     for work in given.work:
         (case,) = chosen(
             mechanisms=(given.mechanism,), works=(work,), sizes=(given.sizes,),
             dtype=given.dtype, peers=tuple(given.peer),
         )  # fmt: skip
-        row, replays[case.name] = measured(case, given.backend, given.device, given.rounds)
+        row, recorded[case.name] = measured(case, given.backend, given.device, given.rounds)
         rows.append(row)
-    record = Record(machine.now(), machine.describe(), [], rows)
-    statuses = [row.status for row in rows]
-    given.result.write_text(json.dumps({"record": asdict(record), "replays": replays}))
-    failed_graphs = given.device != CPU and any(
-        isinstance(seconds, str) for each in replays.values() for seconds in each.values()
-    )
-    if set(statuses) != {TIMED} or failed_graphs:
-        # The device may be in a bad state, or still believe that it records.
-        raise SystemExit(1)
+        save()
+    if {row.status for row in rows} != {TIMED}:
+        raise SystemExit(1)  # The device may be in a bad state.
+    may_record = given.device != CPU and "decode" not in given.work
+    for case_name, calls in recorded.items():
+        for name, each in calls.items():
+            replays.setdefault(case_name, {})[name] = replayed(each, given)
+            save()
+            if isinstance(replays[case_name][name], str) and may_record:
+                raise SystemExit(1)  # The stream may still believe that it records.
 
 
-def measured(case: BenchCase, backend: str, device: str, rounds: int) -> tuple[Row, dict[str, Any]]:
-    """The row of a case, and by name the seconds of a replay, or why there are none."""
+def measured(
+    case: BenchCase, backend: str, device: str, rounds: int
+) -> tuple[Row, dict[str, Timed]]:
+    """The row of a case, and the calls that are right and were timed, by name."""
     names = f"{backend},{HELPER[backend]}"
     row = empty_row(case, names, device)
     if device != CPU:
         row.device = f"cuda ({torch.cuda.get_device_name()})"
-    replays: dict[str, Any] = {}
+    calls: dict[str, Timed] = {}
     try:
-        replays = _measure(case, backend, names, device, rounds, row)
+        calls = _measure(case, backend, names, device, rounds, row)
         row.status = TIMED
     except WrongResultError as wrong:
         row.status, row.reason = WRONG, str(wrong)
         row.error, row.bound = wrong.error, wrong.bound
     except Exception as error:  # What does not run is a result.
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
-    return row, replays
+    return row, calls
 
 
 def _measure(
     case: BenchCase, backend: str, names: str, device: str, rounds: int, row: Row
-) -> dict[str, Any]:
+) -> dict[str, Timed]:
     mechanism = pa.parse(case.mechanism)
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
@@ -119,9 +130,7 @@ def _measure(
     sizes = mechanism.inputs.sizes(str(mechanism), shapes)
     row.flops = flops(mechanism, sizes, case.work)
     row.bytes = moved_bytes(mechanism, sizes, case.work, x["q"].element_size())
-    if device == CPU:
-        return dict.fromkeys(calls, "needs a GPU")
-    return {name: _replayed(each, rounds) for name, each in calls.items()}
+    return calls
 
 
 def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
@@ -250,11 +259,15 @@ def _peers(
     return found
 
 
-def _replayed(each: Timed, rounds: int) -> Any:
-    """The seconds of a replay of the call's graph; a text if it can not be recorded."""
+def replayed(each: Timed, given: argparse.Namespace) -> Any:
+    """The seconds of a replay of the call's graph; a text if there is none."""
+    if given.device == CPU:
+        return "needs a GPU"
+    if "decode" in given.work:
+        return "a step reads the lengths of its cache on the host, which can not be recorded"
     try:
         replay = each.clock.recorded(each.call)
-        seconds = in_turns({"replay": (each.clock, replay)}, rounds)["replay"]
+        seconds = in_turns({"replay": (each.clock, replay)}, given.rounds)["replay"]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return spread(seconds)._asdict()
