@@ -38,7 +38,9 @@ def run(tasks, tmp_path, jobs=1):
 def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
     entries = run([stub("one", "passes"), stub("two", "passes")], tmp_path)
     assert entries["one"]["data"]["pid"] == entries["two"]["data"]["pid"]
-    assert entries["one"]["message"] == entries["two"]["message"] == "passes begins"
+    assert (
+        entries["one"]["message"] == entries["two"]["message"] == 'passes begins\nledger ["passes"]'
+    )
 
 
 def test_every_process_computes_with_one_thread(tmp_path):
