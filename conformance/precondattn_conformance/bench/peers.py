@@ -46,7 +46,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import naive_references
+from precondattn_conformance.bench import fla_kernels, naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
@@ -253,34 +253,6 @@ def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     return Computation("transformers", mechanism, transformers_gated_delta)
 
 
-# flash-linear-attention, whose inputs have the same names as ours, in another order.
-
-_FLA = {
-    "linear": ("fla.ops.linear_attn", "chunk_linear_attn", {"normalize": False}),
-    "retention": ("fla.ops.retention", "chunk_retention", {}),
-    "gla": ("fla.ops.gla", "chunk_gla", {}),
-    "gsa": ("fla.ops.gsa", "chunk_gsa", {}),
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule", {}),
-    "gated_delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", {}),
-    "kda": ("fla.ops.kda", "chunk_kda", {}),
-    "path": ("fla.ops.path_attn.parallel", "parallel_path_attn", {}),
-}
-
-
-def _lacks_fla(case: BenchCase, device: str) -> str:
-    if find_spec("fla") is None:
-        return "flash-linear-attention is not installed"
-    if device == "cpu":
-        return f"flash-linear-attention needs a GPU; this runs on {device}"
-    return _no_decoding(case, device)
-
-
-def _fla(mechanism: pa.Mechanism, backend: str | None) -> Computation:
-    module, function, options = _FLA[str(mechanism)]
-    chosen = getattr(import_module(module), function)
-    return Computation("fla", mechanism, lambda **x: chosen(**x, **options)[0])
-
-
 def _base(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     return ours(mechanism.base, backend, "base")  # type: ignore[attr-defined]
 
@@ -342,7 +314,13 @@ PEERS = (
         _lacks_transformers,
         _transformers,
     ),
-    Peer("fla", "torch", lambda m: str(m) in _FLA, _lacks_fla, _fla),
+    Peer(
+        fla_kernels.NAME,
+        "torch",
+        lambda m: str(m) in fla_kernels.KERNELS,
+        fla_kernels.lack,
+        lambda m, backend: fla_kernels.fla_kernel(m),
+    ),
     Peer(
         naive_references.NAME,
         "torch",
