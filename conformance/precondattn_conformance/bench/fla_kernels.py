@@ -87,9 +87,7 @@ KERNELS = {
     "gla": Kernel("fla.ops.gla", "chunk_gla", _for_query_heads),
     "gsa": Kernel("fla.ops.gsa", "chunk_gsa"),
     "delta": Kernel("fla.ops.delta_rule", "chunk_delta_rule", _for_value_heads, HALF),
-    "gated_delta": Kernel(
-        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _of_gated_delta
-    ),
+    "gated_delta": Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _of_gated_delta),
     "kda": Kernel("fla.ops.kda", "chunk_kda"),
     "path": Kernel("fla.ops.path_attn.parallel", "parallel_path_attn", _of_path),
 }

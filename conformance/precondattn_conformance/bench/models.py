@@ -24,6 +24,7 @@ from precondattn_conformance.bench.cases import MODELS, BenchCase
 from precondattn_conformance.bench.computation import allowed, finished, no_gradient
 from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
+from precondattn_conformance.bench.plain_pytorch import PlainFunctions
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
@@ -49,7 +50,7 @@ def measured(case: BenchCase, backend: str | None, library: Library) -> Beside:
 
     theirs = _model(case, library)
     changed = use_backend_for(copy.deepcopy(theirs), allowed(backend))
-    ours, peer = (_run(model, case, library) for model in (changed, theirs))
+    ours, peer = _run(changed, case, library), _their_run(theirs, case, library)
     results: list[Arrays] = []
     ours.reset()
     first = timed(lambda: results.append(ours.call()))
@@ -128,6 +129,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "Bamba": {"attn_layer_indices": [BLOCKS - 1]},
 }
+
+
+def _their_run(model: Any, case: BenchCase, library: Library) -> Run:
+    """The same by Transformers' own functions, on a CPU those in plain PyTorch."""
+    if model.device.type != "cpu":
+        return _run(model, case, library)
+    plain = PlainFunctions(model)
+    with plain:
+        return plain.around(_run(model, case, library))
 
 
 def _run(model: Any, case: BenchCase, library: Library) -> Run:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import module_from_spec, spec_from_file_location
+from math import gcd
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -53,9 +54,14 @@ def _of_ssd(x: dict[str, Any]) -> dict[str, Any]:
     return {**x, **repeated, "scale": 1.0}
 
 
+def _of_kda(x: dict[str, Any]) -> dict[str, Any]:
+    """It takes whole chunks only; they have 64 tokens where these divide all."""
+    return {**x, "chunk_size": gcd(x["q"].shape[1], 64)}
+
+
 REFERENCES = {
     "ssd": Reference("simple_gla", "naive_chunk_simple_gla", _of_ssd),
-    "kda": Reference("kda", "naive_chunk_kda"),
+    "kda": Reference("kda", "naive_chunk_kda", _of_kda),
     "gdn2": Reference("gdn2", "naive_chunk_gdn2"),
     "comba": Reference("comba", "naive_chunk_comba"),
     "delta_product": Reference(

@@ -52,6 +52,7 @@ from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.bench.nystromformer import nystromformer
+from precondattn_conformance.bench.plain_pytorch import plain
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 
@@ -236,14 +237,14 @@ def _lacks_transformers(case: BenchCase, device: str) -> str:
 
 
 @cache
-def _transformers_rule() -> Any:
+def transformers_rule() -> Any:
+    """Transformers' gated delta rule in plain PyTorch, whatever else is installed."""
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    return module.torch_chunk_gated_delta_rule
+    return plain(module.torch_chunk_gated_delta_rule)
 
 
 def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
-    """The gated delta rule in plain PyTorch, which Transformers falls back to without kernels."""
-    return _transformers_rule()(q, k, v, g=g, beta=beta)[0]
+    return transformers_rule()(q, k, v, g=g, beta=beta)[0]
 
 
 def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
