@@ -7,7 +7,7 @@
 #           python3.12 or $PYTHON; uv is used if it is installed
 # triton    compile all Triton kernels for sm_90
 # pallas    lower all Pallas kernels, and compile those for sm_90
-# peers     import the peers of the benchmarks
+# peers     run the peers of the benchmarks, those of flash-linear-attention interpreted
 # tests     the tests of the kernel backends, interpreted and simulated, and of the kernel tools
 #
 # CUDA kernels are compiled with the machine's NVRTC everywhere: constraints.txt has it.
@@ -60,15 +60,8 @@ pallas() {
 }
 
 peers() {
-    "$python" - <<'PYTHON'
-from importlib import import_module
-
-from precondattn_conformance.bench.peers import _FLA, _transformers_rule
-
-for module, name, _ in _FLA.values():
-    getattr(import_module(module), name)
-_transformers_rule()
-PYTHON
+    OMP_NUM_THREADS=1 "$python" -m pytest -q \
+        tests/conformance/test_peers.py tests/conformance/test_fla_kernels.py
 }
 
 tests() {

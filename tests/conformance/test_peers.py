@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import io
 import re
 import sys
@@ -37,7 +38,7 @@ ON_A_CPU = {
     "batch": "packed_softmax",
     "torch": "jax_path",
 }
-"""By peer, a case that it is beside."""
+"""The case that each peer is measured beside."""
 ELSEWHERE = {
     "flash_sdpa": "test_a_kernel_of_pytorch_is_the_only_one_allowed",
     "cudnn_sdpa": "test_a_kernel_of_pytorch_is_the_only_one_allowed",
@@ -45,7 +46,7 @@ ELSEWHERE = {
     "fla": "test_kernels_of_fla_get_what_they_demand",
     "naive_fla": "test_a_naive_reference_is_loaded_by_its_file_and_compared",
 }
-"""By peer, the test that it runs."""
+"""The test of each other peer."""
 
 
 def of_name(name):
@@ -160,7 +161,7 @@ def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkey
     installed = sys.modules["fla.ops.gated_delta_rule"]
     monkeypatch.setattr(installed, "chunk_gated_delta_rule", fla_stub.without_a_driver)
     decorate = kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")
-    monkeypatch.setattr(module, name, decorate(peers.plain(getattr(module, name))))
+    monkeypatch.setattr(module, name, decorate(inspect.unwrap(getattr(module, name))))
     with pytest.raises(RuntimeError, match="0 active drivers"):
         getattr(module, name)(None)
     peers.transformers_rule.cache_clear()
@@ -175,7 +176,9 @@ def test_models_of_transformers_call_no_kernels_on_a_cpu(monkeypatch, tmp_path):
     for name in names:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         for attribute, function in list(vars(module).items()):
-            if hasattr(function, "__wrapped__") and re.search("delta_rule|kda|chunk_scan", attribute):
+            if hasattr(function, "__wrapped__") and re.search(
+                "delta_rule|kda|chunk_scan", attribute
+            ):
                 broken = functools.wraps(function)(lambda *x, **y: fla_stub.without_a_driver())
                 monkeypatch.setattr(module, attribute, broken)
     rows = rows_of(tmp_path, *(f"transformers_{name}" for name in names))

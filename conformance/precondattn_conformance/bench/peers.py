@@ -40,6 +40,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,6 @@ from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.bench.nystromformer import nystromformer
-from precondattn_conformance.bench.plain_pytorch import plain
 from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 
@@ -240,7 +240,7 @@ def _lacks_transformers(case: BenchCase, device: str) -> str:
 def transformers_rule() -> Any:
     """Transformers' gated delta rule in plain PyTorch, whatever else is installed."""
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    return plain(module.torch_chunk_gated_delta_rule)
+    return unwrap(module.torch_chunk_gated_delta_rule)
 
 
 def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from precondattn_conformance.bench.paired import Run
-
-
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, without wrappers."""
-    return inspect.unwrap(function)
 
 
 class PlainFunctions:
@@ -35,7 +29,7 @@ class PlainFunctions:
 
     def __enter__(self) -> None:
         for names, name, function in self.wrapped:
-            names[name] = plain(function)
+            names[name] = inspect.unwrap(function)
 
     def __exit__(self, *error: object) -> None:
         for names, name, function in self.wrapped:

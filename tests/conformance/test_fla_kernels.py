@@ -1,0 +1,70 @@
+"""flash-linear-attention's own kernels as peers, where it is installed; without a GPU, interpreted.
+
+`conformance/gpu/twin.sh FOLDER peers` runs this with the versions of the GPU machine.
+"""
+
+import importlib
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+if not find_spec("fla"):
+    pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
+
+import torch
+import triton.language as tl
+
+import precondattn as pa
+from precondattn_conformance import libraries
+from precondattn_conformance.bench import measure, naive_references
+from precondattn_conformance.bench.cases import BenchCase, layout
+from precondattn_conformance.bench.fla_kernels import KERNELS, fla_kernel
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Another package warns.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = layout(t=70, h=2, d=16)
+GROUPED = {"linear": 1, "retention": 1, "gla": 1, "gsa": 1, "path": 1}
+"""The number of key/value heads, where it may be smaller; other mechanisms have more value heads."""
+
+
+class Index(int):
+    """The index of a loop in a kernel: interpreted, it is a number, and compiled, a scalar."""
+
+    def to(self, dtype):
+        return tl.full([], int(self), dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    """Kernels run on the CPU where there is no GPU."""
+    if DEVICE == "cuda":
+        return
+    from precondattn_kernel_tools.triton_interpreter import patch_interpreter
+
+    patch_interpreter()
+    for kernel in KERNELS.values():
+        importlib.import_module(kernel.module)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops."):
+            module.range = lambda *ends: map(Index, range(*ends))
+
+
+def assert_agrees(of, text, sizes, work, dtype):
+    """The oracle's results, within the bounds of a benchmark; else `WrongResultError`."""
+    case = BenchCase(text, text, work, sizes, "torch", dtype)
+    measure._checked_run(of, case, sizes, libraries.named("torch", DEVICE))
+
+
+@pytest.mark.parametrize("text", KERNELS)
+def test_a_kernel_agrees_with_the_oracle(text):
+    """Output and gradients, in half precision."""
+    sizes = SIZES._replace(n=GROUPED.get(text, 2), values_per_head=2)
+    of = fla_kernel(pa.parse(text))
+    assert_agrees(of, text, sizes, "forward_backward", "float16")
+
+
+@pytest.mark.parametrize("text", naive_references.REFERENCES)
+def test_a_naive_reference_agrees_with_the_oracle(text):
+    of = naive_references.naive_reference(pa.parse(text))
+    assert_agrees(of, text, SIZES, "forward", "float32")
