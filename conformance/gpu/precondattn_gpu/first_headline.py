@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from precondattn_gpu.estimates import HEADLINE
+from precondattn_gpu.estimates import COMPILED, HEADLINE, TRIED
+from precondattn_gpu.estimates import FLA as CONFIGURATIONS
 from precondattn_gpu.headline import BOTH, LONG, SDPA, SHORT
 from precondattn_gpu.options import Options, variables
 from precondattn_gpu.suite import dtype_of, outcome_of_record
@@ -48,7 +49,7 @@ HEADLINES = (
     Timed("softmax", WIDE, SDPA, BOTH, "cupy"),
     Timed("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
 )
-BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "kda", "gla", "path"))
+BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "path", "kda", "gla"))
 
 
 def tasks(options: Options) -> list[Task]:
@@ -73,12 +74,13 @@ def task(each: Timed, options: Options) -> Task:
     arguments += [word for peer in each.peers for word in ("--peer", peer)]
     arguments += ["--dtype", dtype_of(each.backend, options), "--device", options.device]
     arguments += ["--rounds", "2"] if options.is_cpu else []
+    seconds = HEADLINE[each.works[0]]
     return Task(
         each.name,
         (*arguments, "--result", "{result}"),
         read,
-        seconds=HEADLINE["fla" if each.peers == FLA else each.works[0]],
-        timeout=45.0 if not options.is_cpu else 600.0,
+        seconds=seconds + (TRIED * CONFIGURATIONS[each.mechanism] if each.peers == FLA else 0.0),
+        timeout=(90.0 if each.peers == FLA else 45.0) if not options.is_cpu else 600.0,
         # One process on a GPU, whatever the backend.
         environment={**variables("triton", options), **variables(each.backend, options)},
         worker="headline",
@@ -116,7 +118,7 @@ def compiling(options: Options) -> list[Task]:
                 *("--result", "{result}"),
             ),
             read_peer,
-            seconds=HEADLINE["compiling fla"],
+            seconds=COMPILED * CONFIGURATIONS[each.mechanism],
             timeout=400.0,
             continues=True,
             environment=variables("triton", options),

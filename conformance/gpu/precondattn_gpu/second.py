@@ -52,7 +52,7 @@ def parts(options: Options, limit: float = LIMIT) -> list[Part]:
 
     probe = [] if options.is_cpu or shutil.which("compute-sanitizer") is None else [_probe()]
     return [
-        Part("headlines", "first_headline", 90 * share, 1, headlines),
+        Part("headlines", "first_headline", 95 * share, 1, headlines),
         Part("sanitizer", FILE, 110 * share, 1,
              lambda results: probe if failed(results, options, False) else []),
         Part("what failed", FILE, limit, half, again),
