@@ -154,7 +154,11 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
     """Kernels are launched on the device of the inputs, and nothing is recorded for autograd."""
     import torch
 
+    from precondattn_triton.assembler import warn_of_old_assembler
+
     first = next(iter(inputs.values()))
+    if first.is_cuda:
+        warn_of_old_assembler(first.device)
     device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
     with torch.no_grad(), device, _interpreted() if is_interpreting() else nullcontext():
         yield

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precondattn.frame import Frame, UniformFrame
+from precondattn_triton.target import processors
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that read the cache for each processor: enough to hide the latency of memory."""
@@ -41,10 +42,7 @@ def new_token_validity(frame: Frame, b: int) -> Tensor | None:
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
     """How many programs share the tokens of a head, and the tokens of each: whole tiles."""
-    processors = 4
-    if like.is_cuda:
-        processors = torch.cuda.get_device_properties(like.device).multi_processor_count
     tiles = max(triton.cdiv(count, tile), 1)
-    wanted = max(PROGRAMS_PER_PROCESSOR * processors // heads, 1)
+    wanted = max(PROGRAMS_PER_PROCESSOR * processors(like) // heads, 1)
     per_split = triton.cdiv(tiles, min(wanted, tiles)) * tile
     return max(triton.cdiv(count, per_split), 1), per_split

@@ -9,6 +9,11 @@ from typing import Any
 
 _target = ""
 
+PROCESSORS = {"sm_80": 108, "sm_90": 132}
+"""Multiprocessors of an A100, and of an H100 SXM or an H200."""
+FEW = 4
+"""Multiprocessors where there is no GPU."""
+
 
 @contextmanager
 def compiling_for(target: str) -> Iterator[None]:
@@ -40,6 +45,13 @@ def architecture(like: Any) -> str:
     return _capability(like.device) if like is not None and like.is_cuda else ""
 
 
+def processors(like: Any) -> int:
+    """How many multiprocessors the GPU of a tensor has."""
+    if _target:
+        return PROCESSORS.get(_target, FEW)
+    return _processors(like.device) if like.is_cuda else FEW
+
+
 @cache
 def _name(device: Any) -> str:
     """Cached: every launch asks."""
@@ -54,6 +66,13 @@ def _capability(device: Any) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@cache
+def _processors(device: Any) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def capability() -> str:

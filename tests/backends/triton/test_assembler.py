@@ -1,0 +1,74 @@
+"""The warning of an assembler with a known fault on Hopper, with a stub of the GPU and of ptxas."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+
+from precondattn_triton import assembler, backend
+
+
+class Tool:
+    """Triton's knob, which starts ptxas to ask for its version."""
+
+    def __init__(self, version):
+        self.version, self.asked = version, 0
+
+    def __call__(self):
+        self.asked += 1
+        return SimpleNamespace(path="/triton/ptxas", version=self.version)
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """A function of the GPU's capability and of ptxas's version: warnings of two calls."""
+
+    def calls(capability, version):
+        tool = Tool(version)
+        nvidia = type("Nvidia", (), {"ptxas": property(lambda _: tool())})()
+        monkeypatch.setattr(triton, "knobs", SimpleNamespace(nvidia=nvidia))
+        monkeypatch.setattr(backend, "is_interpreting", lambda: False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+        assembler._is_hopper.cache_clear()
+        assembler._warn.cache_clear()
+        array = SimpleNamespace(is_cuda=True, device="cuda:0")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with backend._on_device({"q": array}):
+                    pass
+        return [str(each.message) for each in caught], tool.asked
+
+    yield calls
+    assembler._is_hopper.cache_clear()
+    assembler._warn.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["12.8", "13.1"])
+def test_an_old_assembler_on_hopper_is_warned_of_once_and_the_warning_says_what_to_set(
+    warned, version
+):
+    (message,), asked = warned((9, 0), version)
+    assert f"ptxas {version} (/triton/ptxas)" in message
+    assert "set TRITON_PTXAS_PATH to the ptxas of CUDA 13.3 or newer" in message
+    assert asked == 1
+
+
+@pytest.mark.parametrize("version", ["13.3", "13.10", "14.0"])
+def test_a_mended_assembler_is_not_warned_of(warned, version):
+    assert warned((9, 0), version) == ([], 1)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_on_other_gpus_the_assembler_is_not_asked_for_its_version(warned, capability):
+    assert warned(capability, "12.8") == ([], 0)
+
+
+def test_tritons_own_assembler_tells_its_version():
+    assert assembler._numbers(triton.knobs.nvidia.ptxas.version) > (12,)
