@@ -84,7 +84,7 @@ def test_the_list_of_the_machine_has_names_with_and_without_versions(tmp_path):
         packing.machine_of(path)
 
 
-def test_the_command_fails_and_says_why(tmp_path):
+def test_the_command_fails_and_says_why(tmp_path, monkeypatch):
     listed = tmp_path / "machine.txt"
     listed.write_text("numpy==2.5.2")
     for name, needs in (("precondattn", "numpy"), ("other", "numpy<2")):
@@ -96,7 +96,15 @@ def test_the_command_fails_and_says_why(tmp_path):
     done = CliRunner().invoke(app, [str(tmp_path), "--machine", str(listed)])
     assert done.exit_code == 1
     assert "numpy: other requires numpy<2, and 2.5.2 is on the machine" in done.output
+    assert "ptxas.xz: is not carried" in done.output
     Path(tmp_path / "other-1-py3-none-any.whl").unlink()
+    for name in ("ptxas.xz", "triton_cache.tar.xz"):
+        (tmp_path / name).write_bytes(b"x" * 2**18)
     done = CliRunner().invoke(app, [str(tmp_path), "--machine", str(listed)])
     assert done.exit_code == 0, done.output
     assert "every requirement is met" in done.output
+    assert "0.2 MiB  ptxas.xz" in done.output
+    monkeypatch.setattr(packing, "MOST_BYTES", 2**19)
+    done = CliRunner().invoke(app, [str(tmp_path), "--machine", str(listed)])
+    assert done.exit_code == 1
+    assert "bytes, of 524288" in done.output

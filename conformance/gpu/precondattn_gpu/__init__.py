@@ -15,6 +15,10 @@ task as soon as it is known; a stage resumes where it was. The most valuable tas
 `first`        the parts of the first nine minutes; `second`, of the three after them
 `ledger`       what has run and agreed, for the backends
 `dry_run`      the same with a clock that jumps, and tasks that only pretend
+`warm`         the kernels of the first runs, compiled without a GPU
+`warm_calls`   the calls that launch them
+`carried`      these and the assembler, in the folder that is carried to the GPU machine
+`packing`      whether that folder can be used there
 `stages`       the list of stages; each has a module of its own name
 =============  =================================================================
 """

@@ -29,12 +29,13 @@ def first(options: Options) -> list[Task]:
     return _tasks(options, interleaved(lists))
 
 
+def turn(call: shipped.Call) -> tuple[int, int]:
+    """Calls are sorted by it."""
+    return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
+
+
 def others(options: Options) -> list[Task]:
     """B."""
-
-    def turn(call: shipped.Call) -> tuple[int, int]:
-        return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
-
     calls = interleaved([shipped.calls(name) for name in BACKENDS])
     return _tasks(options, sorted((c for c in calls if not is_first(c)), key=turn))
 

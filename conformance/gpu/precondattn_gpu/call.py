@@ -14,13 +14,16 @@ import os
 import traceback
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from precondattn.backend import UnsupportedError
 from precondattn_gpu.options import HELPER
 from precondattn_gpu.shown import entries_of, plan_of_call
+
+if TYPE_CHECKING:
+    from precondattn_conformance.inputs import Layout
 
 LAUNCH = "launch "
 """How the line of a launch begins."""
@@ -57,14 +60,20 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def _compared(given: argparse.Namespace) -> dict[str, Any]:
-    from precondattn_conformance import libraries
+def layout_of(d: int, e: int, tokens: int) -> Layout:
+    """The sizes of a call."""
     from precondattn_conformance.inputs import Layout
 
-    layout = Layout(
-        "call", b=BATCH, t=given.tokens, s=given.tokens, h=HEADS, n=KEY_HEADS,
-        d=given.d, e=given.e, m=64, values_per_head=1,
+    return Layout(
+        "call", b=BATCH, t=tokens, s=tokens, h=HEADS, n=KEY_HEADS,
+        d=d, e=e, m=64, values_per_head=1,
     )  # fmt: skip
+
+
+def _compared(given: argparse.Namespace) -> dict[str, Any]:
+    from precondattn_conformance import libraries
+
+    layout = layout_of(given.d, given.e, given.tokens)
     library = libraries.named(given.library, given.device)
     # Where no array has been made, JAX has not looked for its devices, and kernels are interpreted.
     library.array(np.zeros(1), "float32")
@@ -94,9 +103,10 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
     # Around LUCID's solve, the gradients of clustered keys cancel between pieces, where they are
     # rounded to 16 bits.
     kind = "random" if given.mechanism.startswith("lucid[") else "clustered"
+    backends = backends_of(given.backend, given.mechanism)
     try:
         plan = plan_of_call(
-            given.mechanism, _backends(given), given.library, layout, given.dtype, given.device
+            given.mechanism, backends, given.library, layout, given.dtype, given.device
         )
     except UnsupportedError as reason:
         return {"status": "unsupported", "message": str(reason)}
@@ -104,7 +114,7 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for check in ("outputs", "gradients"):
         case = Case(check, given.mechanism, given.library, given.dtype, layout, kind)
-        outcome = run_case(case, _backends(given), given.device)
+        outcome = run_case(case, backends, given.device)
         status = outcome.status
         if status == "failed" and outcome.measured is not None:
             status = "wrong"
@@ -122,11 +132,11 @@ def _announce(entries: list[dict[str, Any]]) -> None:
     print(f"{LEDGER}{json.dumps(entries)}", flush=True)
 
 
-def _backends(given: argparse.Namespace) -> tuple[str, ...]:
+def backends_of(backend: str, mechanism: str) -> tuple[str, ...]:
     """The backend alone; around LUCID's solve there may be pieces for which it has no kernel."""
-    if given.mechanism.startswith("lucid["):
-        return _with_helper(given.backend)
-    return (given.backend,)
+    if mechanism.startswith("lucid["):
+        return _with_helper(backend)
+    return (backend,)
 
 
 def _with_helper(backend: str) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""The wheels to carry to a GPU machine without a network, checked before they are carried there.
+"""The folder to carry to a GPU machine without a network, checked before it is carried there.
 
     python -m precondattn_gpu.packing FOLDER --machine conformance/gpu/machine.txt --extra bench
 
 Every requirement of every wheel has to be met by another wheel of the folder, or by a package of
 the machine. The machine's packages are a file of requirements: `name==version`, or `name` where the
-version is unknown. The extras are those of our own wheel. The check downloads nothing.
+version is unknown. The extras are those of our own wheel. The assembler and the warm cache are in
+the folder too (`carried`). The check downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from precondattn_gpu.carried import CACHE_FILE, PTXAS_FILE
+
 OURS = "precondattn"
 PYTHON = "3.12"
 ENVIRONMENT = {
@@ -34,8 +37,8 @@ ENVIRONMENT = {
     "platform_machine": "x86_64",
 }
 """Of the machine, as in the markers of requirements."""
-MOST_BYTES = 40 << 20
-"""Of all wheels together."""
+MOST_BYTES = 44 << 20
+"""The size of the folder, at most."""
 
 Machine = Mapping[str, Version | None]
 """The version of each package that the machine has; None if it is unknown."""
@@ -126,17 +129,21 @@ def main(
     machine: Annotated[Path, typer.Option(help="the file of the machine's packages")],
     extra: Annotated[list[str] | None, typer.Option(help="of our wheel; may be repeated")] = None,
 ) -> None:
-    """Fail where the wheels of a folder can not be used on the machine, and say why."""
+    """Fail where a folder can not be used on the machine, and say why; else list its files."""
     wheels = sorted(folder.glob("*.whl"))
-    size = sum(path.stat().st_size for path in wheels)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    size = sum(sizes.values())
     found = problems(map(metadata_of, wheels), machine_of(machine), extra or ())
+    found += [f"{name}: is not carried" for name in (PTXAS_FILE, CACHE_FILE) if name not in sizes]
     if size > MOST_BYTES:
-        found.append(f"{folder}: {size} bytes of wheels, of {MOST_BYTES}")
+        found.append(f"{folder}: {size} bytes, of {MOST_BYTES}")
     for problem in found:
         typer.echo(problem, err=True)
     if found:
         raise typer.Exit(1)
-    typer.echo(f"{len(wheels)} wheels, {size / 2**20:.1f} MiB: every requirement is met")
+    for name, each in sizes.items():
+        typer.echo(f"{each / 2**20:6.1f} MiB  {name}")
+    typer.echo(f"{size / 2**20:6.1f} MiB, {len(wheels)} wheels: every requirement is met")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ SHARED = ("bfloat16", 128, 128)
 AROUND = {"lucid_solve[normalize=given": "lucid[normalize=queries_and_keys"}
 """A leaf that expects normalised keys is run within the mechanism that normalises them."""
 
+GRIDS = "grid=64/64", "grid=16/16"
+"""As listed, and as run: two whole windows and a part of one, in each direction."""
+PIXELS = 16 * 16
+
 
 class Call(NamedTuple):
     """A call of a mechanism with its gradient, or a step after a cache."""
@@ -37,6 +41,8 @@ class Call(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        if GRIDS[0] in self.mechanism:
+            return PIXELS
         return MANY if self.mechanism.startswith("lucid") else FEW
 
     @property
@@ -45,7 +51,7 @@ class Call(NamedTuple):
         for leaf, mechanism in AROUND.items():
             if self.mechanism.startswith(leaf):
                 return self.mechanism.replace(leaf, mechanism)
-        return self.mechanism
+        return self.mechanism.replace(*GRIDS)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,146 @@
+"""The calls of the first run in Triton, made without a GPU: they launch what they launch there.
+
+Tensors have shapes and no memory, except in steps: a cache of such tensors would have another
+layout. Launches are not run, so the results are meaningless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import precondattn as pa
+from precondattn.cache import updates
+from precondattn.execution import arguments
+from precondattn.execution.cache_checks import keeps_tokens
+from precondattn_gpu import call as of_gpu
+from precondattn_gpu import shipped
+from precondattn_gpu.alive_parts import is_first, turn
+from precondattn_gpu.first_headline import HEADLINES
+from precondattn_gpu.options import HELPER
+
+if TYPE_CHECKING:
+    from precondattn_conformance.inputs import Layout
+
+BACKEND = "triton"
+TARGET = "sm_90"
+BRIEF = 256
+"""Tokens of the second cache with which a step is compared, at most (`check_decode`)."""
+PREFILL = 1024
+"""Tokens of one call that fills a cache (`CacheDecoder`)."""
+
+
+class Work(NamedTuple):
+    """A call with its gradient, or a step after a cache."""
+
+    mechanism: str
+    dtype: str
+    layout: Layout
+    is_step: bool = False
+    backends: tuple[str, ...] = (BACKEND, HELPER[BACKEND])
+
+    @property
+    def name(self) -> str:
+        size = self.layout
+        sizes = f"b={size.b},t={size.t},h={size.h},n={size.n},d={size.d},e={size.e}"
+        return f"{self.mechanism} {self.dtype} {sizes}{' step' if self.is_step else ''}"
+
+
+def works(match: str = "") -> list[Work]:
+    """All calls, in the order of the first run."""
+    calls = shipped.calls(BACKEND)
+    later = sorted((call for call in calls if not is_first(call)), key=turn)
+    everything = [*of_part_a(), *_of_headlines(), *map(of_alive, later)]
+    return [work for work in dict.fromkeys(everything) if match in work.name]
+
+
+def of_part_a() -> list[Work]:
+    """The calls of `alive` that come first."""
+    return [of_alive(call) for call in shipped.calls(BACKEND) if is_first(call)]
+
+
+def of_alive(call: shipped.Call) -> Work:
+    """A call of the stage `alive`, or a step."""
+    layout = of_gpu.layout_of(call.d, call.e, call.tokens)
+    if call.is_step:
+        return Work(call.expression, call.dtype, layout, is_step=True)
+    backends = of_gpu.backends_of(BACKEND, call.expression)
+    return Work(call.expression, call.dtype, layout, backends=backends)
+
+
+def _of_headlines() -> Iterator[Work]:
+    """The calls that are timed. A step has one token more than its context (`timed_call`)."""
+    from precondattn_conformance.bench.cases import layout
+    from precondattn_conformance.bench.selection import with_sizes
+
+    for each in HEADLINES:
+        if each.backend == BACKEND:
+            sizes = with_sizes(layout(), each.sizes)._replace(name="headline")
+            is_step = "decode" in each.works
+            more = sizes._replace(t=sizes.t + is_step, s=sizes.s + is_step)
+            yield Work(each.mechanism, "bfloat16", more, is_step)
+
+
+def run(work: Work) -> None:
+    """Make its launches, inside `as_on_a_gpu`."""
+    if work.is_step:
+        _steps(work)
+    else:
+        _call(work)
+
+
+def _call(work: Work) -> None:
+    """A call with its gradient. Meta tensors have shapes, and no memory."""
+    import torch
+
+    mechanism = pa.parse(work.mechanism)
+    inputs = _inputs(work, work.layout.t, "meta")
+    with torch.no_grad():
+        mechanism(**inputs, backend=work.backends)
+    out, pullback = mechanism.vjp(**inputs, backend=work.backends)
+    pullback(torch.empty_like(out))
+
+
+def _steps(work: Work) -> None:
+    """One token after a cache of zeros. A cache of meta tensors would have another layout."""
+    import torch
+
+    mechanism = pa.parse(work.mechanism)
+    token = _inputs(work, 1, "cpu")
+    for tokens in {work.layout.t, min(work.layout.t, BRIEF)}:
+        # The kernels of longer extensions are those of states.
+        counts = [] if keeps_tokens(mechanism) else [min(PREFILL, tokens - 1), tokens - 1]
+        extensions = [_inputs(work, (count - 1) % PREFILL + 1, "cpu") for count in counts]
+        for new in (*extensions, token):
+            cache = mechanism.init_cache(**token, capacity=tokens)
+            cache = cache._replace(length=torch.full_like(cache.length, tokens - 1))
+            # What no kernel wrote is read, to see whether Mesa's query is solved.
+            with torch.no_grad(), suppress(pa.NotSolvedError):
+                mechanism.extend(cache, **new, backend=work.backends, donate=True)
+
+
+def _inputs(work: Work, tokens: int, device: str) -> dict[str, Any]:
+    import torch
+
+    sizes = {**work.layout.sizes, "t": tokens, "s": tokens}
+    return {
+        name: torch.zeros(pattern.shape(sizes), dtype=getattr(torch, work.dtype), device=device)
+        for name, pattern in pa.parse(work.mechanism).inputs.items()
+    }
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """The backend takes tensors that are not on a GPU, and lengths are not read from them."""
+    from precondattn_triton.backend import Triton
+    from precondattn_triton.target import compiling_for
+
+    with (
+        patch.object(Triton, "refuses_request", lambda *_: None),
+        patch.object(arguments, "host_integers", lambda _: None),
+        patch.object(updates, "host_integers", lambda _: None),
+        compiling_for(TARGET),
+    ):
+        yield

@@ -1,0 +1,121 @@
+"""Triton's cache of compiled kernels, filled without a GPU and carried to another folder.
+
+    with filled(folder, "sm_90") as kernels:
+        attention.vjp(**inputs_on_the_meta_device)
+
+Each launch compiles what Triton would compile for it on that GPU, and runs nothing. Triton finds a
+kernel by a key: the text of the kernel and of what it calls, the types, constants and divisibility
+of its arguments, its options, the GPU's architecture, the assembler's version, and the files of
+Triton itself. So the environment needs the Triton, the Python and the assembler of the other
+machine (`TRITON_PTXAS_PATH`). The folders of kernels, of Triton and of the assembler do not matter,
+but Triton writes the cache's own folder into it: `moved` changes that.
+
+With it goes the C code that Triton 3.6 compiles on the host, to call kernels (`triton_host_code`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GROUP = "__grp__"
+"""How the name of the file begins in which Triton lists the files of a kernel, by their paths."""
+
+
+class StubDriver:
+    """What Triton asks its driver in order to compile, of a GPU that is not there."""
+
+    def __init__(self, target: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass
+class Kernels:
+    """What became of the launches, by the kernel's folder in the cache."""
+
+    compiled: dict[str, str] = field(default_factory=dict)
+    """Names by folder."""
+    found: dict[str, str] = field(default_factory=dict)
+    """Names by folder of those that were in the cache."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Launches after the end of the time, which were not compiled, by name."""
+
+
+@contextmanager
+def filled(
+    folder: Path,
+    target: str,
+    until: float = float("inf"),
+    host_code: Callable[[Any], None] | None = None,
+) -> Iterator[Kernels]:
+    """Launches are compiled for a target such as "sm_90", into a folder, and not run.
+
+    After `until`, on the clock `time.monotonic`, they are only counted. `host_code` is called with
+    every kernel.
+    """
+    import triton
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run, active = JITFunction.run, driver._active
+    kernels = Kernels()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
+        if time.monotonic() >= until:
+            kernels.left[self.__name__] += 1
+            return None
+        kernel = run(self, *args, grid=grid, warmup=True, **named)
+        if host_code is not None:
+            host_code(kernel)
+        return kernel
+
+    def note(*, src: Any, metadata_group: dict[str, str], cache_hit: bool, **_: Any) -> None:
+        of = kernels.found if cache_hit else kernels.compiled
+        of[Path(next(iter(metadata_group.values()))).parent.name] = src.name
+
+    with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
+        triton.knobs.compilation.store_binary_only = True
+        triton.knobs.compilation.listener = note
+        JITFunction.run = compile_only
+        driver.set_active(StubDriver(target))
+        try:
+            yield kernels
+        finally:
+            JITFunction.run = run
+            driver._active = active
+
+
+def build_of_triton() -> str:
+    """A hash of the files of the installed Triton. Kernels are found by the same Triton only."""
+    from triton.runtime.cache import triton_key
+
+    return hashlib.sha256(triton_key().encode()).hexdigest()[:12]
+
+
+def moved(folder: Path, to: Path) -> int:
+    """Make the kernels of a cache be found when it lies at `to`; returns their number."""
+    groups = sorted(folder.glob(f"*/{GROUP}*"))
+    for path in groups:
+        files = json.loads(path.read_text(encoding="utf-8"))["child_paths"]
+        there = {name: str(to / path.parent.name / name) for name in files}
+        path.write_text(json.dumps({"child_paths": there}), encoding="utf-8")
+    return len(groups)
