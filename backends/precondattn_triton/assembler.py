@@ -15,6 +15,13 @@ MENDED = "13.3"
 HOPPER = 9
 
 
+def name() -> str:
+    """The assembler that Triton uses here, with its version: "ptxas 12.8"."""
+    from triton import knobs
+
+    return f"ptxas {knobs.nvidia.ptxas.version}"
+
+
 def warn_of_old_assembler(device: Any) -> None:
     """Warn once, if the GPU is a Hopper. The assembler is asked for its version on no other."""
     if _is_hopper(device):

@@ -119,9 +119,9 @@ class Triton(KernelBackend):
         return capability()
 
     def assembler(self) -> str:
-        from precondattn_triton.target import assembler
+        from precondattn_triton.assembler import name
 
-        return assembler()
+        return name()
 
     def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
         return _on_device(inputs)

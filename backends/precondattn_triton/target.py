@@ -82,12 +82,3 @@ def capability() -> str:
     if is_amd() or not torch.cuda.is_available():
         return ""
     return ".".join(map(str, torch.cuda.get_device_capability()))
-
-
-@cache
-def assembler() -> str:
-    """The assembler that Triton uses, with its version: "ptxas 12.8"; empty where there is none."""
-    from triton import knobs
-
-    version = knobs.nvidia.ptxas.version
-    return f"ptxas {version}"

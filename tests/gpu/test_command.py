@@ -99,7 +99,7 @@ def test_the_prepared_runs_are_rehearsed_on_a_cpu(tmp_path):
     first = run("--first", *arguments, *out, "--limit", "45")
     text = first.stdout
     assert first.returncode in (0, 1), first.stderr
-    assert text.index("roof: ") < text.index("alive A: ") < text.index("headlines: ")
+    assert text.index("two kernels: ") < text.index("alive A: ") < text.index("headlines: ")
     assert "passed    cupy unit_rows float32 64" in text.partition("alive B: ")[2]
     assert "did not pass" in text
     assert (tmp_path / "cpu" / "alive.json").exists()
