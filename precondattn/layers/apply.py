@@ -90,11 +90,12 @@ def apply(
         if donate:
             cache.store.clear()  # type: ignore[union-attr]
     out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
-    y = linear(cast(out, x.dtype), weights[OUT][PROJECTION], axes=2)
-    if summed is not None:
-        y = summed(y)
-    if AFTER_PROJECTION in weights[OUT]:
-        y = y + weights[OUT][AFTER_PROJECTION]
+    last, bias = weights[OUT][PROJECTION], weights[OUT].get(AFTER_PROJECTION)
+    if summed is None:
+        y = linear(cast(out, x.dtype), last, axes=2, bias=bias)
+    else:
+        y = summed(linear(cast(out, x.dtype), last, axes=2))
+        y = y if bias is None else y + bias
     return (y if tokens is None else tokens.unpacked(y)), after
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
-from precondattn.layers.functions import linear, silu
+from precondattn.layers.functions import LinearMap, linear, silu
+from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
-from precondattn.layers.plan import Weight
 
 EPS = 1e-6
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -30,21 +30,19 @@ def gain_weight(width: int) -> Weight:
     return Weight((width,), Constant(1), ("embed",))
 
 
-def mlp_weights(width: int, hidden: int) -> dict[str, Weight]:
-    """The three matrices of a gated MLP."""
+def mlp_maps(width: int, hidden: int) -> tuple[Map, ...]:
+    """The three linear maps of a gated MLP, which start as `FanIn`."""
     inward = Weight((width, hidden), FanIn(), ("embed", "mlp"))
-    return {
-        "gate": inward,
-        "up": inward,
-        "down": Weight((hidden, width), FanIn(), ("mlp", "embed")),
-    }
+    outward = Weight((hidden, width), FanIn(), ("mlp", "embed"))
+    weights = {"gate": inward, "up": inward, "down": outward}
+    return tuple(Map.of(f"{name}_proj", "", name, "", 1, own) for name, own in weights.items())
 
 
 def embedding_weight(vocabulary: int, width: int) -> Weight:
     return Weight((vocabulary, width), Normal(0.02), ("vocab", "embed"))
 
 
-def gated_mlp(y: Array, gate: Array, up: Array, down: Array) -> Array:
+def gated_mlp(y: Array, gate: LinearMap, up: LinearMap, down: LinearMap) -> Array:
     """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
     return linear(silu(linear(y, gate)) * linear(y, up), down)
 

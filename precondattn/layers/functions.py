@@ -13,8 +13,22 @@ from typing import Any
 from precondattn.arrays import Array, cast, library_of, namespace, placement, zero_where_not
 
 
-def linear(x: Array, weight: Array, axes: int = 1) -> Array:
-    """Σ x w over the last `axes` axes of x, which are the first of the weight."""
+class LinearMap:
+    """A linear map that a module of a layer computes, with its bias: what `linear` then calls."""
+
+    def __call__(self, x: Array) -> Array:
+        raise NotImplementedError
+
+
+def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | None = None) -> Array:
+    """Σ x w + b over the last `axes` axes of x, which are the first of the weight."""
+    if isinstance(weight, LinearMap):
+        return weight(x)
+    y = _product(x, weight, axes)
+    return y if bias is None else y + bias
+
+
+def _product(x: Array, weight: Array, axes: int) -> Array:
     # Not tensordot: under autocast it refuses x and w of two dtypes, which a product casts.
     if library_of(x) == "jax" and sys.modules["jax"].typeof(x).sharding.mesh.explicit_axes:
         return _linear_of_shards(x, weight, axes)
@@ -25,7 +39,7 @@ def linear(x: Array, weight: Array, axes: int = 1) -> Array:
 
 
 def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
-    """`linear` in JAX's explicit mode, where the sharding of a sum over shards has to be given.
+    """The product in JAX's explicit mode, where the sharding of a sum over shards has to be given.
 
     Each axis of the result is sharded as it was in x or in the weight.
     """

@@ -39,6 +39,9 @@ class Draw(Protocol):
     def identity(self) -> Array:
         """Identity matrices in the last two axes."""
 
+    def of(self, shape: Shape) -> Draw:
+        """The same for arrays of another shape."""
+
 
 class Start(Protocol):
     """The distribution of a parameter's first values."""
@@ -47,10 +50,18 @@ class Start(Protocol):
 
 
 class Parameter(NamedTuple):
-    """One array of weights: its shape, and how it starts."""
+    """One array of weights: its shape, and how it starts.
+
+    With `summed`, it is the weight of a linear map over its first axes, which is a module of the
+    layer: `p[name]` can then be given to `linear`, and to nothing else.
+    """
 
     shape: str
     start: Start
+    summed: int = 0
+    """How many of its axes the linear map sums over; 0 for an array that is no linear map."""
+    bias: str = ""
+    """The name of the parameter that the linear map adds."""
 
     def axes(self, pattern: Pattern, widths: Mapping[str, Axis]) -> tuple[Axis, ...]:
         """Its axes, in letters of the mechanism, for the input that `pattern` declares."""
@@ -134,6 +145,25 @@ class Identity:
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
         return draw.identity()
+
+
+def linear_map(shape: str, *, bias: bool = False) -> dict[str, Parameter]:
+    """The parameters of W x + b, with W of a shape such as `"x …"`: `weight`, and `bias`."""
+    if not bias:
+        return {"weight": Parameter(shape, FanIn(), 1)}
+    _, _, outer = shape.partition(" ")
+    return {
+        "weight": Parameter(shape, FanIn(), 1, "bias"),
+        "bias": Parameter(outer, Constant(0)),
+    }
+
+
+def low_rank_maps(rank: str, *, bias: bool = False) -> dict[str, Parameter]:
+    """The parameters of B A x + b, with A x of that many channels: `down`, `up`, and `bias`."""
+    down = Parameter(f"x {rank}", FanIn(), 1)
+    up = Parameter(f"{rank} …", FanIn(), 1, "bias" if bias else "")
+    maps = {"down": down, "up": up}
+    return {**maps, "bias": Parameter("…", Constant(0))} if bias else maps
 
 
 Weights = Mapping[str, Mapping[str, Any]]

@@ -11,24 +11,17 @@ from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Shape
+from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call
-from precondattn.layers.parameters import Constant, FanIn, Parameter, Start
+from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
+from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.sizes import Sizes, sizes_of
 
 OUT = "out"
 PROJECTION = "projection"
 """The weight of the last linear map, among those of `out`."""
-
-
-class Weight(NamedTuple):
-    """One parameter of a layer."""
-
-    shape: Shape
-    start: Start
-    names: tuple[str | None, ...]
-    """The usual names of its axes, for sharding."""
 
 
 class Entry(NamedTuple):
@@ -51,7 +44,9 @@ class Plan:
     entries: tuple[Entry, ...]
     """In the order in which they are made; `out` is the last."""
     weights: tuple[tuple[str, tuple[tuple[str, Weight], ...]], ...]
-    """For each entry, its parameters by name."""
+    """For each entry, its parameters by name, as its recipe declares them."""
+    maps: tuple[Map, ...]
+    """Those of them that are linear maps, with their biases."""
     inputs: tuple[str, ...]
     """Those of the mechanism, by name."""
     shapes: tuple[tuple[str, Shape], ...]
@@ -114,11 +109,13 @@ def plan_for(
 def plan_of(mechanism: Mechanism, width: int, entries: tuple[Entry, ...], sizes: Sizes) -> Plan:
     """The plan of a layer whose recipes and sizes are known."""
     shapes = {entry.name: _shape(mechanism, entry, sizes) for entry in entries}
+    weights = tuple((entry.name, tuple(_weights(entry, sizes))) for entry in entries)
     return Plan(
         mechanism,
         width,
         entries,
-        tuple((entry.name, tuple(_weights(entry, sizes))) for entry in entries),
+        weights,
+        _maps(entries, {name: dict(own) for name, own in weights}),
         tuple(mechanism.inputs),
         tuple(shapes.items()),
         tuple(
@@ -215,11 +212,41 @@ def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return (*ordered, out)
 
 
-def _weights(entry: Entry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
+def _declared(entry: Entry) -> dict[str, Parameter]:
     declared = dict(entry.recipe.parameters())
     if entry.name == OUT:
-        declared[PROJECTION] = Parameter("… x", FanIn(2))
-    for name, parameter in declared.items():
+        bias = AFTER_PROJECTION if AFTER_PROJECTION in declared else ""
+        declared[PROJECTION] = Parameter("… x", FanIn(2), 2, bias)
+    return declared
+
+
+def _weights(entry: Entry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
+    for name, parameter in _declared(entry).items():
         axes = parameter.axes(entry.pattern, sizes.roles)
         shape = tuple(axis.size(sizes.of) for axis in axes)
         yield name, Weight(shape, parameter.start, tuple(sizes.names.get(a.letter) for a in axes))
+
+
+def _maps(
+    entries: tuple[Entry, ...], weights: Mapping[str, Mapping[str, Weight]]
+) -> tuple[Map, ...]:
+    maps: dict[str, Map] = {}
+    for entry in entries:
+        for own, parameter in _declared(entry).items():
+            if not parameter.summed:
+                continue
+            name = _module_name(entry.name, own)
+            if name in maps:
+                raise ValueError(
+                    f"recipes: those of {maps[name].entry} and {entry.name} both have a linear map "
+                    f"{name}"
+                )
+            of_entry = entry.name, own, parameter.bias, parameter.summed
+            maps[name] = Map.of(name, *of_entry, weights[entry.name][own])
+    return tuple(maps.values())
+
+
+def _module_name(entry: str, weight: str) -> str:
+    """`q_proj`, `o_proj`, `g_down_proj`."""
+    first = "o" if entry == OUT else entry
+    return f"{first}_proj" if weight in ("weight", PROJECTION) else f"{first}_{weight}_proj"

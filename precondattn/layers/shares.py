@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precondattn.layers.plan import Entry, Plan, Weight, plan_of
+from precondattn.layers.maps import HEADS, Weight
+from precondattn.layers.plan import Entry, Plan, plan_of
 from precondattn.parallel.heads import refusal, share
 
-HEADS = ("heads", "kv_heads")
 EVEN = ("mlp", "vocab")
-"""The names of axes that P must divide."""
+"""The usual names of axes that P must divide."""
 
 
 class Share(NamedTuple):
@@ -49,13 +49,15 @@ def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
         names = " and ".join(str(weight.names[i]) for i in axes)
         raise ValueError(f"{name} has the axes {names}; one of them can be divided")
     axis = axes[0]
-    count, usual = weight.shape[axis], weight.names[axis]
+    grain = weight.grain[axis] if weight.grain else 1
+    count, usual = weight.shape[axis] // grain, weight.names[axis]
     if usual in EVEN and count % devices:
         argument = {"mlp": "hidden", "vocab": "vocabulary"}[str(usual)]
         raise ValueError(
             f"{argument} must be a multiple of {devices} devices; found {argument}={count}"
         )
-    return Share(axis, share(count, devices, device), count % devices == 0)
+    own = share(count, devices, device)
+    return Share(axis, slice(own.start * grain, own.stop * grain), count % devices == 0)
 
 
 def plan_of_device(plan: Plan, devices: int) -> Plan:

@@ -16,9 +16,10 @@ from typing import Any
 
 from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.layers.maps import Weight
 from precondattn.layers.meaning import meanings, output_call
 from precondattn.layers.parameters import Constant, Normal
-from precondattn.layers.plan import OUT, Weight
+from precondattn.layers.plan import OUT
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Biased, Projection, Rotary, Unchanged, recipes_for
 

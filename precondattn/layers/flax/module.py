@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.layers.maps import Weight
 from precondattn.layers.parameters import Draw
-from precondattn.layers.plan import Weight
 
 
 def parameter(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:

@@ -14,7 +14,7 @@ from flax import nnx
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.flax.vision_attention import VisionAttention
 from precondattn.layers.functions import upcast
-from precondattn.layers.plan import Weight
+from precondattn.layers.maps import Weight
 from precondattn.layers.vision import (
     NOT_CAUSAL,
     Mechanisms,

@@ -9,11 +9,11 @@ from typing import ClassVar
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import linear, log_sigmoid, sigmoid, softplus, upcast
 from precondattn.layers.parameters import (
-    Constant,
-    FanIn,
     InverseSoftplus,
     LogUniform,
     Parameter,
+    linear_map,
+    low_rank_maps,
 )
 from precondattn.layers.recipe import Recipe, Tokens
 
@@ -29,12 +29,10 @@ class Sigmoid(Recipe):
     bias: bool = False
 
     def parameters(self) -> dict[str, Parameter]:
-        weight = {"weight": Parameter("x …", FanIn())}
-        return {**weight, "bias": Parameter("…", Constant(0))} if self.bias else weight
+        return linear_map("x …", bias=self.bias)
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        score = upcast(linear(tokens.x, p["weight"]))
-        return self.factor * sigmoid(score + upcast(p["bias"]) if self.bias else score)
+        return self.factor * sigmoid(upcast(linear(tokens.x, p["weight"], bias=p.get("bias"))))
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,11 @@ class LogSigmoid(Recipe):
     bias: bool = True
 
     def parameters(self) -> dict[str, Parameter]:
-        weight = {"weight": Parameter("x …", FanIn())}
-        return {**weight, "bias": Parameter("…", Constant(0))} if self.bias else weight
+        return linear_map("x …", bias=self.bias)
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        score = upcast(linear(tokens.x, p["weight"]))
-        return log_sigmoid(score + upcast(p["bias"]) if self.bias else score) / self.normalizer
+        score = linear(tokens.x, p["weight"], bias=p.get("bias"))
+        return log_sigmoid(upcast(score)) / self.normalizer
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,11 @@ class LowRankLogSigmoid(Recipe):
     normalizer: float = 16.0
 
     def parameters(self) -> dict[str, Parameter]:
-        return {
-            "down": Parameter(f"x {self.rank}", FanIn()),
-            "up": Parameter(f"{self.rank} …", FanIn()),
-            "bias": Parameter("…", Constant(0)),
-        }
+        return low_rank_maps(str(self.rank), bias=True)
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        score = linear(linear(tokens.x, p["down"]), p["up"])
-        return log_sigmoid(upcast(score) + upcast(p["bias"])) / self.normalizer
+        score = linear(linear(tokens.x, p["down"]), p["up"], bias=p.get("bias"))
+        return log_sigmoid(upcast(score)) / self.normalizer
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class StepSize(Recipe):
 
     def parameters(self) -> dict[str, Parameter]:
         return {
-            "weight": Parameter("x …", FanIn()),
+            **linear_map("x …"),
             "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
         }
 
@@ -144,7 +137,7 @@ class DecayWithBias(Recipe):
 
     def parameters(self) -> dict[str, Parameter]:
         return {
-            "weight": Parameter("x …", FanIn()),
+            **linear_map("x …"),
             "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
             # Away from 0, whose logarithm is −∞.
             "A_log": Parameter("…", LogUniform(0.01, self.largest)),
@@ -166,8 +159,7 @@ class LowRankDecay(DecayWithBias):
 
     def parameters(self) -> dict[str, Parameter]:
         return {
-            "down": Parameter("x e", FanIn()),
-            "up": Parameter("e …", FanIn()),
+            **low_rank_maps("e"),
             "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
             "A_log": Parameter("u", LogUniform(self.smallest, self.largest)),
         }

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import linear, rms_norm, sigmoid, silu, upcast
-from precondattn.layers.parameters import Constant, FanIn, Parameter
+from precondattn.layers.parameters import Constant, FanIn, Parameter, low_rank_maps
 from precondattn.layers.recipe import Recipe, Tokens
 
 AFTER_PROJECTION = "projection_bias"
@@ -63,7 +63,7 @@ class GatedNorm(Norm):
     """
 
     def parameters(self) -> dict[str, Parameter]:
-        return {**super().parameters(), "gate": Parameter("x …", FanIn())}
+        return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         return super().make(tokens, p) * silu(linear(tokens.x, p["gate"]))
@@ -77,7 +77,7 @@ class SigmoidGatedNorm(Norm):
     """
 
     def parameters(self) -> dict[str, Parameter]:
-        return {**super().parameters(), "gate": Parameter("x …", FanIn())}
+        return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         gate = linear(tokens.x, p["gate"])
@@ -94,15 +94,12 @@ class LowRankGatedNorm(Norm):
     def parameters(self) -> dict[str, Parameter]:
         return {
             **super().parameters(),
-            "down": Parameter("x e", FanIn()),
-            "up": Parameter("e …", FanIn()),
-            "bias": Parameter("…", Constant(0)),
+            **low_rank_maps("e", bias=True),
         }
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        score = linear(linear(tokens.x, p["down"]), p["up"])
-        gate = sigmoid(upcast(score) + upcast(p["bias"]))
-        return super().make(tokens, p) * cast(gate, score.dtype)
+        score = linear(linear(tokens.x, p["down"]), p["up"], bias=p.get("bias"))
+        return super().make(tokens, p) * cast(sigmoid(upcast(score)), score.dtype)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class GatedGroupNorm(Recipe):
     joins: ClassVar[Literal["", "keys", "all"]] = "keys"
 
     def parameters(self) -> dict[str, Parameter]:
-        gain, gate = Parameter("…", Constant(1)), Parameter("x …", FanIn())
+        gain, gate = Parameter("…", Constant(1)), Parameter("x …", FanIn(), 1)
         return {"gain": gain, "gate": gate, "D": Parameter("u", Constant(1))}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:

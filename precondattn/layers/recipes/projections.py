@@ -16,7 +16,13 @@ from precondattn.layers.functions import (
     unit_rows,
     upcast,
 )
-from precondattn.layers.parameters import Constant, FanIn, Parameter, UniformFanIn
+from precondattn.layers.parameters import (
+    Constant,
+    Parameter,
+    UniformFanIn,
+    linear_map,
+    low_rank_maps,
+)
 from precondattn.layers.recipe import Recipe, Tokens
 
 
@@ -30,14 +36,10 @@ class Projection(Recipe):
     bias: bool = False
 
     def parameters(self) -> dict[str, Parameter]:
-        weight = Parameter("x …", FanIn())
-        return (
-            {"weight": weight, "bias": Parameter("…", Constant(0))} if self.bias else _one(weight)
-        )
+        return linear_map("x …", bias=self.bias)
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
-        y = linear(tokens.x, p["weight"])
-        return y + p["bias"] if self.bias else y
+        return linear(tokens.x, p["weight"], bias=p.get("bias"))
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Convolution(Recipe):
 
     def parameters(self) -> dict[str, Parameter]:
         weights = {
-            "weight": Parameter("x …", FanIn()),
+            **linear_map("x …"),
             "convolution": Parameter(f"{self.size} …", UniformFanIn()),
         }
         return {**weights, "bias": Parameter("…", Constant(0))} if self.bias else weights
@@ -140,8 +142,7 @@ class Direction(Recipe):
 
     def parameters(self) -> dict[str, Parameter]:
         return {
-            "down": Parameter(f"x {self.rank}", FanIn()),
-            "up": Parameter(f"{self.rank} …", FanIn()),
+            **low_rank_maps(str(self.rank)),
             "convolution": Parameter(f"{self.size} …", UniformFanIn()),
         }
 
@@ -201,7 +202,3 @@ class Contraction(Recipe):
         unit = unit_rows(upcast(tokens.values["q"]), self.eps)
         score = namespace(unit).sum(unit * upcast(p["weight"]), axis=-1)
         return sigmoid(score + upcast(p["bias"]))
-
-
-def _one(weight: Parameter) -> dict[str, Parameter]:
-    return {"weight": weight}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import linear, sigmoid, unit_rows, upcast
-from precondattn.layers.parameters import Constant, FanIn, Parameter
+from precondattn.layers.parameters import Constant, Parameter, linear_map, low_rank_maps
 from precondattn.layers.recipe import Recipe, Tokens
 
 RANK = 32
@@ -20,7 +20,7 @@ MIX = Parameter("x", Constant(0.5))
 """μ. The published layers begin with other numbers, by depth and channel."""
 
 
-def mixed(tokens: Tokens, weight: Array, mix: Array) -> Array:
+def mixed(tokens: Tokens, weight: Any, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
     one = namespace(rows).ones_like(rows[0, :1, ...])
@@ -37,7 +37,7 @@ class Mixed(Recipe):
     """
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": Parameter("x …", FanIn()), "mix": MIX}
+        return {**linear_map("x …"), "mix": MIX}
 
     def history(self) -> int:
         return 1
@@ -56,12 +56,7 @@ class MixedLowRank(Recipe):
     rank: int = RANK
 
     def parameters(self) -> dict[str, Parameter]:
-        return {
-            "down": Parameter(f"x {self.rank}", FanIn()),
-            "up": Parameter(f"{self.rank} …", FanIn()),
-            "bias": Parameter("…", Constant(0)),
-            "mix": MIX,
-        }
+        return {**low_rank_maps(str(self.rank), bias=True), "mix": MIX}
 
     def history(self) -> int:
         return 1
@@ -72,7 +67,7 @@ class MixedLowRank(Recipe):
     def score(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         """B A x' + b, in float32."""
         rows = self.activated(mixed(tokens, p["down"], p["mix"]))
-        return upcast(linear(rows, p["up"])) + upcast(p["bias"])
+        return upcast(linear(rows, p["up"], bias=p.get("bias")))
 
     def activated(self, rows: Array) -> Array:
         """The rows between A and B."""
@@ -104,7 +99,7 @@ class MixedGate(MixedLowRank):
     """
 
     def parameters(self) -> dict[str, Parameter]:
-        return {name: p for name, p in super().parameters().items() if name != "bias"}
+        return {**low_rank_maps(str(self.rank)), "mix": MIX}
 
     def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
         rows = mixed(tokens, p["down"], p["mix"])

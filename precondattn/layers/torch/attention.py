@@ -20,7 +20,9 @@ from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import segments_of
 from precondattn.layers.torch.divided import DividedTokens
 from precondattn.layers.torch.divided_weights import DividedWeights
-from precondattn.layers.torch.module import Declared, parameters_of, register
+from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, register
+
+LAST = "o_proj"
 
 
 class Attention(Declared):
@@ -105,22 +107,44 @@ class Attention(Declared):
             recipes=recipes,
         )
         self.inputs = nn.ModuleDict()
-        """The weights of each input, by its name, and those of the output as `out`."""
-        self.declared = {}
-        for name, weights in self.plan.weights:
-            module = nn.Module()
-            for weight_name, weight in weights:
-                register(module, weight_name, weight, device, dtype)
-                self.declared[f"inputs.{name}.{weight_name}"] = weight
-            self.inputs[name] = module
+        """The weights that are no linear maps, by input, and those of the output as `out`."""
+        self.declared, self.earlier = {}, {}
+        self._add_weights(device, dtype)
         self.divided: DividedTokens | None = None
         """How tokens are divided among processes; `divide_tokens` sets it."""
         self.reset_parameters()
+
+    def _add_weights(self, device: Any, dtype: torch.dtype | None) -> None:
+        """The linear maps as modules of their own, and the other weights in `inputs`."""
+        of_weight = {(m.entry, m.weight): (m, "weight") for m in self.plan.maps}
+        of_bias = {(m.entry, m.bias): (m, "bias") for m in self.plan.maps if m.bias}
+        for of_map in self.plan.maps:
+            self.register_map(of_map, device, dtype)
+        for name, weights in self.plan.weights:
+            module = nn.Module()
+            for own, weight in weights:
+                found = of_weight.get((name, own)) or of_bias.get((name, own))
+                if found is not None:
+                    of_map, kind = found
+                    self.declare_stored(kind, of_map, weight.start, f"inputs.{name}.{own}")
+                else:
+                    register(module, own, weight, device, dtype)
+                    self.declared[f"inputs.{name}.{own}"] = weight
+            if module._parameters:
+                self.inputs[name] = module
+        self._names = {name: tuple(module._parameters) for name, module in self.inputs.items()}
+        """Those of the weights in `inputs`, which a parametrization moves."""
 
     @property
     def mechanism(self) -> Mechanism:
         """The mechanism that the layer calls."""
         return self.plan.mechanism
+
+    @property
+    def _like(self) -> Tensor:
+        """A weight, of which inputs and caches have the dtype and device."""
+        weight: Tensor = self._modules[LAST].weight
+        return weight
 
     @property
     def _own_plan(self) -> Plan:
@@ -165,7 +189,7 @@ class Attention(Declared):
         plan, divided_weights = self._own_plan, self.divided_weights
         check_call(
             plan,
-            self.inputs[OUT].get_parameter(PROJECTION),
+            self._like,
             x,
             mask,
             positions,
@@ -178,12 +202,11 @@ class Attention(Declared):
             given |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
             self.divided.refuse([name for name, value in given.items() if value is not None])
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
-        weights = {}
-        for name, declared in plan.weights:
-            weights[name] = parameters_of(self.inputs[name], declared)
         summed = None
-        if divided_weights is not None:
-            x, weights = divided_weights.entering(x), self._parts(weights, divided_weights)
+        if divided_weights is None:
+            weights = self._weights()
+        else:
+            x, weights = divided_weights.entering(x), self._parts(divided_weights)
             summed = divided_weights.total
         y, after = apply(
             plan,
@@ -201,17 +224,31 @@ class Attention(Declared):
         )
         return y if cache is None else (y, after)
 
-    def _parts(
-        self, weights: dict[str, dict[str, Tensor]], divided: DividedWeights
-    ) -> dict[str, dict[str, Tensor]]:
+    def _weights(self) -> dict[str, dict[str, Any]]:
+        """The weights of each entry: linear maps, and parameters."""
+        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        for name, module in self.inputs._modules.items():
+            weights[name] = parameters_of(module, self._names[name])
+        modules = self._modules  # Attributes of modules are slow to read.
+        for of_map in self.plan.maps:
+            weights[of_map.entry][of_map.weight] = ModuleMap(of_map, modules[of_map.name])
+        return weights
+
+    def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Any]]:
         """What this process computes with of the weights."""
-        return {
-            name: {
-                own: divided.part(f"inputs.{name}.{own}", weight, is_term=own != AFTER_PROJECTION)
-                for own, weight in of_entry.items()
-            }
-            for name, of_entry in weights.items()
-        }
+        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        for name, module in self.inputs._modules.items():
+            for own, parameter in parameters_of(module, self._names[name]).items():
+                weights[name][own] = divided.part(f"inputs.{name}.{own}", parameter)
+        for of_map in self._own_plan.maps:
+            module, is_last = self._modules[of_map.name], of_map.entry == OUT
+            is_last &= of_map.weight == PROJECTION
+            own = divided.part_of_map(of_map, module, with_bias=not is_last)
+            weights[of_map.entry][of_map.weight] = own
+            if is_last and of_map.bias:  # All processes add the same, to the sum of their outputs.
+                bias = divided.part(f"{of_map.name}.bias", module.bias, is_term=False)
+                weights[OUT][AFTER_PROJECTION] = bias
+        return weights
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
@@ -220,8 +257,7 @@ class Attention(Declared):
         mechanism whose cache is a state needs no capacity.
         """
         check_batch(batch)
-        weight = self.inputs[OUT].get_parameter(PROJECTION)
-        plan = self._own_plan
+        weight, plan = self._like, self._own_plan
         like = {
             name: torch.empty(shape, dtype=weight.dtype, device=weight.device)
             for name, shape in plan.input_shapes(batch).items()

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.cache import Cache
-from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_weights
+from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
 from precondattn.layers.functions import rms_norm
+from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
-from precondattn.layers.torch.module import Declared, register
+from precondattn.layers.torch.module import Declared, ModuleMap, register
 
 
 class Norm(Declared):
@@ -19,7 +20,7 @@ class Norm(Declared):
 
     def __init__(self, width: int, device: Any, dtype: Any) -> None:
         super().__init__()
-        self.declared = {"gain": gain_weight(width)}
+        self.declared, self.earlier = {"gain": gain_weight(width)}, {}
         register(self, "gain", self.declared["gain"], device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,17 +36,21 @@ class GatedMLP(Declared):
 
     def __init__(self, width: int, hidden: int, device: Any, dtype: Any) -> None:
         super().__init__()
-        self.declared = mlp_weights(width, hidden)
-        for name, weight in self.declared.items():
-            register(self, name, weight, device, dtype)
+        self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden)
+        for of_map in self.maps:
+            self.register_map(of_map, device, dtype)
+            self.declare_stored("weight", of_map, FanIn(), of_map.weight)
 
     def forward(self, y: Tensor) -> Tensor:
-        weights, divided = (self.gate, self.up, self.down), self.divided_weights
+        divided = self.divided_weights
         if divided is None:
-            out: Tensor = gated_mlp(y, *weights)
+            gate, up, down = (ModuleMap(of_map, self._modules[of_map.name]) for of_map in self.maps)
+            out: Tensor = gated_mlp(y, gate, up, down)
             return out
-        parts = [divided.part(*named) for named in zip(self.declared, weights, strict=True)]
-        return divided.total(gated_mlp(divided.entering(y), *parts))
+        gate, up, down = (
+            divided.part_of_map(of_map, self._modules[of_map.name]) for of_map in self.maps
+        )
+        return divided.total(gated_mlp(divided.entering(y), gate, up, down))
 
 
 class Block(nn.Module):

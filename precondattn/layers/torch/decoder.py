@@ -73,6 +73,7 @@ class Decoder(Declared):
             for arguments in arguments_of(layers, heads)
         )
         self.norm = Norm(width, device, dtype)
+        self.earlier = {}
         self.declared = {"embedding": embedding_weight(vocabulary, width)}
         register(self, "embedding", self.declared["embedding"], device, dtype)
         self.reset_parameters()

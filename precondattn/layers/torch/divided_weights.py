@@ -20,7 +20,8 @@ from precondattn.layers.shares import Share, plan_of_device, share_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from precondattn.layers.torch.module import Declared
+    from precondattn.layers.maps import Map
+    from precondattn.layers.torch.module import Declared, PartOfMap
 
 OWNER = "divide_weights"
 CONTIGUOUS = torch.contiguous_format
@@ -166,6 +167,27 @@ class DividedWeights:
         if share.axis is None:
             return local
         return local.narrow(share.axis, share.own.start, share.own.stop - share.own.start)
+
+    def part_of_map(self, of_map: Map, module: Any, *, with_bias: bool = True) -> PartOfMap:
+        """The part of a linear map that this process computes.
+
+        Raises
+        ------
+        TypeError
+            for a module that is no plain `nn.Linear`, of which a part can not be called.
+        """
+        from precondattn.layers.torch.module import PartOfMap
+
+        name = of_map.name
+        if type(module) is not nn.Linear or module._forward_pre_hooks or module._forward_hooks:
+            raise TypeError(
+                f"{OWNER}: {name} must be an nn.Linear without hooks, since each process computes "
+                f"a part of it; found {module}"
+            )
+        bias = module.bias if with_bias else None
+        if bias is not None:
+            bias = self.part(f"{name}.bias", bias)
+        return PartOfMap(of_map, self.part(f"{name}.weight", module.weight), bias)
 
     def entering(self, x: Tensor) -> Tensor:
         """x, which all processes have and compute other terms from: its gradient is their sum."""

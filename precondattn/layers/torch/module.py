@@ -1,15 +1,18 @@
-"""Parameters of a module of PyTorch, from their declarations."""
+"""Parameters and linear maps of a module of PyTorch, from their declarations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, MutableMapping
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from precondattn.arrays import is_distributed, namespace
-from precondattn.layers.plan import Weight
+from precondattn.arrays import Shape, is_distributed, namespace
+from precondattn.layers.functions import LinearMap
+from precondattn.layers.maps import Map, Stored, Weight
+from precondattn.layers.parameters import Start
 
 if TYPE_CHECKING:
     from precondattn.layers.torch.divided_weights import DividedWeights
@@ -19,11 +22,20 @@ for _known in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device=
     namespace(_known)
 
 
+class Earlier(NamedTuple):
+    """What became of a parameter that has another name in a `state_dict` saved before."""
+
+    name: str
+    stored: Callable[[Tensor], Tensor]
+
+
 class Declared(nn.Module):
-    """A module whose own parameters are declared."""
+    """A module whose own parameters, and those of its linear maps, are declared."""
 
     declared: dict[str, Weight]
-    """By their names in its `state_dict`"""
+    """By their names in its `state_dict`, in the order in which they are drawn."""
+    earlier: dict[str, Earlier]
+    """By their earlier names."""
     divided_weights: DividedWeights | None = None
     """How they are divided among processes; `divide_weights` sets it."""
 
@@ -31,6 +43,57 @@ class Declared(nn.Module):
         """Draw the weights anew, for example after `to_empty` of a module made on `meta`."""
         for name, weight in self.declared.items():
             fill(self.get_parameter(name), weight)
+
+    def register_map(self, of_map: Map, device: Any, dtype: Any) -> None:
+        """Add the module of a linear map, whose weights are not filled yet."""
+        sizes = prod(of_map.inner), prod(of_map.outer)
+        # On the device meta, so that its own first values are not drawn.
+        module = nn.Linear(*sizes, bias=bool(of_map.bias), device="meta")
+        for name, parameter in [*module.named_parameters()]:
+            empty = torch.empty(parameter.shape, device=device, dtype=dtype)
+            module.register_parameter(name, nn.Parameter(empty))
+        self.add_module(of_map.name, module)
+
+    def declare_stored(self, own: str, of_map: Map, start: Start, before: str) -> None:
+        """Declare the weight or the bias of a linear map, and its name of before."""
+        stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
+        name = f"{of_map.name}.{own}"
+        self.declared[name] = stored.weight(start)
+        self.earlier[before] = Earlier(name, stored)
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        for before, (name, stored) in self.earlier.items():
+            if prefix + before in state_dict:
+                state_dict[prefix + name] = stored(state_dict.pop(prefix + before))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class ModuleMap(LinearMap):
+    """A linear map of a layer, computed by the module that has its place and name now.
+
+    That is an `nn.Linear`, or what a tool has put there: a quantized one, or one with adapters.
+    """
+
+    def __init__(self, of_map: Map, module: nn.Module) -> None:
+        self.map, self.module = of_map, module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.map.split(self.module(self.map.joined(x)))
+        return y
+
+
+class PartOfMap(LinearMap):
+    """The part of a linear map that one of several processes computes."""
+
+    def __init__(self, of_map: Map, weight: Tensor, bias: Tensor | None) -> None:
+        self.map, self.weight, self.bias = of_map, weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(self.map.joined(x), self.weight, self.bias)
+        split: Tensor = self.map.split(y)
+        return split
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: Any) -> None:
@@ -42,7 +105,8 @@ def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: A
 @torch.no_grad()
 def fill(parameter: Tensor, weight: Weight) -> None:
     """Draw the first values of a parameter, which may be a DTensor."""
-    values: Any = weight.start(_Draw(parameter), weight.shape)
+    kind = {"dtype": parameter.dtype, "device": parameter.device}
+    values: Any = weight.start(_Draw(weight.shape, kind), weight.shape)
     if is_distributed((parameter,), {}):
         from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -53,18 +117,20 @@ def fill(parameter: Tensor, weight: Weight) -> None:
     parameter.copy_(values)
 
 
-def parameters_of(module: nn.Module, declared: Iterable[tuple[str, Weight]]) -> dict[str, Tensor]:
+def parameters_of(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters of a module by name, which may be parametrized."""
     own = module._parameters  # Attributes of modules are slow to read.
-    return {name: own[name] if name in own else getattr(module, name) for name, _ in declared}
+    return {name: own[name] if name in own else getattr(module, name) for name in names}
 
 
 class _Draw:
-    """New tensors of the shape, dtype and device of one parameter."""
+    """New tensors of one shape, with the dtype and device of a parameter."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        self.shape = parameter.shape
-        self.kind = {"dtype": parameter.dtype, "device": parameter.device}
+    def __init__(self, shape: Shape, kind: dict[str, Any]) -> None:
+        self.shape, self.kind = shape, kind
+
+    def of(self, shape: Shape) -> _Draw:
+        return _Draw(shape, self.kind)
 
     def normal(self) -> Tensor:
         return torch.randn(self.shape, **self.kind)

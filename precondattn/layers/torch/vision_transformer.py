@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from precondattn.layers.plan import Weight
+from precondattn.layers.maps import Weight
 from precondattn.layers.torch.attention import is_autocast
 from precondattn.layers.torch.module import fill, register
 from precondattn.layers.torch.vision_attention import VisionAttention

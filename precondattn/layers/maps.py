@@ -1,0 +1,134 @@
+"""Linear maps of a layer: the weights that are modules of their own, such as `q_proj`.
+
+A recipe declares a weight W by axes, (x, h, d), in the order of its sum. Modules of both frameworks
+have matrices: `nn.Linear` (h · d, x), and `nnx.Linear` (x, h · d). Heads come first among the rows
+of an output, so that those of each head are neighbours, which devices can divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from precondattn.arrays import Array, Shape, namespace
+from precondattn.layers.parameters import Draw, Start
+
+HEADS = ("heads", "kv_heads")
+"""The usual names of axes of heads."""
+
+
+class Weight(NamedTuple):
+    """One parameter of a layer."""
+
+    shape: Shape
+    start: Start
+    names: tuple[str | None, ...]
+    """The usual names of its axes, for sharding."""
+    grain: tuple[int, ...] = ()
+    """How many neighbours along each axis belong together, such as the rows of a head; 1 each
+    where it is empty."""
+
+
+class Map(NamedTuple):
+    """y = W x + b, with W and b declared by axes."""
+
+    name: str
+    """Of its module."""
+    entry: str
+    """The input of the mechanism, or other value, that it is for."""
+    weight: str
+    """The declared name of W."""
+    bias: str
+    """The declared name of b; empty where there is none."""
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+    """The sizes of the axes of x and of y."""
+    names: tuple[str | None, ...]
+    """The usual names of all axes of W."""
+    order: tuple[int, ...]
+    """The axes of y as its module has them: heads first."""
+
+    @classmethod
+    def of(
+        cls, name: str, entry: str, weight: str, bias: str, summed: int, declared: Weight
+    ) -> Map:
+        """The map of a declared W, whose first axes are summed."""
+        inner, outer = declared.shape[:summed], declared.shape[summed:]
+        names = declared.names[summed:]
+        order = tuple(sorted(range(len(outer)), key=lambda axis: names[axis] not in HEADS))
+        return cls(name, entry, weight, bias, inner, outer, declared.names, order)
+
+    def matrix(self, weight: Array) -> Array:
+        """W as a matrix (x, y)."""
+        first = len(self.inner)
+        xp = namespace(weight)
+        axes = (*range(first), *(first + axis for axis in self.order))
+        return xp.reshape(xp.permute_dims(weight, axes), (prod(self.inner), prod(self.outer)))
+
+    def row(self, bias: Array) -> Array:
+        """b as a vector."""
+        xp = namespace(bias)
+        return xp.reshape(xp.permute_dims(bias, self.order), (prod(self.outer),))
+
+    def joined(self, x: Array) -> Array:
+        """x (…, inner) as the module reads it."""
+        if len(self.inner) == 1:
+            return x
+        return namespace(x).reshape(x, (*x.shape[: x.ndim - len(self.inner)], prod(self.inner)))
+
+    def split(self, y: Array) -> Array:
+        """(…, outer) of what the module gives."""
+        if len(self.outer) == 1:
+            return y
+        xp, before = namespace(y), y.ndim - 1
+        sizes = tuple(self.outer[axis] for axis in self.order)
+        y = xp.reshape(y, (*y.shape[:-1], *sizes))
+        if self.order == tuple(range(len(self.outer))):
+            return y
+        back = (before + self.order.index(axis) for axis in range(len(self.outer)))
+        return xp.permute_dims(y, (*range(before), *back))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a module stores W, or b, of a map: from its declared axes to the module's."""
+
+    map: Map
+    is_bias: bool = False
+    outer_first: bool = False
+    """Whether matrices are (y, x), as in PyTorch."""
+
+    def __call__(self, array: Array) -> Array:
+        if self.is_bias:
+            return self.map.row(array)
+        matrix = self.map.matrix(array)
+        return matrix.T if self.outer_first else matrix
+
+    @property
+    def declared_shape(self) -> Shape:
+        return self.map.outer if self.is_bias else (*self.map.inner, *self.map.outer)
+
+    def weight(self, start: Start) -> Weight:
+        """The parameter of the module, whose first values are drawn by the declared axes."""
+        inner, outer, names = self.map.inner, self.map.outer, self.map.names
+        of_x = (prod(inner), names[0], prod(inner[1:]))
+        of_y: tuple[int, str | None, int] = (1, None, 1)
+        if outer:
+            first = self.map.order[0]
+            of_y = (prod(outer), names[len(inner) + first], prod(outer) // outer[first])
+        axes = [of_y] if self.is_bias else [of_y, of_x] if self.outer_first else [of_x, of_y]
+        sizes, usual, grains = zip(*axes, strict=True)
+        return Weight(sizes, Drawn(start, self), usual, grains)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """First values that are drawn by the declared axes, and stored as a module has them."""
+
+    start: Start
+    stored: Stored
+
+    def __call__(self, draw: Draw, shape: Shape) -> Array:
+        declared = self.stored.declared_shape
+        return self.stored(self.start(draw.of(declared), declared))
