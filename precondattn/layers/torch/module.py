@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,17 +41,12 @@ class Declared(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, for example after `to_empty` of a module made on `meta`."""
-        for name, weight in self.declared.items():
-            fill(self.get_parameter(name), weight)
+        fill_all(self, self.declared)
 
     def register_map(self, of_map: Map, device: Any, dtype: Any) -> None:
         """Add the module of a linear map, whose weights are not filled yet."""
         sizes = prod(of_map.inner), prod(of_map.outer)
-        # On the device meta, so that its own first values are not drawn.
-        module = nn.Linear(*sizes, bias=bool(of_map.bias), device="meta")
-        for name, parameter in [*module.named_parameters()]:
-            empty = torch.empty(parameter.shape, device=device, dtype=dtype)
-            module.register_parameter(name, nn.Parameter(empty))
+        module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
         self.add_module(of_map.name, module)
 
     def declare_stored(self, own: str, of_map: Map, start: Start, before: str) -> None:
@@ -100,6 +95,24 @@ def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: A
     """A parameter of the module that is not filled yet."""
     empty = torch.empty(weight.shape, device=device, dtype=dtype)
     module.register_parameter(name, nn.Parameter(empty))
+
+
+def empty_linear(
+    inner: int, outer: int, *, is_biased: bool, device: Any, dtype: Any
+) -> nn.Linear:
+    """An `nn.Linear` that is not filled yet."""
+    # On the device meta, so that its own first values are not drawn.
+    module = nn.Linear(inner, outer, bias=is_biased, device="meta")
+    for name, parameter in [*module.named_parameters()]:
+        empty = torch.empty(parameter.shape, device=device, dtype=dtype)
+        module.register_parameter(name, nn.Parameter(empty))
+    return module
+
+
+def fill_all(module: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Draw the first values of these parameters of a module."""
+    for name, weight in weights.items():
+        fill(module.get_parameter(name), weight)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Weights of timm's vision transformers by the names of ours.
 
-timm has one matrix for q, k and v, and heads inside the axes of matrices. Its weights of attention
-become `inputs.*` of `VisionAttention`; others, such as those of layer norms, keep their names.
+timm has one matrix for q, k and v, which become `q_proj`, `k_proj` and `v_proj` of
+`VisionAttention`; others, such as those of layer norms, keep their names.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def from_timm(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]
     >>> from precondattn.layers.torch import from_timm
     >>> weights = {"attn.qkv.weight": torch.ones(24, 6), "norm1.bias": torch.ones(6)}
     >>> {name: tuple(tensor.shape) for name, tensor in from_timm(weights, heads=2).items()}
-    {'attn.inputs.q.weight': (6, 2, 4), 'attn.inputs.k.weight': (6, 2, 4), \
-'attn.inputs.v.weight': (6, 2, 4), 'norm1.bias': (6,)}
+    {'attn.q_proj.weight': (8, 6), 'attn.k_proj.weight': (8, 6), 'attn.v_proj.weight': (8, 6), \
+'norm1.bias': (6,)}
     """
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ValueError(f"heads must be a whole number, 1 or above; found {heads!r}")
@@ -49,7 +49,7 @@ def from_timm(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]
         if own is None:
             ours[_renamed(name)] = tensor
         else:
-            ours |= {f"{place}inputs.{key}": value.contiguous() for key, value in own.items()}
+            ours |= {f"{place}{key}": value.contiguous() for key, value in own.items()}
     return ours
 
 
@@ -60,20 +60,14 @@ def _of_attention(name: str, tensor: Tensor, heads: int) -> dict[str, Tensor] | 
             raise ValueError(
                 f"heads: the {tensor.shape[0]} rows of {name} are not q, k and v of {heads} heads"
             )
-        # From (3, h, d, x) to (x, h, d) each; biases have no x.
-        parts = tensor.unflatten(0, (3, heads, -1)).unbind(0)
         kind = name.removeprefix("qkv.")
-        return {
-            f"{row}.{kind}": part.movedim(-1, 0) if kind == "weight" else part
-            for row, part in zip("qkv", parts, strict=True)
-        }
-    if name == "proj.weight":
-        return {"out.projection": tensor.T.unflatten(0, (heads, -1))}
-    if name == "proj.bias":
-        return {"out.projection_bias": tensor}
+        parts = tensor.chunk(3)
+        return {f"{row}_proj.{kind}": part for row, part in zip("qkv", parts, strict=True)}
+    if name in ("proj.weight", "proj.bias"):
+        return {f"o_{name}": tensor}
     if name == "relative_position_bias_table":
-        return {"bias_table.weight": tensor}
-    return {"logit_scale.weight": tensor.flatten()} if name == "temperature" else None
+        return {"inputs.bias_table.weight": tensor}
+    return {"inputs.logit_scale.weight": tensor.flatten()} if name == "temperature" else None
 
 
 def _is(name: str, last: str) -> bool:

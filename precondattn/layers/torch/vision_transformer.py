@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from precondattn.layers.maps import Weight
 from precondattn.layers.torch.attention import is_autocast
-from precondattn.layers.torch.module import fill, register
+from precondattn.layers.torch.module import empty_linear, fill_all, register
 from precondattn.layers.torch.vision_attention import VisionAttention
 from precondattn.layers.vision import (
     NOT_CAUSAL,
@@ -27,8 +27,8 @@ from precondattn.layers.vision import (
 )
 
 
-class Affine(nn.Module):
-    """W x + b."""
+class Filled(nn.Module):
+    """A module with a weight and a bias that are declared."""
 
     def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
         super().__init__()
@@ -37,14 +37,10 @@ class Affine(nn.Module):
             register(self, name, weight, **made)
 
     def reset_parameters(self) -> None:
-        for name, weight in self.weights.items():
-            fill(self.get_parameter(name), weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        fill_all(self, self.weights)
 
 
-class Patches(Affine):
+class Patches(Filled):
     """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +49,7 @@ class Patches(Affine):
         return rows.flatten(2).transpose(1, 2)
 
 
-class LayerNorm(Affine):
+class LayerNorm(Filled):
     """γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
@@ -69,8 +65,13 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, made: dict[str, Any]) -> None:
         super().__init__()
-        weights = mlp_weights(width, hidden)
-        self.fc1, self.fc2 = Affine(weights["fc1"], made), Affine(weights["fc2"], made)
+        self.weights = mlp_weights(width, hidden)
+        self.fc1 = empty_linear(width, hidden, is_biased=True, **made)
+        self.fc2 = empty_linear(hidden, width, is_biased=True, **made)
+
+    def reset_parameters(self) -> None:
+        for name, weights in self.weights.items():
+            fill_all(self.get_submodule(name), weights)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
@@ -186,16 +187,16 @@ class VisionTransformer(nn.Module):
             for depth, each in enumerate(sizes.mechanisms)
         )
         self.norm = LayerNorm(width, eps, made)
-        self.head = Affine(affine_weights(width, classes), made)
+        self.head = empty_linear(width, classes, is_biased=True, **made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
-        for name, weight in self._tokens.items():
-            fill(self.get_parameter(name), weight)
+        fill_all(self, self._tokens)
         for module in self.modules():
-            if isinstance(module, Affine | VisionAttention):
+            if isinstance(module, Filled | MLP | VisionAttention):
                 module.reset_parameters()
+        fill_all(self.head, affine_weights(self.sizes.width, self.sizes.classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits (b, classes) of images x (b, channels, rows, columns)."""
