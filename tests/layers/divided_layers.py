@@ -109,9 +109,11 @@ def decoders(mesh):
     assert own.state_dict().keys() == model.state_dict().keys()
     shapes = {name: tuple(p.to_local().shape) for name, p in own.named_parameters()}
     assert shapes["embedding"] == (6, 24)
-    assert shapes["blocks.0.mlp.down"] == (32, 24)
+    assert shapes["blocks.0.mlp.down_proj.weight"] == (24, 32)
     assert shapes["blocks.0.attention.inputs.q.convolution"] == (4, 2, 6)
-    assert shapes["blocks.1.attention.inputs.k.weight"] == (24, 1, 6)
+    assert shapes["blocks.0.attention.q_proj.weight"] == (12, 24)
+    assert shapes["blocks.0.attention.o_proj.weight"] == (24, 12)
+    assert shapes["blocks.1.attention.k_proj.weight"] == (6, 24)
     tokens = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(3))
     mask = torch.arange(9) >= torch.tensor([[0], [4]])
     ids = (torch.arange(9) > 3).expand(2, 9).long()

@@ -25,7 +25,7 @@ def fsdp_process(rank: int, count: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     try:
         fully_shard(wrapped, mesh=distributed.init_device_mesh("cpu", (count,)))
-        shard = wrapped.inputs["q"].weight
+        shard = wrapped.q_proj.weight
         assert shard.to_local().numel() * count == shard.numel()
         y = wrapped(x[rank : rank + 1])
         torch.testing.assert_close(y, expected[rank : rank + 1])

@@ -54,7 +54,7 @@ def test_a_sharded_layer_gives_the_same_output_and_gradients(mechanism, kind):
     attn = Attention(32, heads=4, mechanism=mechanism, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 6, 32), "float32")
     gradients, _ = assert_the_same_on_a_mesh(attn, x, kind)
-    assert shapes_of_shards(gradients["inputs"]["q"]["weight"]) == {(32, 2, 8)}
+    assert shapes_of_shards(gradients["q_proj"]["kernel"]) == {(32, 16)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,4 +65,4 @@ def test_a_sharded_decoder_gives_the_same_logits_and_gradients(kind):
     gradients, logits = assert_the_same_on_a_mesh(model, tokens, kind)
     assert logits.sharding.spec[2] == "model"
     assert shapes_of_shards(gradients["embedding"]) == {(25, 32)}
-    assert shapes_of_shards(gradients["blocks"][0]["mlp"]["down"]) == {(44, 32)}
+    assert shapes_of_shards(gradients["blocks"][0]["mlp"]["down_proj"]["kernel"]) == {(44, 32)}

@@ -112,8 +112,8 @@ def test_depth_counts_blocks():
 def test_names_of_a_state_dict_stay(model):
     names = set(model.state_dict())
     assert {"embedding", "norm.gain", "blocks.0.attention_norm.gain"} < names
-    assert {"blocks.1.mlp.gate", "blocks.1.mlp.up", "blocks.1.mlp.down"} < names
-    assert "blocks.1.attention.inputs.q.weight" in names
+    mlp = {f"blocks.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert mlp | {"blocks.1.attention.q_proj.weight"} < names
 
 
 def test_a_model_made_on_meta_is_filled_later():

@@ -93,7 +93,7 @@ def test_scanned_layers_have_a_depth_each_and_are_computed_again_in_the_gradient
         return made("differential", rngs=rngs, depth=depth)
 
     layers = nnx.split_rngs(splits=4)(nnx.vmap(one))(nnx.Rngs(0), jnp.arange(4))
-    assert layers.inputs["q"]["weight"].shape == (4, 24, 4, 6)
+    assert layers.q_proj.kernel.shape == (4, 24, 24)
     depths = nnx.state(layers, nnx.Not(nnx.Param))
     assert [leaf.tolist() for leaf in jax.tree.leaves(depths)] == [[0, 1, 2, 3]]
 
@@ -133,14 +133,15 @@ def test_axes_of_parameters_have_the_usual_names():
     attn = made("gla")
     specs = nnx.get_partition_spec(nnx.state(attn))
     expected = {
-        ("q", "weight"): ("embed", "heads", "head_dim"),
-        ("k", "weight"): ("embed", "kv_heads", "head_dim"),
-        ("g", "down"): ("embed", None),
-        ("g", "up"): (None, "kv_heads", "head_dim"),
-        ("out", "projection"): ("heads", "head_dim", "embed"),
+        ("q_proj", "kernel"): ("embed", "heads"),
+        ("k_proj", "kernel"): ("embed", "kv_heads"),
+        ("g_down_proj", "kernel"): ("embed", None),
+        ("g_up_proj", "kernel"): (None, "kv_heads"),
+        ("g_up_proj", "bias"): ("kv_heads",),
+        ("o_proj", "kernel"): ("heads", "embed"),
     }
     for (name, weight), names in expected.items():
-        assert specs["inputs"][name][weight].get_value() == PartitionSpec(*names), (name, weight)
+        assert specs[name][weight].get_value() == PartitionSpec(*names), (name, weight)
 
 
 def test_a_layer_with_sharded_parameters_gives_the_same_on_four_devices():

@@ -1,7 +1,8 @@
 """Layers with the weights of public ones give their outputs and gradients (`peers/`).
 
-Each mapping below says where a public weight goes. It only moves numbers, so that it maps gradients
-as it maps weights.
+Each mapping below says where a public weight goes, with the axes that recipes declare, which
+weights had before linear maps were modules. It only moves numbers, so that it maps gradients as it
+maps weights.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
-from precondattn.layers.torch import Attention
+from precondattn.layers.torch import Attention, from_earlier
 
 PEERS = Path(__file__).parent / "peers"
 
@@ -374,11 +375,14 @@ def test_a_layer_with_public_weights_gives_the_public_output_and_gradients(mappi
     (y * torch.tensor(given["cotangent"])).sum().backward()
     assert_close(y.detach(), given["out"], "out")
     assert_close(x.grad, given["grad_x"], "x")
-    for name, gradient in gradients.items():
+    expected = from_earlier(
+        {f"inputs.{name}": torch.tensor(array.copy()) for name, array in gradients.items()}, attn
+    )
+    for name, gradient in expected.items():
         # One bias of all keys moves all scores of a query alike: its gradient is 0, up to rounding.
-        has_none = mapping is nystromformer and name == "k.bias"
-        terms = gradients["k.weight"] if has_none else gradient
-        assert_close(attn.get_parameter(f"inputs.{name}").grad, gradient, name, terms)
+        has_none = mapping is nystromformer and name == "k_proj.bias"
+        terms = expected["k_proj.weight"] if has_none else gradient
+        assert_close(attn.get_parameter(name).grad, gradient.numpy(), name, terms.numpy())
 
 
 def assert_close(found, expected, name, terms=None):

@@ -9,6 +9,7 @@ import torch
 import precondattn as pa
 from precondattn.layers.recipes import NormedRotary, StepOfSolve, UnitConvolution
 from precondattn.layers.torch import Attention
+from tests.layers.torch_layers import by_declared_axes
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +29,25 @@ def test_a_norm_before_rope_is_that_of_qwen3():
     angle = torch.arange(5.0)[:, None] * 100 ** (-torch.arange(0, 6, 2) / 6)
     turn = torch.polar(torch.ones(()), angle).to(torch.complex128)[:, None]
 
+    weights = by_declared_axes(attn)
+
     def rows(name):
-        y = torch.einsum("btx,xhd->bthd", x, attn.inputs[name].weight)
+        y = torch.einsum("btx,xhd->bthd", x, weights[name]["weight"])
         y = torch.nn.functional.rms_norm(y, (6,), attn.inputs[name].gain, 1e-6)
         turned = torch.complex(y[..., :3], y[..., 3:]) * turn
         return torch.cat([turned.real, turned.imag], -1)
 
-    v = torch.einsum("btx,xhd->bthd", x, attn.inputs["v"].weight)
+    v = torch.einsum("btx,xhd->bthd", x, weights["v"]["weight"])
     o = pa.softmax(rows("q"), rows("k"), v)
-    expected = torch.einsum("bthd,hdx->btx", o, attn.inputs["out"].projection)
+    expected = torch.einsum("bthd,hdx->btx", o, weights["out"]["projection"])
     torch.testing.assert_close(attn(x), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_w_of_path_may_have_a_full_map_where_queries_share_keys():
     full = {"w": UnitConvolution(size=3)}
     attn = Attention(24, heads=4, kv_heads=2, head_dim=6, mechanism="path", recipes=full)
-    shapes = {name: tuple(p.shape) for name, p in attn.inputs["w"].named_parameters()}
-    assert shapes == {"weight": (24, 2, 6), "convolution": (3, 2, 6)}
+    shapes = {name: tuple(p.shape) for name, p in by_declared_axes(attn)["w"].items()}
+    assert shapes == {"convolution": (3, 2, 6), "weight": (24, 2, 6)}
     x = torch.randn(1, 5, 24)
     first, cache = attn(x[:, :3], cache=attn.init_cache(1, 5))
     last, _ = attn(x[:, 3:], cache=cache)
@@ -55,7 +58,7 @@ def test_lucid_with_weights_is_lucid_where_they_are_not_yet_learned():
     attn = Attention(24, heads=4, mechanism="lucid[beta=true]")
     assert StepOfSolve() in [entry.recipe for entry in attn.plan.entries]
     with torch.no_grad():
-        attn.inputs["lucid_beta"].weight.zero_()
+        attn.lucid_beta_proj.weight.zero_()
     plain = Attention(24, heads=4, mechanism="lucid")
     plain.load_state_dict(attn.state_dict(), strict=False)
     x = torch.randn(1, 6, 24)

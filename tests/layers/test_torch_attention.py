@@ -12,7 +12,7 @@ import precondattn as pa
 from precondattn.layers.apply import apply
 from precondattn.layers.torch import Attention
 from tests.layers.layer_cases import CAUSAL, MECHANISMS, layer
-from tests.layers.torch_layers import FEW, hidden, made
+from tests.layers.torch_layers import FEW, by_declared_axes, hidden, made
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,8 @@ def test_recipes_are_functions_of_arrays_and_run_on_numpy_too(expression):
     attn, x = made(expression), hidden(2, 5)
     mask = torch.tensor([[False, False, True, True, True], [True, True, True, False, True]])
     weights = {
-        name: {own: p.detach().numpy() for own, p in module.named_parameters()}
-        for name, module in attn.inputs.items()
+        name: {own: p.detach().numpy() for own, p in of_entry.items()}
+        for name, of_entry in by_declared_axes(attn).items()
     }
     y, _ = apply(attn.plan, weights, x.numpy(), depth=attn.depth, mask=mask.numpy())
     torch.testing.assert_close(torch.tensor(y), attn(x, mask=mask).detach(), rtol=1e-9, atol=1e-9)
@@ -161,7 +161,7 @@ def test_first_values_are_those_of_the_papers():
     rate = attn.inputs["g"].A_log.exp()
     assert rate.min() < 3
     assert 12 < rate.max() <= 16
-    weight = attn.inputs["q"].weight
+    weight = attn.q_proj.weight
     assert abs(weight.std() * 512**0.5 - 1) < 0.02
     contraction = Attention(32, heads=4, mechanism="ccq").inputs["contraction"].bias
     torch.testing.assert_close(contraction.sigmoid(), torch.full((4,), 0.1))

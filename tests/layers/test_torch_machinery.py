@@ -96,16 +96,20 @@ def test_fsdp_shards_a_layer_and_gives_the_same(tmp_path, count):
 
 
 NAMES = {
-    "softmax": "inputs.q.weight inputs.k.weight inputs.v.weight inputs.out.projection",
+    "softmax": "q_proj.weight k_proj.weight v_proj.weight o_proj.weight",
     "gated_delta": (
-        "inputs.q.weight inputs.q.convolution inputs.k.weight inputs.k.convolution "
-        "inputs.v.weight inputs.v.convolution inputs.g.weight inputs.g.dt_bias inputs.g.A_log "
-        "inputs.beta.weight inputs.out.gain inputs.out.gate inputs.out.projection"
+        "q_proj.weight inputs.q.convolution k_proj.weight inputs.k.convolution "
+        "v_proj.weight inputs.v.convolution g_proj.weight inputs.g.dt_bias inputs.g.A_log "
+        "beta_proj.weight inputs.out.gain o_gate_proj.weight o_proj.weight"
     ),
     "differential": (
-        "inputs.q.weight inputs.k.weight inputs.v.weight inputs.q2.weight inputs.k2.weight "
-        "inputs.lam.q1 inputs.lam.k1 inputs.lam.q2 inputs.lam.k2 inputs.out.gain "
-        "inputs.out.projection"
+        "q_proj.weight k_proj.weight v_proj.weight q2_proj.weight k2_proj.weight "
+        "inputs.lam.q1 inputs.lam.k1 inputs.lam.q2 inputs.lam.k2 inputs.out.gain o_proj.weight"
+    ),
+    "path[forget=scaled]": (
+        "q_proj.weight k_proj.weight v_proj.weight w_down_proj.weight w_up_proj.weight "
+        "inputs.w.convolution beta_proj.weight beta_proj.bias g_proj.weight g_proj.bias "
+        "o_proj.weight"
     ),
 }
 

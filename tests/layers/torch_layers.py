@@ -1,5 +1,7 @@
 """Attention layers of PyTorch in float64, and their inputs."""
 
+import math
+
 import torch
 
 from precondattn.layers.torch import Attention
@@ -15,3 +17,21 @@ def made(expression, **options):
 
 def hidden(b, t, width=24, dtype=torch.float64):
     return torch.randn(b, t, width, dtype=dtype)
+
+
+def by_declared_axes(attn):
+    """All weights of a layer with the names and axes that recipes declare, which they had before.
+
+    W of q is (x, h, d), and that of the output (h, e, x).
+    """
+    weights = {name: dict(module.named_parameters()) for name, module in attn.inputs.items()}
+    for of_map in attn.plan.maps:
+        module, sizes = attn.get_submodule(of_map.name), [of_map.outer[i] for i in of_map.order]
+        back = [of_map.order.index(i) for i in range(len(sizes))]
+        inner = math.prod(of_map.inner)
+        matrix = module.weight.T.reshape(inner, *sizes).permute(0, *(1 + i for i in back))
+        own = weights.setdefault(of_map.entry, {})
+        own[of_map.weight] = matrix.reshape(*of_map.inner, *of_map.outer)
+        if of_map.bias:
+            own[of_map.bias] = module.bias.reshape(sizes).permute(back)
+    return {name: weights.get(name, {}) for name, _ in attn.plan.weights}

@@ -33,16 +33,16 @@ class Layer:
 
     def __init__(self, attn: Attention) -> None:
         self.mechanism = attn.mechanism
-        named = {name: p.detach().clone() for name, p in attn.inputs.named_parameters()}
-        _, self.h, self.d = named["q.weight"].shape
-        self.out = named.pop("out.projection").flatten(0, 1).t().contiguous()
+        self.h, self.d = attn.plan.maps[0].outer
+        named = {name: p.detach().clone() for name, p in attn.named_parameters()}
+        self.out = named.pop("o_proj.weight")
         self.maps: dict[str, Tensor] = {}
         self.others: dict[str, Tensor] = {}
         for name, weight in named.items():
-            if name.endswith(("weight", "gate", "down", "up")) and name != "contraction.weight":
-                self.maps[name] = weight.flatten(1).t().contiguous()
+            if name.endswith("_proj.weight"):
+                self.maps[name.removesuffix("_proj.weight")] = weight
             else:
-                self.others[name] = weight
+                self.others[name.removeprefix("inputs.")] = weight
         self.parameters = [self.out, *self.maps.values(), *self.others.values()]
         for parameter in self.parameters:
             parameter.requires_grad_()
@@ -65,7 +65,7 @@ class Layer:
 
     def inputs(self, x: Tensor, angles: Angles, rows: Rows | None) -> dict[str, Tensor]:
         """The inputs of the mechanism; `rows` are those before a single token x."""
-        q, k, v = (self.heads(f"{name}.weight", x) for name in "qkv")
+        q, k, v = (self.heads(name, x) for name in "qkv")
         return {"q": self.rotated(q, angles), "k": self.rotated(k, angles), "v": v}
 
     def gated(self, o: Tensor, x: Tensor) -> Tensor:
@@ -87,16 +87,18 @@ class Gated(Layer):
 
     def gated(self, o: Tensor, x: Tensor) -> Tensor:
         o = rms_norm(o, (self.d,), self.others["out.gain"], 1e-5)
-        return o * silu(self.heads("out.gate", x))
+        return o * silu(self.heads("o_gate", x))
 
 
 class Gla(Gated):
     """g = log σ(B A x + b) / 16."""
 
     def inputs(self, x: Tensor, angles: Angles, rows: Rows | None) -> dict[str, Tensor]:
-        q, k, v = (self.heads(f"{name}.weight", x) for name in "qkv")
-        score = linear(linear(x, self.maps["g.down"]), self.maps["g.up"])
-        g = logsigmoid(score.unflatten(-1, (self.h, self.d)) + self.others["g.bias"]) / 16
+        q, k, v = (self.heads(name, x) for name in "qkv")
+        score = linear(
+            linear(x, self.maps["g_down"]), self.maps["g_up"], self.others["g_up_proj.bias"]
+        )
+        g = logsigmoid(score.unflatten(-1, (self.h, self.d))) / 16
         return {"q": q, "k": k, "v": v, "g": g}
 
 
@@ -116,22 +118,22 @@ class GatedDelta(Gated):
 
     def convolved(self, name: str, x: Tensor, rows: Rows | None) -> Tensor:
         if rows is not None:
-            longer = torch.cat([rows[name], self.heads(f"{name}.weight", x)], 1)
+            longer = torch.cat([rows[name], self.heads(name, x)], 1)
             rows[name] = longer[:, 1:]
             return silu((longer * self.others[f"{name}.convolution"]).sum(1, keepdim=True))
-        y = linear(x, self.maps[f"{name}.weight"]).mT
+        y = linear(x, self.maps[name]).mT
         y = conv1d(y, self.filters[name], padding=3, groups=y.shape[1])
         return silu(y[..., : x.shape[1]]).mT.unflatten(-1, (self.h, self.d))
 
     def inputs(self, x: Tensor, angles: Angles, rows: Rows | None) -> dict[str, Tensor]:
         q, k, v = (self.convolved(name, x, rows) for name in "qkv")
-        step = softplus(linear(x, self.maps["g.weight"]) + self.others["g.dt_bias"])
+        step = softplus(linear(x, self.maps["g"]) + self.others["g.dt_bias"])
         return {
             "q": normalize(q, dim=-1),
             "k": normalize(k, dim=-1),
             "v": v,
             "g": -self.others["g.A_log"].exp() * step,
-            "beta": linear(x, self.maps["beta.weight"]).sigmoid(),
+            "beta": linear(x, self.maps["beta"]).sigmoid(),
         }
 
 
@@ -164,7 +166,7 @@ class Tokens:
             LAYERS[str(block.attention.mechanism)](block.attention) for block in model.blocks
         ]
         self.mlps = [
-            [weight.detach().t().contiguous() for weight in (b.mlp.gate, b.mlp.up, b.mlp.down)]
+            [m.weight.detach() for m in (b.mlp.gate_proj, b.mlp.up_proj, b.mlp.down_proj)]
             for b in model.blocks
         ]
         mark = "convolution of "

@@ -31,6 +31,7 @@ USED = {
         "StaticLayer",
         "StaticSlidingWindowLayer",
     ),
+    "transformers.core_model_loading": ("ConversionOps", "WeightConverter"),
     "transformers.integrations.accelerate": ("force_accelerate_hooks",),
     "transformers.masking_utils": (
         "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -50,6 +51,12 @@ USED = {
 """The names, by module."""
 
 PARAMETERS = {
+    "PreTrainedModel._load_pretrained_model": (
+        "model",
+        "state_dict",
+        "checkpoint_files",
+        "load_config",
+    ),
     "sdpa_mask": ("q_length", "kv_length", "q_offset", "kv_offset", "allow_is_causal_skip"),
     "GenerationMixin._prepare_cache_for_generation": (
         "generation_config",
@@ -144,6 +151,9 @@ remap_positions_for_packed_sequence = getattr(
 )
 """How packed sequences are described from 5.23 on, besides `packed_sequence_mask_function`."""
 sliding_window_overlay = _found["sliding_window_overlay"]
+
+ConversionOps = _found["ConversionOps"]
+WeightConverter = _found["WeightConverter"]
 
 GradientCheckpointingLayer = _found["GradientCheckpointingLayer"]
 BaseModelOutputWithPast = _found["BaseModelOutputWithPast"]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from precondattn.algebra.mechanism import Mechanism
-from precondattn.layers.meaning import meanings
 from precondattn.layers.maps import Weight
+from precondattn.layers.meaning import meanings
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Learned, Positive, recipes_for
 from precondattn.layers.torch.module import fill, register

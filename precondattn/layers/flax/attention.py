@@ -14,9 +14,9 @@ from precondattn.cache import Cache
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import check_batch, check_call
 from precondattn.layers.flax.depth import Depth, depth_of
-from precondattn.layers.flax.module import parameter
+from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
 from precondattn.layers.histories import with_rows
-from precondattn.layers.plan import OUT, PROJECTION, plan_for
+from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.segments import segments_of
 
@@ -98,11 +98,21 @@ class Attention(nnx.Module):
             recipes=recipes,
         )
         self.inputs = nnx.Dict()
-        """The weights of each input, by its name, and those of the output as `out`."""
-        for name, weights in self.plan.weights:
-            self.inputs[name] = nnx.Dict(
-                {own: parameter(weight, dtype, rngs) for own, weight in weights}
-            )
+        """The weights that are no linear maps, by input, and those of the output as `out`."""
+        maps = {(of_map.entry, of_map.weight): of_map for of_map in self.plan.maps}
+        biases = {(of_map.entry, of_map.bias) for of_map in self.plan.maps if of_map.bias}
+        for name, declared in self.plan.weights:
+            own, starts = {}, {key: weight.start for key, weight in declared}
+            for key, weight in declared:
+                of_map = maps.get((name, key))
+                if of_map is not None:
+                    both = {"weight": starts[key]}
+                    both |= {"bias": starts[of_map.bias]} if of_map.bias else {}
+                    setattr(self, of_map.name, linear_of(of_map, both, dtype, rngs))
+                elif (name, key) not in biases:
+                    own[key] = parameter(weight, dtype, rngs)
+            if own:
+                self.inputs[name] = nnx.Dict(own)
         self.divided: ContextParallel | None = None
         """The mechanism of tokens that are divided among devices; `divide_tokens` sets it."""
 
@@ -155,10 +165,12 @@ class Attention(nnx.Module):
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
-        weights = {
-            name: {own: array[...] for own, array in parameters.items()}
-            for name, parameters in self.inputs.items()
-        }
+        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        for name, parameters in self.inputs.items():
+            weights[name] = {own: array[...] for own, array in parameters.items()}
+        for of_map in self.plan.maps:
+            module = getattr(self, of_map.name)
+            weights[of_map.entry][of_map.weight] = ModuleMap(of_map, module)
         y, after = apply(
             self.plan,
             weights,
@@ -185,7 +197,7 @@ class Attention(nnx.Module):
         return with_rows(cache, self.plan, dtype)
 
     def _projection(self) -> jax.Array:
-        weight: jax.Array = self.inputs[OUT][PROJECTION][...]
+        weight: jax.Array = self.o_proj.kernel[...]
         return weight
 
     def __repr__(self) -> str:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.cache import Cache
-from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_weights
+from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
 from precondattn.layers.flax.attention import Attention
-from precondattn.layers.flax.module import parameter
+from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
 from precondattn.layers.functions import rms_norm
+from precondattn.layers.parameters import FanIn
 
 
 class Norm(nnx.Module):
@@ -30,13 +31,13 @@ class GatedMLP(nnx.Module):
     """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
 
     def __init__(self, width: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
-        weights = mlp_weights(width, hidden)
-        self.gate = parameter(weights["gate"], dtype, rngs)
-        self.up = parameter(weights["up"], dtype, rngs)
-        self.down = parameter(weights["down"], dtype, rngs)
+        self.maps = mlp_maps(width, hidden)
+        for of_map in self.maps:
+            setattr(self, of_map.name, linear_of(of_map, {"weight": FanIn()}, dtype, rngs))
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        out: jax.Array = gated_mlp(y, self.gate[...], self.up[...], self.down[...])
+        gate, up, down = (ModuleMap(of_map, getattr(self, of_map.name)) for of_map in self.maps)
+        out: jax.Array = gated_mlp(y, gate, up, down)
         return out
 
 

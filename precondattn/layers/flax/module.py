@@ -1,30 +1,86 @@
-"""Parameters of a module of Flax, from their declarations."""
+"""Parameters and linear maps of a module of Flax, from their declarations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from precondattn.layers.maps import Weight
-from precondattn.layers.parameters import Draw
+from precondattn.layers.functions import LinearMap
+from precondattn.layers.maps import Map, Stored, Weight
+from precondattn.layers.parameters import Start
 
 
 def parameter(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
     """A new parameter, with the names of its axes as metadata."""
-    draw: Draw = _Draw(weight.shape, dtype, rngs)
-    first = weight.start(draw, weight.shape)
+    return nnx.Param(_first(weight, dtype, rngs), **_metadata(weight))
+
+
+def linear_of(of_map: Map, starts: Mapping[str, Start], dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+    """The module of a linear map, with the first values of `weight` and `bias`."""
+    weights = {
+        own: Stored(of_map, is_bias=own == "bias").weight(start) for own, start in starts.items()
+    }
+    first = {own: _first(weight, dtype, rngs) for own, weight in weights.items()}
+    inner, outer = weights["weight"].shape
+    return nnx.Linear(
+        inner,
+        outer,
+        use_bias="bias" in first,
+        param_dtype=dtype,
+        kernel_init=lambda *_: first["weight"],
+        bias_init=lambda *_: first["bias"],
+        kernel_metadata=_metadata(weights["weight"]),
+        bias_metadata=_metadata(weights["bias"]) if "bias" in weights else {},
+        rngs=_NoKeys(),
+    )
+
+
+def _first(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
+    return weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
+
+
+def _metadata(weight: Weight) -> dict[str, Any]:
     # Names alone: a model is sharded as a whole, by rules for them.
-    return nnx.Param(first, out_sharding=weight.names, eager_sharding=False)
+    return {"out_sharding": weight.names, "eager_sharding": False}
+
+
+class _NoKeys:
+    """In place of `nnx.Rngs` where first values are given: no key is drawn for them."""
+
+    def params(self) -> None:
+        return None
+
+
+class ModuleMap(LinearMap):
+    """A linear map of a layer, computed by the module that has its place and name now."""
+
+    def __init__(self, of_map: Map, module: Any) -> None:
+        self.map, self.module = of_map, module
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.map.joined(x)
+        kernel = jax.typeof(self.module.kernel[...]).sharding
+        if not (kernel.mesh.explicit_axes or jax.typeof(x).sharding.mesh.explicit_axes):
+            y: jax.Array = self.map.split(self.module(x))
+            return y
+        # In the explicit mode the sharding of a sum over shards has to be given.
+        spec = jax.sharding.PartitionSpec(*jax.typeof(x).sharding.spec[:-1], *kernel.spec[1:])
+        split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
+        return split
 
 
 class _Draw:
-    """New arrays of the shape and dtype of one parameter."""
+    """New arrays of one shape, with the dtype of a parameter."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> None:
         self.shape, self.dtype, self.rngs = shape, dtype, rngs
+
+    def of(self, shape: tuple[int, ...]) -> _Draw:
+        return _Draw(shape, self.dtype, self.rngs)
 
     def normal(self) -> jax.Array:
         return jax.random.normal(self.rngs.params(), self.shape, self.dtype)

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 def to_flax(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """A `state_dict` of PyTorch as a nested dict of JAX's arrays, for `nnx.update`.
 
-    Names and shapes are the same in both: `"inputs.q.weight"` is `inputs`, `q`, `weight`.
+    Names are the same in both, but for linear maps: `"q_proj.weight"` (y, x) of an `nn.Linear` is
+    `q_proj`, `kernel` (x, y) of an `nnx.Linear`.
 
     Examples
     --------
     >>> import torch
     >>> from precondattn.layers.flax import to_flax
-    >>> to_flax({"blocks.0.inputs.q.weight": torch.ones(2)})
-    {'blocks': {0: {'inputs': {'q': {'weight': Array([1., 1.], dtype=float32)}}}}}
+    >>> to_flax({"blocks.0.attention.q_proj.weight": torch.ones(1, 2)})
+    {'blocks': {0: {'attention': {'q_proj': {'kernel': Array([[1.],
+           [1.]], dtype=float32)}}}}}
     """
     nested: dict[Any, Any] = {}
     for name, tensor in state_dict.items():
@@ -27,6 +29,8 @@ def to_flax(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
         for key in path:
             here = here.setdefault(key, {})
         host = tensor.detach().cpu()
+        if last == "weight" and path and str(path[-1]).endswith("_proj"):
+            last, host = "kernel", host.T
         is_bfloat16 = str(host.dtype) == "torch.bfloat16"  # NumPy has no such type.
         array = jnp.asarray((host.float() if is_bfloat16 else host).numpy())
         here[last] = array.astype(jnp.bfloat16) if is_bfloat16 else array

@@ -5,6 +5,7 @@ from precondattn.layers.torch.block import Block
 from precondattn.layers.torch.decoder import Decoder
 from precondattn.layers.torch.divided import divide_tokens
 from precondattn.layers.torch.divided_weights import divide_weights
+from precondattn.layers.torch.earlier_weights import from_earlier
 from precondattn.layers.torch.timm_weights import from_timm
 from precondattn.layers.torch.vision_attention import VisionAttention
 from precondattn.layers.torch.vision_transformer import VisionTransformer
@@ -21,6 +22,7 @@ __all__ = [
     "XCABlock",
     "divide_tokens",
     "divide_weights",
+    "from_earlier",
     "from_timm",
     "to_torch",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,15 @@ class Earlier(NamedTuple):
     """What became of a parameter that has another name in a `state_dict` saved before."""
 
     name: str
-    stored: Callable[[Tensor], Tensor]
+    stored: Stored
+
+    @property
+    def shape(self) -> Shape:
+        """That of the parameter before."""
+        return self.stored.declared_shape
+
+    def converted(self, before: Tensor) -> Tensor:
+        return self.stored(before).contiguous()
 
 
 class Declared(nn.Module):
@@ -59,9 +67,12 @@ class Declared(nn.Module):
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        for before, (name, stored) in self.earlier.items():
+        for before, after in self.earlier.items():
             if prefix + before in state_dict:
-                state_dict[prefix + name] = stored(state_dict.pop(prefix + before))
+                found = state_dict.pop(prefix + before)
+                # Another shape is an error of the parameter's own check.
+                is_same = tuple(found.shape) == after.shape
+                state_dict[prefix + after.name] = after.converted(found) if is_same else found
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -97,9 +108,7 @@ def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: A
     module.register_parameter(name, nn.Parameter(empty))
 
 
-def empty_linear(
-    inner: int, outer: int, *, is_biased: bool, device: Any, dtype: Any
-) -> nn.Linear:
+def empty_linear(inner: int, outer: int, *, is_biased: bool, device: Any, dtype: Any) -> nn.Linear:
     """An `nn.Linear` that is not filled yet."""
     # On the device meta, so that its own first values are not drawn.
     module = nn.Linear(inner, outer, bias=is_biased, device="meta")

@@ -12,16 +12,24 @@ import torch
 def to_torch(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """A nested dict of arrays, such as `nnx.state(module, nnx.Param)`, as a `state_dict`.
 
-    Names and shapes are the same in both: `inputs`, `q`, `weight` is `"inputs.q.weight"`.
+    Names are the same in both, but for linear maps: `q_proj`, `kernel` (x, y) of an `nnx.Linear` is
+    `"q_proj.weight"` (y, x) of an `nn.Linear`.
 
     Examples
     --------
     >>> import numpy as np
     >>> from precondattn.layers.torch import to_torch
-    >>> to_torch({"blocks": {0: {"inputs": {"q": {"weight": np.ones(2)}}}}})
-    {'blocks.0.inputs.q.weight': tensor([1., 1.], dtype=torch.float64)}
+    >>> to_torch({"blocks": {0: {"q_proj": {"kernel": np.ones((2, 1))}}}})
+    {'blocks.0.q_proj.weight': tensor([[1., 1.]], dtype=torch.float64)}
     """
-    return {".".join(map(str, path)): _tensor(array) for path, array in _leaves(state, ())}
+    tensors = {}
+    for path, array in _leaves(state, ()):
+        *before, last = map(str, path)
+        tensor = _tensor(array)
+        if last == "kernel" and before and before[-1].endswith("_proj"):
+            last, tensor = "weight", tensor.mT.contiguous()
+        tensors[".".join([*before, last])] = tensor
+    return tensors
 
 
 def _leaves(state: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:

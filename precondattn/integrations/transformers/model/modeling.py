@@ -5,6 +5,7 @@ logits = norm(block(… block(E[tokens]))) Hᵀ,    H = E where they are tied
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from precondattn.integrations.transformers.interface import (
 )
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 from precondattn.integrations.transformers.model.configuration import PrecondattnConfig
+from precondattn.integrations.transformers.model.earlier_weights import converters
 from precondattn.integrations.transformers.model.inputs import (
     LOSS,
     RECORDED,
@@ -92,9 +94,26 @@ class PrecondattnPreTrainedModel(PreTrainedModel):
         """False: `_init_weights` below keeps loaded weights, as Transformers' own models do."""
         return False
 
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *given: Any
+    ) -> Any:
+        """As of Transformers, and from folders that were saved by earlier names of weights."""
+        ours = converters(model)
+        mapping = [*(load_config.weight_mapping or []), *ours]
+        load_config = replace(load_config, weight_mapping=mapping)
+        loaded = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *given
+        )
+        # Transformers reverses what remains here when the model is saved.
+        model._weight_conversions = [c for c in model._weight_conversions if c not in ours]
+        return loaded
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The first values of the weights that were not loaded."""
+        if isinstance(module, nn.Linear) and isinstance(self, PrecondattnModel):
+            return  # Of a block, which draws them.
         if not isinstance(module, Block | Norm):
             super()._init_weights(module)
             return

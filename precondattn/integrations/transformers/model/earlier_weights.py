@@ -1,0 +1,48 @@
+"""Folders of `save_pretrained` from before linear maps were modules of their own.
+
+`from_pretrained` converts weights as it reads them, by rules for parts of their names. Ours are
+those of the model's layers: `attention.inputs.q.weight` is `attention.q_proj.weight` now, with
+another shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from precondattn.integrations.transformers.interface import ConversionOps, WeightConverter
+from precondattn.layers.torch.module import Declared
+
+
+class Converted(ConversionOps):  # type: ignore[misc]
+    """One weight from before, as its layer stores it now."""
+
+    def convert(
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **given: Any
+    ) -> Any:
+        """The weight by its new name."""
+        (tensors,) = input_dict.values()
+        name = given["full_layer_name"]
+        for path, module in given["model"].named_modules():
+            if isinstance(module, Declared) and name.startswith(f"{path}."):
+                for after in module.earlier.values():
+                    if name == f"{path}.{after.name}":
+                        return {target_patterns[0]: after.converted(tensors[0])}
+        raise ValueError(f"no layer of the model has {name}")
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Not for saving: a model is saved by its names of now."""
+        raise NotImplementedError("weights are not saved by their earlier names")
+
+
+def converters(model: nn.Module) -> list[Any]:
+    """A rule for each part of a name that has changed, the same for all layers."""
+    changed: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Declared):
+            _, _, last = path.rpartition(".")
+            for before, after in module.earlier.items():
+                changed[f"{last}.{before}"] = f"{last}.{after.name}"
+    return [WeightConverter(before, after, [Converted()]) for before, after in changed.items()]
