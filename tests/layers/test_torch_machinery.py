@@ -7,8 +7,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch import nn
+from torch.nn.utils import prune
 
+from precondattn.layers.torch import Block
 from tests.layers.fsdp_process import fsdp_process
+from tests.layers.layer_cases import MECHANISMS
 from tests.layers.torch_layers import FEW, hidden, made
 
 
@@ -117,3 +121,83 @@ NAMES = {
 @pytest.mark.parametrize("expression", NAMES)
 def test_names_of_a_state_dict_stay(expression):
     assert set(made(expression).state_dict()) == set(NAMES[expression].split())
+
+
+@pytest.mark.parametrize("expression", MECHANISMS)
+def test_a_layer_is_a_function_of_its_weights(expression):
+    """No weight has to be an `nn.Parameter` while a layer runs."""
+    attn, x = made(expression), hidden(1, 5)
+    weights = {name: 1.5 * p.detach() for name, p in attn.named_parameters()}
+    y = torch.func.functional_call(attn, weights, (x,))
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter *= 1.5
+    assert torch.equal(y, attn(x))
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
+def test_gradients_of_each_sample_are_those_of_each_alone(expression):
+    model = Block(24, heads=4, mechanism=expression, dtype=torch.float64)
+    x, weights = hidden(3, 5), {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x[None],)).square().sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for i in range(3):
+        model.zero_grad()
+        model(x[i : i + 1]).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name][i], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("expression", ["softmax", "ccq(gla)"])
+def test_an_ensemble_is_one_call_of_stacked_weights(expression):
+    layers, x = [made(expression) for _ in range(2)], hidden(2, 5)
+    weights, _ = torch.func.stack_module_state(layers)
+
+    def call(weights):
+        return torch.func.functional_call(layers[0], weights, (x,))
+
+    together = torch.func.vmap(call)(weights)
+    for y, attn in zip(together, layers, strict=True):
+        torch.testing.assert_close(y, attn(x))
+
+
+@pytest.mark.parametrize("expression", ["path[forget=scaled]", "ssd"])
+def test_maps_are_linear_modules_that_tools_prune_norm_and_replace(expression):
+    attn, x = made(expression), hidden(2, 5)
+    expected, maps = attn(x), [of_map.name for of_map in attn.plan.maps]
+    assert all(type(attn.get_submodule(name)) is nn.Linear for name in maps)
+    called = []
+    for name in maps:
+        attn.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    torch.testing.assert_close(attn(x), expected)
+    assert sorted(called) == sorted(maps)
+
+    for name in maps:
+        nn.utils.parametrizations.weight_norm(attn.get_submodule(name))
+    torch.testing.assert_close(attn(x), expected)
+    attn.init_cache(2, 8)
+
+    attn = made(expression)
+    prune.l1_unstructured(attn.o_proj, "weight", 0.5)
+    attn(x).sum().backward()
+    assert ((attn.o_proj.weight_orig.grad == 0) == (attn.o_proj.weight_mask == 0)).all()
+
+    class Adapted(nn.Module):
+        """What adapters put in the place of a linear map."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+            self.low = nn.Parameter(torch.ones(base.out_features, 1, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.base(x) + x.mean(-1, keepdim=True) * self.low.T
+
+    before = attn(x)
+    attn.o_proj = Adapted(attn.o_proj)
+    assert not torch.allclose(attn(x), before)
+    attn(x).sum().backward()
+    assert attn.o_proj.low.grad.abs().sum() > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from precondattn.layers.flax.attention import Attention
@@ -68,7 +69,7 @@ def from_earlier(state: Mapping[Any, Any], model: nnx.Module) -> dict[Any, Any]:
         here = after
         for place in places:
             here = here.setdefault(place, {})
-        here[last] = array
+        here[last] = jnp.asarray(array)
     return after
 
 
