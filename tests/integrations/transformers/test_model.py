@@ -2,12 +2,15 @@
 
 import copy
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,6 +25,7 @@ from precondattn.integrations.transformers import (
     PrecondattnForCausalLM,
 )
 from precondattn.layers.recipes import Rotary
+from tests.layers.earlier.make_fixtures import TOKENS
 from tests.layers.layer_cases import CAUSAL, sizes_for
 
 VOCABULARY = 61
@@ -162,7 +166,7 @@ def test_the_head_is_the_embedding_if_they_are_tied(tied, tmp_path):
 
 def test_weights_that_a_file_lacks_start_as_declared_and_the_others_are_loaded(tmp_path):
     model = made("gla")
-    missing = {name for name in model.state_dict() if "layers.1.attention.inputs.g" in name}
+    missing = {name for name in model.state_dict() if "layers.1.attention.g_" in name}
     kept = {name: w for name, w in model.state_dict().items() if name not in missing}
     model.save_pretrained(tmp_path, state_dict=kept)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -171,8 +175,26 @@ def test_weights_that_a_file_lacks_start_as_declared_and_the_others_are_loaded(t
             assert again[name].abs().max() < 3
         else:
             assert torch.equal(again[name], weight), name
-    down = again["model.layers.1.attention.inputs.g.down"]
+    down = again["model.layers.1.attention.g_down_proj.weight"]
     assert 0.1 < down.std() < 0.4  # 24 terms: deviation 0.2.
+
+
+def test_a_folder_from_before_linear_maps_were_modules_is_read_and_saved_as_it_is_now(tmp_path):
+    folder, tokens = Path(__file__).parents[2] / "layers/earlier/transformers", torch.tensor(TOKENS)
+    expected = torch.tensor(np.load(folder / "logits.npy"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-6)
+    base = AutoModel.from_pretrained(folder)
+    states = model.model(tokens).last_hidden_state
+    assert torch.equal(base(tokens).last_hidden_state, states)
+    torch.manual_seed(0)
+    drawn = PrecondattnForCausalLM(model.config)(tokens).logits
+    torch.testing.assert_close(drawn, expected, rtol=1e-5, atol=1e-6)
+    model.save_pretrained(tmp_path)
+    names = {*load_file(tmp_path / "model.safetensors")}
+    assert {"model.layers.1.attention.q_proj.weight", "model.layers.1.mlp.up_proj.weight"} < names
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 def test_a_model_made_on_meta_takes_no_memory_until_it_is_filled():

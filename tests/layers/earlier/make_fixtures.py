@@ -11,16 +11,12 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import torch
-from flax import nnx
 
-from precondattn.integrations.transformers import PrecondattnConfig, PrecondattnForCausalLM
-from precondattn.layers import flax
 from precondattn.layers.torch import Decoder
 
-# The tests import these.
+# Tests import these, and not all have the libraries of `main`.
 SIZES = {"vocabulary": 11, "width": 8, "heads": 2, "hidden": 12}
 LAYERS = ["gated_delta", {"mechanism": "path[forget=unscaled]", "kv_heads": 1}, "delta_product"]
 OF_FLAX = ["gla", {"mechanism": "softmax", "kv_heads": 1}]
@@ -47,6 +43,12 @@ def steps(model, optimizer, count):
 
 
 def main():
+    import jax
+    from flax import nnx
+
+    from precondattn.integrations.transformers import PrecondattnConfig, PrecondattnForCausalLM
+    from precondattn.layers import flax
+
     model = decoder()
     arrays = {f"first.{name}": weight.numpy().copy() for name, weight in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
