@@ -48,7 +48,11 @@ def mask_of_tokens(
     """Padding or packed sequences (b, 1, 1, s), with the signature of Transformers' `sdpa_mask`."""
     if use_vmap:
         raise ValueError(UNKNOWN)
-    sequences = packed_sequences(mask_function)
+    if torch.compiler.is_compiling():
+        like = torch.arange(q_length, device=others.get("device"))
+        sequences = traced_sequences(mask_function, batch_size, like)
+    else:
+        sequences = packed_sequences(mask_function)
     if sequences is not None:
         return sequences.to(torch.int32)[:, None, None, :]
     if attention_mask is None:
@@ -116,6 +120,7 @@ _REMAPPED = (
     if remap_positions_for_packed_sequence
     else None
 )
+KNOWN = (_AND, _WINDOW, _PACKED, _REMAPPED)
 
 
 def packed_sequences(pattern: Pattern) -> Tensor | None:
@@ -148,6 +153,29 @@ def packed_sequences(pattern: Pattern) -> Tensor | None:
     if not is_causal:
         raise ValueError(UNKNOWN)
     return sequences
+
+
+def traced_sequences(pattern: Pattern, batch: int, index: Tensor) -> Tensor | None:
+    """The packed sequences of a pattern in compiled code, where no function shows what it holds.
+
+    The pattern is computed for each token and the one before it, which are of one sequence if it is
+    true. Its shape says whether it depends on the batch, as that of packed sequences does.
+
+    Raises
+    ------
+    ValueError
+        for a pattern that is not made of parts that all have to be true. Of these parts themselves
+        nothing is seen here; `packed_sequences` refuses unknown ones.
+    """
+    if pattern is causal_mask_function:
+        return None
+    code = getattr(pattern, "__code__", None)
+    if code is None or code not in KNOWN:
+        raise ValueError(UNKNOWN)
+    rows = torch.arange(batch, device=index.device)[:, None, None]
+    q, k = index[None], (index - 1).clamp(min=0)[None]
+    is_same = pattern(rows, index[:1], q, k)
+    return None if is_same.ndim < 3 else (~is_same[:, 0]).cumsum(-1)
 
 
 def _held(function: Pattern) -> dict[str, Any]:
