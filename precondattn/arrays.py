@@ -198,6 +198,14 @@ def is_traced_by_dynamo() -> bool:
     return compiler is not None and bool(compiler.is_dynamo_compiling())
 
 
+def traceable(function: Any) -> Any:
+    """A function with an `lru_cache`, or itself without one where Dynamo traces.
+
+    Dynamo reads the function in any case, and warns of a cache that it passes over.
+    """
+    return function.__wrapped__ if is_traced_by_dynamo() else function
+
+
 def wants_gradient(*arrays: Array) -> bool:
     """Whether a derivative of a function of these arrays may be needed later.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement
+from precondattn.arrays import HALF, Array, Shape, dtype_name, namespace, placement, traceable
 from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
 from precondattn.limits import KEPT
 
@@ -30,7 +30,8 @@ class Slot(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        return _kind_of(self)
+        kind: Kind = traceable(_kind_of)(self)
+        return kind
 
 
 @lru_cache(maxsize=KEPT)

@@ -19,6 +19,7 @@ from precondattn.arrays import (
     host_array,
     host_integers,
     namespace,
+    traceable,
 )
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import invalid_length
@@ -229,7 +230,7 @@ def bind_shapes(
     mechanism: Mechanism, arrays: tuple[Array, ...], named: Arrays
 ) -> tuple[Array, Sizes]:
     """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
-    owner, declared = str(mechanism), extending_inputs(mechanism)
+    owner, declared = str(mechanism), traceable(extending_inputs)(mechanism)
     inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")

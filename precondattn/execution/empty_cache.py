@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import FIXED, ShapeError
-from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement
+from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.windows import FIRST, rows_of
@@ -29,7 +29,7 @@ def empty_cache(
 
         return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
     check_cacheable(mechanism)
-    has_tokens = keeps_tokens(mechanism)
+    has_tokens = traceable(keeps_tokens)(mechanism)
     if capacity is None and has_tokens:
         raise TypeError(
             f"{mechanism}: missing capacity, the greatest number of tokens per sequence"

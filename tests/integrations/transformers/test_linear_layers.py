@@ -352,3 +352,43 @@ def test_ccq_is_refused_where_it_does_not_fit():
     for contraction in (0.0, 1.0, 2.0, "0.1"):
         with pytest.raises(ValueError, match="contraction must be between 0 and 1; found"):
             add_ccq(made("Qwen3Next"), contraction)
+
+
+def extended(model, ids, mask, cuts):
+    """The last logits, of a prefill in parts."""
+    key = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    cache = {}
+    for start, stop in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
+        outputs = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **cache)
+        cache = {key: outputs[key]}
+    return outputs.logits[:, -1]
+
+
+LINEAR = ("Mamba2", "Qwen3Next", "KimiLinear", "Bamba")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_tokens_after_padding_that_a_state_has_read_are_refused(name):
+    model = use_backend_for(made(name))
+    ids, mask = torch.randint(2, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 5:8] = 0
+    message = "attention_mask: a token follows padding that is not at the left of its sequence"
+    alone = model(ids[:1, :5], use_cache=False).logits
+    close(model(ids[:, :8], attention_mask=mask[:, :8]).logits[:1, :5], alone)
+    for cuts in ((8,), (4, 8), (7,), (5, 6)):
+        with pytest.raises(ValueError, match=message):
+            extended(model, ids, mask, cuts)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids[:, :8], attention_mask=mask[:, :8], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", LINEAR[:3])
+def test_a_prefill_in_parts_is_that_of_each_sequence_alone_with_padding_at_the_left(name):
+    model = use_backend_for(made(name))
+    ids, mask = torch.randint(2, VOCABULARY, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :5] = 0
+    alone = model(ids[:1, 5:], use_cache=False).logits[:, -1]
+    for cuts in ((3,), (5,), (6, 8), (11,), (2, 4, 9)):
+        close(extended(model, ids, mask, cuts)[:1], alone)
+    with pytest.raises(ValueError, match=r"a sequence has only had padding, .* a single token"):
+        extended(model, ids, mask, (3, 4))

@@ -10,10 +10,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.masking_utils import or_masks
 
 import precondattn as pa
 from precondattn.integrations.transformers import replace_attention, restore_attention
 from precondattn.integrations.transformers.attention import NAME
+from precondattn.integrations.transformers.interface import (
+    bidirectional_mask_function,
+    causal_mask_function,
+)
+from precondattn.integrations.transformers.masks import traced_sequences
+from precondattn.layers.torch import Attention
 from tests.integrations.transformers.small_models import FAMILIES, SIZES, model_of, prompts
 
 
@@ -275,3 +282,38 @@ def test_what_a_call_asks_for_and_a_mechanism_has_not_is_refused():
     model.set_attn_implementation(NAME)
     with pytest.raises(ValueError, match="call replace_attention"):
         model(ids)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_replaced_model_is_one_graph_without_a_mask_too(family):
+    """Compiled code does not see whether position_ids are those of one sequence."""
+    model = replace_attention(model_of(family, num_hidden_layers=1).eval(), "lucid")
+    ids, mask = prompts()
+    packed = torch.arange(ids.shape[1])[None] % 3
+    for given in ({}, {"position_ids": packed}, {"attention_mask": mask}):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        found = compiled(ids, use_cache=False, **given).logits
+        expected = model(ids, use_cache=False, **given).logits
+        torch.testing.assert_close(found, expected, msg=str(given))
+
+
+def test_a_pattern_that_no_mechanism_has_is_refused_in_compiled_code_too():
+    index = torch.arange(4)
+    for pattern in (bidirectional_mask_function, or_masks(causal_mask_function, lambda *_: True)):
+        with pytest.raises(ValueError, match="neither causal nor a causal sliding"):
+            traced_sequences(pattern, 1, index)
+
+
+def test_compiled_calls_with_new_caches_warn_of_nothing():
+    """Warnings are errors here, and Dynamo warns of an `lru_cache` that it passes over."""
+    torch._dynamo.reset()
+    for mechanism in ("ccq(gated_delta)", "softmax[window=3]"):
+        attn = Attention(24, heads=4, mechanism=mechanism)
+
+        def prefill(x, attn=attn):
+            return attn(x, cache=attn.init_cache(2, 8))[0]
+
+        x = torch.randn(2, 5, 24)
+        compiled = torch.compile(prefill, backend="eager")
+        torch.testing.assert_close(compiled(x), attn(x), rtol=1e-4, atol=1e-5)

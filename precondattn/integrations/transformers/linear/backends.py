@@ -11,13 +11,15 @@ from precondattn.integrations.transformers.linear.fla.layers import (
     restore_fla,
 )
 from precondattn.integrations.transformers.linear.layers import KINDS, linear_layers
+from precondattn.integrations.transformers.linear.state_padding import checked
 
 
 def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) -> Any:
     """Compute the recurrences of a model's linear layers by this library, from now on.
 
     Weights, convolutions, caches and outputs stay those of Transformers; the outputs are equal up
-    to rounding, 1e-5 in float32.
+    to rounding, 1e-5 in float32. Tokens after padding in the middle of a sequence are refused, as
+    after a prompt that is padded at the right: Transformers' caches give wrong logits for them.
 
     Parameters
     ----------
@@ -56,7 +58,7 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     if any(hasattr(layer, "contraction_gate") for layer, _ in layers):
         raise ValueError("model: it has ccq; pass the backend to add_ccq")
     for layer, kind in layers:
-        compute_by(layer, KINDS[kind].functions, backend)
+        compute_by(layer, KINDS[kind].functions, backend, checked)
     return model
 
 

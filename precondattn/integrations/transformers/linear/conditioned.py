@@ -22,6 +22,7 @@ from precondattn.integrations.transformers.linear.computed import compute_by
 from precondattn.integrations.transformers.linear.delta_rule import called_as_by_transformers
 from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
 from precondattn.integrations.transformers.linear.layers import linear_layers
+from precondattn.integrations.transformers.linear.state_padding import checked
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.spec.contraction_gate import ContractionGate
 from precondattn.spec.delta import GatedDelta
@@ -116,6 +117,7 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
 
 def _with_gate(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer, with its gate at hand."""
+    forward = checked(forward)
 
     def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _GATE.set(self.contraction_gate)
