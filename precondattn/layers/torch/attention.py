@@ -241,10 +241,10 @@ class Attention(Declared):
             for own, parameter in parameters_of(module, self._names[name]).items():
                 weights[name][own] = divided.part(f"inputs.{name}.{own}", parameter)
         for of_map in self._own_plan.maps:
-            module, is_last = self._modules[of_map.name], of_map.entry == OUT
-            is_last &= of_map.weight == PROJECTION
-            own = divided.part_of_map(of_map, module, with_bias=not is_last)
-            weights[of_map.entry][of_map.weight] = own
+            module: Any = self._modules[of_map.name]
+            is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
+            part = divided.part_of_map(of_map, module, with_bias=not is_last)
+            weights[of_map.entry][of_map.weight] = part
             if is_last and of_map.bias:  # All processes add the same, to the sum of their outputs.
                 bias = divided.part(f"{of_map.name}.bias", module.bias, is_term=False)
                 weights[OUT][AFTER_PROJECTION] = bias

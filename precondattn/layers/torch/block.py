@@ -42,15 +42,13 @@ class GatedMLP(Declared):
             self.declare_stored("weight", of_map, FanIn(), of_map.weight)
 
     def forward(self, y: Tensor) -> Tensor:
-        divided = self.divided_weights
+        divided, modules = self.divided_weights, self._modules
         if divided is None:
-            gate, up, down = (ModuleMap(of_map, self._modules[of_map.name]) for of_map in self.maps)
-            out: Tensor = gated_mlp(y, gate, up, down)
+            maps = [ModuleMap(of_map, modules[of_map.name]) for of_map in self.maps]
+            out: Tensor = gated_mlp(y, *maps)
             return out
-        gate, up, down = (
-            divided.part_of_map(of_map, self._modules[of_map.name]) for of_map in self.maps
-        )
-        return divided.total(gated_mlp(divided.entering(y), gate, up, down))
+        parts = [divided.part_of_map(of_map, modules[of_map.name]) for of_map in self.maps]
+        return divided.total(gated_mlp(divided.entering(y), *parts))
 
 
 class Block(nn.Module):

@@ -82,7 +82,7 @@ class ModuleMap(LinearMap):
     That is an `nn.Linear`, or what a tool has put there: a quantized one, or one with adapters.
     """
 
-    def __init__(self, of_map: Map, module: nn.Module) -> None:
+    def __init__(self, of_map: Map, module: Any) -> None:
         self.map, self.module = of_map, module
 
     def __call__(self, x: Tensor) -> Tensor:

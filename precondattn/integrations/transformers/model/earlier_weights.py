@@ -15,7 +15,7 @@ from precondattn.integrations.transformers.interface import ConversionOps, Weigh
 from precondattn.layers.torch.module import Declared
 
 
-class Converted(ConversionOps):  # type: ignore[misc]
+class Converted(ConversionOps):
     """One weight from before, as its layer stores it now."""
 
     def convert(
