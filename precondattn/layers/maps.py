@@ -34,7 +34,7 @@ class Map(NamedTuple):
     """y = W x + b, with W and b declared by axes."""
 
     name: str
-    """Of its module."""
+    """The name of its module."""
     entry: str
     """The input of the mechanism, or other value, that it is for."""
     weight: str

@@ -40,7 +40,7 @@ class Draw(Protocol):
         """Identity matrices in the last two axes."""
 
     def of(self, shape: Shape) -> Draw:
-        """The same for arrays of another shape."""
+        """Draws of arrays of another shape."""
 
 
 class Start(Protocol):

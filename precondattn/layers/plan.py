@@ -46,7 +46,7 @@ class Plan:
     weights: tuple[tuple[str, tuple[tuple[str, Weight], ...]], ...]
     """For each entry, its parameters by name, as its recipe declares them."""
     maps: tuple[Map, ...]
-    """Those of them that are linear maps, with their biases."""
+    """The linear maps among the weights, with their biases."""
     inputs: tuple[str, ...]
     """Those of the mechanism, by name."""
     shapes: tuple[tuple[str, Shape], ...]

@@ -49,7 +49,7 @@ def _metadata(weight: Weight) -> dict[str, Any]:
 
 
 class _NoKeys:
-    """In place of `nnx.Rngs` where first values are given: no key is drawn for them."""
+    """A stand-in for `nnx.Rngs` where first values are given, which need no key."""
 
     def params(self) -> None:
         return None
@@ -67,7 +67,7 @@ class ModuleMap(LinearMap):
         if not (kernel.mesh.explicit_axes or jax.typeof(x).sharding.mesh.explicit_axes):
             y: jax.Array = self.map.split(self.module(x))
             return y
-        # In the explicit mode the sharding of a sum over shards has to be given.
+        # JAX's explicit mode has to be given the sharding of a sum over shards.
         spec = jax.sharding.PartitionSpec(*jax.typeof(x).sharding.spec[:-1], *kernel.spec[1:])
         split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
         return split

@@ -133,7 +133,7 @@ class Attention(Declared):
             if module._parameters:
                 self.inputs[name] = module
         self._names = {name: tuple(module._parameters) for name, module in self.inputs.items()}
-        """Those of the weights in `inputs`, which a parametrization moves."""
+        """The names of the weights in `inputs`, which a parametrization moves."""
 
     @property
     def mechanism(self) -> Mechanism:
@@ -241,12 +241,12 @@ class Attention(Declared):
             for own, parameter in parameters_of(module, self._names[name]).items():
                 weights[name][own] = divided.part(f"inputs.{name}.{own}", parameter)
         for of_map in self._own_plan.maps:
-            module: Any = self._modules[of_map.name]
+            linear: Any = self._modules[of_map.name]
             is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
-            part = divided.part_of_map(of_map, module, with_bias=not is_last)
+            part = divided.part_of_map(of_map, linear, with_bias=not is_last)
             weights[of_map.entry][of_map.weight] = part
             if is_last and of_map.bias:  # All processes add the same, to the sum of their outputs.
-                bias = divided.part(f"{of_map.name}.bias", module.bias, is_term=False)
+                bias = divided.part(f"{of_map.name}.bias", linear.bias, is_term=False)
                 weights[OUT][AFTER_PROJECTION] = bias
         return weights
 

@@ -76,7 +76,7 @@ def from_earlier(
 
 
 def _before(module: nn.Module, prefix: str) -> Iterator[Before]:
-    """The parameters of a model by their earlier names, in their order of before."""
+    """The parameters of a model by their earlier names, in their earlier order."""
     if isinstance(module, Declared) and module.earlier:
         moved = {after.name: (name, after) for name, after in module.earlier.items()}
         for now, weight in module.declared.items():

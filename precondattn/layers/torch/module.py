@@ -30,7 +30,7 @@ class Earlier(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """That of the parameter before."""
+        """The shape of the parameter before."""
         return self.stored.declared_shape
 
     def converted(self, before: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class Declared(nn.Module):
     """A module whose own parameters, and those of its linear maps, are declared."""
 
     declared: dict[str, Weight]
-    """By their names in its `state_dict`, in the order in which they are drawn."""
+    """The parameters by their names in its `state_dict`, in the order in which they are drawn."""
     earlier: dict[str, Earlier]
-    """By their earlier names."""
+    """What became of parameters, by their earlier names."""
     divided_weights: DividedWeights | None = None
     """How they are divided among processes; `divide_weights` sets it."""
 
@@ -58,7 +58,7 @@ class Declared(nn.Module):
         self.add_module(of_map.name, module)
 
     def declare_stored(self, own: str, of_map: Map, start: Start, before: str) -> None:
-        """Declare the weight or the bias of a linear map, and its name of before."""
+        """Declare the weight or the bias of a linear map, and its earlier name."""
         stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
         name = f"{of_map.name}.{own}"
         self.declared[name] = stored.weight(start)
@@ -110,7 +110,7 @@ def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: A
 
 def empty_linear(inner: int, outer: int, *, is_biased: bool, device: Any, dtype: Any) -> nn.Linear:
     """An `nn.Linear` that is not filled yet."""
-    # On the device meta, so that its own first values are not drawn.
+    # A module on the device meta draws no first values of its own.
     module = nn.Linear(inner, outer, bias=is_biased, device="meta")
     for name, parameter in [*module.named_parameters()]:
         empty = torch.empty(parameter.shape, device=device, dtype=dtype)

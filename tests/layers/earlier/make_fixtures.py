@@ -1,4 +1,4 @@
-"""Save weights with the layers of before linear maps were modules; it needs that code.
+"""Save weights with layers whose linear maps are no modules yet; this needs the code at that time.
 
     git worktree add /tmp/before 8867c99
     cd /tmp/before && python THIS_FILE

@@ -113,7 +113,7 @@ class PrecondattnPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """The first values of the weights that were not loaded."""
         if isinstance(module, nn.Linear) and isinstance(self, PrecondattnModel):
-            return  # Of a block, which draws them.
+            return  # Its block draws the weights.
         if not isinstance(module, Block | Norm):
             super()._init_weights(module)
             return
