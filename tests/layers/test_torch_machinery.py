@@ -132,7 +132,7 @@ def test_a_layer_is_a_function_of_its_weights(expression):
     with torch.no_grad():
         for parameter in attn.parameters():
             parameter *= 1.5
-    assert torch.equal(y, attn(x))
+    torch.testing.assert_close(y, attn(x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
@@ -196,6 +196,27 @@ def test_maps_are_linear_modules_that_tools_prune_norm_and_replace(expression):
         def forward(self, x):
             return self.base(x) + x.mean(-1, keepdim=True) * self.low.T
 
+    class Quantized(nn.Module):
+        """What quantization puts there, without a weight in floating point."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.step = base.weight.detach().abs().max() / 127
+            self.register_buffer(
+                "weight", (base.weight.detach() / self.step).round().to(torch.int8)
+            )
+
+        def forward(self, x):
+            return x @ (self.weight.to(x.dtype) * self.step.to(x.dtype)).T
+
+    attn = made(expression, dtype=torch.float32)
+    expected = attn(x.float())
+    attn.o_proj = Quantized(attn.o_proj)
+    assert (attn(x.float()) - expected).norm() < 0.05 * expected.norm()
+    _, cache = attn(x.float(), cache=attn.init_cache(2, 8))
+    assert all(buffer.dtype == torch.float32 for buffer in cache.store.values())
+
+    attn = made(expression)
     before = attn(x)
     attn.o_proj = Adapted(attn.o_proj)
     assert not torch.allclose(attn(x), before)

@@ -142,9 +142,12 @@ class Attention(Declared):
 
     @property
     def _like(self) -> Tensor:
-        """A weight, of which inputs and caches have the dtype and device."""
-        weight: Tensor = self._modules[LAST].weight
-        return weight
+        """A tensor with the dtype and device of inputs and caches: the last map's weight, if it has
+        one in floating point, and else one of PyTorch's default dtype."""
+        weight = getattr(self._modules[LAST], "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            return weight
+        return torch.empty(0, device=weight.device if isinstance(weight, Tensor) else None)
 
     @property
     def _own_plan(self) -> Plan:
@@ -186,15 +189,16 @@ class Attention(Declared):
         donate : bool
             Write into the cache's own buffers; the old cache can then not be used again.
         """
-        plan, divided_weights = self._own_plan, self.divided_weights
+        plan, divided_weights, like = self._own_plan, self.divided_weights, self._like
         check_call(
             plan,
-            self._like,
+            like,
             x,
             mask,
             positions,
             cache,
-            is_autocast,
+            # A quantized map does not say which dtype it reads.
+            is_autocast if like.numel() else is_any,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
         if self.divided is not None:
@@ -267,6 +271,10 @@ class Attention(Declared):
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")
+
+
+def is_any(x: Tensor) -> bool:
+    return True
 
 
 def is_autocast(x: Tensor) -> bool:
