@@ -6,6 +6,7 @@ has. Where one is not, or calls something else, all raise the same.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from precondattn.backend import UnsupportedError
+from precondattn.parallel.exit_torch import wait_for_gloo
 
 KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeError)
 """Of errors: the first that one is an instance of is raised, or else the last."""
+
+atexit.register(
+    wait_for_gloo
+)  # Every call ends with an agreement, and often a program with a call.
 
 
 def agreed(

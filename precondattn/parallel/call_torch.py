@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +24,19 @@ class Processes(NamedTuple):
 
     owner: str
     """The name of the call in errors"""
-    group: Any
+    weak_group: ReferenceType[Any]
+    """PyTorch has the group until it is destroyed. What is kept of a call, such as a graph of
+    autograd, must not have it any longer: then its threads would run on until the process ends."""
     rank: int
     devices: int
     device: torch.device
+
+    @property
+    def group(self) -> Any:
+        group = self.weak_group()
+        if group is None:
+            raise RuntimeError(f"{self.owner}: the process group has been destroyed")
+        return group
 
     def together(self, function: Callable[[], Result]) -> Result:
         """function(), unless it is an error on any process, which all raise then."""
@@ -34,9 +44,11 @@ class Processes(NamedTuple):
         self.agree(error)
         return result  # type: ignore[return-value]
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise the error of any process, on all of them."""
-        agreed(self.owner, self.group, self.device, error=error)
+    def agree(
+        self, error: Exception | None, called: str = "", numbers: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Raise the error of any process, on all of them; or the `numbers` of each (`agreed`)."""
+        return agreed(self.owner, self.group, self.device, called, numbers, error)
 
 
 def check_mesh(owner: str, mesh: object, example: str) -> None:
@@ -53,7 +65,8 @@ def check_mesh(owner: str, mesh: object, example: str) -> None:
 
 def processes_of(owner: str, mesh: DeviceMesh) -> Processes:
     """Those of a mesh of one dimension."""
-    return Processes(owner, mesh.get_group(), mesh.get_local_rank(), mesh.size(), device_of(mesh))
+    group, rank = ref(mesh.get_group()), mesh.get_local_rank()
+    return Processes(owner, group, rank, mesh.size(), device_of(mesh))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.parallel.heads import Axes, Shape, first_with, share
+
+if TYPE_CHECKING:
+    from precondattn.parallel.call_torch import Processes
 
 Pieces = list[list[Tensor]]
 """Of each device, one of each array."""
@@ -24,8 +27,7 @@ Pieces = list[list[Tensor]]
 class Exchange(NamedTuple):
     """Arrays (b, T_r, heads, …) of this device, and (b, all tokens, heads of r, …)."""
 
-    group: Any
-    rank: int
+    processes: Processes
     axes: tuple[Axes, ...]
     times: tuple[tuple[int, ...], ...]
     """The size of each array along the tokens, on every device."""
@@ -54,7 +56,7 @@ class Exchange(NamedTuple):
             [self._shape(i, x, source, to_heads=to_heads) for i, x in enumerate(arrays)]
             for source in devices
         ]
-        received = exchanged(self.group, self.rank, sent, shapes)
+        received = exchanged(self.processes.group, self.processes.rank, sent, shapes)
         return tuple(join.joined(i, [of[i] for of in received]) for i in range(len(arrays)))
 
     @property
@@ -69,9 +71,9 @@ class Exchange(NamedTuple):
         """The shape of the piece that a device sends to this one."""
         shape, axes = list(x.shape), self.axes[i]
         assert axes.time is not None  # Others are not exchanged.
-        shape[axes.time] = self.times[i][source if to_heads else self.rank]
+        shape[axes.time] = self.times[i][source if to_heads else self.processes.rank]
         if axes.heads is not None:
-            of = self.rank if to_heads else source
+            of = self.processes.rank if to_heads else source
             shape[axes.heads] = len(range(self.heads[i])[share(self.heads[i], self.devices, of)])
         return tuple(shape)
 

@@ -62,7 +62,7 @@ def _exchange(call: Call, processes: Processes) -> Exchange:
         1 if axis.heads is None else bound.inputs[name].shape[axis.heads]
         for name, axis in zip(names, axes, strict=True)
     )
-    return Exchange(processes.group, processes.rank, axes, times, counts)
+    return Exchange(processes, axes, times, counts)
 
 
 def _exchange_of_output(call: Call, processes: Processes) -> Exchange:
@@ -72,7 +72,7 @@ def _exchange_of_output(call: Call, processes: Processes) -> Exchange:
     assert axes.time is not None  # Every output has tokens.
     times = call.tokens[pattern.letters[axes.time]]
     count = 1 if axes.heads is None else whole[axes.heads]
-    return Exchange(processes.group, processes.rank, (axes,), (times,), (count,))
+    return Exchange(processes, (axes,), (times,), (count,))
 
 
 def _weights(bound: Bound, processes: Processes) -> dict[str, Tensor]:

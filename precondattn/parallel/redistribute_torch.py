@@ -8,7 +8,6 @@ from precondattn.arrays import fresh, wants_gradient
 from precondattn.cache import Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.kinds import holding
-from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.call_torch import processes_of
 from precondattn.parallel.divided_cache_torch import DividedCache
 from precondattn.parallel.exchange_torch import Pieces, exchanged
@@ -61,14 +60,14 @@ def redistribute(
         )
     owner = f"redistribute(a cache of {cache.mechanism})"
     processes = processes_of(owner, cache.mesh)
-    _, group, rank, devices, device = processes
+    rank, devices = processes.rank, processes.devices
     error: Exception | None = None
     try:
         _check(owner, cache, devices, to, capacity)
     except (TypeError, ValueError) as raised:
         error = raised
     said = f"{cache} to {to}, for {capacity} tokens"
-    agreed(owner, group, device, said, (0, 0), error)
+    processes.agree(error, said, (0, 0))
     is_given = to in (None, rank)
     if not cache.token_buffers:
         states = {name: fresh(state) for name, state in cache.part.store.items()}
@@ -85,7 +84,7 @@ def redistribute(
         [(x.shape[0], rows_of(process, rank), *x.shape[2:]) for x in tensors]
         for process in range(devices)
     ]
-    received = exchanged(group, rank, sent, shapes)
+    received = exchanged(processes.group, rank, sent, shapes)
     return processes.together(lambda: _joined(cache, received, capacity) if is_given else None)
 
 

@@ -179,5 +179,5 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
 
 def line_of(piece: Piece) -> Line:
     """The processes, in their order."""
-    _, group, rank, devices, _ = piece.processes
-    return Line(group, rank, devices)
+    processes = piece.processes
+    return Line(processes.group, processes.rank, processes.devices)

@@ -84,14 +84,14 @@ class Parts:
         return sent
 
     def _exchanged(self, shape: Shape, part: Tensor | None, error: Exception | None) -> Tensor:
-        _, group, _, devices, device = self.processes
+        devices, device = self.processes.devices, self.processes.device
         flag = torch.full((1,), float(error is not None), dtype=self.dtype, device=device)
         if part is None:
             part = torch.zeros(shape, dtype=self.dtype, device=device)
         message = torch.cat([part.reshape(-1).to(self.dtype), flag])
         everyone = message.repeat(devices)
         if devices > 1:
-            dist.all_gather_into_tensor(everyone, message, group=group)
+            dist.all_gather_into_tensor(everyone, message, group=self.processes.group)
         rows = everyone.view(devices, -1)
         if bool(rows[:, -1].any()):
             self.processes.agree(error)

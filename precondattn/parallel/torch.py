@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from precondattn.algebra.expression import parse
 from precondattn.cache import Cache
 from precondattn.parallel import cached_torch, heads_torch, start_torch, tokens_torch
-from precondattn.parallel.agreement_torch import agreed
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, check_mesh, processes_of
 from precondattn.parallel.divided_cache_torch import DividedCache
@@ -266,11 +265,10 @@ class ContextParallel:
             new = bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
         except (TypeError, ValueError) as raised:
             error = raised
-        owner, group, _, _, device = self.processes
         on = "" if backend is None else f" on {backend!r}"
         said = "" if new is None else f"{new} after {cache}{on}"
-        agreed(owner, group, device, said, (0, 0), error)
-        assert new is not None  # `agreed` has raised the error.
+        self.processes.agree(error, said, (0, 0))
+        assert new is not None  # `agree` has raised the error.
         return new
 
     def _agreed(
@@ -328,9 +326,9 @@ class ContextParallel:
             said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
             said += "" if start is None else f"; {start}"
             own = bound.tokens
-        owner, group, _, _, device = self.processes
-        everyone = agreed(owner, group, device, said, own, error)
-        assert bound is not None  # `agreed` has raised the error.
+        owner = self.processes.owner
+        everyone = self.processes.agree(error, said, own)
+        assert bound is not None  # `agree` has raised the error.
         tokens = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
         if min(map(min, tokens.values())) < 1:
             raise ValueError(

@@ -104,10 +104,7 @@ class DividedTokens:
 
     def at(self, x: Tensor) -> TokensOfProcess:
         """Where this process's rows of x (b, t, width) are in their sequences."""
-        from precondattn.parallel.agreement_torch import agreed
-
-        owner, group, _, _, device = self.mechanism.processes
-        rows = agreed(owner, group, device, "a layer", (x.shape[1],))
+        rows = self.mechanism.processes.agree(None, "a layer", (x.shape[1],))
         return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -208,13 +209,13 @@ class DividedWeights:
 class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
-        ctx.group = group
+        ctx.group = ref(group)  # A graph must not keep a group that the program has destroyed.
         return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> Any:
-        return None, _sum(ctx.group, d_x)
+        return None, _sum(ctx.group(), d_x)
 
 
 class _Total(torch.autograd.Function):
