@@ -311,7 +311,12 @@ def bench(
             from precondattn_conformance.bench import gate_command, instructions_command
 
             chosen = instructions_command if instructions else gate_command
-            raise typer.Exit(chosen.run(tuple(name or ()), save, console))
+            try:
+                code = chosen.run(tuple(name or ()), save, console)
+            except KeyboardInterrupt:
+                console.print("[red]interrupted[/red]: nothing was judged or saved")
+                code = 130
+            raise typer.Exit(code)
         if instructions:
             raise ValueError("--instructions is an option of --gate")
         code = command.bench(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Processes(NamedTuple):
+@dataclass(frozen=True)
+class Processes:
     """Those of a mesh of one dimension, and this one among them."""
 
     owner: str

@@ -91,7 +91,8 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, piece: Piece, *arrays: Tensor) -> Any:
         ctx.piece = piece
-        _, group, rank, devices, _ = piece.processes
+        processes = piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
         shapes = [
             [(x.shape[0], piece.count(process), *x.shape[2:]) for x in arrays]
             for process in range(devices)
@@ -103,7 +104,8 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         piece: Piece = ctx.piece
-        _, group, rank, devices, _ = piece.processes
+        processes = piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
         sent = [[_of_process(piece, process, d) for d in cotangents] for process in range(devices)]
         received = exchanged(group, rank, sent, [[x.shape for x in sent[rank]]] * devices)
         return None, *(torch.stack(of_one).sum(0) for of_one in zip(*received, strict=True))

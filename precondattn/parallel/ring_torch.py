@@ -55,7 +55,8 @@ def output(piece: Piece) -> Tensor:
 
 def bytes_sent(piece: Piece) -> dict[str, int]:
     """Forward, by this process to the next one."""
-    _, _, rank, devices, _ = piece.processes
+    processes = piece.processes
+    rank, devices = processes.rank, processes.devices
     around = sum(piece.count((rank - i) % devices) for i in range(devices - 1))
     return {
         name: around * (piece.inputs[name][:, :1].numel() * piece.inputs[name].dtype.itemsize)
@@ -122,7 +123,8 @@ class Ring:
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
-        _, _, rank, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        rank, devices = processes.rank, processes.devices
         held = [x.contiguous() for x in arrays]
         for distance in range(devices):
             source = (rank - distance) % devices
@@ -132,7 +134,8 @@ class Ring:
 
     def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
         """What the process before this one has, of the keys of `source`."""
-        _, group, rank, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
         if devices == 1:
             return held
         after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))

@@ -98,7 +98,8 @@ class Blocks:
 
     def given_away(self, block: Part, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The owner's rows of the block, on all processes, and what to wait for."""
-        _, group, rank, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
         if block.device == rank:
             sent = [x[:, block.rows].contiguous() for x in arrays]
         else:
@@ -160,7 +161,8 @@ def in_order(
 
 def added(blocks: Blocks, block: Part, x: Tensor) -> Tensor:
     """The sum of all processes' x, on the process that has the block."""
-    _, group, _, devices, _ = blocks.piece.processes
+    processes = blocks.piece.processes
+    group, devices = processes.group, processes.devices
     if devices > 1:
         dist.reduce(x, dist.get_global_rank(group, block.device), group=group)
     return x

@@ -96,7 +96,8 @@ class _Scan:
     @property
     def last(self) -> int:
         """The last process, by its rank among all of the program."""
-        _, group, _, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
         return int(dist.get_global_rank(group, devices - 1))
 
     @property
@@ -117,7 +118,8 @@ class _Scan:
 
     def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Those of the last process."""
-        _, group, _, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
         given = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
         for x in given if devices > 1 else ():
             dist.broadcast(x, self.last, group=group)
@@ -125,7 +127,8 @@ class _Scan:
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """The sums of all processes' gradients of the last states, on the last process."""
-        _, group, _, devices, _ = self.piece.processes
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
         sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
         for x in sums if devices > 1 else ():
             dist.reduce(x, self.last, group=group)

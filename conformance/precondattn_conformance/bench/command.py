@@ -20,10 +20,12 @@ from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
+from precondattn_conformance.bench.interruption import Interruption
 from precondattn_conformance.bench.neighbours import busy_neighbours
+from precondattn_conformance.bench.progress import Progress
 from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
 from precondattn_conformance.bench.selection import chosen
-from precondattn_conformance.bench.table import duration, print_record
+from precondattn_conformance.bench.table import print_record
 from precondattn_conformance.writable import require_writable
 
 ISOLATED = {
@@ -66,6 +68,7 @@ def bench(
 ) -> int:
     """Measure, print, save and draw. The exit code is 0, or 1 if a result is wrong or fails.
 
+    After Ctrl-C the rows that were finished are printed, saved and drawn, and the exit code is 130.
     `peers` are the peers of each case by name; None: those that it declares. `neighbours` other
     processes are busy meanwhile.
     A run in which nothing was measured has failed.
@@ -100,7 +103,7 @@ def bench(
     options = Options(device, rounds, memory, quick)
     todo = [(case, backend) for case in cases for backend in backends or (None,)]
     with busy_neighbours(neighbours):
-        rows = _run(todo, options, benchmark_json, console)
+        rows, is_interrupted = _run(todo, options, benchmark_json, console)
     described = machine.describe() | ({"neighbours": neighbours} if neighbours else {})
     record = Record(machine.now(), described, _rates(rows, options), rows)
     print_record(record, console)
@@ -112,6 +115,10 @@ def bench(
 
         for path in draw(record, plot):
             console.print(f"drew {path}", markup=False, soft_wrap=True)
+    if is_interrupted:
+        missing = len(todo) - len(rows)
+        console.print(f"[red]interrupted[/red]: {missing} of {len(todo)} cases were not measured")
+        return 130
     statuses = {row.status for row in rows}
     if TIMED not in statuses:
         console.print("[red]nothing was measured, which counts as a failure[/red]")
@@ -148,18 +155,27 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
     libraries.require_device((case.library for case in cases), device)
 
 
-def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Console) -> list[Row]:
-    """The rows, from a separate pytest run that does not use the user's configuration."""
+def _run(
+    todo: list[Any], options: Any, benchmark_json: Path | None, console: Console
+) -> tuple[list[Row], bool]:
+    """The rows, from a separate pytest run that does not use the user's configuration.
+
+    The second result is whether the run was interrupted.
+    """
     import pytest
 
     from precondattn_conformance.bench.timed_suite import Collector
 
-    def progress(row: Row) -> None:
-        what = duration(row.seconds["median"]) if row.seconds else row.status
-        console.print(f"[dim]{escape(row.name)}: {what}[/dim]", soft_wrap=True)
-
-    collector = Collector(todo, options, progress)
-    with tempfile.TemporaryDirectory() as folder, _environment(ISOLATED), _only(console) as output:
+    interruption, code, output = Interruption(), None, io.StringIO()
+    progress = Progress(console, len(todo))
+    collector = Collector(todo, options, progress, interruption)
+    with (
+        interruption,
+        tempfile.TemporaryDirectory() as folder,
+        _environment(ISOLATED),
+        _only(console, output),
+        progress,
+    ):
         config = Path(folder) / "pytest.ini"
         config.write_text("[pytest]\n", encoding="utf-8")
         arguments = ["-c", str(config), f"--rootdir={folder}", "-q", "--capture=no", "--noconftest"]
@@ -170,11 +186,13 @@ def _run(todo: list[Any], options: Any, benchmark_json: Path | None, console: Co
             arguments.append(f"--benchmark-json={benchmark_json.absolute()}")
         suite = Path(__file__).with_name("timed_suite.py")
         code = pytest.main([*arguments, str(suite)], plugins=[collector])
+    if interruption.is_here:
+        return collector.rows, True
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         console.print(output.getvalue(), markup=False, soft_wrap=True)
     if len(collector.rows) < len(todo):
         raise RuntimeError(f"the benchmark run stopped after {len(collector.rows)} rows")
-    return collector.rows
+    return collector.rows, False
 
 
 @contextlib.contextmanager
@@ -196,13 +214,12 @@ def _environment(variables: dict[str, str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _only(console: Console) -> Iterator[io.StringIO]:
-    """Only the console writes to the terminal; pytest's output goes to the returned buffer."""
-    output = io.StringIO()
+def _only(console: Console, output: io.StringIO) -> Iterator[None]:
+    """Only the console writes to the terminal; pytest's output goes to the buffer."""
     file, console.file = console.file, console.file
     try:
         with contextlib.redirect_stdout(output):
-            yield output
+            yield
     finally:
         console.file = file
 

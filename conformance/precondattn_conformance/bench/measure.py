@@ -7,6 +7,7 @@ turns.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable
@@ -65,6 +66,8 @@ class Options:
     budget: float = BUDGET
     clock: Callable[[], float] = time.perf_counter
     """The clock of the peers; that of the contender is the benchmark's own."""
+    at_round: Callable[[int, int], None] = lambda number, of: None
+    """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
 def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
@@ -170,14 +173,16 @@ def _time(
 ) -> None:
     """Write the times of the rounds, and the ratios to peers, to the row."""
     turns = Turns(peers, options.clock)
-
-    def before_each_round() -> None:
-        turns()
-        run.reset()
-
     rounds = options.rounds or (
         QUICK_ROUNDS if options.quick else _affordable(run, peers, options.budget)
     )
+    numbers = itertools.count()
+
+    def before_each_round() -> None:
+        options.at_round(next(numbers), rounds)
+        turns()
+        run.reset()
+
     benchmark.group = f"{row.device} {case.name}"
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
     times = list(benchmark.stats.stats.data)

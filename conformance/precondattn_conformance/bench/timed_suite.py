@@ -5,14 +5,18 @@ A plugin object that the command creates has the cases, and collects their rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.interruption import Interruption
 from precondattn_conformance.bench.measure import Options, measure, measure_memory
+from precondattn_conformance.bench.plan import empty_row
+from precondattn_conformance.bench.progress import Progress
 from precondattn_conformance.bench.record import TIMED, Row
+from precondattn_conformance.bench.table import duration
 
 Todo = tuple[BenchCase, str | None]
 """A case, and the backend that is requested for it."""
@@ -21,13 +25,24 @@ Todo = tuple[BenchCase, str | None]
 class Collector:
     """The pytest plugin of one run: what to measure and, afterwards, the rows."""
 
-    def __init__(self, todo: list[Todo], options: Options, progress: Callable[[Row], None]) -> None:
-        self.todo, self.options, self.progress = todo, options, progress
+    def __init__(
+        self, todo: list[Todo], options: Options, progress: Progress, interruption: Interruption
+    ) -> None:
+        self.todo, self.progress, self.interruption = todo, progress, interruption
+        self.options = replace(options, at_round=self._at_round)
         self.rows: list[Row] = []
 
+    def _at_round(self, number: int, of: int) -> None:
+        self.interruption.check()
+        self.progress.at_round(number, of)
+
+    def starts(self, case: BenchCase, backend: str | None) -> None:
+        self.progress.starts(empty_row(case, backend, self.options.device).name)
+
     def add(self, row: Row) -> None:
+        self.interruption.check()  # A case that was interrupted has no result.
         self.rows.append(row)
-        self.progress(row)
+        self.progress.ends(duration(row.seconds["median"]) if row.seconds else row.status)
 
     @pytest.fixture
     def collector(self) -> Collector:
@@ -41,6 +56,7 @@ class Collector:
 
 
 def test_time(case: BenchCase, backend: str | None, collector: Collector, benchmark: Any) -> None:
+    collector.starts(case, backend)
     row = measure(case, backend, collector.options, benchmark)
     collector.add(row)
     if row.status != TIMED:
@@ -49,4 +65,5 @@ def test_time(case: BenchCase, backend: str | None, collector: Collector, benchm
 
 
 def test_memory(case: BenchCase, backend: str | None, collector: Collector) -> None:
+    collector.starts(case, backend)
     collector.add(measure_memory(case, backend, collector.options))
