@@ -70,10 +70,10 @@ class Verbs:
         segment_ids : integer array (b, s), optional
             Packed sequences: tokens attend only to tokens of the same id. Equal ids must be
             contiguous.
-        cu_seqlens : int32 array (n + 1,), optional
+        cu_seqlens : integer array (n + 1,), optional
             The same, as flash-attention takes it, for b = 1: sequence i has the tokens from
-            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`, the first starts at 0 and the last ends
-            at s. A list or tuple of whole numbers, a NumPy array, or an array of the inputs'
+            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`, and the first starts at 0. Tokens after
+            the last are padding, as those after `lengths`. A list or tuple of whole numbers, a NumPy array, or an array of the inputs'
             library, on their device or on the CPU. One on the host is read without waiting for a
             device.
         lengths : integer array (b,), optional

@@ -110,7 +110,12 @@ def bind(
     b, checks = sizes["b"], ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, s, "s", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
-    segment_ids, segments = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
+    segment_ids, segments, end = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
+    if end is not None:
+        if lengths is None:  # Only now it is known that there is padding, which changes the plan.
+            padded = call._replace(masks={**call.masks, "lengths": end})
+            ready = prepared(padded, signature_of(padded))
+        lengths = end if lengths is None else namespace(end).minimum(lengths, end)
     frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
     inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, frame.k_valid)
     bound = BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
@@ -133,18 +138,21 @@ def _segments(
     like: Array,
     shape: tuple[int, int],
     checks: ValueChecks,
-) -> tuple[Array | None, np.ndarray | None]:
-    """The segment ids (b, s), and the same on the host where they can be read."""
+) -> tuple[Array | None, np.ndarray | None, Array | None]:
+    """The segment ids (b, s), the same on the host where they can be read, and their ends (b,).
+
+    After the end of a sequence is padding. The ends are None where there is none.
+    """
     if cu_seqlens is None:
         ids = check_mask(owner, "segment_ids", segment_ids, like, shape, INTEGERS, "(b s)")
         if ids is None:
-            return None, None
+            return None, None, None
         on_host = host_array(ids)
         checks.require(
             is_contiguous(ids if on_host is None else on_host),
             "segment_ids must be contiguous: each id in one run",
         )
-        return ids, on_host
+        return ids, on_host, None
     if segment_ids is not None:
         raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
     return packed_by(owner, cu_seqlens, like, *shape, checks)

@@ -1,9 +1,10 @@
 """`cu_seqlens`: where the sequences of a packed row begin and end, as in flash-attention.
 
-    cu_seqlens = (0, n_1, n_1 + n_2, …, s):    sequence i has the tokens c_i … c_{i+1} − 1.
+    cu_seqlens = (0, n_1, n_1 + n_2, …):    sequence i has the tokens c_i … c_{i+1} − 1.
 
-It is another way to write `segment_ids`, for calls with b = 1. Given as whole numbers, as a NumPy
-array or as a tensor on the CPU, it is read without waiting for a device.
+It is another way to write `segment_ids`, for calls with b = 1. Tokens after the last sequence are
+padding, as those after `lengths` are. Given as whole numbers, as a NumPy array or as a tensor on
+the CPU, it is read without waiting for a device.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ from precondattn.arrays import (
     on_device_of,
 )
 from precondattn.cache.integers import whole_number
-from precondattn.execution.masks import ValueChecks
+from precondattn.execution.masks import INTEGERS, ValueChecks
 
 NAME = "cu_seqlens"
+NARROW = ("int8", "int16", "uint8", "uint16")
 
 
 class Packed(NamedTuple):
     """The segments of a call with `cu_seqlens`."""
 
     segment_ids: Array
-    """(1, s)"""
+    """(1, s). Padding has an id of its own."""
     on_host: np.ndarray | None
     """The same, read; None where `cu_seqlens` is traced."""
+    lengths: Array | None
+    """The number of tokens before the padding (1,), int32; None where there is known to be none."""
 
 
 def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
@@ -48,7 +52,7 @@ def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: Value
     Raises
     ------
     TypeError, ValueError
-        for anything but int32 (n + 1,) from 0 to s that never decreases.
+        for anything but integers (n + 1,) from 0 to at most s that never decrease.
     """
     if b != 1:
         raise ShapeError(
@@ -58,15 +62,23 @@ def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: Value
     bounds = _checked(owner, given, like)
     known = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
     if known is not None:
-        _check_values(owner, known, s)
-        counts = np.diff(known).astype(np.int64)
+        numbers = known.tolist()  # As Python's integers, which do not overflow.
+        _check_values(owner, numbers, s)
+        end, lengths = numbers[-1], None
+        if end < s:
+            lengths = on_device_of(like, np.asarray([end], dtype=np.int32))
+        counts = np.diff([*numbers, s])
         ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, :]
-        return Packed(on_device_of(like, ids), ids)
+        return Packed(on_device_of(like, ids), ids, lengths)
     xp = namespace(bounds)
-    good = (bounds[0] == 0) & (bounds[-1] == s) & xp.all(bounds[1:] >= bounds[:-1])
+    if dtype_name(bounds) in NARROW:  # Which s may not fit into.
+        bounds = cast(bounds, xp.int32)
+    good = (bounds[0] == 0) & (bounds[-1] <= s) & xp.all(bounds[1:] >= bounds[:-1])
     checks.require(xp.reshape(good, (1,)), f"{NAME} must go from 0 to s = {s} and never decrease")
+    bounds = cast(bounds, xp.int32)
     ids = xp.searchsorted(bounds[1:], arange_like(s, bounds), side="right")
-    return Packed(on_device_of(like, cast(ids, xp.int32)[None, :]), None)
+    segment_ids = on_device_of(like, cast(ids, xp.int32)[None, :])
+    return Packed(segment_ids, None, on_device_of(like, bounds[-1:]))
 
 
 def _checked(owner: str, given: Any, like: Array) -> Array:
@@ -83,8 +95,8 @@ def _checked(owner: str, given: Any, like: Array) -> Array:
         raise TypeError(
             f"{owner}: {NAME} must be a list of whole numbers or an array of {known}; found {found}"
         )
-    if dtype_name(given) not in ("int32", "object"):
-        raise TypeError(f"{owner}: {NAME} must have dtype int32; found {dtype_name(given)}")
+    if dtype_name(given) not in (*INTEGERS, "object"):
+        raise TypeError(f"{owner}: {NAME} must have an integer dtype; found {dtype_name(given)}")
     if given.ndim != 1 or given.shape[0] < 2:
         raise ShapeError(
             f"{owner}: {NAME} must have shape (n + 1,) for n sequences; found {tuple(given.shape)}"
@@ -99,13 +111,13 @@ def _checked(owner: str, given: Any, like: Array) -> Array:
     return given
 
 
-def _check_values(owner: str, bounds: np.ndarray, s: int) -> None:
+def _check_values(owner: str, bounds: list[int], s: int) -> None:
     if bounds[0] != 0:
         raise ValueError(f"{owner}: {NAME} must start at 0; found {bounds[0]}")
-    for i, (start, stop) in enumerate(pairwise(bounds.tolist())):
+    for i, (start, stop) in enumerate(pairwise(bounds)):
         if stop < start:
             raise ValueError(
                 f"{owner}: {NAME} must not decrease; found {stop} after {start} (entry {i + 1})"
             )
-    if bounds[-1] != s:
-        raise ValueError(f"{owner}: {NAME} must end at s = {s}; found {bounds[-1]}")
+    if bounds[-1] > s:
+        raise ValueError(f"{owner}: {NAME} must end at s = {s} or before; found {bounds[-1]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from precondattn.arrays import Array, arange_like, cast, namespace
+from precondattn.arrays import Array, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
@@ -58,6 +58,9 @@ def apply(
         if positions is not None:
             xp = namespace(positions)
             positions = tokens.packed(xp.broadcast_to(positions, x.shape[:2]))
+    valid = None if segments is None or segments.valid is None else segments.valid[..., None]
+    if valid is not None:
+        x = zero_where_not(valid, x)
     count = None if tokens is None else tokens.count
     inner, rows = (None, None) if cache is None else split(cache, plan)
     place = None if segments is None else segments.place
@@ -96,6 +99,8 @@ def apply(
     else:
         y = summed(linear(cast(out, x.dtype), last, axes=2))
         y = y if bias is None else y + bias
+    if valid is not None:
+        y = zero_where_not(valid, y)
     return (y if tokens is None else tokens.unpacked(y)), after
 
 

@@ -28,6 +28,8 @@ class Segments(NamedTuple):
     """`segment_ids` or `cu_seqlens`, as the mechanism takes it."""
     place: Array
     """(b, t), the number of tokens before each token in its segment."""
+    valid: Array | None = None
+    """(b, t), False for the padding after the last sequence of `cu_seqlens`; None without it."""
 
 
 def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> Segments | None:
@@ -44,16 +46,19 @@ def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> Segm
         raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
     b, t = x.shape[:2]
     checks = ValueChecks(owner)
+    valid = None
     if cu_seqlens is not None:
-        ids, on_host = packed_by(owner, cu_seqlens, x, b, t, checks)
+        ids, on_host, lengths = packed_by(owner, cu_seqlens, x, b, t, checks)
         masks = {"cu_seqlens": cu_seqlens}
+        if lengths is not None:
+            valid = arange_like(t, x)[None, :] < lengths[:, None]
     else:
         ids = check_mask(owner, "segment_ids", segment_ids, x, (b, t), INTEGERS, "(b t)")
         on_host, masks = host_array(ids), {"segment_ids": ids}
         good = is_contiguous(ids if on_host is None else on_host)
         checks.require(good, "segment_ids must be contiguous: each id in one run")
     place = _place(ids) if on_host is None else on_device_of(x, _place(on_host))
-    return Segments(masks, place)
+    return Segments(masks, place, valid)
 
 
 def _place(ids: Array) -> Array:

@@ -110,12 +110,20 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
     total, device = sum(counts), processes.device
     parts = call.order.parts(counts)
     of_process = [positions_of(parts, process, device) for process in range(processes.devices)]
-    within, valid, segment = None, None, None
+    within, valid, segment, packed = None, None, None, None
+    if "cu_seqlens" in given:
+        like = next(iter(call.bound.inputs.values()))
+        checks = ValueChecks(processes.owner)
+        packed = packed_by(processes.owner, given["cu_seqlens"], like, b, total, checks)
+        segment = tuple(packed.segment_ids[:, positions] for positions in of_process)
     if "key_mask" in given:
         valid = gathered(processes.group, given["key_mask"], counts).split(counts, 1)
+    lengths = None if packed is None else packed.lengths
     if "lengths" in given:
-        lengths = torch.as_tensor(given["lengths"], device=device)
-        check_lengths(processes.owner, lengths, b, total)
+        own = torch.as_tensor(given["lengths"], device=device)
+        check_lengths(processes.owner, own, b, total)
+        lengths = own if lengths is None else torch.minimum(own, lengths)
+    if lengths is not None:
         within = tuple(positions[None] < lengths[:, None] for positions in of_process)
         valid = within if valid is None else tuple(map(torch.logical_and, valid, within))
     if "segment_ids" in given:
@@ -125,11 +133,6 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
         in_order[:, torch.cat(of_process)] = whole
         if not bool(is_contiguous(in_order).all()):
             raise ValueError(f"{processes.owner}: segment_ids must be contiguous")
-    if "cu_seqlens" in given:
-        like = next(iter(call.bound.inputs.values()))
-        checks = ValueChecks(processes.owner)
-        ids = packed_by(processes.owner, given["cu_seqlens"], like, b, total, checks).segment_ids
-        segment = tuple(ids[:, positions] for positions in of_process)
     return Masks(within, valid, segment)
 
 

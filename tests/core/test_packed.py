@@ -198,7 +198,7 @@ def test_cu_seqlens_that_are_traced_by_jax():
     expected = pa.Lucid()(Q, K, V, segment_ids=SAME)
     run = jax.jit(lambda bounds: pa.Lucid()(*x, cu_seqlens=bounds))
     np.testing.assert_allclose(run(jnp.asarray(THREE)), expected, rtol=1e-12)
-    for bad in ([1, 2, 2, 6], [0, 4, 2, 6], [0, 2, 2, 5]):
+    for bad in ([1, 2, 2, 6], [0, 4, 2, 6], [0, 2, 2, 7]):
         assert np.isnan(run(jnp.asarray(bad, dtype=jnp.int32))).all()
 
 
@@ -215,16 +215,94 @@ def test_cu_seqlens_in_compiled_pytorch():
     np.testing.assert_allclose(run(THREE.tolist()).numpy(), expected, rtol=1e-12)
 
 
+FOUR = np.asarray([0, 1, 4])
+"""The last two of six tokens are padding."""
+
+
+def padded(text):
+    """A mechanism, its inputs with NaN in the padding, and the output and gradients without it."""
+    mechanism = pa.parse(text)
+    inputs = make_inputs(mechanism, Layout("padded", b=1, t=6, s=6, h=2, n=2, d=4, e=4), "random")
+    of_tokens = {n for n, pattern in mechanism.inputs.items() if {*"ts"} & {*pattern.letters}}
+    x = {n: np.array(a) for n, a in inputs.items()}
+    without = {n: a[:, :4] if n in of_tokens else a for n, a in x.items()}
+    out, pullback = mechanism.vjp(**without, cu_seqlens=FOUR)
+    gradients = pullback(np.ones_like(out))
+    for name in of_tokens:
+        x[name][:, 4:] = np.nan
+        gradients[name] = np.pad(gradients[name], [(0, 0), (0, 2), *[(0, 0)] * (x[name].ndim - 2)])
+    return mechanism, x, np.pad(out, [(0, 0), (0, 2), (0, 0), (0, 0)]), gradients
+
+
+def require_padded(found, gradients, expected, expected_gradients):
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
+    for name, gradient in expected_gradients.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+PADDED = ("lucid", "softmax[causal=false]", "laser", "path", "gated_delta", "ccq(gla)", "gsa")
+
+
+@pytest.mark.parametrize("text", PADDED)
+def test_tokens_after_the_last_sequence_are_padding(text):
+    mechanism, x, out, gradients = padded(text)
+    for options in ({}, {"backend": "reference"}):
+        found, pullback = mechanism.vjp(**x, cu_seqlens=FOUR, **options)
+        require_padded(found, pullback(np.ones_like(found)), out, gradients)
+    leaves = {n: torch.from_numpy(a).requires_grad_() for n, a in x.items()}
+    found = mechanism(**leaves, cu_seqlens=torch.from_numpy(FOUR))
+    of_torch = torch.autograd.grad(found.sum(), list(leaves.values()))
+    require_padded(found.detach(), dict(zip(leaves, of_torch, strict=True)), out, gradients)
+
+
+def test_padding_after_traced_cu_seqlens():
+    mechanism, x, out, gradients = padded("lucid")
+    x = {n: jnp.asarray(a) for n, a in x.items()}
+
+    @jax.jit
+    def run(x, bounds):
+        found, pullback = jax.vjp(lambda x: mechanism(**x, cu_seqlens=bounds), x)
+        return found, pullback(jnp.ones_like(found))[0]
+
+    require_padded(*run(x, jnp.asarray(FOUR, dtype=jnp.uint8)), out, gradients)
+    whole = {n: torch.from_numpy(np.nan_to_num(a)) for n, a in x.items()}
+    compiled = torch.compile(backend="aot_eager", fullgraph=True)(
+        lambda bounds: mechanism(**whole, cu_seqlens=bounds)
+    )
+    np.testing.assert_allclose(compiled(torch.from_numpy(FOUR)), out, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64"])
+def test_cu_seqlens_have_any_integer_dtype(dtype):
+    expected, bounds = pa.Lucid()(Q, K, V, segment_ids=SAME), THREE.astype(dtype)
+    np.testing.assert_array_equal(pa.lucid(Q, K, V, cu_seqlens=bounds), expected)
+    x = [torch.from_numpy(a) for a in (Q, K, V)]
+    found = pa.lucid(*x, cu_seqlens=torch.from_numpy(bounds))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_lengths_and_the_end_of_cu_seqlens_together():
+    expected = pa.lucid(Q, K, V, segment_ids=SAME, lengths=[3])
+    for lengths, bounds in (([3], [0, 2, 5]), ([5], [0, 2, 3]), ([6], [0, 2, 3])):
+        found = pa.lucid(Q, K, V, cu_seqlens=bounds, lengths=lengths)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert not pa.lucid(Q, K, V, cu_seqlens=[0, 0]).any()
+    assert str(pa.Lucid().explain(Q, K, V, cu_seqlens=[0, 2, 3]))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
         ([1, 6], ValueError, "cu_seqlens must start at 0; found 1"),
         ([0, 4, 2, 6], ValueError, r"cu_seqlens must not decrease; found 2 after 4 \(entry 2\)"),
-        ([0, 5], ValueError, "cu_seqlens must end at s = 6; found 5"),
-        ([0, 2**32 + 6], ValueError, "cu_seqlens must end at s = 6; found 4294967302"),
+        ([0, 7], ValueError, "cu_seqlens must end at s = 6 or before; found 7"),
+        ([0, 2**32 + 6], ValueError, "cu_seqlens must end at s = 6 or before; found 4294967302"),
+        (np.asarray([0, 2**32 + 6]), ValueError, "s = 6 or before; found 4294967302"),
+        (np.asarray([0, 9, 6], dtype=np.uint8), ValueError, "must not decrease; found 6 after 9"),
         ([0, 6.0], TypeError, "cu_seqlens must be whole numbers"),
         ([6], pa.ShapeError, r"cu_seqlens must have shape \(n \+ 1,\) for n sequences; found \(1,"),
-        (np.asarray([0, 6]), TypeError, "cu_seqlens must have dtype int32; found int64"),
+        (np.asarray([0.0, 6.0]), TypeError, "must have an integer dtype; found float64"),
+        (np.asarray([False, True]), TypeError, "must have an integer dtype; found bool"),
         ("0,6", TypeError, "cu_seqlens must be a list of whole numbers or an array of numpy;"),
         (torch.tensor([0, 6]), TypeError, "array of numpy; found one of torch"),
     ],

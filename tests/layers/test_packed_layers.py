@@ -47,6 +47,23 @@ def test_each_row_of_a_batch_has_segments_of_its_own():
     torch.testing.assert_close(y[1:], attn(x[1:]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("expression", ["softmax", "lucid", "gated_delta", "ssd", "gla"])
+def test_tokens_after_the_last_sequence_are_padding(expression):
+    attn, x = made(expression), torch.randn(1, 14, 24, dtype=torch.float64)
+    expected, parameters = alone(attn, x[:, :11]), list(attn.parameters())
+    gradients = torch.autograd.grad(expected.sum(), parameters)
+    x[:, 11:] = torch.nan
+    x.requires_grad_()
+    bounds = torch.tensor(COUNTS).cumsum(0)  # int64
+    y = attn(x, cu_seqlens=torch.nn.functional.pad(bounds, (1, 0)))
+    torch.testing.assert_close(y[:, :11], expected, rtol=1e-9, atol=1e-9)
+    assert not y[:, 11:].any()
+    d_x, *of_packed = torch.autograd.grad(y.sum(), [x, *parameters])
+    torch.testing.assert_close(of_packed, gradients, rtol=1e-8, atol=1e-8)
+    assert d_x[:, :11].isfinite().all()
+    assert not d_x[:, 11:].any()
+
+
 @pytest.mark.parametrize("expression", ["softmax", "gated_delta"])
 def test_nan_in_a_segment_stays_in_it(expression):
     attn, x = made(expression), torch.randn(1, 11, 24, dtype=torch.float64)
@@ -91,7 +108,7 @@ X = torch.zeros(1, 11, 24)
         ({"segment_ids": IDS[:, :4]}, ValueError, r"segment_ids is declared \(b t\)"),
         ({"segment_ids": IDS > 0}, TypeError, "segment_ids must have an integer dtype"),
         ({"segment_ids": IDS.flip(0) % 2}, ValueError, "segment_ids must be contiguous"),
-        ({"cu_seqlens": (0, 4)}, ValueError, "cu_seqlens must end at s = 11; found 4"),
+        ({"cu_seqlens": (0, 14)}, ValueError, "cu_seqlens must end at s = 11 or before; found 14"),
         ({"segment_ids": IDS, "cu_seqlens": BOUNDS}, ValueError, "mean the same"),
         ({"segment_ids": IDS, "mask": IDS > 0}, ValueError, "mask can not be given with segments"),
     ],

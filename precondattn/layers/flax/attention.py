@@ -146,8 +146,9 @@ class Attention(nnx.Module):
         segment_ids : integer array (b, t), optional
             Packed sequences: each run of equal ids is a sequence of its own, for positions,
             convolutions and the mechanism. Not with `mask` or `cache`.
-        cu_seqlens : int32 array (n + 1,), optional
-            The same for b = 1: the bounds of n sequences, from 0 to t.
+        cu_seqlens : integer array (n + 1,), optional
+            The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
+            are padding, of any contents; their output is 0.
         """
         if self.divided is not None and (cache is not None or cu_seqlens is not None):
             what = "cache" if cache is not None else "cu_seqlens"

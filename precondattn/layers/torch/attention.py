@@ -184,8 +184,9 @@ class Attention(Declared):
         segment_ids : integer tensor (b, t), optional
             Packed sequences: each run of equal ids is a sequence of its own, for positions,
             convolutions and the mechanism. Not with `mask` or `cache`.
-        cu_seqlens : int32 tensor (n + 1,), optional
-            The same for b = 1: the bounds of n sequences, from 0 to t.
+        cu_seqlens : integer tensor (n + 1,), optional
+            The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
+            are padding, of any contents; their output is 0.
         donate : bool
             Write into the cache's own buffers; the old cache can then not be used again.
         """

@@ -100,6 +100,20 @@ def test_sequences_in_one_row_are_computed_apart(case):
             close(found[n : n + 1], expected)
 
 
+def test_tokens_after_the_last_sequence_of_a_row_are_padding():
+    inputs = {name: x[:1, :13] for name, x in inputs_of(saved("kda")).items()}
+    bounds, end = CU_SEQLENS[:-1], int(CU_SEQLENS[-2])
+    expected, _ = called("kda", {name: x[:, :end] for name, x in inputs.items()}, cu_seqlens=bounds)
+    out, _ = called("kda", inputs, cu_seqlens=bounds)
+    close(out[:, :end], expected)
+    assert out.shape[1] == 13
+    assert not out[:, end:].any()
+    x, weight = torch.randn(1, 13, 6), torch.randn(6, 4)
+    y, _ = causal_conv1d(x, weight, cu_seqlens=bounds)
+    close(y[:, :end], causal_conv1d(x[:, :end], weight, cu_seqlens=bounds)[0])
+    assert not y[:, end:].any()
+
+
 def _all(states):
     return (states,) if isinstance(states, torch.Tensor) else states
 

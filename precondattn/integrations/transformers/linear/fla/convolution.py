@@ -44,7 +44,7 @@ def causal_conv1d(
     y = _activated(
         conv1d(whole[..., 1:], weight[:, None], bias, groups=weight.shape[0]), activation
     )
-    y = y.mT if valid is None else as_row(y.mT, valid)
+    y = y.mT if valid is None else as_row(y.mT, valid, x.shape[1])
     after = None
     if output_final_state:
         lengths = rows.shape[1] if valid is None else valid.sum(1)[:, None]

@@ -25,6 +25,8 @@ def as_batch(x: Tensor, cu_seqlens: Tensor, valid: Tensor) -> Tensor:
     return x[0][index].masked_fill(outside, 0)
 
 
-def as_row(x: Tensor, valid: Tensor) -> Tensor:
-    """The reverse of `as_batch`."""
-    return x[valid][None]
+def as_row(x: Tensor, valid: Tensor, total: int) -> Tensor:
+    """The reverse of `as_batch`: (1, total, …), with zeros after the last sequence."""
+    row = x[valid]
+    padding = row.new_zeros(total - row.shape[0], *row.shape[1:])
+    return torch.cat([row, padding])[None]

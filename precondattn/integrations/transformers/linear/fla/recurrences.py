@@ -62,14 +62,14 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         returns_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, States | None]:
-        dtype = inputs["q"].dtype
+        dtype, total = inputs["q"].dtype, inputs["q"].shape[1]
         inputs = {name: x.float() for name, x in inputs.items()}
         valid = None if cu_seqlens is None else valid_slots(cu_seqlens)
         if cu_seqlens is not None and valid is not None:
             inputs = {name: as_batch(x, cu_seqlens, valid) for name, x in inputs.items()}
         scaled = _with_scale(mechanism, scale)
         out, after = computed_from(scaled, inputs, states, returns_state, backend)
-        return (out if valid is None else as_row(out, valid)).to(dtype), after
+        return (out if valid is None else as_row(out, valid, total)).to(dtype), after
 
     def one_state(
         mechanism: Mechanism,

@@ -29,7 +29,7 @@ def rotary_embedding(
     offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
     positions = (slots + offsets).expand(x.shape[0] if valid is None else valid.shape[0], -1)
     if valid is not None:
-        positions = as_row(positions, valid)
+        positions = as_row(positions, valid, x.shape[1])
     c, s = (table[positions].float()[:, :, None] for table in (cos, sin))
     turned, rest = x[..., : 2 * c.shape[-1]].float(), x[..., 2 * c.shape[-1] :]
     pairs = turned.unflatten(-1, (-1, 2)).mT if interleaved else turned.unflatten(-1, (2, -1))
