@@ -73,9 +73,9 @@ class Verbs:
         cu_seqlens : integer array (n + 1,), optional
             The same, as flash-attention takes it, for b = 1: sequence i has the tokens from
             `cu_seqlens[i]` to before `cu_seqlens[i + 1]`, and the first starts at 0. Tokens after
-            the last are padding, as those after `lengths`. A list or tuple of whole numbers, a NumPy array, or an array of the inputs'
-            library, on their device or on the CPU. One on the host is read without waiting for a
-            device.
+            the last are padding, as those after `lengths`. A list or tuple of whole numbers, a
+            NumPy array, or an array of the inputs' library, on their device or on the CPU. One on
+            the host is read without waiting for a device.
         lengths : integer array (b,), optional
             The number of valid tokens of each sequence. The tokens after them are padding: they
             are ignored, and their output is 0.

@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -73,10 +74,8 @@ def test_an_interrupt_that_becomes_another_error_ends_the_run():
 
 def test_an_interrupt_that_is_dropped_is_raised_again():
     with Interruption() as interruption:
-        try:
+        with suppress(KeyboardInterrupt):
             interrupt()
-        except KeyboardInterrupt:
-            pass
         with pytest.raises(KeyboardInterrupt):
             interruption.check()
 

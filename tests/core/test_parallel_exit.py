@@ -7,12 +7,10 @@ from weakref import ref
 
 import pytest
 
-torch = pytest.importorskip("torch")
-dist = torch.distributed
+pytest.importorskip("torch.distributed.tensor")  # PyTorch can be built without it.
 
-if not dist.is_available():
-    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
-
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import precondattn as pa
