@@ -177,7 +177,7 @@ def in_order(
         return a.detach()[:, [len(each) * token + i for token in own for i in each]].clone()
 
     given = {n: part(a, m.inputs[n]).requires_grad_() for n, a in x.items()}
-    if "lengths" in masks or "key_mask" in masks:  # Nothing of padding is read.
+    if {"lengths", "key_mask", "cu_seqlens"} & {*masks}:  # Nothing of padding is read.
         for name, a in given.items():
             letters = m.inputs[name].letters
             valid = visible(masks, of["t"], b, keys="t" not in letters)[:, own]
@@ -215,7 +215,7 @@ def masks_of(names, t, b, bounds=None):
         "lengths": torch.tensor([t - 3, t // 3])[:b],
         "key_mask": torch.arange(b * t).view(b, t) % 5 != 1,
         "segment_ids": torch.bucketize(each, torch.tensor(bounds[1:]), right=True),
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "cu_seqlens": torch.tensor(bounds),  # int64, as those of `cumsum`
     }
     return {name: made[name] for name in names}
 
@@ -225,6 +225,8 @@ def visible(masks, t, b, *, keys):
     valid = torch.ones(b, t, dtype=torch.bool)
     if keys and "key_mask" in masks:
         valid = masks["key_mask"]
+    if "cu_seqlens" in masks:
+        valid = valid & (torch.arange(t) < masks["cu_seqlens"][-1])
     return valid & (torch.arange(t) < masks["lengths"][:, None]) if "lengths" in masks else valid
 
 
@@ -627,7 +629,14 @@ def orders(mesh):
                     f"{expression}, {layout}, {' and '.join(given)}",
                     lambda e=expression, b=layout, g=given: in_order(e, mesh, b, g),
                 )
-    yield "lucid, packed", lambda: in_order("lucid", mesh, cyclic, ("cu_seqlens",), b=1)
+    bounds = [0, 1, 3 * world + 1, 6 * world - 4]
+    for expression, layout in (("lucid", cyclic), ("gated_delta", "contiguous")):
+        yield (
+            f"{expression}, packed, with padding",
+            lambda e=expression, b=layout: in_order(
+                e, mesh, b, ("cu_seqlens",), b=1, bounds=bounds
+            ),
+        )
     yield (
         "lucid, float32",
         lambda: in_order("lucid", mesh, "zigzag", dtype=torch.float32, tolerance=1e-5),

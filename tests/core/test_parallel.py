@@ -39,7 +39,7 @@ def processes(world, folder, *more, module="parallel_worker", **options):
 
 @pytest.mark.parametrize(
     ("world", "count"),
-    [(1, 5), (2, 190), pytest.param(3, 156, marks=pytest.mark.slow), (4, 161), (8, 6)],
+    [(1, 5), (2, 191), pytest.param(3, 157, marks=pytest.mark.slow), (4, 162), (8, 6)],
 )
 def test_sequences_divided_among_processes(world, count, tmp_path):
     with processes(world, tmp_path) as workers:
