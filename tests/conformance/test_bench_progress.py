@@ -128,3 +128,18 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch):
     assert "\n" not in text
     assert text.startswith(CLEAR + "lucid (case 1 of 1)")
     assert text.endswith(CLEAR)
+
+
+@pytest.mark.parametrize("options", [["--gate"], ["--gate", "--instructions"]])
+def test_an_interrupted_gate_has_judged_nothing(options, monkeypatch):
+    from typer.testing import CliRunner
+
+    from precondattn.command_line.commands import app
+    from precondattn_conformance.bench import gate_command, instructions_command
+
+    def run(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate_command, "run", run)
+    monkeypatch.setattr(instructions_command, "run", run)
+    assert CliRunner().invoke(app, ["bench", *options]).exit_code == 130
