@@ -315,11 +315,13 @@ def copied(array: Array) -> Array:
 
 
 def fresh(array: Array) -> Array:
-    """A copy that shares no memory, where the library writes in place, or donates, arrays."""
+    """A copy that shares no memory."""
     library = library_of(array)
+    if library in ("numpy", "torch", "cupy"):
+        return copied(array)
     if library == "jax":
         return sys.modules["jax"].numpy.array(array)
-    return copied(array) if library in ("numpy", "torch", "cupy") else array
+    return namespace(array).asarray(array, copy=True)
 
 
 def in_order(array: Array) -> Array:

@@ -69,7 +69,8 @@ def with_lse_vjp(
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array], Arrays]]:
     """`with_lse` and its pullback, which maps cotangents of both results to all gradients.
 
-    The gradients are a dict by input name. This works on every array library.
+    The gradients are a dict by input name. This works on every array library. As in `vjp`, results
+    may be written to, and inputs must not change before the pullback has run.
 
     Examples
     --------

@@ -138,11 +138,17 @@ class KernelAttention(Attention):
             backward = _laser_backward if leaf.read == LOG_MEAN_EXP else _mean_backward
             return backward(leaf, x, out, residuals, cotangent)
         names = ("q", "k", "v")  # The output of `fused`, which keeps no residuals.
-        with torch.enable_grad():
-            leaves = [x[name].detach().requires_grad_() for name in names]
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [_recorded(x[name]) for name in names]
             again = scaled_dot_product(leaf, *leaves)
         result = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
         return dict(zip(names, result, strict=True))
+
+
+def _recorded(x: Tensor) -> Tensor:
+    """A tensor of the same entries whose uses autograd records, which it does for none of inference
+    mode."""
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
 def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:

@@ -118,6 +118,10 @@ class Verbs:
         The gradients are a dict by input name. No automatic differentiation is used, so this
         works on every array library.
 
+        The output and the gradients may be written to. Inputs and masks are held by reference and
+        must not change before the pullback has run: in PyTorch that raises a RuntimeError, but
+        NumPy and CuPy do not tell, and the gradient is wrong.
+
         Examples
         --------
         >>> import numpy as np, precondattn as pa
@@ -228,8 +232,9 @@ class Verbs:
         buffers (a missing one is 0). It returns the gradients of the inputs by name, and those of
         the old cache's buffers. No automatic differentiation is used; where a library has it,
         differentiating `extend` gives the same. Mechanisms whose cache stores tokens have no such
-        pullback: use the `vjp` of a full call. The old cache must not be donated before the
-        pullback has run.
+        pullback: use the `vjp` of a full call. As in `vjp`, inputs, masks and the old cache must
+        not change before the pullback has run; an old cache that is donated is an error where
+        donating overwrites it.
 
         Examples
         --------

@@ -29,13 +29,17 @@ def to(cache: Cache, device: Any, dtype: Any) -> Cache:
     kinds = kinds_of(cache)
     if device is None and dtype is None:
         raise TypeError("to: pass a device, a dtype, or both")
-    length = cache.length if device is None else _on(device, cache.length)
     store = {}
     for name, buffer in cache.store.items():
         new = buffer if dtype is None else _in_dtype(dtype, buffer, kinds[name].is_wide)
-        new = new if device is None else _on(device, new)
-        store[name] = fresh(new) if new is buffer else new
-    return holding(cache, length, store)
+        store[name] = _apart(device, new, buffer)
+    return holding(cache, _apart(device, cache.length, cache.length), store)
+
+
+def _apart(device: Any, new: Array, old: Array) -> Array:
+    """The new array on a device, in memory of its own."""
+    new = new if device is None else _on(device, new)
+    return fresh(new) if new is old else new
 
 
 def _in_dtype(dtype: Any, buffer: Array, is_wide: bool) -> Array:

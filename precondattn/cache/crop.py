@@ -16,6 +16,7 @@ from precondattn.arrays import (
     cast,
     copied,
     dtype_name,
+    fresh,
     is_traced,
     namespace,
     wants_gradient,
@@ -101,12 +102,12 @@ def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
         ]
-    store = {
-        name: _without_rows(buffer, kinds[name], row, removed, donate)
-        if kinds[name].rows == TOKENS
-        else buffer
-        for name, buffer in cache.store.items()
-    }
+    store = dict(cache.store)  # The states in it are replaced by `restore`.
+    for name, buffer in cache.store.items():
+        if kinds[name].rows == TOKENS:
+            store[name] = _without_rows(buffer, kinds[name], row, removed, donate)
+        elif kinds[name].rows == WINDOW and not donate:
+            store[name] = fresh(buffer)
     if donate:
         cache.store.clear()
     return holding(cache, length, store)

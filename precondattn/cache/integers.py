@@ -10,6 +10,7 @@ from precondattn.arrays import (
     cast,
     dtype_name,
     exact_device,
+    fresh,
     is_traced,
     library_of,
     namespace,
@@ -46,6 +47,7 @@ def integers(name: str, given: Any, like: Array, count: int | None = None) -> In
         array = _checked(name, given, like)
         known = None if is_traced(array) else entries(array)
         array = cast(array, xp.int32)
+        array = fresh(array) if array is given else array
     if count is not None and array.shape[0] != count:
         raise ValueError(
             f"{name} must be {count} integers, one for each sequence; found {array.shape[0]}"

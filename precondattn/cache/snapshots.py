@@ -55,7 +55,7 @@ def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
     if reach_of(cache) is None:
-        new = cropped(cache, Integers(earlier.length, known), "restore", donate)
+        new = cropped(cache, Integers(fresh(earlier.length), known), "restore", donate)
     else:
         new = holding(cache, fresh(earlier.length), {})
     for name, kept in earlier.store.items():

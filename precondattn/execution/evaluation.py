@@ -15,6 +15,7 @@ from precondattn.arrays import (
     cast,
     counts_flops,
     dtype_name,
+    fresh,
     namespace,
     transforms_of,
     wants_gradient,
@@ -63,9 +64,11 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
-        return _input_gradients(cotangents, call)
+        return _apart(_input_gradients(cotangents, call), cotangent)
 
-    return finished(values[plan.out], call), pullback
+    out = finished(values[plan.out], call)
+    # The caller may write to what is returned, and the pullback reads it.
+    return fresh(out) if out is values[plan.out] else out, pullback
 
 
 def gradients_from_lse(
@@ -187,7 +190,7 @@ def extend_vjp(
             for name, d_buffer in d_buffers.items():
                 _accumulate(d_past, keys[name], d_buffer)
         d_old_store = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
-        return _input_gradients(cotangents, call), d_old_store
+        return _apart(_input_gradients(cotangents, call), cotangent), d_old_store
 
     store = _updated_store(updates, call, cache, count, donate=False)
     extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
@@ -270,6 +273,11 @@ def _in_call_dtype(array: Array, call: BoundCall) -> Array:
     # Taken from an input, because not every namespace has bfloat16.
     dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == call.dtype)
     return namespace(array).astype(array, dtype)
+
+
+def _apart(gradients: Arrays, cotangent: Array) -> Arrays:
+    """The gradients, which a caller may write to: a copy where one is the cotangent itself."""
+    return {n: fresh(d) if d is cotangent else d for n, d in gradients.items()}
 
 
 def _sum(a: Array, b: Array) -> Array:

@@ -21,6 +21,7 @@ from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.unchanged import Unchanged, countable
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -74,7 +75,9 @@ def vjp(
         from precondattn.execution import dtensor
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
+    given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
+    unchanged = Unchanged.of(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
@@ -84,6 +87,7 @@ def vjp(
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
+        unchanged.check(str(mechanism))
         with autocast.off(cotangent):
             gradients = pull(cotangent)
         return _of_valid(gradients, mechanism, bound)
@@ -186,8 +190,9 @@ def extend_vjp(
         from precondattn.execution import dtensor
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
-    bound, cache = contained_after(mechanism, _bound(given, signature), cache)
-    count = new_token_count(bound, cache)
+    given = countable(given)
+    bound, cache = contained_after(mechanism, _bound(given, signature), given.cache)
+    unchanged, count = Unchanged.of(given), new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
     new_store, spoiled = dict(extended.store), bound.spoiled
@@ -204,6 +209,7 @@ def extend_vjp(
                 )
             description = f"the cotangent of {name!r}"
             check_cotangent(str(mechanism), description, array, "that buffer", new_store[name])
+        unchanged.check(str(mechanism))
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
         with autocast.off(cotangent):
             gradients, d_past = pull(cotangent, {**given, **zeros})

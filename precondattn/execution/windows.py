@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from precondattn.arrays import Array, cast, is_traced, namespace, writes_in_place
+from precondattn.arrays import Array, cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.integers import entries
@@ -93,7 +93,7 @@ def extended(
     assert reach is not None  # `ordinary` has checked it.
     rows = rows_of(reach)
     store, length = dict(new.store), new.length
-    store[FIRST] = first
+    store[FIRST] = first if donate else fresh(first)
     capacity = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
     xp = namespace(length)
     is_invalid = (length < 0) | (length > capacity)
