@@ -46,6 +46,9 @@ LETTERS = {
 HEADS = "nhu"
 """Key/value heads, query heads and value heads: each number divides the next."""
 
+MAY_BE_EMPTY = "bts"
+"""There may be no sequences, no queries and no keys (`dispatch/empty.py`)."""
+
 Sizes = dict[str, int]
 
 
@@ -244,7 +247,7 @@ class Inputs(Mapping[str, Pattern]):
                 raise ShapeError(f"{about}: {len(pattern.axes)} axes expected, not {len(shape)}")
             for i, (axis, size) in enumerate(zip(pattern.axes, shape, strict=True)):
                 where = f"{about}: axis {i} ({axis})"
-                if size == 0:
+                if size == 0 and axis.letter not in MAY_BE_EMPTY:
                     raise ShapeError(f"{where} is empty")
                 if axis.broadcasts and size == 1:
                     continue

@@ -36,8 +36,6 @@ def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
     xp = namespace(cache.length)
     b = cache.length.shape[0]
     index, known = integers(f"{verb}: indices", indices, cache.length)
-    if index.shape[0] == 0:
-        raise ValueError(f"{verb}: a cache needs one sequence or more; found no indices")
     outside = [i for i in known or () if not 0 <= i < b]
     if outside:
         raise ValueError(f"{verb}: indices must lie between 0 and {b - 1}; found {outside[0]}")

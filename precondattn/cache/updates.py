@@ -11,6 +11,7 @@ from precondattn.arrays import (
     arange_like,
     cast,
     copied,
+    fresh,
     host_integers,
     library_of,
     namespace,
@@ -97,6 +98,8 @@ def append(
     Tokens beyond the capacity are dropped. With `donate` the buffer itself is written to, where
     the library can.
     """
+    if 0 in tokens.shape[:2]:
+        return buffer if donate else fresh(buffer)
     tokens = cast(tokens, buffer.dtype)
     if writes_in_place(buffer) and (donate or not wants_gradient(buffer, tokens)):
         target = buffer if donate else copied(buffer)

@@ -28,6 +28,7 @@ from precondattn.backend import (
     UnsupportedError,
 )
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
+from precondattn.dispatch.empty import EMPTY, is_empty
 from precondattn.limits import KEPT, KEPT_PLANS
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ def _plan(
     discovered: Discovered,
 ) -> tuple[Plan, str | None]:
     program = mechanism.program
+    if is_empty(shape for _, shape in request.shapes):
+        every = frozenset(range(len(program.calls)))
+        support = EMPTY.supports(mechanism, request)
+        call = _planned(program, every, *_piece(program, every), EMPTY, support)
+        return Plan((call,), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
         backends = tuple(b for b in discovered.backends if not getattr(b, "only_by_name", False))

@@ -23,6 +23,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.cache.kinds import holding
+from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import Plan, PlannedCall, has_step_backward, request_for
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
@@ -289,7 +290,7 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """The function that runs a call and registers its gradient with the framework's autograd."""
-    if call.prepared.is_direct:
+    if call.prepared.is_direct or planned.backend is EMPTY:
         return _plain
     is_differentiable = planned.support.differentiable
     if call.library == "torch" and (not is_differentiable or _is_counted(call)):
@@ -319,6 +320,8 @@ def _bridged_step(
     count: Any,
 ) -> tuple[Array, Any]:
     arrays = (*past.values(), *inputs.values())
+    if planned.backend is EMPTY:
+        return _plain_step(planned, past, inputs, frame)
     if call.library == "torch":
         if wants_gradient(*arrays):
             if not planned.support.differentiable:

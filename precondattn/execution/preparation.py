@@ -23,6 +23,7 @@ from precondattn.arrays import (
 from precondattn.backend import Request
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.dispatch.discovery import Discovered, allowed_backends, discover
+from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import Plan, make_plan
 from precondattn.execution import autocast
 from precondattn.execution.array_checks import call_dtype, check_arrays
@@ -122,7 +123,9 @@ def _checked_call(call: GivenCall) -> _Checked:
     _check_times(mechanism, sizes, call.masks)
     masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
     _check_leaves(mechanism, sizes, frozenset(masks))
-    patterns = examined(mechanism, is_packed="segment_ids" in masks)
+    patterns: Mapping[str, Pattern] = {}
+    if not is_empty(shapes_of(inputs).values()):
+        patterns = examined(mechanism, is_packed="segment_ids" in masks)
     return _Checked(inputs, library, sizes, masks, (), patterns)
 
 
@@ -146,8 +149,11 @@ def _checked_extension(call: GivenCall) -> _Checked:
     check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
     masks = _masks_of_extension(mechanism, cache, call.masks)
     past = tuple(cache.store.values()) if call.verb == "extend" else ()
-    # After one token there is no later one, which its NaN could reach.
-    patterns = {} if sizes["t"] == 1 else examined(mechanism, is_packed="segment_ids" in masks)
+    patterns: Mapping[
+        str, Pattern
+    ] = {}  # After one token there is no later one, which its NaN could reach.
+    if sizes["t"] != 1 and not is_empty(shapes_of(inputs).values()):
+        patterns = examined(mechanism, is_packed="segment_ids" in masks)
     return _Checked(inputs, library, sizes, masks, past, patterns)
 
 
@@ -187,7 +193,7 @@ def prepared_part(
 def _check_times(mechanism: Mechanism, sizes: Sizes, masks: Mapping[str, Any]) -> None:
     """Raise unless the numbers of queries and keys fit the mechanism and the masks."""
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
-    if t > s and mechanism.offers.causal:
+    if t > s and s != 0 and mechanism.offers.causal:
         raise ShapeError(
             f"{mechanism}: is causal, so there must not be more queries than keys; "
             f"found t = {t} and s = {s}"

@@ -55,7 +55,7 @@ def ordinary(
         cast(local, length.dtype), store, {name: {str(kinds[name]): ()} for name in store}
     )
     new = _token_count(mechanism, arrays, named)
-    fits = not is_traced(local) and max(entries(local)) + new <= held
+    fits = not is_traced(local) and max(entries(local), default=0) + new <= held
     return plain if fits else grown(plain, held + new)
 
 

@@ -32,10 +32,8 @@ def check_call(
     library = library_of(weight)
     if library_of(x) != library:
         raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
-    if x.ndim != 3 or x.shape[2] != plan.width or 0 in x.shape:
-        raise ValueError(
-            f"x must have shape (b, t, {plan.width}), without empty axes; found {tuple(x.shape)}"
-        )
+    if x.ndim != 3 or x.shape[2] != plan.width:
+        raise ValueError(f"x must have shape (b, t, {plan.width}); found {tuple(x.shape)}")
     if x.dtype != weight.dtype and not (dtype_name(x) in FLOATING and is_cast(x)):
         raise TypeError(f"x must be {dtype_name(weight)}, as the weights; found {dtype_name(x)}")
     b, t = x.shape[:2]
@@ -68,8 +66,8 @@ def check_depth(depth: Any) -> None:
 
 
 def check_batch(batch: Any) -> None:
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        raise ValueError(f"batch must be a whole number, 1 or above; found {batch!r}")
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
+        raise ValueError(f"batch must be a whole number, 0 or above; found {batch!r}")
 
 
 def _check_cache(plan: Plan, cache: Any, b: int) -> None:

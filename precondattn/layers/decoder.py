@@ -75,8 +75,13 @@ def check_vocabulary(vocabulary: Any) -> None:
         raise ValueError(f"vocabulary must be a whole number, 1 or above; found {vocabulary!r}")
 
 
-def check_tokens(tokens: Any, library: str, mask: Any = None, caches: Any = None) -> None:
-    """Raise an error unless tokens are integers (b, t), and the caches are a tuple."""
+def check_tokens(
+    tokens: Any, library: str, mask: Any = None, caches: Any = None, *, are_prompts: bool = False
+) -> None:
+    """Raise an error unless tokens are integers (b, t), and the caches are a tuple.
+
+    Only prompts must not be empty.
+    """
     # A compiler of PyTorch can not look up the name of a dtype.
     is_integer = is_compiling() or (
         library_of(tokens) == library and dtype_name(tokens) in INTEGERS
@@ -84,8 +89,9 @@ def check_tokens(tokens: Any, library: str, mask: Any = None, caches: Any = None
     if not is_integer:
         found = dtype_name(tokens) if library_of(tokens) else type(tokens).__name__
         raise TypeError(f"tokens must be integers of {library}; found {found}")
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"tokens must have shape (b, t); found {tuple(tokens.shape)}")
+    if tokens.ndim != 2 or (are_prompts and 0 in tokens.shape):
+        without = ", without empty axes" if are_prompts else ""
+        raise ValueError(f"tokens must have shape (b, t){without}; found {tuple(tokens.shape)}")
     if mask is not None and tuple(getattr(mask, "shape", ())) != tuple(tokens.shape):
         raise ValueError(f"mask must have shape {tuple(tokens.shape)}; found {mask!r:.60}")
     if caches is not None and not isinstance(caches, tuple):

@@ -181,7 +181,6 @@ X = torch.zeros(2, 3, 24)
     [
         ({"x": X[..., :23]}, ValueError, r"x must have shape \(b, t, 24\).*found \(2, 3, 23\)"),
         ({"x": X[0]}, ValueError, "x must have shape"),
-        ({"x": X[:, :0]}, ValueError, "x must have shape"),
         ({"x": X.double()}, TypeError, "x must be float32, as the weights; found float64"),
         ({"x": X.numpy()}, TypeError, "x must be an array of torch; found ndarray"),
         ({"mask": torch.ones(2, 4) > 0}, ValueError, r"mask must have shape \(2, 3\)"),
@@ -206,7 +205,7 @@ def test_a_cache_of_another_layer_is_refused():
     with pytest.raises(ValueError, match="'convolution of q' must have shape"):
         attn(X, cache=wider.init_cache(2))
     with pytest.raises(ValueError, match="batch must be"):
-        attn.init_cache(0)
+        attn.init_cache(-1)
     softmax = layer(Attention, "softmax")
     with pytest.raises(TypeError, match="missing capacity"):
         softmax.init_cache(2)

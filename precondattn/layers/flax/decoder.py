@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
         progress : bool
             Show a bar on the standard error.
         """
-        check_tokens(tokens, "jax", mask)
+        check_tokens(tokens, "jax", mask, are_prompts=True)
         check_generation(
             count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
         )

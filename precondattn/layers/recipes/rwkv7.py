@@ -23,7 +23,8 @@ MIX = Parameter("x", Constant(0.5))
 def mixed(tokens: Tokens, weight: Any, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
-    one = namespace(rows).ones_like(rows[0, :1, ...])
+    # From the weight, because there may be no rows.
+    one = cast(namespace(rows).ones_like(weight[:1, ...]), rows.dtype)
     difference = namespace(rows).concat([one, -one], axis=0)
     return linear(tokens.x, weight) + tokens.convolved(rows, difference, None)
 

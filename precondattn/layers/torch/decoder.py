@@ -153,11 +153,13 @@ class Decoder(Declared):
             logits = divided.gathered(linear(divided.entering(x), table.mT))
         return logits if caches is None else (logits, caches)
 
-    def _check_tokens(self, tokens: Any, mask: Any, caches: Any = None) -> None:
+    def _check_tokens(
+        self, tokens: Any, mask: Any, caches: Any = None, *, are_prompts: bool = False
+    ) -> None:
         """Raise an error for tokens that do not fit, on all processes that divide the weights."""
         error = None
         try:
-            check_tokens(tokens, "torch", mask, caches)
+            check_tokens(tokens, "torch", mask, caches, are_prompts=are_prompts)
         except (TypeError, ValueError) as raised:
             error = raised
         if self.divided_weights is not None:
@@ -204,7 +206,7 @@ class Decoder(Declared):
         progress : bool
             Show a bar on the standard error.
         """
-        self._check_tokens(tokens, mask)
+        self._check_tokens(tokens, mask, are_prompts=True)
         check_generation(
             count, temperature, top_p, stop, self.vocabulary, int(tokens.max()), int(tokens.min())
         )

@@ -1,0 +1,117 @@
+"""Calls with empty arrays: no sequences, no queries or no keys. No backend is needed for them.
+
+    b = 0 or t = 0:   the output is empty
+    t > 0 and s = 0:  a query that sees no key has the output 0, and λ = −∞ or the sink
+
+Gradients are 0, and an extension by no tokens changes no buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from precondattn.arrays import Array, Shape, fresh, library_of, namespace, placement, wants_gradient
+from precondattn.backend import Backend, Request, Support
+from precondattn.cache import Replace, Updates
+from precondattn.frame import Frame
+from precondattn.spec.read import MEAN_AND_LOG_SUM
+
+if TYPE_CHECKING:
+    from precondattn.arrays import Arrays, Residuals
+
+
+def is_empty(shapes: Iterable[Shape]) -> bool:
+    """Whether one of the inputs is empty."""
+    return any(0 in shape for shape in shapes)
+
+
+class Empty(Backend):
+    """Runs any mechanism as a whole, on empty arrays of any library."""
+
+    name = "none (the arrays are empty)"
+
+    def supports(self, mechanism: Any, request: Request) -> Support:
+        if not is_empty(shape for _, shape in request.shapes):
+            return Support.no("no array is empty")
+        return Support.yes(differentiable=True)
+
+    def forward(
+        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        sizes = mechanism.inputs.sizes(str(mechanism), _shapes(inputs))
+        out = _zeros(mechanism.program.output.shape(sizes), inputs)
+        if _returns_log_sum(mechanism) and sizes["s"] == 0:
+            xp, last = namespace(out), out[..., -1:] - math.inf
+            if "sink" in inputs:
+                sink = xp.astype(inputs["sink"], out.dtype)
+                last = xp.zeros_like(last) + sink[None, None, :, None]
+            out = xp.concat([out[..., :-1], last], axis=-1)
+        return out, ()
+
+    def backward(
+        self,
+        mechanism: Any,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        gradients = _zeros_like(inputs)
+        if _returns_log_sum(mechanism) and "sink" in inputs:
+            d_sink = namespace(cotangent).sum(cotangent[..., -1], axis=(0, 1))
+            gradients["sink"] = gradients["sink"] + d_sink
+        return gradients
+
+    def step(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+    ) -> tuple[Array, Updates]:
+        sizes = mechanism.inputs.extending().sizes(str(mechanism), _shapes(inputs))
+        out = _zeros(mechanism.program.output.renamed({"s": "t"}).shape(sizes), inputs)
+        return out, {
+            name: Replace(buffer if frame.may_overwrite else fresh(buffer))
+            for name, buffer in past.items()
+        }
+
+    def step_backward(
+        self,
+        mechanism: Any,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        return _zeros_like(inputs), {name: fresh(d) for name, d in d_buffers.items()}
+
+
+EMPTY = Empty()
+"""It is no backend that a user can choose: the plan of every call with empty arrays has it."""
+
+
+def _returns_log_sum(mechanism: Any) -> bool:
+    return getattr(mechanism.program.leaves[-1], "read", None) == MEAN_AND_LOG_SUM
+
+
+def _shapes(inputs: Mapping[str, Array]) -> dict[str, Shape]:
+    return {name: tuple(array.shape) for name, array in inputs.items()}
+
+
+def _zeros(shape: Shape, inputs: Mapping[str, Array]) -> Array:
+    """Zeros that depend on all inputs for PyTorch's autograd, which then has gradients of 0."""
+    like = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+    zeros = namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
+    if library_of(like) == "torch" and wants_gradient(*inputs.values()):
+        for array in inputs.values():
+            zeros = zeros + array.reshape(-1)[:0].sum().to(like.dtype)
+    return zeros
+
+
+def _zeros_like(arrays: Mapping[str, Array]) -> Arrays:
+    return {name: namespace(array).zeros_like(array) for name, array in arrays.items()}
