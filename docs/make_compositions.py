@@ -43,7 +43,7 @@ def refusal(outer: type[pa.Mechanism], inner: str) -> str | None:
     try:
         outer(base=pa.parse(inner))  # type: ignore[call-arg]
     except TypeError as error:
-        return str(error).partition(" makes no sense: ")[2]
+        return str(error).partition(" makes no sense: ")[2].partition("; write ")[0]
     return None
 
 

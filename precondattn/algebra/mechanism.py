@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from precondattn.algebra import expression, registry
+from precondattn.algebra.advice import moved_inside
 from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs, Pattern
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.names import name_of
@@ -336,11 +337,17 @@ class Preconditioner(Mechanism):
         object.__setattr__(self, "_depth", self.base._depth + 1)
         reason = self.refuses()
         if reason is not None:
-            raise TypeError(f"{self._expression()} makes no sense: {reason}")
+            instead = self._instead()
+            advice = "" if instead is None else f"; write {instead}"
+            raise TypeError(f"{self._expression()} makes no sense: {reason}{advice}")
 
     def refuses(self) -> str | None:
         """The reason why this base is refused, or None if it is accepted."""
         return None
+
+    def _instead(self) -> Mechanism | None:
+        """A mechanism to advise where the base is refused: this preconditioner further inside."""
+        return moved_inside(self, self.base)
 
     def steps(self) -> tuple[Step, ...]:
         """Its steps, in order; the last step computes the output."""

@@ -89,8 +89,7 @@ class ATK(Preconditioner):
         if type(self.base) not in (*ERASING, Comba):
             return (
                 "it changes the key that a delta rule writes with, and not the one it erases with; "
-                "its base is one of delta, gated_delta, kda, gdn2 and comba, and other "
-                "preconditioners go around it"
+                "its base is one of delta, gated_delta, kda, gdn2 and comba"
             )
         return None
 

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Leaf, Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.advice import with_base
+from precondattn.algebra.mechanism import (
+    Leaf,
+    Mechanism,
+    Offers,
+    Preconditioner,
+    Step,
+    step,
+)
 from precondattn.algebra.options import choice, non_negative, positive
+from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm
@@ -96,16 +105,25 @@ class CCQ(Preconditioner):
         missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
         if missed is not None:
             return missed
+        if not base.causal:
+            return "its covariance is that of the keys so far, and the base is not causal"
         if base.normalizes_query:
             return (
                 "the base normalises its queries, which divides out the contraction of their "
-                "length; normalise outside"
+                "length, and ccq normalises them itself"
             )
-        if not base.causal:
-            return "its covariance is that of the keys so far, and the base is not causal"
         if self.covariance == "decayed" and base.decay is None:
             return "covariance=decayed follows the decay of the base, and the base has none"
         return None
+
+    def _instead(self) -> Mechanism | None:
+        if isinstance(self.base, CCQ):
+            return with_base(self, self.base.base)
+        if isinstance(self.base, QKNorm):
+            reads_unit = self.base.base.offers.unit_keys or self.backbone_key == "unit"
+            options = {} if reads_unit else {"backbone_key": "unit"}
+            return with_base(self, self.base.base, **options)
+        return super()._instead()
 
     @property
     def _reads_unit_keys(self) -> bool:

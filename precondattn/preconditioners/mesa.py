@@ -83,7 +83,7 @@ class Mesa(Preconditioner):
         if self.base.offers.normalizes_query:
             return (
                 "the base normalises its queries, which divides out the length that the solve "
-                "gives them; normalise outside"
+                "gives them"
             )
         return None
 

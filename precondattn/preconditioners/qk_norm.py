@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.advice import with_base
+from precondattn.algebra.mechanism import (
+    Mechanism,
+    Offers,
+    Preconditioner,
+    Step,
+    step,
+)
 from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.l2_norm import L2Norm
@@ -78,11 +85,11 @@ class QKNorm(Preconditioner):
         if missed is None and self.base.offers.normalizes_query:
             return "the base normalises its queries already"
         if missed is None and self.base.offers.unit_keys and (self.norm != "l2" or self.gain):
-            return (
-                "the delta rule diverges with keys longer than 1, as this norm makes them; "
-                "norm=l2 without gain makes them 1 long"
-            )
+            return "the delta rule diverges with keys longer than 1, as this norm makes them"
         return missed
+
+    def _instead(self) -> Mechanism | None:
+        return super()._instead() or with_base(self, self.base, norm="l2", gain=False)
 
     def _of(self, name: str) -> Step:
         norm = NORMS[self.norm](self.eps, self.gain)

@@ -10,14 +10,14 @@ def misses_second_map(name: str, base: Mechanism) -> str | None:
     if not base.offers.paired:
         return None
     other = ", ".join(base.offers.paired)
-    return f"{name} would reach the first of two maps only, not {other}; put it inside"
+    return f"{name} would reach the first of two maps only, not {other}"
 
 
 def has_several_keys(name: str, base: Mechanism) -> str | None:
     """Why a base whose tokens have several keys is refused by what reads or changes keys."""
     if not base.offers.several_keys:
         return None
-    return f"a token of the base has several keys, and {name} has one; change them outside"
+    return f"a token of the base has several keys, and {name} has one"
 
 
 def refuses_query_side(name: str, base: Mechanism) -> str | None:
@@ -27,7 +27,6 @@ def refuses_query_side(name: str, base: Mechanism) -> str | None:
         return missed
     if base.offers.normalizes_query:
         return (
-            f"the base normalises its queries, which divides out what {name} does to their length; "
-            f"put it inside"
+            f"the base normalises its queries, which divides out what {name} does to their length"
         )
     return None

@@ -26,16 +26,16 @@ from tests.mathematics.identities import assert_close
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("ccq(qk_norm)", "the base normalises its queries"),
-        ("ccq(qk_norm[norm=l2](delta))", "the base normalises its queries"),
+        ("ccq(qk_norm)", r"the base normalises its queries, .* write ccq\[backbone_key=unit\]$"),
+        ("ccq(qk_norm[norm=l2](delta))", r"normalises its queries, .* write ccq\(delta\)$"),
         ("ccq(lucid[normalize=queries_and_keys])", "the base normalises its queries"),
         ("ccq(ccq)", "the base normalises its queries"),
         ("ccq(softmax[causal=false])", "not causal"),
         ("ccq(differential)", "the first of two maps only"),
         ("ccq[covariance=decayed](linear)", "decay of the base, and the base has none"),
         ("ccq[covariance=decayed](delta)", "decay of the base, and the base has none"),
-        ("temperature(ccq)", "the base normalises its queries, .* put it inside"),
-        ("per_dim_scale(ccq)", "the base normalises its queries, .* put it inside"),
+        ("temperature(ccq)", r"the base normalises its queries, .* write ccq\(temperature\)$"),
+        ("per_dim_scale(ccq)", r"the base normalises its queries, .* ccq\(per_dim_scale\)$"),
         ("qk_norm(ccq)", "the base normalises its queries already"),
     ],
 )

@@ -132,7 +132,7 @@ def test_in_jax_a_query_whose_residual_is_not_reached_is_nan():
     [
         ("mesa(softmax)", "the base has none"),
         ("mesa(ccq(linear))", "normalises its queries"),
-        ("mesa(differential(linear))", "put it inside"),
+        ("mesa(differential(linear))", r"write differential\(mesa\(linear\)\)$"),
     ],
 )
 def test_a_base_that_it_can_not_precondition_is_refused_with_the_reason(text, reason):

@@ -672,16 +672,16 @@ def test_temperatures_and_scales_are_not_in_the_cache_and_may_change():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("temperature(qk_norm)", "normalises its queries, .* temperature .* put it inside"),
-        ("temperature(laser(qk_norm))", "normalises its queries, .* temperature .* put it inside"),
+        ("temperature(qk_norm)", r"normalises its queries, .*; write qk_norm\(temperature\)$"),
+        ("temperature(laser(qk_norm))", r"normalises .*; write laser\(qk_norm\(temperature\)\)$"),
         (
             "temperature(lucid[normalize=queries_and_keys])",
-            "normalises its queries, .* temperature .* put it inside",
+            r"normalises .*; write lucid\[normalize=queries_and_keys\]\(temperature\)$",
         ),
-        ("per_dim_scale(qk_norm)", "normalises its queries, .* per_dim_scale .* put it inside"),
+        ("per_dim_scale(qk_norm)", r"normalises its queries, .*; write qk_norm\(per_dim_scale\)$"),
         (
             "per_dim_scale(lucid(qk_norm))",
-            "normalises its queries, .* per_dim_scale .* put it inside",
+            r"normalises .*; write lucid\(qk_norm\(per_dim_scale\)\)$",
         ),
         ("qk_norm(qk_norm)", "the base normalises its queries already"),
         ("qk_norm[norm=layer](lucid(qk_norm))", "the base normalises its queries already"),
