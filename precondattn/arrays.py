@@ -265,9 +265,11 @@ def counts_flops() -> bool:
     return bool(flop_counters())
 
 
-def writes_in_place(array: Array) -> bool:
+def writes_in_place(array: Array, *updates: Array) -> bool:
     """Whether `array[index] = update` is allowed, with integer arrays as the index."""
-    return library_of(array) in ("numpy", "torch", "cupy") and not is_traced(array)
+    if library_of(array) not in ("numpy", "torch", "cupy"):
+        return False
+    return not is_traced(array) and not any(map(is_traced, updates))
 
 
 def host_integers(array: Array) -> list[int] | None:

@@ -71,12 +71,19 @@ class Kind(NamedTuple):
     def in_memory_order(self, buffer: Array) -> Array:
         """A view of a buffer, with its axes in the order of memory."""
         axis = self.token_axis(buffer.ndim)
-        return buffer if axis == 1 else namespace(buffer).moveaxis(buffer, 1, axis)
+        return buffer if axis == 1 else _moved(buffer, 1, axis)
 
     def from_memory_order(self, array: Array) -> Array:
         """The reverse of `in_memory_order`."""
         axis = self.token_axis(array.ndim)
-        return array if axis == 1 else namespace(array).moveaxis(array, axis, 1)
+        return array if axis == 1 else _moved(array, axis, 1)
+
+
+def _moved(array: Array, axis: int, place: int) -> Array:
+    """The array with an axis at another place. PyTorch's vmap can not map its own `moveaxis`."""
+    order = list(range(array.ndim))
+    order.insert(place, order.pop(axis))
+    return namespace(array).permute_dims(array, tuple(order))
 
 
 def kinds_of(cache: Cache) -> dict[str, Kind]:

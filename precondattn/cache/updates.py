@@ -70,7 +70,7 @@ def updated(
         return buffer
     rows = new.shape[1]
     is_part = rows < buffer.shape[1]
-    in_place = writes_in_place(buffer) and (
+    in_place = writes_in_place(buffer, *update) and (
         donate or (is_part and not wants_gradient(buffer, *update))
     )
     if in_place:
@@ -101,7 +101,7 @@ def append(
     if 0 in tokens.shape[:2]:
         return buffer if donate else fresh(buffer)
     tokens = cast(tokens, buffer.dtype)
-    if writes_in_place(buffer) and (donate or not wants_gradient(buffer, tokens)):
+    if writes_in_place(buffer, tokens) and (donate or not wants_gradient(buffer, tokens)):
         target = buffer if donate else copied(buffer)
         if held is None:
             held = _common_length(length, count, tokens.shape[1])

@@ -59,6 +59,51 @@ def apply_extension(
     return out, {name: Replace(buffer) for name, buffer in zip(past, new, strict=True)}
 
 
+def with_residuals(
+    planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output of a planned call and the residuals, under vmap."""
+    tensors = list(inputs.values())
+    out, *residuals = forward(
+        planned.piece._name, planned.backend.name, tensors, list(frame.arrays)
+    )
+    return out, tuple(residuals)
+
+
+def gradients(
+    planned: PlannedCall,
+    inputs: dict[str, Tensor],
+    frame: Frame,
+    out: Tensor,
+    residuals: tuple[Tensor, ...],
+    cotangent: Tensor,
+) -> dict[str, Tensor]:
+    """The gradients of a planned call, under vmap."""
+    if planned.support.differentiable:  # PyTorch's own functions keep their residuals themselves.
+        out, residuals = with_residuals(planned, inputs, frame)
+    piece, backend = planned.piece._name, planned.backend.name
+    tensors, masks = list(inputs.values()), list(frame.arrays)
+    found = backward(piece, backend, tensors, masks, [out, *residuals], cotangent)
+    return dict(zip(inputs, found, strict=True))
+
+
+def step_gradients(
+    planned: PlannedCall,
+    past: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    frame: Frame,
+    cotangent: Tensor,
+    d_buffers: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of a step, of its inputs and of the old states, under vmap."""
+    piece, backend = planned.piece._name, planned.backend.name
+    states, tensors, masks = list(past.values()), list(inputs.values()), list(frame.arrays)
+    cotangents = [cotangent, *(d_buffers[name] for name in past)]
+    found = step_backward(piece, backend, states, tensors, masks, cotangents)
+    d_past, d_inputs = found[: len(states)], found[len(states) :]
+    return dict(zip(inputs, d_inputs, strict=True)), dict(zip(past, d_past, strict=True))
+
+
 def _register_flops() -> None:
     """Let a FlopCounterMode that is active count the operators. Its module is slow to import."""
     if counts_flops():

@@ -23,6 +23,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.cache.kinds import holding
+from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import Plan, PlannedCall, has_step_backward, request_for
 from precondattn.execution.arguments import BoundCall
@@ -45,7 +46,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
-        out, residuals = planned.backend.forward(planned.piece, inputs, call.frame)
+        out, residuals = _with_residuals(planned, inputs, call)
         values[planned.out] = out
         trace.append((planned, inputs, out, residuals))
 
@@ -54,14 +55,8 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
-            gradients = gradients_at(
-                cotangents[planned.out],
-                planned.backend,
-                planned.piece,
-                inputs,
-                call.frame,
-                out,
-                residuals,
+            gradients = _gradients(
+                planned, inputs, call.frame, out, residuals, cotangents[planned.out]
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
@@ -161,7 +156,8 @@ def extend_vjp(
     of the old buffers, by name.
     """
     dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
-    output, updates, trace = _steps(plan, call, cache, _plain_step)
+    run = _plain_step if call.prepared.is_direct else _mapped_step
+    output, updates, trace = _steps(plan, call, cache, run)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {plan.out: used_part(cotangent, call)}
@@ -171,7 +167,12 @@ def extend_vjp(
         for planned, past, inputs, out, used in reversed(trace):
             keys = dict(planned.buffers)
             d_out = cotangents.get(planned.out)
-            gradients, d_buffers = step_gradients_at(
+            gradients, d_buffers = _step_gradients(
+                planned,
+                past,
+                inputs,
+                call.frame,
+                out,
                 namespace(out).zeros_like(out) if d_out is None else d_out,
                 {
                     name: d_store[key]
@@ -179,12 +180,6 @@ def extend_vjp(
                     else namespace(past[name]).zeros_like(past[name])
                     for name, key in keys.items()
                 },
-                planned.backend,
-                planned.piece,
-                past,
-                inputs,
-                call.frame,
-                out,
             )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
@@ -328,7 +323,9 @@ def _bridged_step(
                 from precondattn.execution.autograd_torch import apply_step
 
                 return apply_step(planned, past, inputs, frame)
-        elif (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays):
+        elif _is_mapped(planned, *arrays) or (
+            (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
+        ):
             from precondattn.execution.autograd_torch import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)
@@ -347,6 +344,57 @@ def _has_narrow_cotangents(planned: PlannedCall, inputs: Arrays, call: BoundCall
     shapes = {name: tuple(array.shape) for name, array in inputs.items()}
     request = request_for(names, call.prepared.request, shapes)
     return has_step_backward(planned.backend, planned.piece, request)
+
+
+def _is_mapped(planned: PlannedCall, *arrays: Array) -> bool:
+    """Whether `torch.vmap` maps a call as an operator: the reference is mapped by itself."""
+    return planned.backend is not REFERENCE and transforms_of(*arrays) == {"vmap"}
+
+
+def _with_residuals(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> tuple[Array, Any]:
+    if not call.prepared.is_direct and _is_mapped(planned, *inputs.values()):
+        from precondattn.execution import autograd_torch
+
+        return autograd_torch.with_residuals(planned, inputs, call.frame)
+    return planned.backend.forward(planned.piece, inputs, call.frame)
+
+
+def _gradients(
+    planned: PlannedCall, inputs: Arrays, frame: Any, out: Array, residuals: Any, cotangent: Array
+) -> Arrays:
+    if _is_mapped(planned, cotangent, out):
+        from precondattn.execution import autograd_torch
+
+        return autograd_torch.gradients(planned, inputs, frame, out, residuals, cotangent)
+    return gradients_at(cotangent, planned.backend, planned.piece, inputs, frame, out, residuals)
+
+
+def _mapped_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
+) -> tuple[Array, Any]:
+    if _is_mapped(planned, *past.values(), *inputs.values()):
+        from precondattn.execution.autograd_torch import apply_step
+
+        return apply_step(planned, past, inputs, frame)
+    return _plain_step(planned, past, inputs, frame)
+
+
+def _step_gradients(
+    planned: PlannedCall,
+    past: Arrays,
+    inputs: Arrays,
+    frame: Any,
+    out: Array,
+    cotangent: Array,
+    d_buffers: Arrays,
+) -> tuple[Arrays, Arrays]:
+    if _is_mapped(planned, cotangent, out, *d_buffers.values()):
+        from precondattn.execution import autograd_torch
+
+        return autograd_torch.step_gradients(planned, past, inputs, frame, cotangent, d_buffers)
+    return step_gradients_at(
+        cotangent, d_buffers, planned.backend, planned.piece, past, inputs, frame, out
+    )
 
 
 def _plain_step(

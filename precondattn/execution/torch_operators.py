@@ -38,7 +38,8 @@ def without_autocast(operator: Any) -> Any:
 
     @functools.wraps(operator)
     def function(piece: str, backend: str, tensors: list[Tensor], *rest: Any) -> Any:
-        with off(tensors[0]):
+        # A piece that needs no cache has no buffers, and a step has the inputs after them.
+        with off(tensors[0] if tensors else rest[0][0]):
             return operator(piece, backend, tensors, *rest)
 
     return function

@@ -1,99 +1,153 @@
-"""vmap of PyTorch's operators: the mapped axis is folded into the batch axis.
+"""vmap of PyTorch's operators: mapped calls are one call of more sequences, or of more heads.
 
-Calls are made one after another where that is not the same: where an input without a batch axis,
-such as a weight, is mapped, and where sequences of a batch depend on each other. The gradient of a
-mapped call works the same way. Several cotangents at once are refused by PyTorch.
+`torch_folded_axes.py` has the axes into which the mapped one is folded. An array that is not
+mapped, such as the keys where only a cotangent is, is repeated: each call has a gradient of it.
+Calls are made one after another where no axes serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from precondattn.algebra.declaration import Pattern, Sizes
 from precondattn.algebra.names import piece_named
-from precondattn.execution.torch_operators import forward, inference
+from precondattn.execution import torch_older_vmap
+from precondattn.execution.torch_folded_axes import KINDS, Apart, Arrays, AxesOf, OneCall
+from precondattn.execution.torch_operators import backward, forward, inference
+from precondattn.execution.torch_steps import extension, step, step_backward
+
+SEQUENCES = (Pattern.read("b"),)
 
 
-def _is_foldable(axes: Any, piece: str) -> bool:
-    """Whether the mapped calls are one call with a longer batch."""
-    mechanism = piece_named(piece)
-    if mechanism.mixes_sequences:
-        return False
-    has_batch = [pattern.letters[:1] == "b" for pattern in mechanism.inputs.values()]
-    return all(has or axis is None for has, axis in zip(has_batch, axes[2], strict=True))
+class Axes(NamedTuple):
+    """The axes into which the mapped one is folded."""
+
+    arguments: list[AxesOf]
+    """Of the arrays of every argument."""
+    results: AxesOf
 
 
-def _calls(info: Any, axes: Any, tensors: Any, frame: Any) -> Iterator[tuple[Any, Any]]:
-    """Tensors and frame of each of the mapped calls."""
-
-    def at(i: int, given: Any, of: Any) -> list[Tensor | None]:
-        return [
-            tensor if tensor is None or axis is None else tensor.select(axis, i)
-            for tensor, axis in zip(given, of, strict=True)
-        ]
-
-    for i in range(info.batch_size):
-        yield at(i, tensors, axes[2]), at(i, frame, axes[3])
+# ------------------------------------------------------------------------- axes, by operator
 
 
-def _fold(count: int, tensor: Tensor | None, axis: int | None, has_batch: bool) -> Tensor | None:
-    """A mapped tensor with the mapped axis folded into its batch axis, which comes first."""
-    if tensor is None or not has_batch:
-        return tensor
-    tensor = (
-        tensor.movedim(axis, 0)
-        if axis is not None
-        else tensor.unsqueeze(0).expand(count, *tensor.shape)
-    )
-    return tensor.reshape(count * tensor.shape[1], *tensor.shape[2:])
+def _inference(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+    axes = [call.of(_inputs(call), tensors), call.of_frame(frame)]
+    return Axes(axes, [call.of_result(call.piece.program.output)])
 
 
-def _fold_all(info: Any, axes: Any, tensors: Any, frame: Any, piece: str) -> tuple[Any, Any]:
-    """Tensors and frame of the folded call; a batch axis of size 1 is first expanded to b."""
-    mechanism, count = piece_named(piece), info.batch_size
-
-    def inner(tensor: Tensor | None, axis: int | None) -> tuple[int, ...]:
-        shape = list(tensor.shape) if tensor is not None else [1]
-        if axis is not None:
-            del shape[axis]
-        return tuple(shape)
-
-    patterns = list(mechanism.inputs.values())
-    lead = [p.letters[:1] == "b" for p in patterns]
-    b = max(inner(t, a)[0] for t, a, has in zip(tensors, axes[2], lead, strict=True) if has)
-
-    def fold(tensor: Any, axis: Any, has_batch: bool) -> Any:
-        if tensor is not None and has_batch and inner(tensor, axis)[0] == 1 and b > 1:
-            at = 0 if axis is None else (1 if axis == 0 else 0)
-            tensor = tensor.expand(*[b if i == at else n for i, n in enumerate(tensor.shape)])
-        return _fold(count, tensor, axis, has_batch)
-
-    folded = [fold(t, a, has) for t, a, has in zip(tensors, axes[2], lead, strict=True)]
-    masks = [fold(t, a, True) for t, a in zip(frame, axes[3], strict=True)]
-    return folded, masks
+def _forward(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+    arguments, out = _inference(call, backend, tensors, frame)
+    return Axes(arguments, out + call.of_residuals(backend, tensors, frame))
 
 
-def _unfold(count: int, tensor: Tensor) -> Tensor:
-    return tensor.reshape(count, tensor.shape[0] // count, *tensor.shape[1:])
+def _backward(
+    call: OneCall, backend: str, tensors: Arrays, frame: Arrays, outputs: Arrays, cotangent: Arrays
+) -> Axes:
+    gradients = call.of(_inputs(call), tensors, each=True)
+    out: AxesOf = [call.of_result(call.piece.program.output)]
+    residuals = call.of_saved(backend, tensors, frame, outputs.shapes[1:])
+    return Axes([gradients, call.of_frame(frame), out + residuals, out], gradients)
 
 
-@forward.register_vmap
-def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
-    if not _is_foldable(in_dims, piece):
-        each = [forward(piece, backend, *call) for call in _calls(info, in_dims, tensors, frame)]
-        return [torch.stack(same) for same in zip(*each, strict=True)], [0] * len(each[0])
-    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
-    outputs = forward(piece, backend, folded, masks)
-    return [_unfold(info.batch_size, o) for o in outputs], [0] * len(outputs)
+def _step(
+    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, *counts: Arrays
+) -> Axes:
+    buffers = call.of(_buffers(call), past, each=True)
+    axes = [buffers, call.of(_inputs(call), tensors), call.of_frame(frame)]
+    axes += [call.of(SEQUENCES, each) for each in counts]
+    return Axes(axes, [call.of_result(call.piece.program.output), *buffers])
 
 
-@inference.register_vmap
-def _(info: Any, in_dims: Any, piece: str, backend: str, tensors: Any, frame: Any) -> Any:
-    if not _is_foldable(in_dims, piece):
-        calls = _calls(info, in_dims, tensors, frame)
-        return torch.stack([inference(piece, backend, *call) for call in calls]), 0
-    folded, masks = _fold_all(info, in_dims, tensors, frame, piece)
-    return _unfold(info.batch_size, inference(piece, backend, folded, masks)), 0
+def _step_backward(
+    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, cotangents: Arrays
+) -> Axes:
+    states = call.of(_buffers(call), past, each=True)
+    gradients = call.of(_inputs(call), tensors, each=True)
+    out = call.of_result(call.piece.program.output)
+    return Axes([states, gradients, call.of_frame(frame), [out, *states]], states + gradients)
+
+
+def _inputs(call: OneCall) -> list[Pattern]:
+    return list(call.piece.inputs.values())
+
+
+def _buffers(call: OneCall) -> list[Pattern]:
+    return [pattern for _, pattern in call.piece.program.slots.values()]
+
+
+def _sizes(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+    """The sizes of a full call, whose inputs come first."""
+    shapes = dict(zip(piece.inputs, lists[0].shapes, strict=True))
+    sizes: Sizes = piece.inputs.sizes(str(piece), shapes)
+    return sizes
+
+
+def _sizes_of_step(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+    """The sizes of a step, whose inputs come after its buffers."""
+    shapes = dict(zip(piece.inputs, lists[1].shapes, strict=True))
+    sizes: Sizes = piece.inputs.extending().sizes(str(piece), shapes)
+    return sizes
+
+
+# ------------------------------------------------------------------------------ the rule
+
+
+def _register(operator: Any, axes_of: Callable[..., Axes], sizes_of: Any = _sizes) -> None:
+    """Let both kinds of PyTorch's vmap map an operator."""
+
+    def one_call(piece: str, backend: str, lists: list[Arrays], count: int) -> Axes | None:
+        mechanism = piece_named(piece)
+        sizes = sizes_of(mechanism, lists)
+        for kind in KINDS:
+            try:
+                return axes_of(OneCall(mechanism, sizes, kind, count), backend, *lists)
+            except Apart:
+                continue
+        return None
+
+    def rule(info: Any, in_dims: Any, piece: str, backend: str, *arguments: Any) -> Any:
+        count = info.batch_size
+        lists = [Arrays.of(*pair) for pair in zip(arguments, in_dims[2:], strict=True)]
+
+        def results_of(arrays: Sequence[list[Any]]) -> Any:
+            pairs = zip(arguments, arrays, strict=True)
+            given = (new if isinstance(old, list) else new[0] for old, new in pairs)
+            return operator(piece, backend, *given)
+
+        axes = one_call(piece, backend, lists, count) if count > 1 else None
+        if axes is not None:
+            folds = zip(lists, axes.arguments, strict=True)
+            results = results_of([each.folded(at, count) for each, at in folds])
+            is_list, out_dims = isinstance(results, list), axes.results
+            pairs = zip(results if is_list else [results], out_dims, strict=True)
+            unfolded = [_unfolded(result, at, count) for result, at in pairs]
+        else:  # The shapes of no calls are those of one call, of zeros.
+            numbers = range(max(count, 1))
+            calls = [results_of([each.of_call(i) for each in lists]) for i in numbers]
+            is_list = isinstance(calls[0], list)
+            same = zip(*calls, strict=True) if is_list else [calls]
+            unfolded = [torch.stack(list(results))[:count] for results in same]
+            out_dims = [0] * len(unfolded)
+        return (unfolded, out_dims) if is_list else (unfolded[0], out_dims[0])
+
+    operator.register_vmap(rule)
+    torch_older_vmap.register(operator)
+
+
+def _unfolded(result: Tensor, at: int | None, count: int) -> Tensor:
+    if at is None:
+        return result
+    before, after = result.shape[:at], result.shape[at + 1 :]
+    return result.reshape(*before, count, result.shape[at] // count, *after)
+
+
+_register(inference, _inference)
+_register(forward, _forward)
+_register(backward, _backward)
+_register(step, _step, _sizes_of_step)
+_register(step_backward, _step_backward, _sizes_of_step)
+_register(extension, _step, _sizes_of_step)

@@ -104,7 +104,7 @@ def extended(
             if kinds[name].has_tokens:  # A state beside them, such as CCQ's, has no rows.
                 store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
         store[FIRST] = first + cast(drop, first.dtype)
-        if donate and writes_in_place(length):
+        if donate and writes_in_place(length, *store.values()):
             for name, buffer in store.items():
                 buffers[name][...] = buffer
             store = buffers

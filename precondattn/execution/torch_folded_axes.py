@@ -1,0 +1,173 @@
+"""PyTorch: the axes into which the mapped axis of `torch.vmap` is folded, of an operator's arrays.
+
+The sequences of a batch do not depend on each other, nor do heads, each key/value head with the
+query heads that share it. So calls are one call of more sequences, or of more heads, unless a
+piece mixes sequences or numbers its heads. Every array that differs between the calls needs the
+axis: those that are mapped, and the results. A weight for each head has no axis of sequences, but
+one of heads.
+
+The shapes of residuals are declared by the backend. Their axis is the one that is longer in the
+call that replaces the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from precondattn.algebra.declaration import HEADS, Pattern, Sizes
+from precondattn.backend import ArraySpec
+from precondattn.dispatch.discovery import discover
+from precondattn.frame import Frame
+
+BATCH = "b"
+KINDS = (BATCH, HEADS)
+"""The letters of axes to fold into, best first."""
+POSITIONS = 2
+"""The first arrays of a frame, of which sequences may share one row."""
+
+AxesOf = list[int | None]
+"""For every array an axis, None for an array that has none."""
+Shapes = list[tuple[int, ...]]
+
+
+class Apart(Exception):  # noqa: N818 - it says no more than that there is another way.
+    """The calls are not one call along these axes."""
+
+
+class Arrays(NamedTuple):
+    """A list of arrays among the arguments of an operator that is mapped."""
+
+    tensors: Sequence[Tensor | None]
+    mapped: Sequence[int | None]
+    """The axis of each that is mapped; None where all calls have the same array."""
+
+    @classmethod
+    def of(cls, argument: Any, mapped: Any) -> Arrays:
+        """An argument, which is a list of arrays or one array."""
+        return cls(argument, mapped) if isinstance(argument, list) else cls([argument], [mapped])
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes in one of the calls."""
+        return [
+            () if t is None else tuple(n for i, n in enumerate(t.shape) if i != axis)
+            for t, axis in zip(self.tensors, self.mapped, strict=True)
+        ]
+
+    def folded(self, axes: AxesOf, count: int) -> list[Any]:
+        """The arrays of the call that replaces all; those without an axis as they are."""
+        return [
+            t if t is None or at is None else _folded(t, mapped, at, count)
+            for t, mapped, at in zip(self.tensors, self.mapped, axes, strict=True)
+        ]
+
+    def of_call(self, number: int) -> list[Any]:
+        """The arrays of one of the calls; zeros for call 0 where there is none."""
+        arrays = []
+        for tensor, axis, shape in zip(self.tensors, self.mapped, self.shapes, strict=True):
+            if tensor is not None and axis is not None:
+                is_there = tensor.shape[axis] > 0
+                tensor = tensor.select(axis, number) if is_there else tensor.new_zeros(shape)
+            arrays.append(tensor)
+        return arrays
+
+
+def _folded(tensor: Tensor, mapped: int | None, at: int, count: int) -> Tensor:
+    if mapped is not None:
+        stacked = tensor.movedim(mapped, at)
+    else:
+        stacked = tensor.unsqueeze(at).expand(*tensor.shape[:at], count, *tensor.shape[at:])
+    before, after = stacked.shape[:at], stacked.shape[at + 2 :]
+    return stacked.reshape(*before, count * stacked.shape[at + 1], *after)
+
+
+class OneCall:
+    """The call that replaces `count` calls of a piece, along axes of one kind.
+
+    Raises
+    ------
+    Apart
+        here or in a method, where it does not replace them.
+    """
+
+    def __init__(self, piece: Any, sizes: Sizes, kind: str, count: int) -> None:
+        self.piece, self.sizes, self.kind, self.count = piece, sizes, kind, count
+        if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):
+            raise Apart
+
+    def of(self, patterns: Sequence[Pattern], arrays: Arrays, *, each: bool = False) -> AxesOf:
+        """The axes of arrays; `each` where every call has its own, as of a gradient."""
+        axes = [self._axis(p, s) for p, s in zip(patterns, arrays.shapes, strict=True)]
+        for axis, mapped in zip(axes, arrays.mapped, strict=True):
+            if axis is None and (each or mapped is not None):
+                raise Apart
+        return axes
+
+    def of_result(self, pattern: Pattern) -> int:
+        """The axis of a result, which every call has."""
+        axis = self._axis(pattern, None)
+        if axis is None:
+            raise Apart
+        return axis
+
+    def of_frame(self, frame: Arrays) -> AxesOf:
+        """The axes of a frame's arrays: the first one, where sequences do not share it."""
+        axes: AxesOf = []
+        for i, (shape, mapped) in enumerate(zip(frame.shapes, frame.mapped, strict=True)):
+            is_shared = self.kind != BATCH or (i < POSITIONS and shape[:1] == (1,))
+            if is_shared and mapped is not None:
+                raise Apart
+            axes.append(None if is_shared else 0)
+        return axes
+
+    def of_residuals(self, backend: str, tensors: Arrays, frame: Arrays) -> AxesOf:
+        """The axes of the residuals of a forward pass."""
+        shapes = self._declared(backend, tensors, tensors.shapes, frame)
+        return self.of_saved(backend, tensors, frame, shapes)
+
+    def of_saved(self, backend: str, tensors: Arrays, frame: Arrays, shapes: Shapes) -> AxesOf:
+        """The axes of residuals that have these shapes in one of the calls."""
+        if not shapes:
+            return []
+        axes = self.of(list(self.piece.inputs.values()), tensors)
+        longer = [
+            tuple(n * self.count if i == axis else n for i, n in enumerate(shape))
+            for shape, axis in zip(tensors.shapes, axes, strict=True)
+        ]
+        grown = self._declared(backend, tensors, longer, frame)
+        return [self._grown(*pair) for pair in zip(shapes, grown, strict=True)]
+
+    def _axis(self, pattern: Pattern, shape: Sequence[int] | None) -> int | None:
+        """The axis of an array; None where it has none, or one of size 1 that broadcasts."""
+        axes = [i for i, axis in enumerate(pattern.axes) if axis.letter in self.kind]
+        if not axes:
+            return None
+        at = axes[0]
+        if len(axes) > 1 or pattern.axes[at].multiple > 1:
+            raise Apart
+        return at if shape is None or shape[at] == pattern.axes[at].size(self.sizes) else None
+
+    def _declared(self, backend: str, tensors: Arrays, shapes: Shapes, frame: Arrays) -> Shapes:
+        dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors.tensors if t is not None)
+        described = zip(self.piece.inputs, shapes, dtypes, strict=True)
+        specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
+        runs = discover().named(backend)
+        try:
+            residuals = runs.residual_shapes(self.piece, specs, Frame(*frame.of_call(0)))
+        except (AttributeError, NotImplementedError):  # A backend needs it only to be compiled.
+            raise Apart from None
+        return [tuple(spec.shape) for spec in residuals]
+
+    def _grown(self, before: Sequence[int], after: Sequence[int]) -> int | None:
+        """The axis that grew; it must be one of sequences or heads, and of nothing else."""
+        lengths = [self.sizes[letter] for letter in self.kind if letter in self.sizes]
+        grown = [i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+        if not grown:
+            return None
+        at = grown[0]
+        if len(grown) > 1 or before[at] not in lengths or after[at] != self.count * before[at]:
+            raise Apart
+        return at

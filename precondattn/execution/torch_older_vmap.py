@@ -1,0 +1,73 @@
+"""PyTorch's older vmap, of cotangents: what it maps is mapped by `torch.vmap`.
+
+It has no public name. `torch.autograd.grad(is_grads_batched=True)`, `gradcheck(
+check_batched_grad=True)` and `torch.autograd.functional.jacobian(vectorize=True)` use it, and it
+knows nothing of the rules for `torch.vmap`. A tensor that it maps does not tell at which level; an
+axis is removed from it at a level where it has one, and at any other level the tensor is expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+LEVELS = 64
+"""The most that may be nested."""
+
+_key = torch._C._dispatch_key_parse("Batched")
+_library = torch.library.Library("precondattn", "FRAGMENT")
+
+
+def register(operator: Any) -> None:
+    """Let the older vmap map an operator that `torch.vmap` maps."""
+
+    def kernel(*arguments: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(arguments)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def function(*tensors: Tensor) -> Any:
+            given = [*leaves]
+            for i, tensor in zip(places, tensors, strict=True):
+                given[i] = tensor
+            return operator(*pytree.tree_unflatten(given, structure))
+
+        return mapped(function, [leaves[i] for i in places])
+
+    _library.impl(operator._name, kernel, "Batched")
+
+
+def mapped(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """`function(*tensors)`, by `torch.vmap` over the axes that the older one maps."""
+    plain, levels = list(tensors), []
+    for level in range(1, LEVELS + 1):
+        if not any(map(_is_mapped, plain)):
+            break
+        axes = tuple(0 if _is_mapped_at(level, tensor) else None for tensor in plain)
+        if any(axis == 0 for axis in axes):
+            pairs = zip(plain, axes, strict=True)
+            plain = [
+                t if axis is None else torch._remove_batch_dim(t, level, 0, 0) for t, axis in pairs
+            ]
+            function = torch.vmap(function, axes)
+            levels.append(level)
+    results = function(*plain)
+
+    def wrapped(result: Tensor) -> Tensor:
+        for outer, level in zip(reversed(range(len(levels))), levels, strict=True):
+            result = torch._add_batch_dim(result, outer, level)
+        return result
+
+    return pytree.tree_map(wrapped, results)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    return bool(torch._C._dispatch_keys(tensor).has(_key))
+
+
+def _is_mapped_at(level: int, tensor: Tensor) -> bool:
+    sizes = {torch._remove_batch_dim(tensor, level, n, 0).shape[0] for n in (1, 2)}
+    return len(sizes) == 1
