@@ -19,10 +19,16 @@ def differentiable(tensor: Tensor, rows: Rows) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):  # type: ignore[misc]
+    generate_vmap_rule = True
+    """For cotangents that `torch.vmap` maps."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *rows: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*rows)
+    def forward(tensor: Tensor, *rows: Tensor | None) -> Tensor:
         return taken(tensor, Rows(*rows))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
