@@ -50,10 +50,10 @@ def library_of(array: Array) -> str | None:
 def _recognise(array: Array) -> str | None:
     _wait_for_imports()
     if array_api_compat.is_numpy_array(array):
-        # The mask of a masked array would be ignored.
-        return None if hasattr(array, "mask") else "numpy"
+        # The mask of a masked array would be ignored, and a matrix multiplies as a matrix.
+        return None if hasattr(array, "mask") or isinstance(array, np.matrix) else "numpy"
     if array_api_compat.is_torch_array(array):
-        return "torch"
+        return None if hasattr(array, "get_mask") else "torch"
     if array_api_compat.is_jax_array(array):
         return "jax"
     if array_api_compat.is_cupy_array(array):
@@ -143,6 +143,22 @@ def exact_device(array: Array) -> Any:
     return "cpu" if library == "numpy" else array_api_compat.device(array)
 
 
+def storage_of(array: Array) -> str | None:
+    """What a tensor of PyTorch is that is not stored as an array of numbers; None if it is one."""
+    if library_of(array) != "torch":
+        return None
+    if array.is_nested:
+        return "nested"
+    torch = sys.modules["torch"]
+    return None if array.layout == torch.strided else str(array.layout).rpartition(".")[2]
+
+
+def is_recorded_by_jit() -> bool:
+    """Whether `torch.jit.trace` records what is called."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._get_tracing_state() is not None
+
+
 _FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
 """PyTorch's tensors without entries, with which it traces."""
 
@@ -154,7 +170,7 @@ def is_traced(array: Array) -> bool:
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling() or array.is_meta:
             return True
-        return _is_transformed(array) or type(array).__name__ in _FAKE
+        return _is_transformed(array) or type(array).__name__ in _FAKE or _is_proxied()
     if library == "jax":
         return isinstance(array, sys.modules["jax"].core.Tracer)
     return False
@@ -163,6 +179,12 @@ def is_traced(array: Array) -> bool:
 def _is_transformed(tensor: Array) -> bool:
     """Whether a torch.func transform (vmap, grad, jvp) wraps the tensor."""
     return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _is_proxied() -> bool:
+    """Whether `make_fx` records a graph, which the entries of tensors may not enter."""
+    c = sys.modules["torch"]._C
+    return c._get_dispatch_mode(c._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_distributed(arrays: Iterable[Any], named: Mapping[str, Any], *others: Any) -> bool:
@@ -181,6 +203,7 @@ def only_computes() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
         or is_compiling()
     )
 

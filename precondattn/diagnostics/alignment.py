@@ -114,8 +114,11 @@ def _mean_of(share: Array, tokens: Array) -> Array:
 
 
 def _check_keys(k: Array, rank: int) -> None:
+    from precondattn.execution.array_checks import check_stored
+
     if library_of(k) is None:
         raise TypeError(f"k must be an array; found {type(k).__name__}")
+    check_stored("k", k)
     if dtype_name(k) not in FLOATING:
         raise TypeError(f"k must be of a floating dtype; found {dtype_name(k)}")
     if k.ndim != 4:

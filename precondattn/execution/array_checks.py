@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import FLOATING, HALF, Array, dtype_name, exact_device, library_of
+from precondattn.arrays import (
+    FLOATING,
+    HALF,
+    Array,
+    dtype_name,
+    exact_device,
+    is_recorded_by_jit,
+    library_of,
+    storage_of,
+)
+from precondattn.backend import UnsupportedError
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
@@ -22,7 +33,18 @@ def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> s
                 f"{owner}: {name} must be an array of NumPy, PyTorch, JAX, CuPy or another "
                 f"array-API library; found {type(array).__name__}"
             )
+        check_stored(
+            f"{owner}: {name}",
+            array,
+            of_nested=f"use torch.nested.to_padded_tensor({name}, 0.0), and give "
+            f"lengths=[len(x) for x in {name}.unbind()]",
+        )
         libraries[name] = library
+    if "torch" in libraries.values() and is_recorded_by_jit():
+        raise UnsupportedError(
+            f"{owner}: torch.jit.trace would record the call for one number of tokens; use "
+            f"torch.export or torch.compile"
+        )
     if len(set(libraries.values())) > 1:
         raise TypeError(f"{owner}: inputs of one library expected; found {libraries}")
     devices = {name: exact_device(array) for name, array in inputs.items()}
@@ -49,6 +71,27 @@ def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> s
     return next(iter(libraries.values()))
 
 
+def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tensor") -> None:
+    """Raise a TypeError for a nested or sparse tensor, which has no entry for every index.
+
+    `what` names it in the message, and `of_nested` says what to do with a nested one.
+    """
+    storage = storage_of(array)
+    if storage == "nested":
+        raise TypeError(f"{what} is a nested tensor, which is not supported; {of_nested}")
+    if storage is not None:
+        kind = "sparse tensor" if storage.startswith("sparse") else "tensor"
+        raise TypeError(
+            f"{what} is a {kind} of layout {storage}, which is not supported; use its to_dense()"
+        )
+
+
+def check_masks_stored(owner: str, masks: Mapping[str, Any]) -> None:
+    """The same, for the masks of a call."""
+    for name, mask in masks.items():
+        check_stored(f"{owner}: {name}", mask)
+
+
 def call_dtype(inputs: Mapping[str, Array]) -> str:
     """The dtype of the output: that of v, or of the first input if there is no v."""
     return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
@@ -65,6 +108,7 @@ def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Arr
             f"{owner}: {what} must be an array of {library}, as {of}; "
             f"found {type(cotangent).__name__}"
         )
+    check_stored(f"{owner}: {what}", cotangent)
     shape, dtype = tuple(array.shape), dtype_name(array)
     if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
         raise ValueError(

@@ -26,7 +26,7 @@ from precondattn.dispatch.discovery import Discovered, allowed_backends, discove
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import Plan, make_plan
 from precondattn.execution import autocast
-from precondattn.execution.array_checks import call_dtype, check_arrays
+from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
 from precondattn.execution.autocast import cast_inputs, hint
 from precondattn.execution.cache_checks import (
     check_buffers,
@@ -119,6 +119,7 @@ def _checked_call(call: GivenCall) -> _Checked:
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, CALL_OPTIONS)
     inputs, _ = cast_inputs(declared, inputs)
     library = check_arrays(owner, declared, inputs)
+    check_masks_stored(owner, call.masks)
     sizes = declared.sizes(owner, shapes_of(inputs))
     _check_times(mechanism, sizes, call.masks)
     masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
@@ -142,6 +143,7 @@ def _checked_extension(call: GivenCall) -> _Checked:
     inputs, _ = cast_inputs(declared, inputs)
     check_cacheable(mechanism)
     library = check_arrays(owner, declared, inputs)
+    check_masks_stored(owner, call.masks)
     capacity = check_cache(owner, mechanism, cache, inputs)
     known = {"c": capacity, "b": cache.length.shape[0]}
     sizes = declared.sizes(owner, shapes_of(inputs), known)

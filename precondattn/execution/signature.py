@@ -76,7 +76,10 @@ def signature_of(call: GivenCall) -> Hashable | None:
 
 
 def _of_torch(tensor: Any) -> Hashable:
-    return tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad
+    try:
+        return tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad, tensor.layout
+    except RuntimeError:  # A nested tensor has no shape. It is refused by every call.
+        return "no shape"
 
 
 def _state_of_torch(tensor: Any) -> Hashable | None:

@@ -41,10 +41,13 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
     >>> [half.ravel().tolist() for half in split_heads(x, "halves")]
     [[0, 1], [2, 3]]
     """
+    from precondattn.execution.array_checks import check_stored
+
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be 'adjacent' or 'halves'; found {layout!r}")
     if library_of(x) is None:
         raise TypeError(f"x must be an array (b, t, 2h, d); found {type(x).__name__}")
+    check_stored("x", x)
     if x.ndim != 4 or x.shape[2] % 2:
         raise ValueError(
             f"x must have shape (b, t, 2h, d), with an even number of heads; found {tuple(x.shape)}"

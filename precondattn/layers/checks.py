@@ -7,6 +7,7 @@ from typing import Any
 
 from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
 from precondattn.cache import Cache
+from precondattn.execution.array_checks import check_stored
 from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import Plan
 
@@ -32,6 +33,7 @@ def check_call(
     library = library_of(weight)
     if library_of(x) != library:
         raise TypeError(f"x must be an array of {library}; found {type(x).__name__}")
+    check_stored("x", x, of_nested="use torch.nested.to_padded_tensor(x, 0.0), and give a mask")
     if x.ndim != 3 or x.shape[2] != plan.width:
         raise ValueError(f"x must have shape (b, t, {plan.width}); found {tuple(x.shape)}")
     if x.dtype != weight.dtype and not (dtype_name(x) in FLOATING and is_cast(x)):

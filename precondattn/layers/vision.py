@@ -16,6 +16,7 @@ from typing import Any
 
 from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.execution.array_checks import check_stored
 from precondattn.layers.maps import Weight
 from precondattn.layers.meaning import meanings, output_call
 from precondattn.layers.parameters import Constant, Normal
@@ -138,6 +139,7 @@ def vision_sizes(
 def check_image(x: Any, sizes: VisionSizes) -> None:
     """Raise an error unless x has the shape (b, c, H, W) of these sizes."""
     expected = (sizes.channels, *sizes.image)
+    check_stored("x", x)
     if getattr(x, "ndim", 0) != 4 or tuple(x.shape[1:]) != expected or x.shape[0] == 0:
         found = tuple(x.shape) if hasattr(x, "shape") else type(x).__name__
         raise ValueError(
