@@ -326,6 +326,41 @@ def test_a_fault_after_the_first_tokens_is_detected(monkeypatch):
         correct.check_forward(of, expected, library, "float64", results)
 
 
+def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(monkeypatch):
+    monkeypatch.setattr(correct, "LARGEST", 0)
+    monkeypatch.setattr(correct, "HEAD", 16)
+    of, library = ours(pa.Lucid(), None), libraries.named("numpy")
+    results = {}
+    for dtype in ("float32", "float64"):
+        expected = correct.oracle.__wrapped__("lucid", layout(t=100, h=2, d=4), dtype, "numpy")
+        arrays = {name: array.astype(dtype) for name, array in expected.inputs.items()}
+        results[dtype] = forward_run(of, library, arrays).call()
+        checked = correct.check_forward(of, expected, library, dtype, results[dtype])
+        assert checked.bound == correct.bound(dtype, correct.KIND)  # As ever, where it suffices.
+        results[dtype]["the output"][:, 90] *= 1 + 3 * checked.bound
+        with pytest.raises(correct.WrongResultError, match="the last tokens"):
+            correct.check_forward(of, expected, library, dtype, results[dtype])
+        monkeypatch.setattr(correct, "lost_by_definition", lambda *given: 4e-4)
+        if dtype == "float32":
+            assert correct.check_forward(of, expected, library, dtype, results[dtype]).bound == 8e-4
+    with pytest.raises(correct.WrongResultError, match="the last tokens"):  # Float64 has no such.
+        correct.check_forward(of, expected, library, "float64", results["float64"])
+
+
+@pytest.mark.parametrize("expression", ["lucid", "ccq", "retention", "mesa"])
+def test_what_the_definition_loses_is_that_of_a_whole_call_of_one_head(monkeypatch, expression):
+    monkeypatch.setattr(correct, "PART", 16)
+    m = pa.parse(expression)
+    inputs = correct.inputs_of(expression, layout(t=70, h=4, n=2, d=8)._replace(b=2), "float32", "numpy")
+    lost = correct.lost_by_definition(m, inputs, "float32")
+    narrow = {name: array.astype("float32") for name, array in inputs.items()}
+    if not m.numbers_heads:
+        inputs, narrow = (correct._of_first_head(m, x) for x in (inputs, narrow))
+    outs = [m(**x, backend="reference")[:, -correct.TAIL :] for x in (narrow, inputs)]
+    whole = correct.error(*outs)
+    assert whole / 3 < lost < 3 * whole
+
+
 def test_gradients_of_a_long_call_are_checked_on_its_first_tokens(monkeypatch):
     from precondattn_conformance.bench.computation import backward_run
 
