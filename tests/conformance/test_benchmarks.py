@@ -351,7 +351,9 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
 def test_what_the_definition_loses_is_that_of_a_whole_call_of_one_head(monkeypatch, expression):
     monkeypatch.setattr(correct, "PART", 16)
     m = pa.parse(expression)
-    inputs = correct.inputs_of(expression, layout(t=70, h=4, n=2, d=8)._replace(b=2), "float32", "numpy")
+    inputs = correct.inputs_of(
+        expression, layout(t=70, h=4, n=2, d=8)._replace(b=2), "float32", "numpy"
+    )
     lost = correct.lost_by_definition(m, inputs, "float32")
     narrow = {name: array.astype("float32") for name, array in inputs.items()}
     if not m.numbers_heads:
