@@ -87,7 +87,7 @@ def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tens
 
 
 def check_masks_stored(owner: str, masks: Mapping[str, Any]) -> None:
-    """The same, for the masks of a call."""
+    """Raise a TypeError for a nested or sparse mask."""
     for name, mask in masks.items():
         check_stored(f"{owner}: {name}", mask)
 

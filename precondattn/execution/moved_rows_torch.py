@@ -20,7 +20,7 @@ def differentiable(tensor: Tensor, rows: Rows) -> Tensor:
 
 class _Moved(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
-    """For cotangents that `torch.vmap` maps."""
+    """Whether `torch.vmap` may map the cotangent."""
 
     @staticmethod
     def forward(tensor: Tensor, *rows: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class Axes(NamedTuple):
     """The axes into which the mapped one is folded."""
 
     arguments: list[AxesOf]
-    """Of the arrays of every argument."""
+    """A list of axes for every argument, which is a list of arrays."""
     results: AxesOf
 
 
