@@ -2,8 +2,7 @@
 
 A backend's package has it as `ledger.json`, a list of entries. A kernel is chosen by default only
 where an entry has its family, the verb, dtype and width of the call, the compute capability of this
-GPU, and the code and the assembler that are used here. `python -m precondattn_gpu.ledger` writes
-entries from saved runs.
+GPU, and the code and the assembler that are used here. Entries are written from saved runs.
 """
 
 from __future__ import annotations
