@@ -41,19 +41,21 @@ def on_shards(
 ) -> Any:
     """`method(verb)(mechanism, *arrays)`, of which every device computes its part."""
     leaves, tree = jax.tree.flatten(arrays)
+    shapes = list(map(_shape, leaves))
 
     def function(*leaves: Any) -> Any:
         return method(verb)(mechanism, *jax.tree.unflatten(tree, leaves))
 
+    # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
     def axes() -> list[str]:
         forward = partial(method("forward"), mechanism)
-        shapes = jax.tree.unflatten(tree, list(map(_shape, leaves)))
-        texts: list[str] = jax.tree.leaves(axes_of(mechanism, verb, forward, shapes))
+        given = jax.tree.unflatten(tree, shapes)
+        texts: list[str] = jax.tree.leaves(axes_of(mechanism, verb, forward, given))
         return texts
 
     if jax.sharding.get_abstract_mesh().manual_axes:
         return function(*leaves)  # In a user's `shard_map`, arrays are the parts of one device.
-    call = ShardedCall(str(mechanism), function, leaves, axes, verb in GRADIENTS)
+    call = ShardedCall(str(mechanism), function, shapes, axes, verb in GRADIENTS)
     mesh = next((m for m in map(_mesh, leaves) if m.explicit_axes), None)
     if mesh is not None:
         return call.on_explicit_shards(mesh, leaves)
@@ -67,12 +69,12 @@ class ShardedCall:
         self,
         owner: str,
         function: Callable[..., Any],
-        leaves: Sequence[Any],
+        shapes: Sequence[jax.ShapeDtypeStruct],
         axes: Callable[[], list[str]],
         is_gradient: bool,
     ) -> None:
         self.owner, self.function, self.is_gradient = owner, function, is_gradient
-        self.shapes, self._axes = list(map(_shape, leaves)), axes
+        self.shapes, self._axes = shapes, axes
         self.context = jax.sharding.get_abstract_mesh()
 
     # Axes are found when several devices need them.
@@ -111,7 +113,8 @@ class ShardedCall:
 
             in_axes = tuple(0 if each else None for each in is_mapped)
             function = jax.vmap(self.function, in_axes=in_axes)
-            call = ShardedCall(self.owner, function, leaves, axes, self.is_gradient)
+            shapes = list(map(_shape, leaves))
+            call = ShardedCall(self.owner, function, shapes, axes, self.is_gradient)
             out = call.mappable()(*leaves)
             return out, jax.tree.map(lambda _: True, out)
 
