@@ -58,7 +58,7 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
     errors where it joins sums with products (jax-ml/jax issue 39103).
     """
     result = jnp.zeros_like(like, shape=shape)
-    if not shape or not like.size:
+    if not shape or 0 in like.shape:
         return result
     some = lax.stop_gradient(like[(0,) * like.ndim])
     zero = jnp.where(jnp.isnan(some), 0, jnp.minimum(jnp.abs(some), 0))

@@ -15,13 +15,13 @@ from precondattn.frame import Frame
 from precondattn.spec.soft_cap import capped
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product_with_transposed
-from precondattn_jax.past import Past, with_gradient_of_the_definition
+from precondattn_jax.past import Past, with_derivative_of_the_definition
 from precondattn_jax.tiled_attention import TiledAttention, read_of
 from precondattn_portable.extension import new_tokens
 from precondattn_portable.layout import grouped_bias
 
 
-@with_gradient_of_the_definition
+@with_derivative_of_the_definition
 def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
     """The output (b, t, h, e) of `Softmax` without a forget gate."""
     t, capacity = x["q"].shape[1], past["key"].shape[1]

@@ -6,11 +6,12 @@ inside, it is part of the surrounding computation.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from precondattn.arrays import Array
 from precondattn.backend import Request, Support
-from precondattn.execution.jax_backend import JaxBackend
+from precondattn.execution.jax_backend import JaxBackend, Output
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable
@@ -34,6 +35,13 @@ class Jax(JaxBackend, Portable):
         from precondattn_jax.algorithms import algorithm_of
 
         return algorithm_of(leaf)
+
+    def differentiable(self, mechanism: Any) -> Output | None:
+        if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
+            return None
+        from precondattn_jax.twice_differentiable import output_of
+
+        return partial(output_of(mechanism), mechanism)
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from precondattn.spec.recurrence import AllTokens, Gradients, Stream
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.chunk_groups import group_of
+from precondattn_jax.layout import is_known
 from precondattn_portable.chunkwise_additive import Chunks
 
 CHUNK = 64
@@ -29,9 +30,16 @@ core's cache."""
 class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
 
+    @staticmethod
+    def body(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The body of a loop over groups."""
+        return function
+
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         work = Work(x)
-        last, o = lax.scan(work.read, work.joined(state), (work.written, work.chunks(x.q)))
+        last, o = lax.scan(
+            self.body(work.read), work.joined(state), (work.written, work.chunks(x.q))
+        )
         return work.reads(o), jnp.reshape(last, state.shape)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
@@ -71,7 +79,7 @@ class Chunkwise(AllTokens):
             return states[-1], function(lambda q: group.read(q, states), *parts)
 
         given = (work.written, *map(work.chunks, arrays))
-        last, out = lax.scan(of_group, work.joined(state), given)
+        last, out = lax.scan(self.body(of_group), work.joined(state), given)
         return work.reads(out), jnp.reshape(last, state.shape)
 
 
@@ -82,12 +90,14 @@ class Work:
         self.x = x
         self.b, self.m, self.s = x.k.shape[:3]
         self.t = x.q.shape[2]
-        self.size = min(CHUNK, 1 << (self.s - 1).bit_length())
-        count = -(-self.s // self.size)
-        widest = max(x.k.shape[3], x.v.shape[3], self.size)
-        most = max(GROUP // (self.b * self.m * self.size * widest), 1)
-        self.groups = -(-count // most)
-        self.together = -(-count // self.groups)
+        self.size = min(CHUNK, 1 << (self.s - 1).bit_length()) if is_known(self.s) else CHUNK
+        self.groups = count = -(-self.s // self.size)
+        self.together = 1
+        if is_known(self.b, self.m, self.s):  # Otherwise one chunk is computed after the other.
+            widest = max(x.k.shape[3], x.v.shape[3], self.size)
+            most = max(GROUP // (self.b * self.m * self.size * widest), 1)
+            self.groups = -(-count // most)
+            self.together = -(-count // self.groups)
         g = jnp.reshape(x.g, (self.b, self.m, self.s, -1))
         beta = None if x.beta is None else x.beta[..., None]
         arrays = Chunks(x.k, x.v, g, beta, x.erase, x.undecayed)

@@ -14,6 +14,7 @@ from jax import Array, lax
 from precondattn.arrays import cast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
+from precondattn_jax.layout import is_known
 
 TOKENS = 64
 """New tokens per step."""
@@ -33,7 +34,7 @@ def few_tokens_at_a_time(
 ) -> tuple[Array, Updates]:
     """A step of the leaf as several steps of few tokens."""
     t = frame.q_position.shape[1]
-    if t <= TOKENS:
+    if is_known(t) and t <= TOKENS:
         return step(dict(past), dict(x), frame)
     past = upcast_all(past)
     count = -(-t // TOKENS)

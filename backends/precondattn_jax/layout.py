@@ -4,9 +4,15 @@ Block a has the key positions a C … a C + C − 1. Queries are aligned to the 
 where there are fewer queries than keys, zeros are prepended up to the start of a block. A tile is
 the scores of a block of queries with a block of keys. Loops iterate over tiles, and only a few
 tiles are in memory at a time.
+
+A program that is exported for any number of tokens (`jax.export`) has symbols for sizes, which can
+not be compared. Its blocks have a size that does not depend on them, and its loops as many steps as
+the symbols say when it runs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,12 +35,22 @@ GROUPED = 2**17
 
 
 def block_size(tokens: int, heads: int, most: int | None = None, *, packed: bool = False) -> int:
-    """Tokens of a block, such that blocks have about equal lengths."""
+    """Tokens of a block, such that blocks have about equal lengths.
+
+    For a symbolic number of tokens or heads it is the size where there are many heads.
+    """
+    if not is_known(tokens, heads):
+        return most or FEWEST
     is_large = heads * BLOCK * BLOCK <= TILE and not packed
     size = most or (BLOCK if is_large else FEWEST)
     count = -(-tokens // size)
     even = -(-tokens // count)
     return min(even + -even % 8, size) if even > 8 else even
+
+
+def is_known(*sizes: Any) -> bool:
+    """Whether sizes are numbers, and not symbols."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def heads_first(x: Array) -> Array:
@@ -44,7 +60,7 @@ def heads_first(x: Array) -> Array:
 
 def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Array:
     """x padded with a number before and after."""
-    if not before and not after:
+    if is_known(before, after) and not before and not after:
         return x
     width = [(0, 0)] * x.ndim
     width[axis] = (before, after)

@@ -15,11 +15,11 @@ from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import product, product_with_transposed
 from precondattn_jax.layout import heads_first
 from precondattn_jax.lucid_system import LucidSystem
-from precondattn_jax.past import Past, with_gradient_of_the_definition
+from precondattn_jax.past import Past, with_derivative_of_the_definition
 from precondattn_portable.extension import new_tokens
 
 
-@with_gradient_of_the_definition
+@with_derivative_of_the_definition
 def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
     """y (b, t, n, e) of new tokens, with the dot product and a unit diagonal."""
     b, t, n, d = x["k"].shape

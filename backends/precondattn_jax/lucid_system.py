@@ -84,16 +84,21 @@ class LucidSystem:
         leaf = self.leaf
         if leaf.has_unit_diagonal:
             return Shift(self.scale * self.k.shape[3], None, None)
-        keys = self.blocks.at(self.scores.k, a)
-        diagonal = row_sum(keys * keys) * self.scale
+        own = self.own_scores(a)
         value: Array | float = 0.0
         first: Array | None = None
         if leaf.normalize == "rows":
-            value, first = self._row_maxima(a, diagonal)
-        diagonal = diagonal - value
-        if self.beta is not None:  # Without an input β it is 1 or, at padding, 0.
-            diagonal = jnp.where(self.blocks.at(self.beta, a) > 0, diagonal, 0.0)
-        return Shift(value, jnp.exp(diagonal), first)
+            value, first = self._row_maxima(a, own)
+        return Shift(value, jnp.exp(self.at_tokens(a, own - value)), first)
+
+    def own_scores(self, a: Array) -> Array:
+        """S_ii of the rows of block a (b, n, C, 1)."""
+        keys = self.blocks.at(self.scores.k, a)
+        return row_sum(keys * keys) * self.scale
+
+    def at_tokens(self, a: Array, x: Array) -> Array:
+        """x of the rows of block a, 0 at padding; β is not an input, but 1 or, at padding, 0."""
+        return x if self.beta is None else jnp.where(self.blocks.at(self.beta, a) > 0, x, 0.0)
 
     def _row_maxima(self, a: Array, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j that attains it."""

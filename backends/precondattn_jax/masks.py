@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.frame import Frame
-from precondattn_jax.layout import Blocks
+from precondattn_jax.layout import Blocks, is_known
 
 
 class Spans(NamedTuple):
@@ -93,7 +93,7 @@ class Mask:
             conditions.append((distance > 0 if self.strict else distance >= 0)[None])
         if self.window is not None:
             conditions.append((jnp.abs(distance) < self.window)[None])
-        if not self.causal and blocks.after:
+        if not self.causal and not (is_known(blocks.after) and blocks.after == 0):
             conditions.append((j * size + token < blocks.s)[None, None, :])
         if self.k_valid is not None:
             conditions.append(blocks.at(self.k_valid, j, 1)[:, None, :])

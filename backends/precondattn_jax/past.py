@@ -1,7 +1,8 @@
 """The tokens in a cache, one block of slots at a time, up to the last filled block.
 
-The number of blocks is known only at run time. JAX cannot differentiate such a loop, so the
-gradient is that of the leaf's definition, which stores all pairs of new and cached tokens at once.
+The number of blocks is known only at run time. JAX has no reverse mode of such a loop, so the
+derivative is that of the leaf's definition, which stores all pairs of new and cached tokens at
+once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from precondattn.arrays import upcast, upcast_all
@@ -67,30 +67,23 @@ class Past:
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
-def with_gradient_of_the_definition(step: Step) -> Step:
-    """`step(leaf, past, x, frame)` with the gradient of the leaf's own step.
+def with_derivative_of_the_definition(step: Step) -> Step:
+    """`step(leaf, past, x, frame)` with the derivative of the leaf's own step, in any mode.
 
     `step` returns the output for new tokens, or the output and the leaf's updates.
     """
-    differentiable = jax.custom_vjp(step, nondiff_argnums=(0,))
+    differentiable = jax.custom_jvp(step, nondiff_argnums=(0,))
 
-    def forward(leaf: Any, *given: Any) -> tuple[Any, Any]:
-        return step(leaf, *given), given
+    @differentiable.defjvp
+    def derivative(leaf: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        past, x, frame = primals
+        result = differentiable(leaf, past, x, frame)
 
-    def backward(leaf: Any, given: Any, cotangent: Any) -> Any:
-        past, x, frame = given
-
+        @jax.checkpoint
         def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Any:
-            result = leaf.step(upcast_all(past), x, frame)
-            return result if isinstance(cotangent, tuple) else result[0]
+            result_and_updates = leaf.step(upcast_all(past), x, frame)
+            return result_and_updates if isinstance(result, tuple) else result_and_updates[0]
 
-        _, pull = jax.vjp(defined, past, x)
-        return *pull(cotangent), jax.tree.map(_none, frame)
+        return result, jax.jvp(defined, (past, x), tangents[:2])[1]
 
-    differentiable.defvjp(forward, backward)
     return cast(Step, differentiable)
-
-
-def _none(array: Array) -> Any:
-    """The (zero) cotangent of positions and masks."""
-    return np.zeros(array.shape, dtype=jax.dtypes.float0)

@@ -26,6 +26,7 @@ from precondattn_jax.arithmetic import product, product_with_transposed, transpo
 from precondattn_jax.definition import step_as_defined
 from precondattn_jax.dot_scores import DotScores
 from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
+from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
 from precondattn_portable.algorithm import Algorithm
@@ -36,9 +37,11 @@ from precondattn_portable.layout import zero_padding
 class View:
     """The unit queries and keys of a call, in blocks."""
 
+    loops: Loops = PLAIN
+
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
-        self.tau, self.r = leaf.tau, h // self.n
+        self.frame, self.tau, self.r = frame, leaf.tau, h // self.n
         self.blocks = Blocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
         self.k = self.blocks.of_keys(heads_first(l2_norm(x["k"], leaf.eps)))
         self.q = self.stacked(l2_norm(x["q"], leaf.eps))
@@ -57,7 +60,9 @@ class View:
     def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
         """Apply add(state, j, diagonal) to all tiles of block a."""
         first = self.mask.first(a)
-        state = lax.fori_loop(first, a, lambda j, state: add(state, j, False), state)
+        state = self.loops.counted(
+            self.blocks.keys, a - first, lambda i, state: add(state, first + i, False), state
+        )
         return add(state, a, True)
 
     def of_block(self, a: Array) -> tuple[Array, Array, Array]:
@@ -78,6 +83,12 @@ class View:
 
         return self.over_tiles(a, centred, zeros(q.shape, q)), mu, log_total
 
+    def output(self) -> Array:
+        """q̄ − λ c (b, t, h, d)"""
+        c = self.loops.each(lambda a: self.of_block(a)[0], self.blocks.rows)
+        out = self.blocks.unstacked(self.q - self.contraction * c, self.r)
+        return zero_padding(out, self.frame)
+
 
 class QueryWeighted(Algorithm):
     """Algorithm of `QueryWeightedQuery`."""
@@ -85,10 +96,7 @@ class QueryWeighted(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        view = View(leaf, x, frame)
-        c = lax.map(lambda a: view.of_block(a)[0], view.blocks.rows)
-        out = view.blocks.unstacked(view.q - view.contraction * c, view.r)
-        return zero_padding(out, frame), ()
+        return View(leaf, x, frame).output(), ()
 
     def backward(
         self,

@@ -6,7 +6,8 @@ Where all values of each channel are within R of each other, it is computed as a
 
 Elsewhere every tile has its own shift, and tiles are merged by the largest exponent M, as in
 `precondattn_portable.read_log_mean_exp`: by a product where the tile's values are close together,
-and element by element otherwise. The choice is made at run time.
+and element by element otherwise. The choice is made at run time. Shifts are constant where JAX
+differentiates, as in `read_mean.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from precondattn_jax.arithmetic import (
     transposed_product,
     zeros,
 )
+from precondattn_jax.loops import again
 from precondattn_jax.read_mean import MeanRead, Rows
 
 ELEMENTS = 16
@@ -63,7 +65,7 @@ class LogMeanExpRead:
         return LogState(largest, total, full(shape, -math.inf, v), zeros(shape, v))
 
     def add(self, state: LogState, tile: Array, v: Array) -> LogState:
-        mu = jnp.max(tile, axis=-1, keepdims=True)
+        mu = jnp.max(lax.stop_gradient(tile), axis=-1, keepdims=True)
         largest = jnp.maximum(state.largest, mu)
         base = finite_or_zero(largest)
         total = jnp.exp(state.largest - base) * state.total + row_sum(jnp.exp(tile - base))
@@ -90,7 +92,8 @@ class LogMeanExpRead:
 
 def _factored(tile: Array, v: Array) -> tuple[Array, Array]:
     """M and Σ e^{S + v − M} of a tile, M = max S + max v."""
-    mu, nu = jnp.max(tile, axis=-1, keepdims=True), jnp.max(v, axis=-2, keepdims=True)
+    mu = jnp.max(lax.stop_gradient(tile), axis=-1, keepdims=True)
+    nu = jnp.max(lax.stop_gradient(v), axis=-2, keepdims=True)
     return mu + nu, product(jnp.exp(tile - finite_or_zero(mu)), jnp.exp(v - nu))
 
 
@@ -125,13 +128,13 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
     def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
         before, total = merged
         each = _each(tile, v, i, width)
-        shift = jnp.maximum(before, jnp.max(each, axis=3))
+        shift = jnp.maximum(before, jnp.max(lax.stop_gradient(each), axis=3))
         base = finite_or_zero(shift)
         part = jnp.sum(jnp.exp(each - base[:, :, :, None]), axis=3)
         return shift, total * jnp.exp(before - base) + part
 
     shape = (*tile.shape[:3], v.shape[3])
-    return lax.fori_loop(0, count, add, (full(shape, -math.inf, tile), zeros(shape, tile)))
+    return lax.fori_loop(0, count, again(add), (full(shape, -math.inf, tile), zeros(shape, tile)))
 
 
 def _pull_elements(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:

@@ -3,6 +3,7 @@
     m' = max(m, max_J S),    l ← e^{m − m'} l + Σ_J e^{S − m'},    a ← e^{m − m'} a + e^{S − m'} v_J
 
 and finally o = a / l. A sink σ (`spec/sink.py`) is the state before the first tile: m = σ, l = 1.
+The result does not depend on m, which is therefore constant where JAX differentiates the sums.
 With the residual λ = m + log l, the gradient is
 
     A = e^{S − λ},    dv_J = Aᵀ do,    dS = A ∘ (do v_Jᵀ − rowsum(do ∘ o)).
@@ -16,7 +17,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from precondattn.spec.array_functions import finite_or_zero, row_sum
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
@@ -61,12 +62,14 @@ class MeanRead:
             _, n, rows, _ = column
             groups = jnp.reshape(self.sink, (1, n, -1, 1))
             sink = jnp.repeat(groups, rows // groups.shape[2], axis=2)
+            largest = lax.stop_gradient(sink)
             nothing = zeros(column, v)
-            return MeanState(nothing + sink, nothing + 1, zeros(shape, v))
+            return MeanState(nothing + largest, nothing + jnp.exp(sink - largest), zeros(shape, v))
         return MeanState(full(column, -math.inf, v), zeros(column, v), zeros(shape, v))
 
     def add(self, state: MeanState, tile: Array, v: Array) -> MeanState:
-        largest = jnp.maximum(state.largest, jnp.max(tile, axis=-1, keepdims=True))
+        row_max = jnp.max(lax.stop_gradient(tile), axis=-1, keepdims=True)
+        largest = jnp.maximum(state.largest, row_max)
         base = finite_or_zero(largest)
         weights, kept = jnp.exp(tile - base), jnp.exp(state.largest - base)
         total = kept * state.total + row_sum(weights)

@@ -28,7 +28,7 @@ from precondattn_jax.arithmetic import (
     transposed_product,
     zeros,
 )
-from precondattn_jax.layout import Blocks, block_size, heads_first
+from precondattn_jax.layout import Blocks, block_size, heads_first, is_known
 from precondattn_jax.masks import Mask
 from precondattn_portable import symmetric_lucid
 from precondattn_portable.algorithm import Algorithm
@@ -56,7 +56,8 @@ class Similarities:
         self.scale = leaf.scale_for(d)
         self.shift = self.scale * d
         frame = frame.among_keys(s)
-        if self.blocks.after and frame.k_valid is None:
+        is_whole = is_known(self.blocks.after) and self.blocks.after == 0
+        if not is_whole and frame.k_valid is None:
             all_valid = jnp.ones((1, s), dtype=bool)
             frame = frame.replaced(q_valid=all_valid, k_valid=all_valid)
         self.mask = Mask(frame, self.blocks, causal=False, of_queries=True)
@@ -107,10 +108,17 @@ class Similarities:
 
         return -self.scale * self.summed(self.unit, 0.0, weighted)
 
+    def _is_small(self, right: Array) -> bool:
+        """Whether matrices are factorized. Those of a symbolic size are not."""
+        b, n, s, _ = right.shape
+        if not is_known(b, n, s):
+            return False
+        return s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED
+
     def solved(self, ops: Arithmetic, right: Array) -> Array:
         """(Φ + ρ I)⁻¹ right (b, n, s, e)."""
         s = right.shape[2]
-        if s <= symmetric_lucid.DIRECT and math.prod(right.shape[:2]) * s * s <= FACTORIZED:
+        if self._is_small(right):
             with full_precision():
                 similarities = self.leaf.similarities(self.unit[:, :, :s], self.frame)
                 return self.leaf.solved(similarities, right)

@@ -35,6 +35,7 @@ from precondattn_jax.layout import (
     grouped,
     heads_first,
 )
+from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
 from precondattn_jax.read_mean import MeanAndLogSumRead, MeanRead, Rows
@@ -54,6 +55,8 @@ def read_of(leaf: Any, x: Mapping[str, Array]) -> Reads:
 
 class TiledAttention:
     """A full call of `Softmax` or `Path`, split into blocks."""
+
+    loops: Loops = PLAIN
 
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         self.leaf, self.x, self.frame = leaf, x, frame
@@ -135,13 +138,12 @@ class TiledAttention:
                 stop = a
             else:
                 stop = mask.stop(a)
-            count = stop - first
-            state, _ = lax.fori_loop(
-                0, count, lambda i, carry: add(carry, a, stop - 1 - i), (state, x)
+            state, _ = self.loops.counted(
+                blocks.keys, stop - first, lambda i, carry: add(carry, a, stop - 1 - i), (state, x)
             )
             return read.finish(state)
 
-        return lax.map(of_block, blocks.rows)
+        return self.loops.each(of_block, blocks.rows)
 
     def forward(self) -> tuple[Array, Array]:
         """The output (b, t, h, e), and λ (b, t, h)."""
@@ -159,7 +161,7 @@ class TiledAttention:
 
     def _of_exponentials(self, v: Array) -> tuple[Array, Array]:
         """ν + log of the mean of e^{v − ν}."""
-        shift = jnp.max(v, axis=2, keepdims=True)
+        shift = jnp.max(lax.stop_gradient(v), axis=2, keepdims=True)
         mean, log_total = self.outputs(MeanRead(), jnp.exp(v - shift))
         some = mean != 0
         return jnp.where(some, shift + jnp.log(jnp.where(some, mean, 1.0)), 0.0), log_total

@@ -29,14 +29,14 @@ from precondattn.spec import forget_gate
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
 from precondattn_jax.layout import grouped, heads_first
-from precondattn_jax.past import Past, with_gradient_of_the_definition
+from precondattn_jax.past import Past, with_derivative_of_the_definition
 from precondattn_jax.since_flush import SinceFlush
 from precondattn_jax.tiled_attention import read_of
 from precondattn_jax.transported_scores import reflections
 from precondattn_portable.layout import grouped_bias
 
 
-@with_gradient_of_the_definition
+@with_derivative_of_the_definition
 def transported_step(
     leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:

@@ -3,7 +3,7 @@
     [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]]
 
 from blocks of a few rows to the whole matrix, all blocks of a level at once; the smallest blocks
-are inverted row by row. The gradient of M = (I + L)⁻¹ is dL = −stril(Mᵀ dM Mᵀ).
+are inverted row by row. The derivative of M = (I + L)⁻¹ is dM = −M dL M.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAF = 16
 """Rows of the blocks that are inverted row by row."""
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def unit_lower_inverse(strict: Array) -> Array:
     """(I + strict)⁻¹ for strictly lower triangular matrices (…, C, C)."""
     size = strict.shape[-1]
@@ -40,17 +40,11 @@ def unit_lower_inverse(strict: Array) -> Array:
     return jnp.reshape(inverse[0, :, :size, :size], strict.shape)
 
 
-def _forward(strict: Array) -> tuple[Array, Array]:
-    inverse = unit_lower_inverse(strict)
-    return inverse, inverse
-
-
-def _backward(inverse: Array, cotangent: Array) -> tuple[Array]:
-    transposed = jnp.matrix_transpose(inverse)
-    return (-jnp.tril(product(transposed, product(cotangent, transposed)), k=-1),)
-
-
-unit_lower_inverse.defvjp(_forward, _backward)
+@unit_lower_inverse.defjvp
+def _derivative(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(*primals)
+    strict = jnp.tril(tangents[0], k=-1)
+    return inverse, -product(inverse, product(strict, inverse))
 
 
 def _blocks(flat: Array, width: int, row: int, column: int, step: int) -> Array:

@@ -189,7 +189,9 @@ def bind_extension(
         raise ValueError(
             f"{owner}: this cache stores no key_mask; create it with init_cache(..., key_mask=True)"
         )
-    new_counts = [t] * b if lengths is None else host_integers(lengths)
+    new_counts = None
+    if old_lengths is not None:  # A traced batch may have a symbolic size.
+        new_counts = [t] * b if lengths is None else host_integers(lengths)
     if old_lengths is None or new_counts is None:
         checks.require(cache.length >= 0, NEGATIVE)
         if capacity:

@@ -1,7 +1,8 @@
 """JAX: a backend's forward and backward as one `jax.custom_vjp` function, and so its step.
 
 Piece and backend are static. The arrays of the frame have no gradient. vmap, jit and grad compose
-as for any JAX function; forward-mode differentiation is refused by JAX itself.
+as for any JAX function; forward-mode differentiation is refused by JAX itself. The forward pass and
+the gradient have derivatives in any mode (`jax_second_derivative.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from precondattn.arrays import Array, Arrays, dtype_name, upcast
 from precondattn.cache import Replace
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
+from precondattn.execution.jax_backend import JaxBackend
+from precondattn.execution.jax_second_derivative import with_derivatives
 from precondattn.frame import Frame, UnmaskedFrame
 
 jax.tree_util.register_pytree_node(
@@ -39,17 +42,35 @@ def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Arra
 
 
 def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Any:
-    out, residuals = planned.backend.forward(planned.piece, inputs, frame)
+    out, residuals = _methods(planned).forward(planned.piece, inputs, frame)
     return _wide(out), (inputs, frame, out, residuals)
 
 
 def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
     inputs, frame, out, residuals = saved
     gradients = gradients_at(
-        cotangent, planned.backend, planned.piece, inputs, frame, out, residuals
+        cotangent, _methods(planned), planned.piece, inputs, frame, out, residuals
     )
     cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     return cotangents, jax.tree.map(_no_cotangent, frame)
+
+
+class _WithDerivatives:
+    """The forward pass and the gradient of a backend whose methods JAX may not differentiate."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def forward(self, piece: Any, *arrays: Any) -> Any:
+        return with_derivatives("forward", self.backend, self.backend.forward, piece)(*arrays)
+
+    def backward(self, piece: Any, *arrays: Any) -> Any:
+        return with_derivatives("backward", self.backend, self.backend.backward, piece)(*arrays)
+
+
+def _methods(planned: PlannedCall) -> Any:
+    backend = planned.backend
+    return backend if isinstance(backend, JaxBackend) else _WithDerivatives(backend)
 
 
 def _wide(out: Array) -> Array:
@@ -73,8 +94,7 @@ def apply_step(
     return out, {name: Replace(state) for name, state in new.items()}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(
+def _plain_step(
     planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
 ) -> tuple[Array, Arrays]:
     out, updates = planned.backend.step(planned.piece, past, inputs, frame)
@@ -82,8 +102,11 @@ def _step(
     return _wide(out), {name: update.value for name, update in replaced.items()}
 
 
+_step = partial(jax.custom_vjp, nondiff_argnums=(0,))(_plain_step)
+
+
 def _step_forward(planned: PlannedCall, past: Any, inputs: Any, frame: Frame) -> Any:
-    return _step(planned, past, inputs, frame), (past, inputs, frame)
+    return _plain_step(planned, past, inputs, frame), (past, inputs, frame)
 
 
 def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:

@@ -14,6 +14,9 @@ from precondattn.backend import Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 
+Output = Callable[[Mapping[str, Array], Frame], Array]
+"""The output of a mechanism, of its inputs and the frame."""
+
 
 class JaxBackend(Backend):
     """Subclass it before the class that computes: `class Jax(JaxBackend, Portable)`."""
@@ -22,10 +25,27 @@ class JaxBackend(Backend):
     def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
         """The result of `self.computing(verb)(mechanism, *arrays)`."""
 
+    def differentiable(self, mechanism: Any) -> Output | None:
+        """The output, in operations that JAX can differentiate any number of times.
+
+        None where the backend has none: derivatives of its gradient are then those of another
+        backend of JAX, or of the definition, whose memory may be quadratic.
+        """
+        return None
+
     def computing(self, verb: str) -> Callable[..., Any]:
-        """The method of that name of the class that computes."""
+        """The method of that name of the class that computes, with its derivatives."""
         method: Callable[..., Any] = getattr(super(), verb)
-        return method
+        if verb not in ("forward", "backward"):
+            return method
+
+        def with_derivatives(mechanism: Any, *arrays: Any) -> Any:
+            from precondattn.execution import jax_second_derivative
+
+            function = jax_second_derivative.with_derivatives(verb, self, method, mechanism)
+            return function(*arrays)
+
+        return with_derivatives
 
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame

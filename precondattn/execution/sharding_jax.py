@@ -59,6 +59,8 @@ def on_shards(
     mesh = next((m for m in map(_mesh, leaves) if m.explicit_axes), None)
     if mesh is not None:
         return call.on_explicit_shards(mesh, leaves)
+    if not all(isinstance(size, int) for leaf in leaves for size in leaf.shape):
+        return function(*leaves)  # Exported for any sizes, which JAX does only for one device.
     return call.differentiable()(*leaves)
 
 

@@ -109,6 +109,21 @@ def test_half_precision_is_computed_in_float32_and_returned_in_the_input_dtype(d
     np.testing.assert_array_equal(np.asarray(out), np.asarray(wide.astype(dtype)))
 
 
+def without_derivatives(method):
+    """A method of a backend as a function that JAX refuses to differentiate."""
+
+    def computed(self, mechanism, *arrays):
+        function = jax.custom_jvp(lambda *arrays: method(self, mechanism, *arrays))
+
+        @function.defjvp
+        def refused(primals, tangents):
+            raise AssertionError("the derivative of a kernel was asked for")
+
+        return function(*arrays)
+
+    return computed
+
+
 class TestAnotherBackend:
     """The out-of-tree backend claims lucid_solve."""
 
@@ -130,6 +145,25 @@ class TestAnotherBackend:
         stack = jnp.stack([x["k"], 2 * x["k"] + 1])
         mapped = jax.vmap(lambda k: m(x["q"], k, x["v"]))(stack)
         close(mapped[1], m(x["q"], stack[1], x["v"]))
+
+    def test_its_gradient_has_the_derivatives_of_the_definition(self, third_party, monkeypatch):
+        """Its own operations may be kernels, which JAX can not differentiate."""
+        x = arrays_of("lucid_solve", b=1, t=3, s=3)
+        for name in ("forward", "backward"):
+            method = getattr(third_party.ThirdParty, name)
+            monkeypatch.setattr(third_party.ThirdParty, name, without_derivatives(method))
+
+        def products(k, backend=None):
+            def loss(k):
+                return jnp.sum(pa.LucidSolve()(k, x["v"], backend=backend) ** 2)
+
+            along = jax.jvp(jax.grad(loss), (k,), (x["k"],))[1]
+            return along, jax.grad(lambda k: jnp.vdot(jax.grad(loss)(k), x["k"]))(k)
+
+        expected = jax.jit(partial(products, backend="reference"))(x["k"])
+        for result, each in zip(jax.jit(products)(x["k"]), expected, strict=True):
+            close(result, each)
+        assert "backward of lucid_solve" in third_party.calls
 
     def test_forward_mode_is_refused(self, third_party):
         x = arrays_of("lucid")
