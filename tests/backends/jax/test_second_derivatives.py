@@ -14,16 +14,12 @@ from precondattn_conformance.inputs import Layout, make_inputs
 LAYOUT = Layout("several blocks", b=2, t=13, s=13, h=2, n=1, d=4, e=4)
 EACH_KIND = {
     "lucid": "tiles and a triangular solve",
-    "laser": "the other read",
     "path": "transported scores",
     "deltaformer": "a solve with the rows of a softmax",
     "symmetric_lucid_solve": "a symmetric solve",
-    "query_weighted_query": "a covariance by tiles",
     "gated_delta": "a recurrence in chunks",
-    "mesa_query": "conjugate gradients",
-    "cross_covariance": "sums over all tokens",
 }
-"""Expressions that share no code of their derivatives, and what that code is."""
+"""An expression for each way in which derivatives are computed."""
 
 DECLARED = sorted({*expressions()} - derived())
 """Every mechanism and its variants. Compositions without a class have no code of their own."""
