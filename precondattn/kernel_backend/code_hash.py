@@ -31,7 +31,7 @@ def code_of(entry: str) -> str:
 
     Examples
     --------
-    >>> len(code_of("precondattn_triton.unit_rows:UnitRows"))
+    >>> len(code_of("json.decoder:JSONDecoder"))
     12
     """
     module = entry.partition(":")[0]
