@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from precondattn.arrays import Array, cast, namespace
+from precondattn.arrays import Array, cast, namespace, placement
 from precondattn.layers.functions import linear, sigmoid, unit_rows, upcast
 from precondattn.layers.parameters import Constant, Parameter, linear_map, low_rank_maps
 from precondattn.layers.recipe import Recipe, Tokens
@@ -23,9 +23,14 @@ MIX = Parameter("x", Constant(0.5))
 def mixed(tokens: Tokens, weight: Any, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
-    # From the weight, because there may be no rows.
-    one = cast(namespace(rows).ones_like(weight[:1, ...]), rows.dtype)
-    difference = namespace(rows).concat([one, -one], axis=0)
+    xp, shape = namespace(rows), (1, *rows.shape[2:])
+    # One of the rows has their sharding, but there may be none.
+    one = (
+        xp.ones(shape, dtype=rows.dtype, **placement(rows))
+        if 0 in rows.shape
+        else xp.ones_like(rows[0, :1, ...])
+    )
+    difference = xp.concat([one, -one], axis=0)
     return linear(tokens.x, weight) + tokens.convolved(rows, difference, None)
 
 
