@@ -290,9 +290,11 @@ def counts_flops() -> bool:
 
 def writes_in_place(array: Array, *updates: Array) -> bool:
     """Whether `array[index] = update` is allowed, with integer arrays as the index."""
-    if library_of(array) not in ("numpy", "torch", "cupy"):
+    library = library_of(array)
+    if library not in ("numpy", "torch", "cupy") or is_traced(array):
         return False
-    return not is_traced(array) and not any(map(is_traced, updates))
+    # A transform may wrap the updates alone.
+    return library != "torch" or not any(map(_is_transformed, updates))
 
 
 def host_integers(array: Array) -> list[int] | None:
