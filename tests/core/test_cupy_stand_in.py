@@ -225,7 +225,7 @@ def test_extending_in_three_blocks_equals_numpys(
     if library.name == "cupy_stand_in":
         # The library writes in place into CuPy's arrays, which it knows by their name.
         for module in ("cache.updates", "execution.windows"):
-            monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda array: True)
+            monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda *arrays: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = library.all_on_device(inputs)
@@ -598,7 +598,7 @@ def test_blocked_extensions_equal_numpys(
     blocked: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("cache.updates", "execution.windows"):
-        monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda array: True)
+        monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda *arrays: True)
     mechanism, extension = pa.parse(expression), EXTENSIONS[how]
     inputs = make_extension_inputs(mechanism)
     given = blocked.all_on_device(inputs)
