@@ -351,6 +351,15 @@ def fresh(array: Array) -> Array:
     return namespace(array).asarray(array, copy=True)
 
 
+def read_only(array: Array) -> Array:
+    """A view of a NumPy array that can not be written to; other libraries have none."""
+    if library_of(array) != "numpy":
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def in_order(array: Array) -> Array:
     """A copy whose elements are stored in the order of its axes."""
     library = library_of(array)

@@ -64,7 +64,9 @@ def train(variant: str, mechanism: str, seed: int, updates: int, shown: bool) ->
     model = Decoder(len(page["alphabet"]), 64, heads=heads, layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator, norms = torch.Generator().manual_seed(1 + seed), []
-    weights = [[block.attention.inputs[name].weight for name in "qk"] for block in model.blocks]
+    weights = [
+        [block.attention.q_proj.weight, block.attention.k_proj.weight] for block in model.blocks
+    ]
     for _ in steps(updates, shown):
         loss = page["loss"](model, *page["batch"](page["training"], generator))
         optimizer.zero_grad()

@@ -42,6 +42,7 @@ SMALL = {"made_up": 60, "epochs": 2, "seeds": 1, "rates": (1e-3, 3e-3)}
 """Arguments of `run` for a test."""
 ALT = "Accuracy, and condition numbers of attention and of the Jacobian, against epochs."
 BASE = "softmax[causal=false]"
+HEADS = 8
 MODELS = {"softmax": BASE, "row norm": f"row_normalized({BASE})"}
 COLOURS = {"softmax": BLUE, "row norm": ORANGE}
 MEASURES = (
@@ -88,10 +89,8 @@ def heads(model: Any, images: Any) -> dict[str, list[Any]]:
 
     def keep(attn: Any, arguments: Any) -> None:
         x = arguments[0]
-        q, k, v = (
-            torch.tensordot(x, attn.inputs[name].weight, 1) + attn.inputs[name].bias
-            for name in "qkv"
-        )
+        maps = (attn.q_proj, attn.k_proj, attn.v_proj)
+        q, k, v = (project(x).unflatten(-1, (HEADS, -1)) for project in maps)
         seen["attention"].append(attn.mechanism(q, k, v))
         seen["attention before the row norm"].append(pa.parse(BASE)(q, k, v))
 
@@ -149,7 +148,7 @@ def trained(
 
     torch.manual_seed(seed)
     model = VisionTransformer(
-        8, 2, 64, heads=8, blocks=4, classes=10, channels=1, mechanism=MODELS[name]
+        8, 2, 64, heads=HEADS, blocks=4, classes=10, channels=1, mechanism=MODELS[name]
     )
     images = torch.tensor(data[0], dtype=torch.float32)
     classes = torch.tensor(data[1])

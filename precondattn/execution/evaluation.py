@@ -17,6 +17,7 @@ from precondattn.arrays import (
     dtype_name,
     fresh,
     namespace,
+    read_only,
     transforms_of,
     wants_gradient,
     zero_where_not,
@@ -48,7 +49,8 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         inputs = _inputs(planned, values, call)
         out, residuals = _with_residuals(planned, inputs, call)
         values[planned.out] = out
-        trace.append((planned, inputs, out, residuals))
+        # The private copy would hide that a backend writes to it.
+        trace.append((planned, inputs, read_only(out), residuals))
 
     def pullback(cotangent: Array) -> Arrays:
         cotangents: Arrays = {plan.out: used_part(cotangent, call)}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.dispatch.reference import Reference
 from tests.core import cupy_stand_in
 from tests.core.test_cupy_stand_in import CACHED, EXPRESSIONS, LENGTHS, make_inputs
 
@@ -40,6 +41,25 @@ def assert_equal(found, expected):
 
 
 # ------------------------------------------------------------------------------- pullbacks
+
+
+def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
+    """The caller's output is another array, so that nobody would see it."""
+
+    class Writes(Reference):
+        name = "writes"
+
+        def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+            out *= 0.5
+            return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
+
+    pa.register_backend(Writes())
+    try:
+        out, pullback = pa.Softmax().vjp(*np.ones((3, 1, 4, 2, 8)), backend="writes")
+        with pytest.raises(ValueError, match="read-only"):
+            pullback(out)
+    finally:
+        pa.unregister_backend("writes")
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -131,7 +131,7 @@ def test_its_differential_is_a_difference():
         ("temperature(cross_covariance)", "normalises its queries"),
         ("per_dim_scale(cross_covariance)", "normalises its queries"),
         ("qk_norm(cross_covariance)", "normalises its queries already"),
-        ("ccq(cross_covariance)", "normalises its queries"),
+        ("ccq(cross_covariance)", "the base is not causal"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(expression, reason):

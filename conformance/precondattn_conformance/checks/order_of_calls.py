@@ -19,7 +19,12 @@ from precondattn_conformance.oracle import oracle
 BLOCK = 16
 """For the window that is wider than a block."""
 
+CODE_OF_KEPT = """_, others = call_of(case{where}, turned=True)  # Other values of the same shapes.
+out = mechanism(**inputs, backend={backend})
+mechanism(**others, backend={backend})"""
+
 OF_OPTION = "the output of {option}, called after {plain} with the same shapes,"
+KEPT = "the output of a call before another one of the same shapes"
 AFTER_OPTIONS = "the output after other options"
 """The names of results, by which the code of a failure finds the call."""
 
@@ -27,9 +32,10 @@ AFTER_OPTIONS = "the output after other options"
 class OrderOfCalls(Check):
     """A pullback is held open across a forward of other values, and options are called in turn.
 
-    Two calls of the same shapes, then the two pullbacks, first the first, by `vjp` and by the
-    library's own differentiation. Then the mechanism with other options on the same inputs, and
-    without them again: nothing that is kept by shapes alone may be found again.
+    Two calls of the same shapes, whose outputs are both kept; then two with their pullbacks, first
+    the first, by `vjp` and by the library's own differentiation. Then the mechanism with other
+    options on the same inputs, and without them again: nothing that is kept by shapes alone may be
+    found again.
     """
 
     name = "order_of_calls"
@@ -47,17 +53,27 @@ gradients = pullback(out)"""
             OF_OPTION.format(option="(.+)", plain=re.escape(case.mechanism)), what
         )
         worst = f"[{', '.join(map(str, error.index))}]" if error and error.index else ""
+        if what == KEPT:
+            return CODE_OF_KEPT
         if option is not None:
             return _code_of_option(replace(case, mechanism=option[1]), worst)
         return _code_after_options(case, worst) if what == AFTER_OPTIONS else self.snippet
 
     def run(self, trial: Trial) -> Measured:
         trial.require_support("vjp")
-        worst = [trial.agree(_held(trial), _terms(trial)).error]
+        worst = [trial.agree(_kept(trial)).error, trial.agree(_held(trial), _terms(trial)).error]
         for expression in _with_the_same_inputs(trial.case.mechanism):
             worst.append(_in_turn(trial, expression))
         found = {AFTER_OPTIONS: _output(trial, trial.mechanism, trial.expected)}
         return Measured(max(*worst, trial.agree(found).error), trial.bound)
+
+
+def _kept(trial: Trial) -> Pairs:
+    """The output of a call, after another one of the same shapes."""
+    second = trial.arrays(_turned(trial, trial.numpy_inputs))
+    first = trial.call()
+    trial.call(second)
+    return {KEPT: (trial.numpy(first), trial.expected.out)}
 
 
 def _held(trial: Trial) -> Pairs:

@@ -96,8 +96,6 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
     if stage in (BACKWARD, STEP_BACKWARD):
         yield "the cotangent written to", partial(_written, lambda call: call.cotangent)
         yield "the strides of the cotangent ignored", with_call(_of_dense_cotangent)
-    if stage == BACKWARD:
-        yield "the output written to", partial(_written, lambda call: call.out)
     if stage in (STEP, STEP_BACKWARD):
         for slot in list(slots_of(m))[-1:]:
             yield f"the buffer {slot} written to", partial(_written, partial(_buffer, slot))
