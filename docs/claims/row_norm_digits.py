@@ -107,7 +107,7 @@ def jacobian(model: Any, images: Any) -> dict[str, Any]:
     import torch
 
     named = dict(model.named_parameters())
-    is_of_rows = [any(f".inputs.{row}." in name for row in "qkv") for name in named]
+    is_of_rows = [any(f".{row}_proj." in name for row in "qkv") for name in named]
     rows = []
     for logit in model(images).flatten():
         rows.append(torch.autograd.grad(logit, list(named.values()), retain_graph=True))
