@@ -52,7 +52,7 @@ class Support(NamedTuple):
     """Whether `forward` consists of the framework's own differentiable calls. The framework's
     autograd then differentiates it, and `backward` serves the explicit vjp only."""
     by_name: bool = False
-    """Of a refusal: whether the backend would run the piece if it were requested by name."""
+    """Whether a backend that refuses the piece would run it if it were requested by name."""
 
     @classmethod
     def yes(cls, *, differentiable: bool = False) -> Support:

@@ -172,7 +172,7 @@ class Pallas(JaxBackend, KernelBackend):
         return entry_in(KERNELS[target()], mechanism)
 
     def capability(self) -> str:
-        """That of a GPU, or the kind of a TPU; empty where a device is only described."""
+        """The capability of a GPU, or the kind of a TPU; empty where a device is only described."""
         import jax
 
         device = jax.devices()[0] if _has_started() and _device() in DTYPES else None

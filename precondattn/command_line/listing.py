@@ -23,7 +23,7 @@ def data() -> dict[str, Any]:
 
 
 def print_lists(console: Console) -> None:
-    """Both lists."""
+    """Print the mechanisms, and then the backends."""
     listed = data()
     mechanisms = [
         (each["name"], each["kind"], each.get("error") or _inputs_text(each["inputs"]))

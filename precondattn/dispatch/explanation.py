@@ -79,7 +79,7 @@ class Explanation:
         return bool(libraries) and self.request.library not in libraries
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as lists and dicts of texts, to be written as JSON."""
+        """The plan and all answers as lists and dicts of texts, to be written as JSON."""
         r = self.request
         return {
             "mechanism": self.mechanism,

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     width: int
     """The padded width of the wider of keys and values."""
     capability: str
-    """Of the GPU: `"9.0"`."""
+    """The compute capability of the GPU: `"9.0"`."""
     assembler: str
     """What made the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
     code: str

@@ -1,4 +1,4 @@
-"""At its exit, a process waits until gloo's threads have let go of the last exchange.
+"""A process waits at its exit until gloo's threads have let go of the last exchange.
 
 A thread of gloo that has computed an exchange drops the exchange's tensors afterwards. If they have
 Python objects, it needs the interpreter for that. Python up to 3.13 ends a thread that asks for an

@@ -75,7 +75,7 @@ def _compared(given: argparse.Namespace) -> dict[str, Any]:
 
     layout = layout_of(given.d, given.e, given.tokens)
     library = libraries.named(given.library, given.device)
-    # Where no array has been made, JAX has not looked for its devices, and kernels are interpreted.
+    # JAX looks for its devices when an array is made; until then, kernels would be interpreted.
     library.array(np.zeros(1), "float32")
     if given.backend == "cupy":
         _prepare_cupy(given.library)

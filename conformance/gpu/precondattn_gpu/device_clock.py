@@ -24,7 +24,7 @@ class TorchClock:
         self.has_events = device != "cpu"
 
     def seconds(self, call: Callable[[], Any], calls: int) -> float:
-        """Of one call, on average."""
+        """The seconds of one call, on average."""
         if not self.has_events:
             start = time.perf_counter()
             for _ in range(calls):
@@ -56,7 +56,7 @@ class TorchClock:
         try:
             with torch.cuda.graph(graph):
                 call()
-        finally:  # Where the recording fails, its stream would stay the current one.
+        finally:  # The stream of a recording that fails would stay the current one.
             torch.cuda.set_stream(before)
         return graph.replay
 
@@ -70,7 +70,7 @@ class CupyClock:
         self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
 
     def seconds(self, call: Callable[[], Any], calls: int) -> float:
-        """Of one call, on average."""
+        """The seconds of one call, on average."""
         events = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         self.cupy.cuda.Device().synchronize()
         with self.stream:
