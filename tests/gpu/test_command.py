@@ -96,7 +96,7 @@ def test_the_prepared_runs_are_rehearsed_on_a_cpu(tmp_path):
     """The first to its end, with one kernel, and the second after it."""
     arguments = ("--device", "cpu", "--cores", "4", "--match", "cupy unit_rows float32 64")
     out = ("--out", str(tmp_path))
-    first = run("--first", *arguments, *out, "--limit", "45")
+    first = run("--first", *arguments, *out, "--limit", "60")
     text = first.stdout
     assert first.returncode in (0, 1), first.stderr
     assert text.index("two kernels: ") < text.index("alive A: ") < text.index("headlines: ")
