@@ -163,11 +163,7 @@ def _run(
             left = True
             continue
         results = _earlier(stage, out, before) or Results(stage.name)
-        if results.machine and (difference := machine.difference(results.machine, described)):
-            raise ValueError(
-                f"the earlier results of {stage.name} are of other versions ({difference}): "
-                f"give another folder"
-            )
+        machine.require_same(stage.name, results.machine, described)
         results.machine = dict(described)
         remaining = end - launcher.now()
         if remaining < 20:

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     """Seconds after the start at which it is stopped."""
     jobs: int
     tasks: Callable[[dict[str, Results]], list[Task]]
-    """From the results until then, by file."""
+    """Makes the tasks from the results until then, by file."""
 
 
 def parts(options: Options, limit: float = LIMIT) -> list[Part]:
@@ -121,5 +121,5 @@ def failures(results: dict[str, Results]) -> list[str]:
 
 
 def first_line(entry: dict[str, Any]) -> str:
-    """Of the message of a task's entry."""
+    """The first line of the message of a task's entry."""
     return str(entry["message"]).strip().partition("\n")[0][:100]

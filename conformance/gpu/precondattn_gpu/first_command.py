@@ -42,11 +42,7 @@ def run(
     name = machine.folder_name(described["device"])
     results = _earlier(which, [folder / name for folder in (out, before) if folder is not None])
     for each in results.values():
-        if each.machine and (difference := machine.difference(each.machine, described)):
-            raise ValueError(
-                f"the earlier results of {each.stage} are of other versions ({difference}): "
-                f"give another folder"
-            )
+        machine.require_same(each.stage, each.machine, described)
         each.machine = dict(described)
     say(
         f"{described['device']}: " + ", ".join(f"{n} {v}" for n, v in described["versions"].items())

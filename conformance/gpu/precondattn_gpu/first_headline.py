@@ -52,13 +52,8 @@ HEADLINES = (
 BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "path", "kda", "gla"))
 
 
-def tasks(options: Options) -> list[Task]:
-    """All of them."""
-    return [task(each, options) for each in (*HEADLINES, *BESIDE_FLA)]
-
-
 def ready(options: Options, compiled: Iterable[str]) -> list[Task]:
-    """Those whose peers are compiled, by the names of their tasks (`compiling`)."""
+    """The headlines whose peers are compiled, by the names of their tasks (`compiling`)."""
     compiled = {*compiled}
     return [
         task(each, options)

@@ -1,4 +1,4 @@
-"""From saved runs to the ledgers of the backends, which turn kernels on.
+"""The ledgers of the backends, which turn kernels on, are written from saved runs.
 
     python -m precondattn_gpu.ledger docs/measurements/gpu
 
@@ -24,7 +24,7 @@ from precondattn_gpu.results import Results
 from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG
 
 STAGES = ("roof", "alive", BUNDLED)
-"""Whose calls are compared with the oracle and say what they show."""
+"""The stages whose calls are compared with the oracle and say what they show."""
 
 
 BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def shown(measurements: Path) -> dict[str, list[Entry]]:
-    """By backend, the entries of all devices."""
+    """The entries of all devices, by backend."""
     found: dict[str, set[Entry]] = {backend: set() for backend in BACKENDS}
     for results in devices(measurements).values():
         calls = [entry for name in STAGES if name in results for entry in _calls(results[name])]

@@ -42,6 +42,14 @@ def difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{name} {old}, here {new}" for name, old, new in pairs if old != new)
 
 
+def require_same(stage: str, earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise a ValueError where earlier results of a stage can not be mixed with those of now."""
+    if earlier and (found := difference(earlier, now)):
+        raise ValueError(
+            f"the earlier results of {stage} are of other versions ({found}): give another folder"
+        )
+
+
 def device_name(options: Options) -> str:
     """The model of the GPU.
 

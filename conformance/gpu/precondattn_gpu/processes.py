@@ -64,7 +64,7 @@ class Processes:
         )
         self._idle: list[Worker] = []
         self._stopped: list[subprocess.Popen[bytes]] = []
-        """Those that may not have ended yet."""
+        """The stopped processes that may not have ended yet."""
 
     def __enter__(self) -> Processes:
         return self

@@ -16,7 +16,7 @@ from precondattn_gpu.device_clock import TorchClock, in_turns
 from precondattn_gpu.options import CPU
 
 SIZE, COPIED = 8192, 2 << 30
-"""Of the product's matrices, and the bytes that are copied."""
+"""The size of the product's matrices, and the bytes that are copied."""
 ON_A_CPU = 32
 """A CPU computes and copies this many times less, in each direction."""
 ROUNDS = 5
@@ -40,11 +40,9 @@ def main() -> None:
     )
     seconds = {name: spread(each).median for name, each in times.items()}
     rates = {"flops": 2 * size**3 / seconds["product"], "bytes": 2 * count / seconds["copy"]}
-    used = "" if given.device == CPU else _assembler()
-    more = {
-        "versions": _versions(),
-        "is_other_assembler": bool(given.ptxas) and given.ptxas != used,
-    }
+    # A CPU interprets the kernels, without an assembler.
+    is_used = given.device == CPU or not given.ptxas or given.ptxas == _assembler()
+    more = {"versions": _versions(), "is_other_assembler": not is_used}
     given.result.write_text(json.dumps(rates | more))
 
 
@@ -56,7 +54,7 @@ def _assembler() -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of Triton's assembler, and of PyTorch's CUDA."""
+    """The versions of Triton's assembler and of PyTorch's CUDA."""
     from precondattn_triton import assembler
 
     return {"assembler": assembler.name(), "cuda": str(torch.version.cuda)}

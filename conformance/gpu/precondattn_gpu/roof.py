@@ -12,11 +12,6 @@ PROBES = ("cupy unit_rows bfloat16 64", "pallas softmax bfloat16 64")
 """Calls that are quick to compile."""
 
 
-def tasks(options: Options) -> list[Task]:
-    """All of them."""
-    return [*probes(options), *rates(options)]
-
-
 def probes(options: Options) -> list[Task]:
     """The calls of CuPy and Pallas."""
     calls = [call for name in ("cupy", "pallas") for call in shipped.calls(name)]

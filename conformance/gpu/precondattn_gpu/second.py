@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 from precondattn_gpu import alive, first_headline, sanitizer, shipped, tuning
 from precondattn_gpu.first import BUNDLED, Part, passed
@@ -97,12 +96,3 @@ def _read_probe(finished: Finished) -> Outcome:
     if finished.code == 0 and "ERROR SUMMARY: 0 errors" in finished.output:
         return Outcome(PASSED)
     return Outcome(FAILED, finished.output)
-
-
-def load(folder: Path, files: tuple[str, ...]) -> dict[str, Results]:
-    """The files of a folder, and empty results for those that it lacks."""
-    found = {}
-    for name in files:
-        path = folder / f"{name}.json"
-        found[name] = Results.load(path) if path.exists() else Results(name)
-    return found

@@ -169,7 +169,7 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
 
 
 def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
-    """The same in CuPy, on the same numbers; on a CPU in NumPy."""
+    """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
     arrays = {name: _to_cupy(array, device) for name, array in x.items()}
     clock: Clock = TorchClock(device) if device == CPU else CupyClock()
     expected = FirstTokens(of.mechanism, x, case.dtype)

@@ -23,14 +23,13 @@ import typer
 
 import precondattn as pa
 from precondattn_gpu.carried import note_used
+from precondattn_gpu.options import PTXAS
 from precondattn_gpu.warm_calls import TARGET, Work, as_on_a_gpu, of_part_a, run, works
 from precondattn_kernel_tools.triton_cache import GROUP, filled, moved
 from precondattn_kernel_tools.triton_host_code import HostCode
 
 UNFINISHED = 3
 """The exit code if kernels are left: run the same command again."""
-PTXAS = "TRITON_PTXAS_PATH"
-"""The variable with which Triton takes another assembler than its own."""
 
 
 class Done(NamedTuple):
