@@ -1,0 +1,57 @@
+"""Which tests execute which mutant's lines: one run of all tests, in which those lines are watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from draw import ROOT, Drawn
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "times_of_tests"]
+
+
+def environment(task: Path, times: Path | None = None) -> dict[str, str]:
+    """Variables of a process of tests that does what the file of a task says."""
+    path = os.pathsep.join(p for p in (str(STARTUP), os.environ.get("PYTHONPATH", "")) if p)
+    found = {**os.environ, "PYTHONPATH": path, "MUTATION": str(task)}
+    return found | ({} if times is None else {"TIMES": str(times)})
+
+
+def cover(sample: list[Drawn], folder: Path, options: list[str]) -> int:
+    """Run the tests, with pytest's options, and write notes and times to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    note: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, drawn in enumerate(sample):
+        if not drawn.is_there:
+            continue
+        first, last = drawn.mutant().lines
+        for line in range(first, last + 1):
+            note[drawn.module][line].append(number)
+    task = folder / "note.json"
+    task.write_text(json.dumps({"note": note, "folder": str(folder)}), encoding="utf-8")
+    times = folder / "times.json"
+    return subprocess.run(
+        [*PYTEST, *options], cwd=ROOT, env=environment(task, times), check=False
+    ).returncode
+
+
+def covering(sample: list[Drawn], folder: Path) -> list[list[str]]:
+    """The tests of each mutant, in the order in which they were noted."""
+    found: list[dict[str, None]] = [{} for _ in sample]
+    for file in sorted(folder.glob("*.notes")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            number, _, test = line.partition("\t")
+            found[int(number)][test] = None
+    return [list(tests) for tests in found]
+
+
+def seconds_of(folder: Path) -> dict[str, float]:
+    """The seconds of each test that passed."""
+    data = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+    outcomes = data["outcomes"]
+    return {t: s for t, s in data["seconds"].items() if outcomes.get(t) == "passed"}

@@ -1,0 +1,134 @@
+"""Which tests kill a mutant: those that execute its lines, until one fails.
+
+Cheap tests of different files come first, then more of them, then all, up to a limit of seconds.
+A process that takes many times as long as its tests did has met a mutant that does not end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cover import PYTEST, environment
+from draw import ROOT, Drawn
+
+BATCHES = ((30, 8.0), (400, 60.0), (100_000, 240.0))
+"""The most tests of a batch, and the most seconds that they took without the mutant."""
+START, SLOWER = 120.0, 8.0
+"""A process may take this long to begin, and be this many times slower."""
+
+KILLED, SURVIVED, UNTOUCHED, GONE = "killed", "survived", "untouched", "gone"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    status: str
+    covering: int
+    """The tests that execute its lines."""
+    tried: int
+    test: str = ""
+    """The test that failed."""
+    reason: str = ""
+
+    def saved(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def kill(drawn: Drawn, tests: list[str], seconds: dict[str, float], options: list[str]) -> Verdict:
+    """The verdict of the tests that cover a mutant, of which `seconds` has those that may run."""
+    if not drawn.is_there:
+        return Verdict(GONE, 0, 0)
+    known = [test for test in tests if test in seconds]
+    if not known:
+        return Verdict(UNTOUCHED, 0, 0)
+    tried = 0
+    for batch in batches(known, seconds):
+        expected = sum(seconds[test] for test in batch)
+        failed = _first_failure(drawn, batch, options, START + SLOWER * expected)
+        tried += len(batch)
+        if failed is not None:
+            return Verdict(KILLED, len(known), tried, *failed)
+    return Verdict(SURVIVED, len(known), tried)
+
+
+def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """Disjoint batches; in each, one test of every file, then a second of every file."""
+    waiting = _in_turn(tests, seconds)
+    for most, limit in BATCHES:
+        batch: list[str] = []
+        total = 0.0
+        for test in waiting:
+            if len(batch) < most and (not batch or total + seconds[test] <= limit):
+                batch.append(test)
+                total += seconds[test]
+        if not batch:
+            return
+        chosen = set(batch)
+        waiting = [test for test in waiting if test not in chosen]
+        yield batch
+
+
+def _in_turn(tests: list[str], seconds: dict[str, float]) -> list[str]:
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests, key=lambda each: seconds[each]):
+        by_file[test.partition("::")[0]].append(test)
+    files = sorted(by_file.values(), key=lambda own: seconds[own[0]])
+    longest = max(len(own) for own in files)
+    return [own[i] for i in range(longest) for own in files if i < len(own)]
+
+
+def _first_failure(
+    drawn: Drawn, tests: list[str], options: list[str], limit: float
+) -> tuple[str, str] | None:
+    mutant = drawn.mutant()
+    plant = {
+        "module": drawn.module,
+        "start": mutant.start,
+        "stop": mutant.stop,
+        "new": mutant.new,
+    }
+    with TemporaryDirectory() as folder:
+        task, ids = Path(folder) / "plant.json", Path(folder) / "tests.txt"
+        task.write_text(json.dumps({"plant": plant}), encoding="utf-8")
+        ids.write_text("\n".join(tests) + "\n", encoding="utf-8")
+        command = [*PYTEST, "-x", "--no-header", "--tb=line", *options, f"@{ids}"]
+        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(task),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return "", f"not ended after {time.monotonic() - began:.0f} s"
+    if process.returncode == 0:
+        return None
+    if process.returncode in (4, 5):
+        raise RuntimeError(f"no test was found of {tests[:3]}:\n{said[-2000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - (.*))?$", said, re.MULTILINE)
+    return (found[1], (found[2] or "")[:200]) if found else ("", said.strip()[-200:])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
