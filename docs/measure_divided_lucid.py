@@ -13,6 +13,7 @@ seconds of each process do, which do not count what it waits for.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def record(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
+    return math.fsum(numbers) / len(numbers)
 
 
 def of_plan(saved: dict[str, Any], plan: str) -> dict[int, dict[str, Any]]:
@@ -196,7 +197,7 @@ def measurements(saved: dict[str, Any]) -> str:
     row = cyclic[longest]
     lines += ["", "![Time and memory of a process](figures/many_devices_lucid.svg)", "",
               f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
-              f"which the processes together computed for {sum(row['cpu']):,.0f} s."]  # fmt: skip
+              f"which the processes together computed for {math.fsum(row['cpu']):,.0f} s."]  # fmt: skip
     for tokens in saved.get("alone", []):
         lines += ["", f"{tokens:,} tokens were measured in a run of their own on the same machine."]
     if longest < LONGER[-1]:
