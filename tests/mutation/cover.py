@@ -46,12 +46,21 @@ def covering(sample: list[Drawn], folder: Path) -> list[list[str]]:
     for file in sorted(folder.glob("*.notes")):
         for line in file.read_text(encoding="utf-8").splitlines():
             number, _, test = line.partition("\t")
-            found[int(number)][test] = None
+            found[int(number)][alone(test)] = None
     return [list(tests) for tests in found]
 
 
+def alone(test: str) -> str:
+    """What can run without other tests: the blocks of a page use what those above them made."""
+    file = test.partition("::")[0]
+    return file if file.endswith(".md") else test
+
+
 def seconds_of(folder: Path) -> dict[str, float]:
-    """The seconds of each test that passed."""
+    """The seconds of each test that passed, and of each page."""
     data = json.loads((folder / "times.json").read_text(encoding="utf-8"))
-    outcomes = data["outcomes"]
-    return {t: s for t, s in data["seconds"].items() if outcomes.get(t) == "passed"}
+    found: dict[str, float] = {}
+    for test, seconds in data["seconds"].items():
+        if data["outcomes"].get(test) == "passed":
+            found[alone(test)] = found.get(alone(test), 0.0) + seconds
+    return found

@@ -21,6 +21,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 TOOL = 4
+STARTED_BY = os.environ.get("PYTEST_CURRENT_TEST", "")
+"""The test that started this process, also if the process runs tests itself."""
 
 
 class Planted(SourceFileLoader):
@@ -67,7 +69,7 @@ class Notes:
         sys.monitoring.register_callback(TOOL, sys.monitoring.events.LINE, self.line)
 
     def line(self, code: CodeType, line: int) -> None:
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+        test = (STARTED_BY or os.environ.get("PYTEST_CURRENT_TEST", "")).rpartition(" (")[0]
         for number in self.lines[code].get(line, ()):
             if (number, test) not in self.seen:
                 self.seen.add((number, test))
