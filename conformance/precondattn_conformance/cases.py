@@ -83,23 +83,10 @@ def _cases(
     blocks: tuple[int, ...],
     is_narrow: IsNarrow,
 ) -> Iterator[Case]:
-    dtypes = {name: libraries.named(name).dtypes for name in chosen}
-    is_alone = len(chosen) == 1
     ids: set[str] = set()
     """Of the design: a class's row with one option may be a row of its variant too."""
     for mechanism in mechanisms:
-        for dtype in libraries.WIDE + libraries.HALF:
-            if only_dtypes and dtype not in only_dtypes:
-                continue
-            for library in chosen:
-                if dtype not in dtypes[library]:
-                    continue
-                traits = {"is_alone": is_alone, "is_narrow": is_narrow(mechanism, library)}
-                for check in checks:
-                    for layout, kind in data(level, check, library, dtype, mechanism, **traits):
-                        case = Case(check, mechanism, library, dtype, layout, kind)
-                        if makes_sense(case):
-                            yield case
+        yield from of_named_layouts(level, mechanism, chosen, checks, only_dtypes, is_narrow)
         for library in chosen:
             narrow = is_narrow(mechanism, library)
             for case in designed(level, mechanism, library, blocks, is_narrow=narrow):
@@ -107,6 +94,30 @@ def _cases(
                 if is_wanted and case.check in checks and case.id not in ids:
                     ids.add(case.id)
                     yield case
+
+
+def of_named_layouts(
+    level: str,
+    mechanism: str,
+    chosen: tuple[str, ...],
+    checks: tuple[str, ...] = CHECKS,
+    only_dtypes: tuple[str, ...] = (),
+    is_narrow: IsNarrow = never_narrow,
+) -> Iterator[Case]:
+    """The cases of one mechanism at a level, on these libraries, without the rows of the design."""
+    is_alone = len(chosen) == 1
+    for dtype in libraries.WIDE + libraries.HALF:
+        if only_dtypes and dtype not in only_dtypes:
+            continue
+        for library in chosen:
+            if dtype not in libraries.named(library).dtypes:
+                continue
+            traits = {"is_alone": is_alone, "is_narrow": is_narrow(mechanism, library)}
+            for check in checks:
+                for layout, kind in data(level, check, library, dtype, mechanism, **traits):
+                    case = Case(check, mechanism, library, dtype, layout, kind)
+                    if makes_sense(case):
+                        yield case
 
 
 def designed(

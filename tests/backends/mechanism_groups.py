@@ -1,13 +1,36 @@
 """Conformance cases grouped by mechanism: one test for each mechanism."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.cases import cases, makes_sense
+from precondattn_conformance.cases import makes_sense, of_named_layouts
+from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import FEWER_MASKED
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cases of one mechanism on one library, which are made when the test runs."""
+
+    mechanism: str
+    library: str
+    make_cases: Callable[[], Iterator[Case]]
+
+    @property
+    def cases(self):
+        return list(self.make_cases())
+
+    @property
+    def is_empty(self):
+        """Whether there is no case; only the first one is made to see it."""
+        return next(self.make_cases(), None) is None
 
 
 def groups(level, library, dtypes, checks=()):
@@ -17,16 +40,19 @@ def groups(level, library, dtypes, checks=()):
     design are large; `tests/conformance/test_design.py` runs some.
     """
     for expression in expressions():
-        options = {"only_libraries": (library,), "only_dtypes": dtypes, "only_checks": checks}
         chosen = "smoke" if expression in derived() else level
-        every = cases(chosen, only_mechanisms=(expression,), **options)
-        result = [case for case in every if not case.layout.block]
-        if result:
-            yield pytest.param(result, id=f"{library}-{expression}")
+        make = partial(of_named_layouts, chosen, expression, (library,), checks or CHECKS, dtypes)
+        yield from parameters(Group(expression, library, make))
+
+
+def parameters(group):
+    """The group as the parameter of a test, unless it is empty."""
+    if not group.is_empty:
+        yield pytest.param(group, id=f"{group.library}-{group.mechanism}")
 
 
 def mechanism_of(group):
-    return group.values[0][0].mechanism
+    return group.values[0].mechanism
 
 
 def slow_unless(is_default, groups):
@@ -64,28 +90,27 @@ def has_options_alone(expression):
 def groups_of(library, dtype, data):
     """A group for each mechanism that a class declares, of this data by check."""
     for expression in expressions():
-        if expression in derived():
-            continue
-        made = [
-            Case(check, expression, library, dtype, layout, kind)
-            for check, chosen in data.items()
-            for layout, kind in chosen
-        ]
-        result = [case for case in made if makes_sense(case)]
-        if result:
-            yield pytest.param(result, id=f"{library}-{expression}")
+        if expression not in derived():
+            make = partial(cases_of_data, expression, library, dtype, data)
+            yield from parameters(Group(expression, library, make))
+
+
+def cases_of_data(expression, library, dtype, data):
+    for check, chosen in data.items():
+        for layout, kind in chosen:
+            case = Case(check, expression, library, dtype, layout, kind)
+            if makes_sense(case):
+                yield case
 
 
 def fewer_queries(library, dtype, mechanisms):
     """A group for each mechanism: fewer queries than keys, and a mask of the keys."""
     data = {"gradients": ((FEWER_MASKED, "clustered"),)}
-    for group in groups_of(library, dtype, data):
-        if group.id.removeprefix(f"{library}-") in mechanisms:
-            yield group
+    return only(lambda mechanism: mechanism in mechanisms, groups_of(library, dtype, data))
 
 
 def check(group, backend):
-    report = run_cases(group, (backend,))
+    report = run_cases(group.cases, (backend,))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert report.is_good

@@ -52,7 +52,7 @@ GROUPS = (
 )
 def test_all_supported_mechanisms_conform(group):
     with small_tiles():
-        report = run_cases(group, ("pallas", "reference"))
+        report = run_cases(group.cases, ("pallas", "reference"))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert any(o.status == PASSED for o in report.outcomes)

@@ -34,7 +34,7 @@ BACKENDS = {
     ],
 )
 def test_the_blocked_backends_conform(group):
-    check(group, BACKENDS[group[0].library])
+    check(group, BACKENDS[group.library])
 
 
 # Slow: compositions, whose pieces run alone here and whose wiring is tested above; options at full,
@@ -48,4 +48,4 @@ def test_the_blocked_backends_conform(group):
     ],
 )
 def test_the_blocked_backends_conform_across_small_blocks(group, small_blocks):
-    check(group, BACKENDS[group[0].library])
+    check(group, BACKENDS[group.library])

@@ -21,7 +21,7 @@ from precondattn_conformance.status import FAILED, PASSED
 from precondattn_triton import Triton, backend
 from precondattn_triton.precision import as_the_user_allows, product_precision
 from precondattn_triton.target import compiling_for
-from tests.backends.mechanism_groups import fewer_queries, groups, mechanism_of, slow_unless
+from tests.backends.mechanism_groups import fewer_queries, groups, only, slow_unless
 from tests.backends.triton.tiles import error, small_tiles
 
 TAKEN = (
@@ -56,19 +56,19 @@ INTERPRET = "TRITON_INTERPRET"
 @pytest.mark.parametrize(
     "group",
     [
-        *(g for g in groups("smoke", "torch", ("float32",)) if mechanism_of(g) in TAKEN),
+        *only(TAKEN.__contains__, groups("smoke", "torch", ("float32",))),
         *slow_unless(
             lambda mechanism: mechanism not in OF_LONG_KERNELS,
-            (g for g in groups("smoke", "torch", DTYPES[1:]) if mechanism_of(g) in OF_ANY_WIDTH),
+            only(OF_ANY_WIDTH.__contains__, groups("smoke", "torch", DTYPES[1:])),
         ),
         *fewer_queries("torch", "float16", (*WITH_GRADIENT_IN_FLOAT16, *RECURRENCES)),
     ],
 )
 def test_all_supported_mechanisms_conform(group):
     # The interpreter runs one kernel at a time.
-    group = [case for case in group if case.check != "threads"]
+    cases = [case for case in group.cases if case.check != "threads"]
     with small_tiles():
-        report = run_cases(group, ("triton", "torch"))
+        report = run_cases(cases, ("triton", "torch"))
     failed = [f"{o.case.id}: {o.reason}" for o in report.outcomes if o.status == FAILED]
     assert not failed, "\n".join(failed)
     assert any(o.status == PASSED for o in report.outcomes)
