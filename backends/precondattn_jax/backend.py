@@ -11,7 +11,7 @@ from typing import Any
 
 from precondattn.arrays import Array
 from precondattn.backend import Request, Support
-from precondattn.execution.jax_backend import JaxBackend, Output
+from precondattn.execution.jax_backend import JaxBackend, Output, StepOutput
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable
@@ -42,6 +42,11 @@ class Jax(JaxBackend, Portable):
         from precondattn_jax.twice_differentiable import output_of
 
         return partial(output_of(mechanism), mechanism)
+
+    def differentiable_step(self, mechanism: Any) -> StepOutput | None:
+        if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
+            return None
+        return partial(Portable.step, self, mechanism)
 
     def supports(self, mechanism: Any, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:

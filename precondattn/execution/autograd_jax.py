@@ -1,4 +1,4 @@
-"""JAX: a backend's forward and backward as one `jax.custom_vjp` function, and so its step.
+"""JAX: a backend's forward and backward as one `jax.custom_vjp` function, and so its steps.
 
 Piece and backend are static. The arrays of the frame have no gradient. vmap, jit and grad compose
 as for any JAX function; forward-mode differentiation is refused by JAX itself. The forward pass and
@@ -56,7 +56,7 @@ def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
 
 
 class _WithDerivatives:
-    """The forward pass and the gradient of a backend whose methods JAX may not differentiate."""
+    """Outputs and gradients of a backend whose methods JAX may not differentiate."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -66,6 +66,13 @@ class _WithDerivatives:
 
     def backward(self, piece: Any, *arrays: Any) -> Any:
         return with_derivatives("backward", self.backend, self.backend.backward, piece)(*arrays)
+
+    def step(self, piece: Any, *arrays: Any) -> Any:
+        return with_derivatives("step", self.backend, self.backend.step, piece)(*arrays)
+
+    def step_backward(self, piece: Any, *arrays: Any) -> Any:
+        method = self.backend.step_backward
+        return with_derivatives("step_backward", self.backend, method, piece)(*arrays)
 
 
 def _methods(planned: PlannedCall) -> Any:
@@ -94,19 +101,21 @@ def apply_step(
     return out, {name: Replace(state) for name, state in new.items()}
 
 
-def _plain_step(
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(
     planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
 ) -> tuple[Array, Arrays]:
-    out, updates = planned.backend.step(planned.piece, past, inputs, frame)
-    replaced: dict[str, Any] = dict(updates)
-    return _wide(out), {name: update.value for name, update in replaced.items()}
+    return _output_and_states(planned.backend.step(planned.piece, past, inputs, frame))
 
 
-_step = partial(jax.custom_vjp, nondiff_argnums=(0,))(_plain_step)
+def _output_and_states(result: tuple[Array, Any]) -> tuple[Array, Arrays]:
+    out, updates = result
+    return _wide(out), {name: update.value for name, update in updates.items()}
 
 
 def _step_forward(planned: PlannedCall, past: Any, inputs: Any, frame: Frame) -> Any:
-    return _plain_step(planned, past, inputs, frame), (past, inputs, frame)
+    result = _methods(planned).step(planned.piece, past, inputs, frame)
+    return _output_and_states(result), (past, inputs, frame)
 
 
 def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:
@@ -114,7 +123,7 @@ def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:
     d_out, d_states = cotangents
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
     gradients, d_past = step_gradients_at(
-        d_out, d_states, planned.backend, planned.piece, past, inputs, frame, like
+        d_out, d_states, _methods(planned), planned.piece, past, inputs, frame, like
     )
     d_inputs = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     d_before = {name: d_past[name].astype(array.dtype) for name, array in past.items()}

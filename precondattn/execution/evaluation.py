@@ -331,16 +331,23 @@ def _bridged_step(
             from precondattn.execution.autograd_torch import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)
-    elif call.library == "jax" and _has_narrow_cotangents(planned, inputs, call):
+    elif call.library == "jax" and _has_gradient_of_step(planned, inputs, call):
         from precondattn.execution import autograd_jax
 
         return autograd_jax.apply_step(planned, past, inputs, frame)
     return _plain_step(planned, past, inputs, frame)
 
 
-def _has_narrow_cotangents(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> bool:
-    """Whether the gradient of a step would get cotangents in float16, which have to be divided."""
-    if call.dtype != "float16" or planned.backend.wide_values:
+def _has_gradient_of_step(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> bool:
+    """Whether JAX gets the gradient of a step from the backend, as it has to where the step is a
+    kernel, or where cotangents in float16 have to be divided."""
+    from precondattn.execution.jax_second_derivative import differentiates_step
+
+    is_narrow = call.dtype == "float16" and not planned.backend.wide_values
+    is_differentiable = planned.support.differentiable or differentiates_step(
+        planned.backend, planned.piece
+    )
+    if is_differentiable and not is_narrow:
         return False
     names = {name: name for name in inputs}
     shapes = {name: tuple(array.shape) for name, array in inputs.items()}

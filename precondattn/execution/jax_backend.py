@@ -17,6 +17,9 @@ from precondattn.frame import Frame
 Output = Callable[[Mapping[str, Array], Frame], Array]
 """The output of a mechanism, of its inputs and the frame."""
 
+StepOutput = Callable[[Mapping[str, Array], Mapping[str, Array], Frame], tuple[Array, Updates]]
+"""The output and the updates of a step, of the old buffers, the new inputs and the frame."""
+
 
 class JaxBackend(Backend):
     """Subclass it before the class that computes: `class Jax(JaxBackend, Portable)`."""
@@ -33,11 +36,18 @@ class JaxBackend(Backend):
         """
         return None
 
+    def differentiable_step(self, mechanism: Any) -> StepOutput | None:
+        """Its step, where that consists of operations that JAX can differentiate any number of
+        times; `step_backward` has to consist of such operations then too.
+
+        Otherwise None: `step` and `step_backward` get the derivatives of the step of another
+        backend of JAX, or of the definition.
+        """
+        return None
+
     def computing(self, verb: str) -> Callable[..., Any]:
         """The method of that name of the class that computes, with its derivatives."""
         method: Callable[..., Any] = getattr(super(), verb)
-        if verb not in ("forward", "backward"):
-            return method
 
         def with_derivatives(mechanism: Any, *arrays: Any) -> Any:
             from precondattn.execution import jax_second_derivative

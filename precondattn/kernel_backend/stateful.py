@@ -190,12 +190,6 @@ class StatefulKernels:
             )
         return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
 
-    def run_step(
-        self, leaf: Any, state: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Arrays]:
-        """`run` in an extension, where a framework may differentiate it."""
-        return self.run(leaf, state, x, frame)
-
     def forward(
         self, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
@@ -217,7 +211,7 @@ class StatefulKernels:
     ) -> tuple[Array, Updates]:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
-        out, final = self.run_step(leaf, state, x, _without_masks_if_uniform(frame))
+        out, final = self.run(leaf, state, x, _without_masks_if_uniform(frame))
         return out, {keys[slot]: Replace(value) for slot, value in final.items()}
 
     def step_backward(

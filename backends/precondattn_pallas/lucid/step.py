@@ -1,8 +1,4 @@
-"""A step of LUCID by one token, around a cache: from buffers to the launch of `decode.py`.
-
-JAX does not say whether a step will be differentiated. If it is, the gradient is that of the
-definition's own step.
-"""
+"""A step of LUCID by one token, around a cache: from buffers to the launch of `decode.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from precondattn.cache import Updates
-from precondattn.dispatch.reference import upcast_all
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.lucid_step import LucidStepKernels
@@ -70,15 +64,9 @@ class LucidStep(LucidStepKernels):
         return out, self.updates(group, x["k"], y, rms)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _step(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
     """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
-    result: tuple[Any, Any, Any] = _by_kernel(plan, past, x, masks)
-    return result
-
-
-@partial(jax.jit, static_argnums=0)
-def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
     (solve, softmax), (slots, _) = plan.leaves, plan.slots
     q, beta = x["q"], x.get("lucid_beta")
     b, _, h, d = q.shape
@@ -132,31 +120,3 @@ def _by_kernel(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any
     )
     out = where_valid(is_token, out.reshape(b, 1, h, e)).astype(x["v"].dtype)
     return out, y.reshape(b, 1, n, e).astype(x["v"].dtype), rms
-
-
-def _forward(plan: Plan, past: Any, x: Any, masks: Any) -> Any:
-    return _step(plan, past, x, masks), (past, x, masks)
-
-
-def _backward(plan: Plan, saved: Any, cotangents: Any) -> Any:
-    past, x, masks = saved
-
-    def definition(past: Any, x: Any) -> tuple[Any, Any, Any]:
-        frame = Frame(*masks)
-        past, x = upcast_all(past), upcast_all(x)
-        solve, softmax = plan.leaves
-        of_solve, of_softmax = (
-            {slot: past[key] for slot, key in keys.items()} for keys in plan.slots
-        )
-        names = ("k", "v", "lucid_beta")
-        y, updates = solve.step(of_solve, {n: x[n] for n in names if n in x}, frame)
-        out, _ = softmax.step(of_softmax, {"q": x["q"], "k": x["k"], "v": y}, frame)
-        return out, y, updates["rms"].tokens if "rms" in updates else None
-
-    made, pullback = jax.vjp(definition, past, x)
-    given = jax.tree.map(lambda d, like: d.astype(like.dtype), cotangents, made)
-    none = jax.tree.map(lambda a: np.zeros(a.shape, dtype=jax.dtypes.float0), masks)
-    return (*pullback(given), none)
-
-
-_step.defvjp(_forward, _backward)

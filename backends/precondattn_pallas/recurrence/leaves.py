@@ -102,30 +102,6 @@ def _run_vjp(
     return {n: (scale * gradients[n]).astype(dtype) for n, dtype in dtypes.items()}, d_past
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _extended(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
-    """The output and the new state, with a gradient: JAX can not differentiate kernels."""
-    return _run(form_of, leaf, interpret, state, x, masks)
-
-
-def _extended_forward(
-    form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks
-) -> Any:
-    return _run(form_of, leaf, interpret, state, x, masks), (state, x, masks)
-
-
-def _extended_backward(
-    form_of: FormOf, leaf: Any, interpret: Any, kept: Any, cotangents: Any
-) -> Any:
-    state, x, masks = kept
-    d_out, d_final = cotangents
-    d_x, d_state = _run_vjp(form_of, leaf, interpret, state, x, masks, d_out, d_final)
-    return d_state, d_x, None
-
-
-_extended.defvjp(_extended_forward, _extended_backward)
-
-
 class Recurrence(StatefulKernels):
     """Leaves of the linear family, GSA, CCQ's query, and the key that ATK writes.
 
@@ -139,9 +115,6 @@ class Recurrence(StatefulKernels):
 
     def run(self, leaf: Any, state: Any, x: Mapping[str, Any], frame: Frame) -> Any:
         return _run(self.form_of, leaf, self.interpret, state, dict(x), _masks(frame, x))
-
-    def run_step(self, leaf: Any, state: Any, x: Mapping[str, Any], frame: Frame) -> Any:
-        return _extended(self.form_of, leaf, self.interpret, state, dict(x), _masks(frame, x))
 
     def run_vjp(
         self,
