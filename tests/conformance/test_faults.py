@@ -24,32 +24,87 @@ from precondattn_conformance.faults.selftest import (
 GROUPS = 8
 
 
-def groups():
+def kind(fault):
+    """The same for faults that differ in the mechanism, or the method's result, alone."""
+    if not fault.operator:
+        return fault.name
+    if fault.operator == "result":
+        return fault.operator, fault.detail
+    return fault.carrier, fault.operator, fault.stages
+
+
+def of_each_kind():
+    """The first fault of each kind: of simple mechanisms, if there is one."""
+    first = {}
+    for fault in faults():
+        first.setdefault(kind(fault), fault)
+    return [*first.values()]
+
+
+def groups(chosen, number=GROUPS):
     """Groups of mechanisms with about as many faults each, so that workers share them."""
-    count = Counter(fault.mechanism for fault in faults())
-    filled = [0] * GROUPS
+    count = Counter(fault.mechanism for fault in chosen)
+    filled = [0] * number
     group_of = {}
     for mechanism, size in count.most_common():
         group_of[mechanism] = smallest = filled.index(min(filled))
         filled[smallest] += size
-    actual = [[] for _ in range(GROUPS)]
-    for fault in faults():
+    actual = [[] for _ in range(number)]
+    for fault in chosen:
         actual[group_of[fault.mechanism]].append(fault)
     return actual
 
 
-@pytest.mark.parametrize("number", range(GROUPS))
-def test_full_detects_all_faults_smoke_most_and_backends_without_a_fault_pass(number):
-    actual = run_self_test(only=groups()[number], workers=1)
+QUICK = {
+    "softmax, step of leaves: no maximum subtracted before the exponential of a step",
+    "softmax, forward+backward of blocks: the last, shorter block left out",
+    "softmax, forward+backward of blocks: the masks of the first sequence for all sequences",
+    "lucid_solve, step of leaves: v kept in place of y",
+    "linear, step of blocks: padding after the last token is written to the state",
+    "linear, forward of leaves: the options of the first call of these shapes",
+}
+"""Some faults of different kinds, beside one of each operator on NumPy: of masks, tails, caches,
+states, padding and second calls."""
+
+
+def quick():
+    """One fault of each operator, and a few written by hand."""
+    of_operators = {fault.operator: fault for fault in reversed(of_each_kind()) if fault.operator}
+    by_hand = [fault for fault in of_each_kind() if fault.name in QUICK]
+    assert len(by_hand) == len(QUICK)
+    return [*of_operators.values(), *by_hand]
+
+
+def test_a_fault_of_each_operator_is_detected():
+    with planting() as carriers:
+        verdicts = [run_fault(carriers[fault.carrier], fault) for fault in quick()]
+    assert not [verdict.fault for verdict in verdicts if not verdict.is_caught]
+
+
+def all_are_detected(chosen):
+    """Also smoke detects most, and nothing is found in the carriers without a fault."""
+    actual = run_self_test(only=chosen, workers=1)
     assert not [verdict.fault for verdict in actual.survivors]
     assert not actual.failing_carriers
     assert actual.smoke_share >= SMOKE_SHARE
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(GROUPS))
+def test_full_detects_a_fault_of_each_kind_and_smoke_most(number):
+    all_are_detected(groups(of_each_kind())[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(GROUPS))
+def test_full_detects_all_faults_and_smoke_most(number):
+    all_are_detected(groups(faults())[number])
+
+
 def test_every_mechanism_has_faults_in_every_method_that_it_has():
     assert not missing_faults()
     assert len(faults()) >= MINIMUM
-    assert OF_EACH_STAGE >= 3
+    assert OF_EACH_STAGE >= 2
     assert {"forward", "backward", "step"} <= set(subjects()["lucid"])
     assert "step_backward" in subjects()["gated_delta"]
     assert "step" not in subjects()["softmax"] or "step_backward" not in subjects()["softmax"]
@@ -62,12 +117,6 @@ def planted(change, stage=FORWARD):
 def tried(fault):
     with planting() as carriers:
         return run_fault(carriers[fault.carrier], fault, SMOKE)
-
-
-def test_a_step_that_subtracts_no_maximum_is_detected_at_smoke():
-    name = "no maximum subtracted before the exponential of a step"
-    (fault,) = (fault for fault in faults() if name in fault.name)
-    assert tried(fault).is_caught
 
 
 def test_a_fault_without_effect_is_reported_as_undetected():

@@ -1,10 +1,13 @@
 """Planted faults: the suite is tested by backends that are wrong in one place.
 
+Faults of a formula are none of these: a dropped term, another sign, a bound that is off by one.
+Mutants stand for them (`mutation/`): all changes of one token of the formula's text.
+
 fault.py            a fault: a change of the arguments, code, or result of a backend's method
 carriers.py         the backends that carry faults; everything else in them is right
 small_blocks.py     blocks of a few tokens, for the blocked carrier
 …                   the operators, one family per file: faults that apply to many mechanisms
-written_by_hand/    faults of one piece of mathematics, or of one algorithm
+written_by_hand/    faults of one mechanism, or of one algorithm, by idea
 catalogue.py        all faults, and the smallest number for each mechanism
 selftest.py         runs the suite on each fault: one that survives is an error in the suite
 

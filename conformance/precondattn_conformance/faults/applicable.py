@@ -37,15 +37,6 @@ def leaves(m: pa.Mechanism, *kinds: Any) -> list[Any]:
     return [leaf for leaf in m.program.leaves if not kinds or isinstance(leaf, kinds)]
 
 
-def attends(m: pa.Mechanism) -> bool:
-    """Whether pairs of a query and a key are masked by their positions.
-
-    A recurrence uses the order of the tokens, not positions. Leaves that treat each token alone, or
-    all tokens alike, use no positions either.
-    """
-    return bool(leaves(m, pa.Softmax, pa.Path, pa.QueryWeightedQuery))
-
-
 def looks_at_other_tokens(m: pa.Mechanism) -> bool:
     """Whether a token's output depends on others."""
     return any(

@@ -1,18 +1,11 @@
-"""Faults of gradients: one that is left out, halved, or negated.
-
-    dx = 0,    dx / 2,    −dx
-
-for one input, or for one state.
-"""
+"""Faults of gradients: that of one input, or of one state, is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import precondattn as pa
-from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -23,20 +16,12 @@ from precondattn_conformance.faults.fault import (
     with_result,
 )
 
-KINDS: tuple[tuple[str, Callable[[Array], Array]], ...] = (
-    ("left out", lambda d: 0 * d),
-    ("by half", lambda d: 0.5 * d),
-    ("of the other sign", lambda d: -d),
-)
-
 
 def gradient(m: pa.Mechanism, stage: str) -> Named:
-    """One kind for each input, in turn. Every input has a gradient that is not 0."""
-    if stage not in (BACKWARD, STEP_BACKWARD):
-        return
-    for i, name in enumerate(m.inputs):
-        kind, change = KINDS[i % len(KINDS)]
-        yield f"of {name} {kind}", with_result(partial(_of_input, name, change))
+    """That of each input. No input has a gradient of 0."""
+    if stage in (BACKWARD, STEP_BACKWARD):
+        for name in m.inputs:
+            yield f"of {name} left out", with_result(partial(_without, name))
 
 
 def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
@@ -54,9 +39,8 @@ def _buffers(m: pa.Mechanism) -> list[str]:
     return [slot.name for slot in m.program.calls[0].leaf.slots()]
 
 
-def _of_input(name: str, change: Callable[[Array], Array], result: Result) -> Result:
-    changed = {**result.gradients, name: change(result.gradients[name])}
-    return replace(result, gradients=changed)
+def _without(name: str, result: Result) -> Result:
+    return replace(result, gradients={**result.gradients, name: 0 * result.gradients[name]})
 
 
 def _of_state(name: str, result: Result) -> Result:

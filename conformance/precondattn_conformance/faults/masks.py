@@ -1,6 +1,6 @@
-"""Faults of the attention mask: wrong positions, windows, segments and validity.
+"""Faults of masks: segments and validity that are not read, or at the wrong place.
 
-    visible(i, j)  ≠  j ≤ i,  |i − j| < w,  same segment,  j valid
+    visible(i, j)  ≠  j ≤ i,  same segment,  j valid
 
 The backend gets a frame that has been changed.
 """
@@ -15,51 +15,14 @@ from precondattn.arrays import Array, namespace
 from precondattn.frame import Frame
 from precondattn_conformance.faults.applicable import (
     Named,
-    attends,
     depends_on_validity,
-    leaves,
     looks_at_other_tokens,
 )
 from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Change, with_call
-from precondattn_conformance.faults.options import with_option
 
 
 def _in_frame(change: Any) -> Change:
     return with_call(lambda call: replace(call, frame=change(call.frame)))
-
-
-def mask_offset(m: pa.Mechanism, stage: str) -> Named:
-    """Query positions that are one too large or too small.
-
-    Positions have no effect in a call that is not causal and has no window.
-    """
-    if not attends(m) or not (m.offers.causal or m.offers.window):
-        return
-    yield "a query attends to the next key too", _in_frame(lambda frame: _moved(frame, 1))
-    yield "a query does not attend to its own key", _in_frame(lambda frame: _moved(frame, -1))
-
-
-def _moved(frame: Frame, by: int) -> Frame:
-    xp = namespace(frame.q_position)
-    # A cache has no slot before the first token.
-    low = 0 if frame.k_position.shape[1] > frame.q_position.shape[1] else -1
-    return frame.replaced(q_position=xp.clip(frame.q_position + by, min=low))
-
-
-def window_edge(m: pa.Mechanism, stage: str) -> Named:
-    """A window of w tokens that is one token wider or narrower, or ignored."""
-    for leaf in leaves(m)[:1]:
-        if getattr(leaf, "window", None) is not None:
-            yield "one token wider", with_option("window", lambda w: w + 1)
-            yield "one token narrower", with_option("window", lambda w: w - 1)
-            yield "ignored", with_option("window", lambda w: None)
-
-
-def causality(m: pa.Mechanism, stage: str) -> Named:
-    """`causal` inverted: attention to the future, or none where it should be."""
-    for leaf in leaves(m, pa.Softmax):
-        if leaf.forget == "none" and leaf.window is None:
-            yield "inverted", with_option("causal", lambda causal: not causal)
 
 
 def segments(m: pa.Mechanism, stage: str) -> Named:
@@ -117,10 +80,4 @@ def _late_validity(frame: Frame) -> Frame:
     return frame.replaced(k_valid=_rolled(frame.k_valid, keep_first=False))
 
 
-OPERATORS = {
-    "mask offset": mask_offset,
-    "window edge": window_edge,
-    "causality": causality,
-    "segments": segments,
-    "validity": validity,
-}
+OPERATORS = {"segments": segments, "validity": validity}

@@ -7,14 +7,12 @@ A backward that recomputes everything from the inputs can not have such a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import precondattn as pa
-from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named, leaves, reads_its_output
-from precondattn_conformance.faults.fault import BACKWARD, Call, Change, Result, Truth, with_call
+from precondattn_conformance.faults.fault import BACKWARD, Call, Result, Truth, with_call
 from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
 
@@ -31,20 +29,10 @@ def saved_output(m: pa.Mechanism, stage: str) -> Named:
 
 
 def residual(m: pa.Mechanism, stage: str) -> Named:
-    """Wrong row sums of the weights, which blocked attention keeps as logarithms."""
+    """The logarithms of row sums, which blocked attention keeps, overwritten in their memory."""
     if stage != BACKWARD or not leaves(m, pa.Softmax, pa.Path):
         return
-    yield "with base 2 for base e", _of_residuals(lambda x: x / 0.6931471805599453)
-    yield "of the row before", _of_residuals(lambda x: rolled(x, 1))
-    yield "left out", _of_residuals(lambda x: 0 * x)
     yield "overwritten by the first gradient", _overwritten
-
-
-def _of_residuals(change: Callable[[Array], Array]) -> Change:
-    def changed(call: Call) -> Call:
-        return replace(call, residuals=tuple(map(change, call.residuals)))
-
-    return with_call(changed)
 
 
 def _overwritten(truth: Truth, call: Call) -> Result:

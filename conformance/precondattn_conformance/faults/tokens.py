@@ -1,6 +1,6 @@
-"""Faults of gates, write strengths and directions: misplaced by one token, or ignored.
+"""Faults of gates, write strengths and directions: misplaced by one token.
 
-    e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t,    λ = 0
+    e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t
 
 `masks.py` and `heads.py` cover queries, keys and values.
 """
@@ -12,7 +12,7 @@ from functools import partial
 import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
-from precondattn_conformance.faults.fault import FORWARD, Call, with_call
+from precondattn_conformance.faults.fault import Call, with_call
 
 
 def placement(m: pa.Mechanism, stage: str) -> Named:
@@ -26,20 +26,6 @@ def placement(m: pa.Mechanism, stage: str) -> Named:
             yield f"{name} of the token {detail}", with_call(partial(_moved, name, by))
 
 
-def left_out(m: pa.Mechanism, stage: str) -> Named:
-    """Inputs other than rows, replaced by 1 where 0 is out of range, else by 0."""
-    if stage != FORWARD:
-        return
-    for name, pattern in m.inputs.items():
-        if not pattern.is_rows:
-            excludes_0 = pattern.open_low or (pattern.low is not None and pattern.low > 0)
-            yield f"of {name}", with_call(partial(_without, name, 1.0 if excludes_0 else 0.0))
-
-
-def _without(name: str, value: float, call: Call) -> Call:
-    return call.given(**{name: 0 * call.inputs[name] + value})
-
-
 def _moved(name: str, by: int, call: Call) -> Call:
     return call.given(**{name: rolled(call.inputs[name], by)})
 
@@ -49,4 +35,4 @@ def rolled(x: Array, by: int, axis: int = 1) -> Array:
     return namespace(x).roll(x, by, axis=axis)
 
 
-OPERATORS = {"placement": placement, "neglect": left_out}
+OPERATORS = {"placement": placement}

@@ -1,4 +1,4 @@
-"""Faults that are written by hand for one piece of mathematics, or for one algorithm."""
+"""Faults that are written by hand, because no mutant stands for them: one idea in each file."""
 
 from precondattn_conformance.faults.fault import Fault
 from precondattn_conformance.faults.written_by_hand import (
@@ -10,17 +10,14 @@ from precondattn_conformance.faults.written_by_hand import (
     chunks,
     company,
     half,
+    heads,
+    iterations,
     long_masks,
     lucid,
-    maps,
-    mesa,
-    path,
     ragged,
     recurrence,
     reflections,
     row_blocks,
-    statistics,
-    symmetric_lucid,
     threads,
     whole_sequences,
     widths,
@@ -29,17 +26,16 @@ from precondattn_conformance.faults.written_by_hand import (
 
 OF = (
     attention,
-    path,
     lucid,
-    symmetric_lucid,
     recurrence,
-    mesa,
-    statistics,
-    maps,
+    whole_sequences,
+    heads,
     row_blocks,
     block_solve,
     chunks,
     reflections,
+    windows,
+    iterations,
     autograd,
     half,
     threads,
@@ -49,8 +45,6 @@ OF = (
     long_masks,
     widths,
     company,
-    whole_sequences,
-    windows,
 )
 
 

@@ -12,19 +12,12 @@ from precondattn_conformance.faults.fault import (
     Fault,
 )
 from precondattn_conformance.faults.written_by_hand.written import blocked
-from precondattn_conformance.faults.written_by_hand.wrong import (
-    changed_after,
-    first_order,
-    half_by_half,
-)
 from precondattn_portable import (
     attention,
     extension,
-    lucid_solve,
 )
 from precondattn_portable.layout import time_first
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, System
-from precondattn_portable.masks import Mask
 
 BOTH = (FORWARD, BACKWARD)
 
@@ -54,46 +47,6 @@ def _of_the_solve() -> list[Fault]:
             "weights",
             _blind_second_block,
         ),
-        blocked(
-            SOLVE,
-            FORWARD,
-            "the inverse of a diagonal block to first order",
-            lucid_solve,
-            "unit_lower_inverse",
-            lambda _: first_order,
-        ),
-        blocked(
-            SOLVE,
-            BOTH,
-            "a diagonal block inverted half by half",
-            lucid_solve,
-            "unit_lower_inverse",
-            half_by_half,
-        ),
-        blocked(
-            SOLVE,
-            FORWARD,
-            "the shift left out of the row blocks",
-            System,
-            "__init__",
-            lambda true: changed_after(true, shift=0.0, factor=1.0),
-        ),
-        blocked(
-            SOLVE,
-            BACKWARD,
-            "the right-hand sides of earlier blocks not updated",
-            LucidSolveBlocks,
-            "_pull_rows",
-            _pulling_a_copy,
-        ),
-        blocked(
-            "lucid_solve[window=3]",
-            BOTH,
-            "a block's window from its last row",
-            Mask,
-            "columns",
-            lambda true: lambda self, i0, i1: true(self, i1 - 1, i1),
-        ),
     ]
 
 
@@ -113,14 +66,6 @@ def _blind_second_block(true: Any) -> Any:
     return weights
 
 
-def _pulling_a_copy(true: Any) -> Any:
-    def _pull_rows(self: Any, *given: Any) -> Any:
-        *first, y, right, workspace = given
-        return true(self, *first, y, right + 0, workspace)
-
-    return _pull_rows
-
-
 def _of_the_unbounded_solve() -> list[Fault]:
     return [
         blocked(
@@ -130,22 +75,6 @@ def _of_the_unbounded_solve() -> list[Fault]:
             System,
             "_row_maxima",
             _maxima_of_own,
-        ),
-        blocked(
-            "lucid_solve[normalize=none]",
-            FORWARD,
-            "the diagonal taken for 1",
-            System,
-            "_beta",
-            lambda true: lambda self: self.view.beta,
-        ),
-        blocked(
-            "lucid_solve[normalize=none]",
-            BACKWARD,
-            "the scores' gradient through the diagonal left out",
-            LucidSolveBlocks,
-            "_of_diagonal",
-            lambda true: lambda *given: 0 * true(*given),
         ),
     ]
 
@@ -167,7 +96,7 @@ def _of_steps() -> list[Fault]:
             "the norms of past keys left out",
             PastSystem,
             "__init__",
-            lambda true: changed_after(true, rms=None),
+            lambda true: _changed_after(true, rms=None),
         ),
         blocked(
             SOLVE,
@@ -188,18 +117,10 @@ def _of_steps() -> list[Fault]:
         blocked(
             "lucid",
             STEP,
-            "fused: the shift left out of the system of the past",
-            PastSystem,
-            "__init__",
-            lambda true: changed_after(true, factor=1.0),
-        ),
-        blocked(
-            "lucid",
-            STEP,
             "fused: the norms of new keys in place of those of the past",
             PastSystem,
             "__init__",
-            lambda true: changed_after(true, rms=lambda self: self.rms * 0 + self.new_rms.mean()),
+            lambda true: _changed_after(true, rms=lambda self: self.rms * 0 + self.new_rms.mean()),
         ),
         blocked(
             "softmax",
@@ -231,3 +152,14 @@ def _all_alike(true: Any) -> Any:
         return known._replace(offset=known.count, frame=known.frame.replaced(k_valid=None))
 
     return filled
+
+
+def _changed_after(true: Any, **values: Any) -> Any:
+    """An `__init__` that then changes some attributes."""
+
+    def changed(self: Any, *given: Any, **named: Any) -> None:
+        true(self, *given, **named)
+        for name, value in values.items():
+            setattr(self, name, value(self) if callable(value) else value)
+
+    return changed

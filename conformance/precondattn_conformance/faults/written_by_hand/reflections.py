@@ -1,29 +1,27 @@
-"""Faults of blocked decays and reflections: the forget gate's columns, PaTH's chunks, flushes."""
+"""Faults of decays and reflections: keys of earlier blocks, and what a step keeps or forgets."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from precondattn.arrays import namespace
 from precondattn.cache import Rewrite
+from precondattn.spec.transported import Transported
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     Call,
+    Change,
     Fault,
     Result,
     Truth,
+    inside,
+    with_call,
 )
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
-from precondattn_conformance.faults.written_by_hand.wrong import (
-    first_order,
-)
-from precondattn_portable import (
-    extension,
-    transported,
-    transported_step,
-)
+from precondattn_portable import extension, transported_step
 from precondattn_portable.forget_gate import ForgetGate
 from precondattn_portable.transported import TransportedScores
 
@@ -34,10 +32,10 @@ FORGETFUL = "softmax[forget=unscaled]"
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    return [*_of_forget_gate(), *_of_reflections(), *_of_steps_of_path()]
+    return [*_of_blocks(), *_of_steps(), *_of_steps_in_blocks()]
 
 
-def _of_forget_gate() -> list[Fault]:
+def _of_blocks() -> list[Fault]:
     return [
         blocked(
             FORGETFUL,
@@ -54,6 +52,14 @@ def _of_forget_gate() -> list[Fault]:
             ForgetGate,
             "pull",
             _pulling_own_only,
+        ),
+        blocked(
+            "path",
+            FORWARD,
+            "the keys carried to the block before",
+            TransportedScores,
+            "_carry_to",
+            lambda true: lambda self, a: true(self, max(a - self.chunks_per_row_block, 0)),
         ),
     ]
 
@@ -75,88 +81,58 @@ def _pulling_own_only(true: Any) -> Any:
     return pull
 
 
-def _of_reflections() -> list[Fault]:
+def _of_steps() -> list[Fault]:
     return [
-        blocked(
+        written(
             "path",
-            FORWARD,
-            "the keys carried to the block before",
-            TransportedScores,
-            "_carry_to",
-            lambda true: lambda self, a: true(self, max(a - self.chunks_per_row_block, 0)),
+            STEP,
+            "the past keys reflected in reversed order of time",
+            inside(Transported, "advance", lambda true: _advanced_backwards(true)),
         ),
-        blocked(
-            "path",
-            FORWARD,
-            "a query reflected by future tokens",
-            TransportedScores,
-            "_lower",
-            lambda _: lambda self, x: x,
+        written(
+            "path[flush=2]",
+            STEP,
+            "the reflections since the last flush forgotten",
+            with_call(lambda call: replace(call, past=_without_pending(call.past))),
         ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the reflections of a chunk to first order",
-            transported,
-            "unit_lower_inverse",
-            lambda _: first_order,
-        ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the products of whole chunks constant to the gradient",
-            TransportedScores,
-            "_pull_past",
-            _pulling_no_products,
-        ),
-        blocked(
-            "path",
-            BACKWARD,
-            "the transported keys of earlier chunks constant to the gradient",
-            TransportedScores,
-            "_finish",
-            _finished_without_keys,
-        ),
-        blocked(
-            "lucid_solve[metric=transported]",
-            BACKWARD,
-            "the products of whole chunks constant to the gradient",
-            TransportedScores,
-            "_pull_past",
-            _pulling_no_products,
+        written(
+            "path[flush=2]",
+            STEP,
+            "the pending reflections kept after the flush",
+            _with_pending_kept(),
         ),
     ]
 
 
-def _pulling_no_products(true: Any) -> Any:
-    def _pull_past(self: Any, low: int, old: int, d_row_block: Any) -> Any:
-        kept = self.d_whole + 0
-        result = true(self, low, old, d_row_block)
-        self.d_whole[...] = kept
+def _advanced_backwards(true: Any) -> Any:
+    def advance(self: Any, past: Any, k: Any, extra: Any, frame: Any) -> Any:
+        xp = namespace(k)
+        backwards = {name: xp.flip(array, axis=2) for name, array in extra.items()}
+        return true(self, past, k, backwards, frame)
+
+    return advance
+
+
+def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
+    return {name: 0 * a if name.startswith("pending") else a for name, a in past.items()}
+
+
+def _with_pending_kept() -> Change:
+    def kept(truth: Truth, call: Call) -> Result:
+        result = truth(call)
+        for name, update in result.updates.items():
+            if name.startswith("pending"):
+                stale = update.value == 0
+                update.value[...] = namespace(update.value).where(
+                    stale, call.past[name], update.value
+                )
         return result
 
-    return _pull_past
+    return kept
 
 
-def _finished_without_keys(true: Any) -> Any:
-    def _finish(self: Any) -> None:
-        if not self.is_finished:
-            self.d_keys[...] = 0
-        true(self)
-
-    return _finish
-
-
-def _of_steps_of_path() -> list[Fault]:
+def _of_steps_in_blocks() -> list[Fault]:
     return [
-        blocked(
-            "path",
-            STEP,
-            "the reflections of a step to first order",
-            transported_step,
-            "unit_lower_inverse",
-            lambda _: first_order,
-        ),
         blocked(
             "path[flush=2]",
             STEP,

@@ -8,10 +8,8 @@ from precondattn.arrays import namespace
 from precondattn.spec import (
     cross_covariance,
     iterated_inverse,
-    l2_norm,
     nystrom,
     segment_means,
-    token_convolution,
 )
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
 from precondattn_conformance.faults.written_by_hand.written import written
@@ -40,27 +38,7 @@ def _of_channels() -> list[Fault]:
             "keys that are masked in norms and products",
             inside(cross_covariance, "_both", lambda true: lambda of_q, of_k: of_q),
         ),
-        written(
-            "cross_covariance",
-            BACKWARD,
-            "the norms constant to the gradient",
-            inside(cross_covariance, "l2_norm_vjp", lambda true: _of_constant_length),
-        ),
-        written(
-            "cross_covariance",
-            FORWARD,
-            "the attention matrix transposed",
-            inside(cross_covariance, "softmax", lambda true: _transposed_after(true)),
-        ),
     ]
-
-
-def _of_constant_length(x: Any, eps: float, cotangent: Any) -> Any:
-    return cotangent / l2_norm.length(x, eps)
-
-
-def _transposed_after(true: Any) -> Any:
-    return lambda x: namespace(x).matrix_transpose(true(x))
 
 
 def _of_landmarks() -> list[Fault]:
@@ -83,12 +61,6 @@ def _of_landmarks() -> list[Fault]:
             "masked keys in the means",
             inside(nystrom, "segment_means", lambda true: _of_members_alone(true)),
         ),
-        written(
-            SKIP,
-            BOTH,
-            "the skip one token late",
-            inside(token_convolution, "overlaps", lambda true: _one_later(true)),
-        ),
     ]
 
 
@@ -100,15 +72,6 @@ def _of_members_alone(true: Any) -> Any:
     return lambda m, like, members=None, counted=None: true(m, like, members)
 
 
-def _one_later(true: Any) -> Any:
-    def overlaps(tokens: int, width: int) -> Any:
-        for a, into, of in true(tokens, width):
-            if of.start > 0:
-                yield a, into, slice(of.start - 1, of.stop - 1)
-
-    return overlaps
-
-
 def _of_inverse() -> list[Fault]:
     return [
         written(
@@ -117,32 +80,8 @@ def _of_inverse() -> list[Fault]:
             "the start from the largest column of all sequences and heads",
             inside(iterated_inverse, "largest_sum", lambda true: _of_all(true)),
         ),
-        written(
-            FEW,
-            BACKWARD,
-            "the start constant to the gradient",
-            inside(iterated_inverse, "largest_sum", lambda true: _without_share(true)),
-        ),
-        written(
-            FEW,
-            FORWARD,
-            "one step of the inverse left out",
-            inside(nystrom, "iterated_inverse", lambda true: _one_step_less(true)),
-        ),
     ]
 
 
 def _of_all(true: Any) -> Any:
     return lambda a, *, of_all: true(a, of_all=True)
-
-
-def _without_share(true: Any) -> Any:
-    def largest_sum(a: Any, *, of_all: bool) -> Any:
-        largest, share = true(a, of_all=of_all)
-        return largest, 0 * share
-
-    return largest_sum
-
-
-def _one_step_less(true: Any) -> Any:
-    return lambda a, iterations, *, of_all: true(a, iterations - 1, of_all=of_all)

@@ -1,4 +1,4 @@
-"""Faults of windowed attention: which tokens share a window, its table, and windows in groups."""
+"""Faults of windowed attention: edges and shifts, packed grids, and windows in groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precondattn.arrays import namespace
 from precondattn.frame import Frame
 from precondattn.spec import windowed
 from precondattn.spec.grid_windows import Windows
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Call, Fault, inside, with_call
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
 from precondattn_portable import windowed as blocks
 from precondattn_portable.windows import Part
@@ -30,33 +30,14 @@ def _of_windows() -> list[Fault]:
     return [
         written(mechanism, BOTH, detail, inside(Windows, "share", change))
         for mechanism, detail, change in (
-            (SHIFTED, "windows that are not shifted", lambda true: _unshifted(true)),
-            (SHIFTED, "windows shifted to the other side", lambda true: _other_side(true)),
             (ON_GRID, "one shift for rows and columns", lambda true: _one_shift(true)),
             (ON_GRID, "tokens at opposite edges in one window", lambda true: _around_edges),
-            (ON_GRID, "all rows of a grid in one window", lambda true: _of_columns(true)),
         )
     ]
 
 
-def _unshifted(true: Any) -> Any:
-    return lambda self, *at: true(self._replace(shift=(0,) * len(self.shift)), *at)
-
-
-def _other_side(true: Any) -> Any:
-    def share(self: Windows, *at: Any) -> Any:
-        shift = tuple((w - s) % w for w, s in zip(self.size, self.shift, strict=True))
-        return true(self._replace(shift=shift), *at)
-
-    return share
-
-
 def _one_shift(true: Any) -> Any:
     return lambda self, *at: true(self._replace(shift=self.shift[:1] * 2), *at)
-
-
-def _of_columns(true: Any) -> Any:
-    return lambda self, *at: true(self._replace(size=(1000, self.size[1]), shift=(0, 0)), *at)
 
 
 def _around_edges(self: Windows, q_position: Any, k_position: Any) -> Any:
@@ -72,63 +53,17 @@ def _around_edges(self: Windows, q_position: Any, k_position: Any) -> Any:
 
 def _of_tables() -> list[Fault]:
     return [
-        written(ON_GRID, BOTH, detail, inside(Windows, "entry", change))
-        for detail, change in (
-            ("keys minus queries as relative positions", lambda true: _of_transposed(true)),
-            ("rows and columns of the table exchanged", lambda true: _columns_first),
-        )
-    ] + [
-        written(
-            BIASED,
-            BOTH,
-            "the bias multiplied by the scale",
-            with_call(lambda call: _with_scaled_bias(call)),
-        ),
         written(
             BIASED,
             BACKWARD,
             "of the bias, the gradient of the first sequence only",
             inside(windowed, "_sums_by_entry", lambda true: _of_first(true)),
         ),
-        written(
-            BIASED,
-            BACKWARD,
-            "of the bias, the gradient's mean over pairs",
-            inside(windowed, "_sums_by_entry", lambda true: _means_by_entry(true)),
-        ),
     ]
-
-
-def _of_transposed(true: Any) -> Any:
-    def entry(self: Windows, q_position: Any, k_position: Any) -> Any:
-        xp = namespace(q_position)
-        return xp.permute_dims(true(self, k_position, q_position), (0, 2, 1))
-
-    return entry
-
-
-def _columns_first(self: Windows, q_position: Any, k_position: Any) -> Any:
-    xp, entry = namespace(q_position), 0
-    of_q, of_k = (self.coordinates(position)[::-1] for position in (q_position, k_position))
-    for x_q, x_k, w in zip(of_q, of_k, self.size[::-1], strict=True):
-        apart = xp.clip(x_q[:, :, None] - x_k[:, None, :], 1 - w, w - 1)
-        entry = entry * (2 * w - 1) + apart + (w - 1)
-    return entry
-
-
-def _with_scaled_bias(call: Call) -> Call:
-    return call.given(bias_table=call.inputs["bias_table"] * call.inputs["q"].shape[3] ** -0.5)
 
 
 def _of_first(true: Any) -> Any:
     return lambda d_scores, entry, entries: true(d_scores[:1, ...], entry[:1, ...], entries)
-
-
-def _means_by_entry(true: Any) -> Any:
-    def means(d_scores: Any, entry: Any, entries: int) -> Any:
-        return true(d_scores, entry, entries) / d_scores.shape[2]
-
-    return means
 
 
 def _of_positions() -> list[Fault]:
@@ -190,14 +125,6 @@ def _of_blocks() -> list[Fault]:
             "is_query",
             lambda true: lambda self: None,
             subject="windowed",
-        ),
-        blocked(
-            BIASED,
-            BACKWARD,
-            "of the bias, the gradient of half of the pairs",
-            blocks,
-            "sum_by_entry",
-            lambda true: lambda pairs, size: true(namespace(pairs).tril(pairs), size),
         ),
         blocked(
             SHIFTED,

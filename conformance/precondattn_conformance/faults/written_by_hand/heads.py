@@ -1,0 +1,123 @@
+"""Faults of what heads share, and of what each has of its own: one head's is taken for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precondattn.arrays import namespace
+from precondattn.spec import linear_family, retention, softmax
+from precondattn.spec.array_functions import sum_heads
+from precondattn.spec.recurrence import TokenByToken
+from precondattn.spec.unit_rows import UnitRows
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    STEP_BACKWARD,
+    Fault,
+    inside,
+    with_call,
+)
+from precondattn_conformance.faults.tokens import rolled
+from precondattn_conformance.faults.written_by_hand.written import written
+
+RUN = (FORWARD, STEP)
+PULL = (BACKWARD, STEP_BACKWARD)
+
+
+def faults() -> list[Fault]:
+    """All faults in this file."""
+    return [*_read_from_another(), *_summed()]
+
+
+def _read_from_another() -> list[Fault]:
+    return [
+        written(
+            "softmax[sink=true]",
+            (*RUN, BACKWARD),
+            "the sink of the head before",
+            inside(softmax, "column", lambda true: lambda sink: rolled(true(sink), 1, axis=0)),
+        ),
+        written(
+            "retention",
+            RUN,
+            "the decay of the key's head in place of the query's",
+            inside(retention, "log_retention", lambda true: _of_key_heads(true)),
+        ),
+        written(
+            "difference[per=head]",
+            RUN,
+            "λ of the next head",
+            with_call(lambda call: call.given(lam=rolled(call.inputs["lam"], 1, axis=0))),
+        ),
+    ]
+
+
+def _of_key_heads(true: Any) -> Any:
+    def log_retention(heads: int, like: Any) -> Any:
+        return namespace(like).repeat(true((heads + 1) // 2, like), 2)[:heads]
+
+    return log_retention
+
+
+def _summed() -> list[Fault]:
+    return [
+        written(
+            "softmax",
+            BACKWARD,
+            "the gradients of a group's heads averaged",
+            inside(softmax, "sum_heads", lambda _: _mean_of_heads),
+        ),
+        written(
+            "delta",
+            PULL,
+            "the gradients of value heads averaged over their key head",
+            inside(linear_family, "sum_heads", lambda _: _mean_of_heads),
+        ),
+        written(
+            "softmax[bias=true]",
+            BACKWARD,
+            "the gradient of a shared bias from one head only",
+            inside(softmax, "sum_to", lambda _: _first_to),
+        ),
+        written(
+            "kda",
+            PULL,
+            "one gate's gradient for all key channels",
+            inside(TokenByToken, "vjp", lambda true: _mean_of_gates(true)),
+        ),
+        written(
+            "unit_rows[axis=channel]",
+            (FORWARD, BACKWARD),
+            "one norm for all heads",
+            inside(UnitRows, "_along_rows", lambda true: _along_heads_too(true)),
+        ),
+    ]
+
+
+def _mean_of_heads(x: Any, heads: int) -> Any:
+    return sum_heads(x, heads) * (heads / x.shape[1])
+
+
+def _first_to(x: Any, shape: tuple[int, ...]) -> Any:
+    for axis, (wide, narrow) in enumerate(zip(x.shape, shape, strict=True)):
+        if wide != narrow:
+            x = x[(slice(None),) * axis + (slice(0, 1),)]
+    return x
+
+
+def _mean_of_gates(true: Any) -> Any:
+    def vjp(x: Any, *rest: Any) -> Any:
+        d = true(x, *rest)
+        g = 0 * d.stream.g + d.stream.g.mean(axis=3, keepdims=True)
+        return d._replace(stream=d.stream._replace(g=g))
+
+    return vjp
+
+
+def _along_heads_too(true: Any) -> Any:
+    def _along_rows(self: Any, x: Any, frame: Any, reduce: str) -> Any:
+        per_head = true(self, x, frame, reduce)
+        return per_head * 0 + getattr(per_head, reduce)(axis=2, keepdims=True)
+
+    return _along_rows
