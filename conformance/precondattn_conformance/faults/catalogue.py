@@ -1,7 +1,8 @@
 """All faults: every operator on every mechanism that it applies to, and those written by hand.
 
-They are what no change of one token is; mutants stand for the others (`mutation/`). An operator is applied to a leaf, and to its variants for what the leaf's defaults lack: a window, a
-bias, a gate. Faults between leaves are applied to compositions.
+They are what no change of one token is; mutants stand for the others (`mutation/`). An operator is
+applied to a leaf, and to its variants for what the leaf's defaults lack: a window, a bias, a gate.
+Faults between leaves are applied to compositions.
 """
 
 from __future__ import annotations
