@@ -13,6 +13,7 @@ import pytest
 
 from precondattn.dispatch import discovery
 from precondattn.plug_ins import PlugIns
+from tests.tiers import sort_into_tiers
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
@@ -37,6 +38,12 @@ def has_gpu():
 if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton has to be imported after this.
     os.environ.setdefault("PRECONDATTN_CUPY_SIMULATE", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
+def pytest_collection_modifyitems(items):
+    """Each test belongs to a tier."""
+    sort_into_tiers(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

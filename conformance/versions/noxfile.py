@@ -54,6 +54,7 @@ for name in sys.argv[1:]:
 print(json.dumps({"python": platform.python_version(), "versions": found}))
 """
 
+BOTH_TIERS = ("-m=not slow",)
 SMOKE = ("precondattn", "conformance", "--level", "smoke")
 COUNTS = re.compile(r"(\d+) passed, (\d+) failed, (\d+) unsupported")
 
@@ -77,7 +78,7 @@ def numpy(session: nox.Session, versions: str) -> None:
         "--noconftest",
     )
     tried.install("test")
-    tried.pytest("tests/core tests/mathematics", "-n=auto", "--dist=loadfile")
+    tried.pytest("tests/core tests/mathematics", *BOTH_TIERS, "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
@@ -89,8 +90,8 @@ def frameworks(session: nox.Session, versions: str) -> None:
     tried.install("torch", "jax", "flax", "test")
     tried.smoke()
     folders = "tests/core tests/backends/jax tests/backends/portable tests/backends/reference"
-    tried.pytest(folders, "-n=auto", "--dist=loadfile")
-    tried.pytest("tests/layers", "-n=auto", "--dist=loadfile")
+    tried.pytest(folders, *BOTH_TIERS, "-n=auto", "--dist=loadfile")
+    tried.pytest("tests/layers", *BOTH_TIERS, "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
@@ -102,7 +103,7 @@ def kernels(session: nox.Session, versions: str) -> None:
     # The newest PyTorch has its own NVRTC, and NVIDIA's newest is newer than that.
     tried.install("triton" if versions == "newest" else "kernels", "jax", "test")
     for folder in ("tests/backends/pallas", "tests/backends/triton", "tests/kernel_tools"):
-        tried.pytest(folder, "-n=auto", "--dist=loadfile")
+        tried.pytest(folder, *BOTH_TIERS, "-n=auto", "--dist=loadfile")
     tried.finish()
 
 
@@ -112,7 +113,7 @@ def everything(session: nox.Session, versions: str) -> None:
     """The README's test command."""
     tried = Tried(session, versions)
     tried.install("dev")
-    tried.pytest("", "-n=auto", "--dist=loadfile", "--max-worker-restart=0")
+    tried.pytest("", *BOTH_TIERS, "-n=auto", "--dist=loadfile", "--max-worker-restart=0")
     tried.finish()
 
 

@@ -62,6 +62,12 @@ def slow_unless(is_default, groups):
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, *slow))
 
 
+def thorough(groups):
+    """The groups, for the second tier."""
+    for group in groups:
+        yield pytest.param(*group.values, id=group.id, marks=(*group.marks, pytest.mark.thorough))
+
+
 def only(is_chosen, groups):
     """The groups whose mechanism `is_chosen`; others are left out."""
     return [group for group in groups if is_chosen(mechanism_of(group))]

@@ -3,44 +3,31 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[1] / "mutation"
-
-@pytest.fixture
-def mutation(monkeypatch):
-    """The modules of the folder, which is none of a package."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import cover
-    import draw
-    import kill
-
-    yield type("Modules", (), {"cover": cover, "draw": draw, "kill": kill})
-    for name in ("cover", "draw", "kill"):
-        sys.modules.pop(name, None)
+from tests.mutation import cover, draw, kill
 
 
-def test_the_sample_is_the_same_each_time_and_no_file_gives_two(mutation):
-    sample = mutation.draw.draw(40, seed=3, most_of_jax=5)
-    assert sample == mutation.draw.draw(40, seed=3, most_of_jax=5)
+def test_the_sample_is_the_same_each_time_and_no_file_gives_two():
+    sample = draw.draw(40, seed=3, most_of_jax=5)
+    assert sample == draw.draw(40, seed=3, most_of_jax=5)
     assert len({drawn.file for drawn in sample}) == 40
     assert sum(drawn.is_of_jax for drawn in sample) <= 5
     assert all(drawn.is_there for drawn in sample)
 
 
-def test_cheap_tests_of_different_files_come_first_and_each_test_once(mutation):
+def test_cheap_tests_of_different_files_come_first_and_each_test_once():
     seconds = {f"{file}.py::test_{i}": 0.1 * (i + 1) for file in "abc" for i in range(20)}
-    batches = list(mutation.kill.batches(list(seconds), seconds))
+    batches = list(kill.batches(list(seconds), seconds))
     assert {test.partition("::")[0] for test in batches[0][:3]} == {"a.py", "b.py", "c.py"}
     assert sorted(test for batch in batches for test in batch) == sorted(seconds)
 
 
-def run(mutation, tmp_path, task, code):
+def run(tmp_path, task, code):
     file = tmp_path / "task.json"
     file.write_text(json.dumps(task))
-    environment = mutation.cover.environment(file) | {"PYTEST_CURRENT_TEST": "a.py::test (call)"}
+    environment = cover.environment(file) | {"PYTEST_CURRENT_TEST": "a.py::test (call)"}
     said = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
@@ -50,25 +37,23 @@ def run(mutation, tmp_path, task, code):
 CODE = "import numpy as np; from precondattn.arrays import upcast; print(upcast(np.ones(1)).dtype)"
 
 
-def test_a_mutant_is_planted_in_a_process_and_no_file_is_written(mutation, tmp_path):
+def test_a_mutant_is_planted_in_a_process_and_no_file_is_written(tmp_path):
     drawn = next(
-        mutation.draw.Drawn("precondattn/arrays.py", mutant.key, mutant.kind)
-        for mutant in mutation.draw.python_mutants(
-            (mutation.draw.ROOT / "precondattn/arrays.py").read_text()
-        )
+        draw.Drawn("precondattn/arrays.py", mutant.key, mutant.kind)
+        for mutant in draw.python_mutants((draw.ROOT / "precondattn/arrays.py").read_text())
         if mutant.function == "upcast" and mutant.kind == "comparison"
     )
-    mutant, before = drawn.mutant(), (mutation.draw.ROOT / drawn.file).read_text()
+    mutant, before = drawn.mutant(), (draw.ROOT / drawn.file).read_text()
     plant = {"module": drawn.module, "start": mutant.start, "stop": mutant.stop, "new": mutant.new}
-    assert run(mutation, tmp_path, {"plant": plant}, CODE) == "float32"
-    assert (mutation.draw.ROOT / drawn.file).read_text() == before
+    assert run(tmp_path, {"plant": plant}, CODE) == "float32"
+    assert (draw.ROOT / drawn.file).read_text() == before
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is new in Python 3.12")
-def test_a_line_that_is_executed_is_noted_with_the_test(mutation, tmp_path):
-    text = (mutation.draw.ROOT / "precondattn/arrays.py").read_text()
+def test_a_line_that_is_executed_is_noted_with_the_test(tmp_path):
+    text = (draw.ROOT / "precondattn/arrays.py").read_text()
     line = next(i for i, each in enumerate(text.splitlines(), 1) if "in HALF:" in each)
     note = {"precondattn.arrays": {line: [7], 1: [8]}}
-    run(mutation, tmp_path, {"note": note, "folder": str(tmp_path)}, CODE)
+    run(tmp_path, {"note": note, "folder": str(tmp_path)}, CODE)
     sample = [None] * 9
-    assert mutation.cover.covering(sample, tmp_path)[7] == ["a.py::test"]
+    assert cover.covering(sample, tmp_path)[7] == ["a.py::test"]

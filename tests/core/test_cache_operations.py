@@ -205,6 +205,7 @@ def is_invalid(cache):
     return ((length < 0) | (length > (length if capacity is None else capacity))).tolist()
 
 
+@pytest.mark.thorough
 def test_a_sequence_that_lost_tokens_stays_invalid():
     jax = pytest.importorskip("jax")
     _, cache = cache_of(CROPPED, "jax", "float32")

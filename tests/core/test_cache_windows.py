@@ -178,6 +178,7 @@ def test_a_window_is_differentiated():
         torch.testing.assert_close(mine, wanted)
 
 
+@pytest.mark.thorough
 def test_a_window_is_compiled_by_torch():
     torch = pytest.importorskip("torch")
     x = inputs_of(PLAIN, "torch", b=1)

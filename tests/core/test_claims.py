@@ -8,6 +8,7 @@ from make_claims import FRONT, NAMES, experiment, front, measured, page, record
 from recorded import load, with_measured
 
 
+@pytest.mark.thorough(but=("ccq_mesa", "laser_training"))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_runs_and_is_drawn(name):
     module = experiment(name)

@@ -41,6 +41,7 @@ def test_list_names_mechanisms_with_inputs_and_backends_with_their_errors():
         assert text in done.stdout
 
 
+@pytest.mark.thorough
 def test_explain_names_the_backend_of_every_group():
     pytest.importorskip("torch")
     done = precondattn("explain", "lucid(laser)", "--library", "torch", "--verb", "extend")
@@ -49,6 +50,7 @@ def test_explain_names_the_backend_of_every_group():
     assert "softmax[read=log_mean_exp]  [out]: torch" in done.stdout
 
 
+@pytest.mark.thorough
 def test_conformance_prints_a_table_and_succeeds():
     done = precondattn(
         "conformance", "--library", "numpy", "--mechanism", "lucid", "--dtype", "float64"
@@ -57,6 +59,7 @@ def test_conformance_prints_a_table_and_succeeds():
     assert "33 passed, 0 failed, 0 unsupported" in done.stdout
 
 
+@pytest.mark.thorough
 def test_conformance_of_a_backend_that_supports_nothing_is_a_failure():
     done = precondattn(
         "conformance", "--backend", "third_party", "--library", "numpy", "--mechanism", "laser",
@@ -67,6 +70,7 @@ def test_conformance_of_a_backend_that_supports_nothing_is_a_failure():
     assert "knows lucid_solve only" in done.stdout
 
 
+@pytest.mark.thorough
 def test_an_invalid_argument_has_its_own_exit_code():
     for arguments in (
         ("conformance", "--backend", "nobody"),
@@ -88,6 +92,7 @@ def test_a_plan_for_a_library_that_is_not_installed_says_so():
     assert done.stdout.endswith("cupy is not installed here\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("library", "device", "verb", "backend"),
     [
@@ -118,6 +123,7 @@ def test_the_version_is_printed():
     assert (done.returncode, done.stdout) == (0, f"precondattn {pa.__version__}\n")
 
 
+@pytest.mark.thorough
 def test_lists_and_plans_are_data_on_request_and_lines_in_a_pipe():
     listed = json.loads(precondattn("list", "--json").stdout)
     assert {each["name"] for each in listed["mechanisms"]} == {*pa.mechanisms()}
@@ -132,6 +138,7 @@ def test_lists_and_plans_are_data_on_request_and_lines_in_a_pipe():
     assert "refusals" in plan
 
 
+@pytest.mark.thorough
 def test_explain_lists_backends_of_other_libraries_only_if_asked():
     short = precondattn("explain", "lucid", **NO_INTERPRETERS).stdout
     assert "supports arrays of torch" not in short
@@ -141,6 +148,7 @@ def test_explain_lists_backends_of_other_libraries_only_if_asked():
     assert "triton for lucid_solve: supports arrays of torch, not of numpy" in everything
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("library", "kernels"), [("torch", "triton"), ("jax", "pallas")])
 def test_kernels_that_never_ran_are_not_chosen_and_explain_says_how_to_ask_for_them(
     library, kernels
@@ -248,6 +256,7 @@ BAD = [
 ]
 
 
+@pytest.mark.thorough(but=("conformance --skip binary", "conformance --xfail missing"))
 @pytest.mark.parametrize("arguments", BAD, ids=lambda each: " ".join(each)[:60])
 def test_bad_input_of_a_command_has_a_message_and_no_traceback(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -69,6 +69,7 @@ def case_of_a_nesting(draw):
     return draw(st.sampled_from([case for case in cases if makes_sense(case)]))
 
 
+@pytest.mark.thorough
 @given(case_of_a_nesting())
 @settings(max_examples=80, deadline=None)
 def test_any_nesting_that_is_not_refused_has_output_gradient_and_cache(case):

@@ -35,6 +35,7 @@ def results(tmp_path_factory):
     return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.thorough(but=(", heads-26", "context parallel-1"))
 @pytest.mark.parametrize(
     ("cases", "count"),
     [

@@ -67,6 +67,7 @@ def test_outputs_and_gradients_are_empty_or_zero(which, library):
             assert_zeros(pullback(again), arrays)
 
 
+@pytest.mark.thorough(but=("no sequences-numpy", "no tokens-numpy"))
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("which", ["no sequences", "no tokens"])
 def test_an_extension_by_nothing_changes_nothing(which, library):

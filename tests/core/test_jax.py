@@ -23,6 +23,7 @@ def close(result, expected):
     np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     ["softmax", "lucid", "lucid[normalize=rows]", "lucid(laser)", "gated_delta", "ccq(gla)", "gsa"],
@@ -87,6 +88,7 @@ def test_a_cache_is_a_pytree_that_jit_carries_and_may_donate():
     close(jnp.moveaxis(outs, 0, 1), expected)
 
 
+@pytest.mark.thorough
 def test_the_reference_has_forward_mode_and_second_derivatives():
     m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)", b=1, t=3, s=3)
     call = partial(m, backend="reference")
@@ -127,6 +129,7 @@ def without_derivatives(method):
 class TestAnotherBackend:
     """The out-of-tree backend claims lucid_solve."""
 
+    @pytest.mark.thorough(but=("masks1",))
     @pytest.mark.parametrize("masks", [{}, {"lengths": jnp.asarray([4, 7])}])
     def test_its_gradient_is_the_one_that_jax_uses(self, third_party, masks):
         m, x = pa.Lucid(pa.Laser()), arrays_of("lucid(laser)")

@@ -22,6 +22,7 @@ for _ in range(20):
 """With JAX's own `solve` or `solve_triangular` it deadlocks."""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores can not be chosen here")
 @pytest.mark.parametrize("mapping", ["", "jax.vmap"])
 def test_solving_two_stacks_of_systems_at_once_does_not_deadlock(mapping):

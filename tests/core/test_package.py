@@ -47,6 +47,7 @@ def test_a_numpy_call_imports_no_framework():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough(but=("recipes-numpy-torch, jax",))
 @pytest.mark.parametrize(
     ("layers", "needs", "others"),
     [

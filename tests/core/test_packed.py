@@ -112,6 +112,7 @@ def test_segments_of_similar_lengths_are_one_batch(batches):
     assert batches == [(4, 38)]
 
 
+@pytest.mark.thorough
 def test_derivatives_and_transforms_of_pytorch():
     x = [torch.randn(1, 12, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     bounds = torch.tensor([0, 2, 9, 12], dtype=torch.int32)
@@ -255,6 +256,7 @@ def test_tokens_after_the_last_sequence_are_padding(text):
     require_padded(found.detach(), dict(zip(leaves, of_torch, strict=True)), out, gradients)
 
 
+@pytest.mark.thorough
 def test_padding_after_traced_cu_seqlens():
     mechanism, x, out, gradients = padded("lucid")
     x = {n: jnp.asarray(a) for n, a in x.items()}

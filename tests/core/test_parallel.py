@@ -37,6 +37,7 @@ def processes(world, folder, *more, module="parallel_worker", **options):
             worker.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "count"),
     [(1, 5), (2, 191), pytest.param(3, 157, marks=pytest.mark.slow), (4, 162), (8, 6)],
@@ -51,6 +52,7 @@ def test_sequences_divided_among_processes(world, count, tmp_path):
         assert len(results) == count
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_is_reported_to_the_others(tmp_path):
     with processes(2, tmp_path, 1, stderr=subprocess.PIPE, text=True) as workers:
         (_, said), _ = (worker.communicate(timeout=90) for worker in workers)

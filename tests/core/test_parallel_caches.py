@@ -17,6 +17,7 @@ if not torch.distributed.is_available():
 from tests.core.test_parallel import processes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "count"), [(1, 3), (2, 131), pytest.param(3, 41, marks=pytest.mark.slow), (4, 35)]
 )

@@ -193,6 +193,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asarray", ["np.asarray", "array_api_strict.asarray"])
 def test_calls_work_while_another_thread_imports_a_framework(tmp_path, asarray):
     pytest.importorskip("array_api_strict")

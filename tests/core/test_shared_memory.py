@@ -62,6 +62,7 @@ def test_a_backend_that_writes_to_the_output_in_its_gradient_is_an_error():
         pa.unregister_backend("writes")
 
 
+@pytest.mark.thorough(but=("cupy_stand_in-texts2-None", "numpy-texts0-reference"))
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize(
     ("library", "texts"),
@@ -173,6 +174,7 @@ def test_tensors_of_inference_mode_may_be_written_to_before_the_pullback(text):
         np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.thorough(but=("numpy", "torch"))
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
 def test_a_cache_that_is_donated_before_the_pullback_is_an_error_where_it_is_overwritten(library):
     mechanism = pa.parse("linear")

@@ -26,6 +26,7 @@ def gradients(function, x, cotangent):
 
 
 # Slow: options, which other tests run uncompiled; each mechanism is compiled by default.
+@pytest.mark.thorough(but=("atk(gdn2)", "dplr"))
 @pytest.mark.parametrize(
     "expression",
     [
@@ -64,6 +65,7 @@ def test_a_compiled_call_with_a_bad_length_gives_nan_for_that_sequence():
     torch.testing.assert_close(out[1], pa.Softmax()(**x)[1])
 
 
+@pytest.mark.thorough
 def test_extend_compiles_into_one_graph():
     torch.compiler.reset()
     m, x = pa.Lucid(), tensors_of("lucid", requires_grad=False)
@@ -94,6 +96,7 @@ def test_a_shorthand_compiles_into_one_graph_with_its_options_and_masks():
     )
 
 
+@pytest.mark.thorough
 def test_a_call_compiles_with_the_default_compiler():
     torch.compiler.reset()
     x = tensors_of("lucid")
@@ -186,6 +189,7 @@ class TestAnotherBackend:
         with pytest.raises(pa.UnsupportedError, match="third_party"):
             torch.func.grad(loss)(x["k"], "third_party")
 
+    @pytest.mark.thorough
     def test_second_derivatives(self, third_party):
         x = tensors_of("lucid", layout=Layout("test", b=1, t=3, s=3))
         assert torch.autograd.gradgradcheck(pa.Lucid(), tuple(x.values()))

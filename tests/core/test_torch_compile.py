@@ -46,6 +46,7 @@ def counted():
     return CompileCounterWithBackend("aot_eager")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("expression", ["softmax", "lucid(laser)", "gated_delta"])
 def test_any_run_of_lengths_and_batches_takes_two_graphs(expression, backend, counted):
@@ -60,6 +61,7 @@ def test_any_run_of_lengths_and_batches_takes_two_graphs(expression, backend, co
     assert counted.frame_count == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("masks", ["lengths", "key_mask", "segment_ids"])
 def test_masks_take_two_graphs(masks, counted):
     m = pa.Lucid()
@@ -88,6 +90,7 @@ def test_marked_dimensions_take_one_graph(counted):
     assert counted.frame_count == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     torch.__version__.startswith("2.9."),
     reason="PyTorch 2.9 compiles the gradient of its own attention wrongly in float64 on a CPU",
@@ -98,6 +101,7 @@ def test_dynamic_true_with_inductor(counted):
         agree(compiled, pa.Lucid(), tensors_of(pa.Lucid(), b, t))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["lucid", "path", "gated_delta"])
 def test_chunks_of_any_length_extend_a_cache_in_two_graphs(expression, counted):
     m = pa.parse(expression)
@@ -164,6 +168,7 @@ def test_an_exported_program_has_a_dynamic_batch_and_length(m, tmp_path):
         torch.testing.assert_close(loaded(x), layer(x))
 
 
+@pytest.mark.thorough
 def test_an_exported_program_loads_in_another_process(tmp_path):
     program = torch.export.export(Layer(pa.Lucid()), (torch.randn(2, 9, 8),))
     torch.export.save(program, tmp_path / "layer.pt2")
@@ -207,6 +212,7 @@ def test_opcheck_of_steps():
     torch.library.opcheck(operators.step_backward, (*arguments, cotangents))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("expression", "backend"), [("lucid", "torch"), ("gated_delta", "reference")]
 )

@@ -31,6 +31,7 @@ for threads in (1, 2, 4):
 """With `torch.linalg.solve` it does not return, or raises."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", SOLVES)
 def test_gradients_of_many_tokens_with_several_threads(expression):
     subprocess.run([sys.executable, "-c", GRADIENTS, expression], check=True, timeout=120)

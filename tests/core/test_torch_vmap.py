@@ -201,6 +201,7 @@ def test_older_maps_within_each_other():
     torch.testing.assert_close(vmap(vmap(pulled))(weights), plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["lucid", "linear", "laser", "softmax[window=2]"])
 def test_second_derivatives_of_several_cotangents(expression):
     m = pa.parse(expression)

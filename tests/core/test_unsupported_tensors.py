@@ -131,6 +131,7 @@ def test_jit_trace_is_refused_and_its_advice_records_any_number_of_tokens():
     torch.testing.assert_close(program.module()(longer), pa.lucid(longer, longer, longer))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "linear", "gated_delta"])
 def test_make_fx_records_calls_steps_and_gradients_without_reading_entries(expression):
     m = pa.parse(expression)

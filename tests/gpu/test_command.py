@@ -13,6 +13,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_a_stage_runs_resumes_and_says_what_it_compared(tmp_path):
     """One kernel of CUDA, in the simulator."""
     arguments = ("--stage", "alive", "--device", "cpu", "--match", "cupy unit_rows float32 64")
@@ -31,6 +32,12 @@ def test_a_stage_runs_resumes_and_says_what_it_compared(tmp_path):
     assert (tmp_path / "two" / "cpu" / "alive.json").exists()
 
 
+@pytest.mark.thorough(
+    but=(
+        "arguments2-no task of these stages has 'lucyd' in its name",
+        "arguments0-there is no stage 'headlines'",
+    )
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -49,6 +56,7 @@ def test_bad_arguments_are_named(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_how_to_go_on(tmp_path):
     result = run("--stage", "alive", "--out", str(tmp_path))
@@ -56,6 +64,7 @@ def test_without_a_gpu_it_says_how_to_go_on(tmp_path):
     assert "PyTorch sees no GPU here; `--device cpu` runs what a CPU can run" in result.stderr
 
 
+@pytest.mark.thorough
 def test_stages_that_need_a_gpu_are_left_on_a_cpu(tmp_path):
     result = run("--stage", "sanitizer", "--device", "cpu", "--out", str(tmp_path))
     assert result.returncode == 3
@@ -69,6 +78,7 @@ def test_a_dry_run_wants_an_empty_folder(tmp_path):
     assert "must be an empty folder for a dry run" in result.stderr
 
 
+@pytest.mark.thorough
 def test_each_device_has_a_folder_and_results_of_another_one_are_left(tmp_path):
     head = '{"format": 1, "stage": "alive", "machine": {"device": "NVIDIA H200"}, "tasks": {}}'
     other = tmp_path / "nvidia_h200" / "alive.json"
@@ -92,6 +102,7 @@ def test_results_of_other_versions_are_not_mixed(tmp_path):
     assert "torch 1.0, here " in result.stderr
 
 
+@pytest.mark.thorough
 def test_the_prepared_runs_are_rehearsed_on_a_cpu(tmp_path):
     """The first to its end, with one kernel, and the second after it."""
     arguments = ("--device", "cpu", "--cores", "4", "--match", "cupy unit_rows float32 64")

@@ -126,6 +126,7 @@ def dry(tmp_path_factory):
     return dry_run(STAGES, Options(cores=16), folder, 470.0), folder
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_all_stages_keeps_order_time_and_sizes(dry):
     calls, folder = dry
     names = [call.summary.stage for call in calls]

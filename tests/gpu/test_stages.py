@@ -21,6 +21,7 @@ from precondattn_gpu.task import Finished
 GPU, CPU = Options(cores=16), Options("cpu", cores=2)
 
 
+@pytest.mark.thorough
 def test_the_smallest_calls_launch_every_variant_of_triton():
     """In a process of its own: here, Triton interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -52,6 +53,7 @@ def test_a_leaf_that_expects_normalised_keys_is_run_by_what_normalises_them():
     assert calls["softmax"].expression == "softmax"
 
 
+@pytest.mark.thorough
 def test_the_calls_of_pallas_are_those_that_are_compiled():
     from precondattn_pallas import variants
 

@@ -110,6 +110,7 @@ def test_calls_are_timed_in_turns():
     assert changes == 5
 
 
+@pytest.mark.thorough
 def test_a_headline_has_rows_with_ratios_and_reasons(tmp_path):
     pytest.importorskip("triton", minversion="3.6")
     result = tmp_path / "result.json"

@@ -13,6 +13,7 @@ from precondattn_gpu import shipped, warm_calls
 from precondattn_gpu.first_headline import HEADLINES
 
 
+@pytest.mark.thorough
 def test_what_is_compiled_for_a_call_is_what_the_call_launches():
     script = Path(__file__).with_name("launched_warm.py")
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -56,6 +56,7 @@ def test_other_variables_are_another_process(tmp_path):
     assert entries["one"]["data"]["pid"] != entries["two"]["data"]["pid"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "status", "message"),
     [
@@ -76,6 +77,7 @@ def test_a_bad_task_ends_its_process_and_the_next_one_has_a_new_one(
     assert entries["before"]["data"]["pid"] != entries["after"]["data"]["pid"]
 
 
+@pytest.mark.thorough
 def test_a_task_that_hangs_beside_others_does_not_delay_them(tmp_path):
     """The others end while it hangs, in the other process."""
     tasks = [stub("hangs", "hangs", timeout=6.0), *(stub(f"{i}", "passes") for i in range(8))]
@@ -102,6 +104,7 @@ def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
     assert "exit code 1 after the launch of none" in entries["call"]["message"]
 
 
+@pytest.mark.thorough(but=("passes", "crashes"))
 @pytest.mark.parametrize("what", ["crashes", "raises", "hangs", "wrong", "passes"])
 def test_what_a_call_would_have_shown_is_saved_whatever_came_of_it(tmp_path, what):
     """So that a kernel that ends its process is not chosen because another call agreed."""

@@ -39,6 +39,7 @@ def everything(tmp_path_factory):
     return done, {(result["name"], result["target"]): result for result in report["variants"]}
 
 
+@pytest.mark.thorough(but=("8-__half-sm_90", "8-__nv_bfloat16-sm_90"))
 @needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "float", "double"])

@@ -22,6 +22,7 @@ def tiles(count):
     return -(-count // 8)
 
 
+@pytest.mark.thorough(but=("17-15-__nv_bfloat16-0", "7-9-float-0"))
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (7, 9), (8, 8), (17, 15)])

@@ -107,6 +107,7 @@ def compiler(folder, *arguments):
     )
 
 
+@pytest.mark.thorough
 def test_only_variants_missing_in_the_saved_report_are_compiled(tmp_path):
     (tmp_path / "shipped.py").write_text(KERNELS)
     saved, again = tmp_path / "saved.json", tmp_path / "again.json"

@@ -63,6 +63,7 @@ def compiler(*arguments, path="."):
     )
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_fits_has_its_resources_and_one_that_does_not_is_a_failure(tmp_path):
     (tmp_path / "examples.py").write_text(EXAMPLES)
     done = compiler(
@@ -107,6 +108,7 @@ def test_every_nvidia_target_has_a_device():
     assert {*pallas_compiler.TARGETS} == {*nvidia, "tpu"}
 
 
+@pytest.mark.thorough
 def test_some_variants_of_the_shipped_kernels_compile():
     """The command compiles all of them, which takes minutes."""
     chosen = "softmax float32 64"
@@ -121,6 +123,7 @@ def test_some_variants_of_the_shipped_kernels_compile():
     ]
 
 
+@pytest.mark.thorough
 def test_every_configuration_is_compiled_ahead_of_time(monkeypatch):
     compiled, look_up = set(), configurations.configuration
 

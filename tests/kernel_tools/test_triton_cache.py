@@ -75,6 +75,7 @@ def process(program, kernels, cache):
     return done.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_a_real_launch_finds_in_a_moved_cache_what_meta_tensors_compiled(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):

@@ -340,6 +340,7 @@ def everything(tmp_path_factory):
     return done, {variant["name"]: variant for variant in report["variants"]}
 
 
+@pytest.mark.thorough
 def test_the_report_has_the_resources_of_a_kernel_that_compiles_and_fits(everything):
     done, variants = everything
     for name, takes_shared in (("scale", False), ("product 32", True)):

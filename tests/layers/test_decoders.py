@@ -148,6 +148,7 @@ def test_bad_input_is_named(model, call, error, message):
         call(model)
 
 
+@pytest.mark.thorough
 def test_the_same_weights_give_the_same_model_in_flax():
     pytest.importorskip("flax")
     import jax.numpy as jnp

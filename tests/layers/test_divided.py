@@ -29,6 +29,7 @@ def run_processes(count, folder):
     assert all((folder / f"done {rank}").exists() for rank in range(count))
 
 
+@pytest.mark.thorough
 def test_layers_of_some_heads_each_give_the_outputs_and_gradients_of_one_process(tmp_path):
     run_processes(2, tmp_path)
 
@@ -39,6 +40,7 @@ def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
     run_processes(4, tmp_path)
 
 
+@pytest.mark.thorough
 def test_training_on_data_and_context_and_weights_gives_the_losses_of_one_process(tmp_path):
     """And so does a restart on another mesh."""
     run_processes(8, tmp_path)

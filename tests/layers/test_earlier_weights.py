@@ -175,6 +175,7 @@ def nested(arrays):
     return tree
 
 
+@pytest.mark.thorough
 def test_a_decoder_of_flax_has_its_first_values_of_before_and_loads_orbax_of_before(tmp_path):
     nnx, jax = pytest.importorskip("flax.nnx"), pytest.importorskip("jax")
     orbax = pytest.importorskip("orbax.checkpoint")

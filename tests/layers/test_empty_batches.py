@@ -26,6 +26,7 @@ def test_a_layer_of_pytorch_gives_an_empty_output_gradients_of_zero_and_the_same
                 torch.testing.assert_close((after.length, after.store), (cache.length, cache.store))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mechanism", ["ccq(gated_delta)", "dplr"])
 def test_a_layer_of_flax_gives_an_empty_output_and_the_same_cache(mechanism):
     nnx = pytest.importorskip("flax.nnx")

@@ -48,6 +48,7 @@ def both(expression):
     return attn, same
 
 
+@pytest.mark.thorough(but=("delta_product", "dplr"))
 @pytest.mark.parametrize("expression", [*sorted(pa.mechanisms()), *COMPOSED])
 def test_the_same_weights_give_the_numbers_of_pytorch(expression):
     attn, same = both(expression)
@@ -88,6 +89,7 @@ def test_any_split_of_a_sequence_gives_the_full_call_under_jit(expression):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(cache))
 
 
+@pytest.mark.thorough
 def test_scanned_layers_have_a_depth_each_and_are_computed_again_in_the_gradient():
     def one(rngs, depth):
         return made("differential", rngs=rngs, depth=depth)
@@ -144,10 +146,12 @@ def test_axes_of_parameters_have_the_usual_names():
         assert specs[name][weight].get_value() == PartitionSpec(*names), (name, weight)
 
 
+@pytest.mark.thorough
 def test_a_layer_with_sharded_parameters_gives_the_same_on_four_devices():
     assert_pass_on_four_devices("../../layers/on_four_devices.py")
 
 
+@pytest.mark.thorough
 def test_training_on_meshes_of_four_devices_and_restarts():
     assert_pass_on_four_devices("../../layers/trained_on_four_devices.py")
 

@@ -44,6 +44,7 @@ def test_bfloat16_weights_and_autocast(expression):
     assert all(p.grad.dtype == torch.float32 for p in attn.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["ccq(gated_delta)"])
 def test_a_compiled_layer_is_one_graph_and_gives_the_same(expression):
     torch._dynamo.reset()
@@ -92,6 +93,7 @@ def test_a_layer_made_on_meta_is_filled_later():
     assert torch.isfinite(attn(hidden(1, 5))).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2])
 def test_fsdp_shards_a_layer_and_gives_the_same(tmp_path, count):
     """Each process has one sequence; gradients are the means over them."""

@@ -1,11 +1,11 @@
 """Do the tests notice a change of one token? A sample of a hundred, drawn once.
 
-    python tests/mutation/command.py draw
-    python tests/mutation/command.py cover -- -n 2 --dist loadfile -m "not slow"
-    python tests/mutation/command.py kill before --jobs 2
-    python tests/mutation/command.py table
+    python -m tests.mutation.command draw
+    python -m tests.mutation.command cover -- -n 2 --dist loadfile -m "not slow"
+    python -m tests.mutation.command kill before --jobs 2
+    python -m tests.mutation.command table
 
-`cover` needs Python 3.12 and writes to `build/mutation`, which is not committed; the verdicts are in
+`cover` needs Python 3.12, and writes to `build/mutation`, which is not committed; verdicts are in
 `record.json`, which is. `kill` continues where it was stopped.
 """
 
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from cover import cover as run_and_note
-from cover import covering, seconds_of
-from draw import ROOT, Drawn
-from draw import draw as drawn_sample
-from kill import GONE, KILLED, SURVIVED, UNTOUCHED
-from kill import kill as verdict_of
 from rich.console import Console
 from rich.progress import track
+
+from tests.mutation.cover import cover as run_and_note
+from tests.mutation.cover import covering, seconds_of
+from tests.mutation.draw import ROOT, Drawn
+from tests.mutation.draw import draw as drawn_sample
+from tests.mutation.kill import GONE, KILLED, SURVIVED, UNTOUCHED
+from tests.mutation.kill import kill as verdict_of
 
 RECORD = Path(__file__).resolve().parent / "record.json"
 STATES = (KILLED, SURVIVED, UNTOUCHED, GONE)

@@ -1,4 +1,4 @@
-"""Which tests execute which mutant's lines: one run of all tests, in which those lines are watched."""
+"""Which tests execute which mutant's lines: all tests run once, and those lines are watched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from draw import ROOT, Drawn
+from tests.mutation.draw import ROOT, Drawn
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "times_of_tests"]

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cover import PYTEST, environment
-from draw import ROOT, Drawn
+from tests.mutation.cover import PYTEST, environment
+from tests.mutation.draw import ROOT, Drawn
 
 BATCHES = ((30, 8.0), (400, 60.0), (100_000, 240.0))
 """The most tests of a batch, and the most seconds that they took without the mutant."""
@@ -114,7 +114,7 @@ def _first_failure(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             said, _ = process.communicate(timeout=limit)

@@ -49,6 +49,7 @@ def assert_exact(x, given, state, order=None):
             assert_close(getattr(d.stream, name), gradient, 2e-6)
 
 
+@pytest.mark.thorough(but=("1-1-20-5-True", "1-1-20-5-False"))
 @pytest.mark.parametrize("erases", [False, True])
 @pytest.mark.parametrize(
     ("s", "t", "d", "e"), [(9, 9, 5, 3), (8, 3, 40, 35), (1, 1, 20, 5), (3, 3, 200, 5)]
@@ -94,6 +95,7 @@ def inputs(layer, t, **sizes):
     return x | {name: -0.3 * np.abs(x[name]) for name in ("g_atk",) if name in x}
 
 
+@pytest.mark.thorough(but=("kda-6-float32", "atk(kda)-5-float32"))
 @pytest.mark.parametrize(
     ("expression", "t", "dtype"),
     [

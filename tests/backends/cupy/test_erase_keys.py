@@ -23,6 +23,7 @@ def in_float32(x):
     return Stream(*(None if a is None else a.astype(np.float32) for a in x))
 
 
+@pytest.mark.thorough(but=("head-37-5-16",))
 @pytest.mark.parametrize(
     ("gate", "s", "t", "chunk"), [("head", 33, 33, 32), ("none", 17, 3, 16), ("head", 37, 5, 16)]
 )
@@ -112,6 +113,7 @@ def test_a_gate_of_minus_infinity_is_one_whose_factor_is_0():
         assert_close(getattr(d.stream, name), getattr(exact, name), 1e-5)
 
 
+@pytest.mark.thorough(but=("atk[learned=true]-9-float32", "atk-33-float32"))
 @pytest.mark.parametrize(
     ("expression", "t", "dtype"),
     [

@@ -108,6 +108,7 @@ def test_lengths_around_the_edges_of_blocks_and_super_blocks(order):
         check(*problem(t, b=1, n=2, beta=True), order=order)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(dtype):
     for t, lengths in ((33, None), (40, [40, 13]), (65, None)):
@@ -189,6 +190,7 @@ def test_rows_that_are_no_multiples_of_16_bytes():
     check(*problem(35, d=5, e=3, b=1), "bfloat16")
 
 
+@pytest.mark.thorough
 def test_keys_that_are_normalised_already():
     """No operand has 16 bits then, so almost all of the error is the rounding of the result."""
     check(*problem(34, normalize="given", beta=True), "bfloat16", 5e-3)
@@ -224,6 +226,7 @@ def test_large_gradients_in_half_precision():
     assert error(result["k"], expected["k"]) < 2e-2
 
 
+@pytest.mark.thorough
 def test_wide_rows_and_tiles_of_unequal_sizes():
     """Several chunks of values with an incomplete last one, and tiles of several blocks."""
     tiles = {
@@ -234,6 +237,7 @@ def test_wide_rows_and_tiles_of_unequal_sizes():
     check(*problem(70, d=68, e=132, b=1, n=1, beta=True), "bfloat16", **tiles)
 
 
+@pytest.mark.thorough
 def test_tiles_larger_than_the_problem():
     tiles = {
         "lucid_inverse": Configuration(64, 256),

@@ -50,6 +50,7 @@ def module():
     return SimulatedModule(HERE / "products.cu", [*ways, *held], options)
 
 
+@pytest.mark.thorough(but=("True-float16-way2-size2", "True-bfloat16-way2-size2"))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("is_tensor", "dtype"), KINDS)
@@ -83,6 +84,7 @@ def test_products_whose_left_factor_is_in_registers(is_tensor, dtype, b_transpos
         np.testing.assert_allclose(c, wide(a.astype(b.dtype)) @ wide(b), rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mechanism", "dtype"), [(pa.Softmax(), "bfloat16"), (pa.Laser(), "float16")]
 )

@@ -89,6 +89,7 @@ def check(layer, x, dtype="float32", bound=None, cut=None, order=None, **masks):
         assert result[name].dtype == DTYPES[dtype]
 
 
+@pytest.mark.thorough
 @needs_simulator
 @pytest.mark.parametrize(
     ("t", "dtype", "d", "e"),
@@ -98,6 +99,7 @@ def test_lengths_around_a_chunk_blocks_of_channels_and_dtypes(t, dtype, d, e):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, d=d, e=e, heads=(1, 1)), dtype)
 
 
+@pytest.mark.thorough
 @needs_simulator
 def test_outputs_in_float16():
     x = problem(pa.GatedDelta(), 17)
@@ -108,6 +110,7 @@ def test_outputs_in_float16():
     assert error(out, expected) < BOUNDS["float16"]
 
 
+@pytest.mark.thorough(but=("options0-treatments4", "options0-treatments3"))
 @needs_simulator
 @pytest.mark.parametrize(
     "treatments",
@@ -168,6 +171,7 @@ def test_any_order_of_blocks_and_threads_gives_the_definition(t, order):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), t, heads=(1, 1)), order=order)
 
 
+@pytest.mark.thorough(but=("33-256-32",))
 @needs_simulator
 @pytest.mark.parametrize(("t", "d", "chunk"), [(65, 20, 64), (33, 256, 32)])
 def test_chunks_of_four_warps_and_the_widest_keys(t, d, chunk):
@@ -184,6 +188,7 @@ def test_keys_that_coincide_or_nearly_do(keys):
     check(pa.GatedDelta(), problem(pa.GatedDelta(), 32, keys=keys, heads=(1, 1)), bound=1e-5)
 
 
+@pytest.mark.thorough(but=("equal",))
 @needs_simulator
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
 def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatch, keys):

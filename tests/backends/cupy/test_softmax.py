@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 CAUSAL = (pa.Softmax(), pa.Softmax(causal=False))
 
 
+@pytest.mark.thorough(but=("33-float32-leaf1", "33-bfloat16-leaf1"))
 @needs_simulator
 @pytest.mark.parametrize("leaf", CAUSAL)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -40,6 +41,7 @@ def test_any_order_of_blocks_and_threads_gives_the_definition(order):
     check(*problem(33, h=4, n=2), order=order)
 
 
+@pytest.mark.thorough
 @needs_simulator
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-4), ("float16", 4e-5)])
 def test_equal_keys_in_a_precise_kernel(monkeypatch, dtype, bound):
@@ -51,6 +53,7 @@ def test_equal_keys_in_a_precise_kernel(monkeypatch, dtype, bound):
     assert error(run_kernels(x, d_out)["q"], wanted) < bound
 
 
+@pytest.mark.thorough(but=("12-5", "5-12"))
 @needs_simulator
 @pytest.mark.parametrize(("d", "e"), [(5, 12), (12, 5), (1, 1), (20, 24)])
 def test_any_width(d, e):
@@ -122,6 +125,7 @@ def test_segments_of_fewer_queries_than_keys():
     check(*problem(20, 51, h=2), segment_ids=ids, lengths=np.array([48, 51]))
 
 
+@pytest.mark.thorough(but=("float16", "bfloat16"))
 @needs_simulator
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_equal_or_zero_keys_in_a_precise_kernel(monkeypatch, dtype):
@@ -146,11 +150,13 @@ def test_logits_of_any_size(size):
     check(x, d_out, bound=1e-3 if size > 1 else 1e-5)
 
 
+@pytest.mark.thorough
 @needs_simulator
 def test_shipped_tiles_compute_the_same():
     check(*problem(70, b=1, h=1, dtype="bfloat16"), tiles={})
 
 
+@pytest.mark.thorough
 @needs_simulator
 def test_tiles_of_queries_and_keys_may_differ():
     high, wide = Configuration(32, 16), Configuration(16, 32)
@@ -159,6 +165,7 @@ def test_tiles_of_queries_and_keys_may_differ():
         check(*problem(70, b=1, h=1), tiles=tiles, leaf=leaf)
 
 
+@pytest.mark.thorough
 @needs_simulator
 def test_channels_in_several_parts_give_the_definition():
     check(*problem(18, b=1, h=2, d=200, e=300))

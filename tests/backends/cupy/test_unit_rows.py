@@ -19,6 +19,7 @@ def rows(*shape, dtype, seed=0):
     return o.astype(dtype)
 
 
+@pytest.mark.thorough(but=("1-1-1-float16-False-None", "1-1-1-float32-False-None"))
 @needs_simulator
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("detach", [True, False])

@@ -87,6 +87,7 @@ DEFAULT = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(ga
 
 
 # Slow: options and other compositions, which `test_blocked_backends` has in NumPy and PyTorch.
+@pytest.mark.thorough(but=("row_normalized",))
 @pytest.mark.parametrize(
     "expression",
     [
@@ -144,6 +145,7 @@ def test_laser_reads_values_too_far_apart_for_one_shift(dtype, apart, small_bloc
         close(result[name], expected[name], 1e-9 if dtype == "float64" else 2e-4)
 
 
+@pytest.mark.thorough(but=("1", "16"))
 @pytest.mark.parametrize("size", [1, 7, 16, 40, 256])
 def test_the_inverse_for_nearly_equal_keys_is_accurate(size):
     rng = np.random.default_rng(2)
@@ -154,6 +156,7 @@ def test_the_inverse_for_nearly_equal_keys_is_accurate(size):
 
 
 # Slow: `test_jax` has the same test for LASER and GSA, which take long to compile.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     [
@@ -206,6 +209,7 @@ def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, s
     assert list(cache.length) == list(place)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path[flush=4]"])
 def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
     m = pa.parse(expression)
@@ -273,6 +277,7 @@ print("all of them agree")
 """
 
 
+@pytest.mark.thorough
 def test_sharded_calls_on_eight_devices_equal_the_reference():
     flags = os.environ.get("XLA_FLAGS", "")
     done = subprocess.run(

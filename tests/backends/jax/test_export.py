@@ -65,6 +65,7 @@ MORE = ["laser", "path", "deltaformer", "mesa", "gsa", "windowed", "cross_covari
 SLOW = [pytest.param(expression, marks=pytest.mark.slow) for expression in MORE]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", [*GRADIENTS, *SLOW])
 def test_one_program_has_output_and_gradient_of_all_lengths(expression):
     m = pa.parse(expression)
@@ -76,6 +77,7 @@ def test_one_program_has_output_and_gradient_of_all_lengths(expression):
             close(result[name], array)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     ["lucid", *(pytest.param(e, marks=pytest.mark.slow) for e in ("gated_delta", "path", "laser"))],
@@ -109,6 +111,7 @@ np.savez(f"{folder}/found.npz", extended=extended, length=cache.length, **out)
 """
 
 
+@pytest.mark.thorough
 def test_a_serialised_program_runs_in_another_process(tmp_path):
     pytest.importorskip("flatbuffers", reason="JAX serialises by it")
     m = pa.GatedDelta()

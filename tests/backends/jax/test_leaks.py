@@ -19,6 +19,7 @@ def few_objects():
     gc.unfreeze()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
 def test_no_tracer_outlives_its_trace(expression):

@@ -27,6 +27,7 @@ def extended(store, x, cache):
     return out, cache.store
 
 
+@pytest.mark.thorough
 def test_an_extension_is_differentiated_in_inputs_and_states():
     x = problem()
     _, cache = M.extend(M.init_cache(**x), **x)
@@ -41,6 +42,7 @@ def test_an_extension_is_differentiated_in_inputs_and_states():
             np.testing.assert_allclose(gradient, expected[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_forward_mode_through_an_extension():
     x = problem()
     cache = M.init_cache(**x)

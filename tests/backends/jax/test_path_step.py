@@ -29,6 +29,7 @@ def agree(result, expected):
     np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.thorough(but=("path[flush=3,forget=scaled,bias=true]", "path[flush=16]"))
 @pytest.mark.parametrize(
     "expression",
     [

@@ -74,6 +74,7 @@ def in_two_steps(m, x, backend):
 
 
 # One order of modes: a reverse pass over the gradient is the transpose of a forward one.
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", EACH_KIND)
 def test_a_gradient_can_be_differentiated_in_reverse(expression, small_blocks):
     m = pa.parse(expression)
@@ -101,6 +102,7 @@ def test_second_derivatives_of_packed_sequences(expression, small_blocks):
     compare(lambda x, backend: m(**x, segment_ids=segment_ids, backend=backend), arrays_of(m))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     [
@@ -113,6 +115,7 @@ def test_second_derivatives_go_through_caches(expression, small_blocks):
     compare(partial(in_two_steps, m), arrays_of(m))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     [

@@ -1,7 +1,10 @@
 """Sharding over devices: calls. `test_sharding_check.py`, which runs beside it, has the check."""
 
+import pytest
+
 from tests.backends.jax.four_devices import assert_pass_on_four_devices
 
 
+@pytest.mark.thorough
 def test_batch_and_heads_are_computed_where_they_are():
     assert_pass_on_four_devices("on_four_devices.py")

@@ -32,6 +32,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "group",
     [
@@ -127,6 +128,7 @@ def test_tf32_is_the_users_choice(setting, allowed, monkeypatch):
         assert products(jnp.bfloat16, interpret=False).tf32
 
 
+@pytest.mark.thorough
 def test_jit_grad_and_vmap_of_a_call_with_fewer_key_heads():
     m, (q, k, v) = pa.Lucid(), arrays(h=4)
 

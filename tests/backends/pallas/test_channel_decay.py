@@ -117,15 +117,18 @@ def test_a_chunks_scores_and_their_gradients():
         assert error(array, correct.reshape(array.shape)) < 1e-5, index
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("leaf", [pa.GLA(), pa.KDA()], ids=str)
 def test_one_token_more_than_a_chunk_and_blocks_of_channels(leaf):
     check_leaf(leaf, 65, "bfloat16", d=20, e=72)
 
 
+@pytest.mark.thorough
 def test_nearly_equal_keys_and_open_gates_next_to_closed_ones():
     check_leaf(pa.KDA(), 63, heads=(1, 1), gates="extreme", keys="clustered")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("leaf", "dtype"),
     [(pa.GLA(scale=0.3), "float32"), (pa.GSA(), "float16"), (pa.KDA(scale=0.3), "float16")],
@@ -136,6 +139,7 @@ def test_padding_segments_and_open_gates_next_to_closed_ones(leaf, dtype):
     check_leaf(leaf, 70, dtype, frame=frame, b=2, heads=(1, 1), gates="extreme")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("leaf", [pa.GLA(), pa.GSA(), pa.KDA()], ids=str)
 def test_an_extension_and_its_gradient(leaf):
     x, cotangent = problem(leaf, 19)

@@ -41,6 +41,7 @@ def test_decoding_after_a_cache(h, n, d, e, options, dtype, bound):
         assert error(out[:, 0], expected[:, i]) < bound
 
 
+@pytest.mark.thorough
 def test_decoding_sequences_of_unequal_lengths():
     """One sequence begins with the step, one has no new token, and some keys are masked."""
     m = pa.Lucid()
@@ -64,6 +65,7 @@ def test_decoding_sequences_of_unequal_lengths():
         np.testing.assert_allclose(cache.store[name], buffer, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_step_is_that_of_the_definitions():
     m, x = pa.Lucid(), arrays(6, 4, 2, 8, 8)
     x = {name: a.astype(np.float32) for name, a in x.items()}

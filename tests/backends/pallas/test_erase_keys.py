@@ -28,6 +28,7 @@ def float32(x):
     return Stream(*(None if a is None else jnp.asarray(a, dtype="float32") for a in x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gate", "s", "t", "erased"),
     [("head", 33, 33, "erase"), ("key", 17, 3, "erase"), ("head", 37, 5, "undecayed")],

@@ -64,6 +64,7 @@ def check_leaf(leaf, t, dtype="float32", frame=None, bound=None, **options):
     check(KERNELS, leaf, x, cotangent, frame, dtype, bound or BOUNDS[dtype], **TILES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("t", "dtype", "d", "e"),
     [(33, "float32", 12, 20), (31, "bfloat16", 40, 72), (1, "float16", 8, 8)],
@@ -99,6 +100,7 @@ def test_special_cases_run_by_the_same_kernels(leaf):
     check_leaf(leaf, 20, b=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("leaf", "t", "dtype"),
     [
@@ -126,6 +128,7 @@ def test_a_token_of_comba_extends_its_cache():
     check_extension(KERNELS, pa.Comba(), x, cotangent, 2e-5, **TILES)
 
 
+@pytest.mark.thorough
 def test_contracted_queries_run_by_the_same_kernels():
     rng = np.random.default_rng(0)
     x = {"q": rng.normal(size=(1, 20, 4, 12)), "k": rng.normal(size=(1, 20, 2, 12))}

@@ -84,6 +84,7 @@ def without_segment_1(ids, array):
     return np.where(is_other, array, np.float32(np.nan))
 
 
+@pytest.mark.thorough(but=("136-8",))
 @pytest.mark.parametrize(("d", "e"), [(136, 8), (16, 136)])
 def test_widths_that_are_no_powers_of_two_and_more_than_a_chunk(d, e):
     given = problem(18, d=d, e=e, b=1, n=1)

@@ -22,6 +22,7 @@ def compare(result, expected):
         np.testing.assert_allclose(one / scale, other / scale, rtol=0, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_a_gradient_by_kernels_can_be_differentiated_in_reverse():
     m = pa.GatedDelta()
     x = arrays_of(m)

@@ -69,6 +69,7 @@ def recurrence(leaf, t, kinds=(("random", "random"),), **options):
     return stacked(*made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("t", "dtype", "lengths", "segments"),
     [
@@ -122,12 +123,14 @@ def test_for_one_token_of_lucid_y_is_its_value():
 KINDS = (("random", "random"), ("clustered", "random"), ("equal", "extreme"), ("zero", "extreme"))
 
 
+@pytest.mark.thorough
 def test_gated_delta_around_a_chunk_with_extreme_gates_padding_and_segments():
     given = recurrence(pa.GatedDelta(), 257, KINDS, heads=(1, 2))
     frame = frame_of(257, 257, 4, lengths=(257, 256, 200, 257), segments=(300, 100, 300, 128))
     check_on_a_tpu(*given, frame, "float32")
 
 
+@pytest.mark.thorough
 def test_gated_delta_in_half_precision_with_wide_values():
     given = recurrence(pa.GatedDelta(), 127, (("random", "random"),), d=40, e=136)
     check_on_a_tpu(*given, frame_of(127, 127, 1), "bfloat16")
@@ -262,6 +265,7 @@ def test_a_check_without_kernels_is_an_error():
         pass
 
 
+@pytest.mark.thorough
 def test_every_variant_for_a_tpu_can_be_lowered():
     """Also when 64 bits are enabled, as in all of these tests."""
     names = set()
@@ -318,6 +322,7 @@ def run_with_setting(code, setting):
     )
 
 
+@pytest.mark.thorough
 def test_an_environment_variable_selects_the_target_of_interpreted_kernels():
     code = """
 import jax, jax.numpy as jnp, precondattn as pa

@@ -29,6 +29,12 @@ def run(expression, x, cotangent, dtype="float32", *, masks=None, **tiles):
     check(KERNELS, pa.parse(expression), x, cotangent, frame, dtype, BOUNDS[dtype], **tiles)
 
 
+@pytest.mark.thorough(
+    but=(
+        "windowed[size=20,shift=7,bias=true,scale=0.3]-33-sizes2-bfloat16",
+        "windowed[size=2,shift=1,bias=true]-33-sizes3-float32",
+    )
+)
 @pytest.mark.parametrize(
     ("expression", "t", "sizes", "dtype"),
     [

@@ -10,6 +10,7 @@ from tests.backends.mechanism_groups import (
     is_plain,
     only,
     slow_unless,
+    thorough,
 )
 
 BACKENDS = {
@@ -20,15 +21,18 @@ BACKENDS = {
 }
 
 
-# Slow: compositions in PyTorch; their wiring is the same in every library.
+# Slow: compositions in PyTorch; their wiring is the same in every library. Thorough: PyTorch, which
+# the first tier runs across small blocks.
 @pytest.mark.parametrize(
     "group",
     [
         *groups("smoke", "numpy", ("float64", "float32")),
         *groups("smoke", "array_api_strict", ("float64",)),
-        *slow_unless(
-            is_declared_alone,
-            groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+        *thorough(
+            slow_unless(
+                is_declared_alone,
+                groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16")),
+            )
         ),
         *groups("smoke", "jax", ("float32",), ("outputs",)),  # `test_jax_backend` has the rest.
     ],
@@ -39,10 +43,11 @@ def test_the_blocked_backends_conform(group):
 
 # Slow: compositions, whose pieces run alone here and whose wiring is tested above; options at full,
 # which run at smoke; options in PyTorch, whose algorithms are those of NumPy with other arithmetic.
+# Thorough: all of NumPy at full.
 @pytest.mark.parametrize(
     "group",
     [
-        *slow_unless(is_plain, groups("full", "numpy", ("float64",))),
+        *thorough(slow_unless(is_plain, groups("full", "numpy", ("float64",)))),
         *only(has_options_alone, groups("smoke", "numpy", ("float64",))),
         *slow_unless(is_plain, groups("smoke", "torch", ("float64",))),
     ],

@@ -11,6 +11,7 @@ from tests.backends.mechanism_groups import (
     is_never,
     is_plain,
     slow_unless,
+    thorough,
 )
 
 CACHES = {"caching": SMOKE[1:2], "states": SMOKE[1:2]}
@@ -22,20 +23,25 @@ MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 # library: NumPy runs all of it, and each mechanism runs in PyTorch and JAX without options.
 # In JAX, more layouts and checks too. In NumPy, compositions: they are the wiring of pieces that
 # run alone here, and `test_blocked_conformance.py` runs the same wiring around faster ones.
+#
+# Thorough: all but array_api_strict. The first tier has the definitions that `tests/mathematics`
+# compares, and the blocked backends, which are compared with the reference in every library.
 
 
 @pytest.mark.parametrize(
     "group",
     [
-        *slow_unless(is_declared_alone, groups("full", "numpy", ("float64",))),
-        *slow_unless(
-            is_plain, groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16"))
+        *thorough(slow_unless(is_declared_alone, groups("full", "numpy", ("float64",)))),
+        *thorough(
+            slow_unless(
+                is_plain, groups("smoke", "torch", ("float64", "float32", "float16", "bfloat16"))
+            )
         ),
         *groups("smoke", "array_api_strict", ("float64",)),
         *groups_of("array_api_strict", "float32", CACHES),
-        *slow_unless(is_plain, groups_of("jax", "float64", OF_JAX)),
+        *thorough(slow_unless(is_plain, groups_of("jax", "float64", OF_JAX))),
         *slow_unless(is_never, groups_of("jax", "float64", MORE_OF_JAX)),
-        *slow_unless(is_plain, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]})),
+        *thorough(slow_unless(is_plain, groups_of("jax", "bfloat16", {"outputs": SMOKE[:1]}))),
     ],
 )
 def test_the_reference_conforms(group):

@@ -53,6 +53,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
 
 
+@pytest.mark.thorough(but=("torch-lucid[beta=true]2", "torch-row_normalized0"))
 @pytest.mark.parametrize(
     "group",
     [
@@ -239,6 +240,7 @@ def test_the_ledger_is_generated_from_the_saved_reports():
     assert (docs / "kernel_ledger.md").read_text(encoding="utf-8") == made
 
 
+@pytest.mark.thorough
 def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
     """In a process that does not import the checks of kernels."""
     code = """
@@ -252,6 +254,7 @@ assert (out - expected).abs().max() < 3e-2
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, INTERPRET: "1"})
 
 
+@pytest.mark.thorough
 def test_every_configuration_is_compiled_ahead_of_time():
     code = """
 from unittest.mock import patch

@@ -86,6 +86,7 @@ def test_other_backbones_and_extensions_are_left_to_the_leaves(expression, chang
     assert reason in answer.reason
 
 
+@pytest.mark.thorough(but=("one pass-1-heads2", "one pass-16-heads1"))
 @pytest.mark.parametrize(("t", "heads"), [(33, {"u": 2}), (16, {}), (1, {})])
 def test_gated_delta_at_the_borders_of_chunks(passes, t, heads):
     """Three chunks, the last of one token; value heads that share their keys."""
@@ -118,6 +119,7 @@ def test_half_precision(expression, dtype):
     check(layer, problem(layer, 34, d=20, e=24), dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(ssd)"])
 def test_packed_padded_and_masked_tokens(passes, expression):
     """One segment ends at a chunk's border, one within a chunk, and one spans several chunks."""

@@ -21,6 +21,7 @@ def tensors(x):
     return Stream(*(None if a is None else torch.from_numpy(a).float() for a in x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gate", "s", "t", "erased"),
     [("head", 33, 33, "erase"), ("key", 17, 3, "erase"), ("head", 37, 5, "undecayed")],

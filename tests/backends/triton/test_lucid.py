@@ -82,6 +82,7 @@ def check(leaf, x, d_y, frame, bound, **tiles):
         torch.testing.assert_close(given[name], before[name], equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.thorough(but=("33-dtype0", "33-dtype1"))
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("t", [15, 33, 65])
 def test_every_dtype_across_blocks_and_super_blocks(t, dtype):
@@ -169,6 +170,7 @@ def test_large_gradients_in_float16():
     check(leaf, x, 50 * d_y, frame, BOUNDS[torch.float16])
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_wide_clustered_keys_in_bfloat16():
     """The norm's gradient cancels most of it: factors of 8 bits would leave an error of 0.015."""
     layout = Layout("wide", b=1, t=40, s=40, h=2, n=2, d=64, e=64)
@@ -193,6 +195,7 @@ def test_shipped_tiles_compute_the_same(t):
     check(*problem(t, b=1, n=1, beta=True), 2e-5, **tiles)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_untuned_configurations(dtype):
     half = dtype == torch.bfloat16
@@ -217,6 +220,7 @@ def test_any_strides():
         torch.testing.assert_close(result[name], again[name], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_the_order_of_the_programs_does_not_matter():
     leaf, x, d_y, frame = problem(50, beta=True)
     results = []

@@ -91,6 +91,7 @@ def only_valid(array, frame, filler):
 # --------------------------------------------------------------------------------- sizes
 
 
+@pytest.mark.thorough(but=("33-dtype2", "33-dtype0"))
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("t", [15, 33, 65])
 def test_every_dtype_within_chunks_across_borders_and_super_blocks(t, dtype):
@@ -116,6 +117,7 @@ def test_widths_that_are_no_powers_of_two(d, e):
     check(*problem(34, d=d, e=e, dtype=torch.bfloat16))
 
 
+@pytest.mark.thorough
 def test_tiles_of_scores_may_be_wider_than_a_chunk():
     tiles = {
         **SMALL,
@@ -125,6 +127,7 @@ def test_tiles_of_scores_may_be_wider_than_a_chunk():
     check(*problem(150), tiles=tiles)
 
 
+@pytest.mark.thorough
 def test_chunks_of_several_tiles():
     """Inverses begin with the scores within a chunk, and continue across borders."""
     tiles = {**SMALL, "path_chunks": Configuration(32, 16)}
@@ -141,6 +144,7 @@ def test_shipped_tiles(dtype):
 # --------------------------------------------------------------------------------- masks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(70, 13), (33, 0)])
 def test_padding_may_contain_nan(dtype, lengths):
@@ -218,6 +222,7 @@ def test_large_values_and_gradients_in_float16():
 # --------------------------------------------------------------------------------- arrays
 
 
+@pytest.mark.thorough
 def test_any_strides():
     leaf, x, d_y = problem(40, n=2, b=2, beta=True)
     apart = {name: torch.stack((a, a), -1)[..., 0].mT.contiguous().mT for name, a in x.items()}
@@ -228,6 +233,7 @@ def test_any_strides():
     assert all(torch.equal(a, wanted_gradients[name]) for name, a in gradients.items())
 
 
+@pytest.mark.thorough
 def test_any_order_of_programs_gives_the_same_bits():
     leaf, x, d_y = problem(80, n=2, beta=True)
     frame = full_frame(80, 80, x["k"])
@@ -236,6 +242,7 @@ def test_any_order_of_programs_gives_the_same_bits():
     assert all(torch.equal(a, second[name]) for name, a in first.items())
 
 
+@pytest.mark.thorough
 def test_lucid_around_path_with_fewer_heads_of_keys():
     """Attention and its preconditioner together, forward and backward, by these kernels alone."""
     mechanism = pa.Lucid(pa.Path())

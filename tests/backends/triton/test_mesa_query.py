@@ -29,6 +29,7 @@ def inputs(layer, t, **options):
     return x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "t", "dtype"),
     [
@@ -52,10 +53,12 @@ def test_keys_that_coincide_and_extreme_gates(keys):
     check(LEAF, x, bound=2e-5, tiles=HALF_CHUNKS)
 
 
+@pytest.mark.thorough
 def test_several_queries_of_a_state_and_another_ridge_for_each():
     check(LEAF, inputs(LEAF, 40, d=20, heads=(1, 3)), bound=1e-5, tiles=HALF_CHUNKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decay", ["none", "retention"])
 def test_one_state_for_several_heads_and_padded_sequences(decay):
     leaf = pa.MesaQuery(decay=decay)
@@ -63,6 +66,7 @@ def test_one_state_for_several_heads_and_padded_sequences(decay):
     check(leaf, x, bound=1e-5, lengths=torch.tensor([19, 6]))
 
 
+@pytest.mark.thorough
 def test_packed_sequences_have_a_sum_of_their_own():
     x = inputs(LEAF, 40)
     ids = torch.tensor([[0] * 13 + [1] * 10 + [2] * 17])
@@ -90,6 +94,7 @@ def test_a_query_that_is_not_solved_is_an_error_with_its_residual():
         leaf(**inputs(leaf, 40), backend=BACKENDS)
 
 
+@pytest.mark.thorough
 def test_a_residual_that_has_drifted_from_that_of_the_recurrence_is_solved_for(monkeypatch):
     leaf = pa.MesaQuery(tolerance=2e-6)
     x = inputs(leaf, 40, d=20, keys="clustered", heads=(1, 1))

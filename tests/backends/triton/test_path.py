@@ -185,6 +185,7 @@ def test_correlated_directions_cost_no_accuracy():
     check(x, d_out, tiles=chunks)
 
 
+@pytest.mark.thorough
 def test_inputs_of_any_strides():
     x, d_out = problem(20, b=2, h=2, n=2, d=16)
     apart = {

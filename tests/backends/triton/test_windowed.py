@@ -69,6 +69,12 @@ def check(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     return out, gradients
 
 
+@pytest.mark.thorough(
+    but=(
+        "windowed[size=5,shift=2,bias=true]-12-4-2-20-12-dtype1",
+        "windowed[size=2/3,shift=0/2,grid=5,bias=true]-23-2-2-16-8-dtype6",
+    )
+)
 @pytest.mark.parametrize(
     ("expression", "t", "h", "n", "d", "e", "dtype"),
     [

@@ -86,6 +86,7 @@ def products_of(mechanism):
     return counted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mechanism", sorted(STATED))
 def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism):
     counted = products_of(mechanism)

@@ -207,6 +207,7 @@ def test_the_backend_is_called_and_the_model_of_another_instance_is_not_changed(
     assert not calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
 def test_a_model_can_be_compiled_as_one_graph_as_before(name):
     model, (ids, _) = made(name, num_hidden_layers=1), prompts()
@@ -219,6 +220,7 @@ def test_a_model_can_be_compiled_as_one_graph_as_before(name):
             close(compiled(ids, use_cache=False).logits, expected)
 
 
+@pytest.mark.thorough(but=("Mamba2-aot_eager",))
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

@@ -284,6 +284,7 @@ def test_what_a_call_asks_for_and_a_mechanism_has_not_is_refused():
         model(ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_a_replaced_model_is_one_graph_without_a_mask_too(family):
     """Compiled code does not see whether position_ids are those of one sequence."""
@@ -305,6 +306,7 @@ def test_a_pattern_that_no_mechanism_has_is_refused_in_compiled_code_too():
             traced_sequences(pattern, 1, index)
 
 
+@pytest.mark.thorough
 def test_compiled_calls_with_new_caches_warn_of_nothing():
     """Warnings are errors here, and Dynamo warns of an `lru_cache` that it passes over."""
     torch._dynamo.reset()
