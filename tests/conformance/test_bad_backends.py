@@ -1,5 +1,9 @@
-"""The suite on faulty backends: it reports each fault, and the other cases still run."""
+"""The suite on faulty backends: it reports each fault, and the other cases still run.
 
+Where no process dies, hangs or is replaced, the suite runs in this one.
+"""
+
+import io
 import json
 import os
 import re
@@ -11,8 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from precondattn_conformance.cases import cases
+from precondattn_conformance.command import conformance as run_suite
 from precondattn_conformance.report.record import load
+from precondattn_conformance.session import Session
 
 FOLDER = Path(__file__).parent / "bad_backends"
 MAIN = "from precondattn.command_line.cli import main; main()"
@@ -43,9 +51,27 @@ def recorded(tmp_path, backend, *arguments, **named):
     return done.returncode, load(path), done.stdout
 
 
+@pytest.fixture
+def here(tmp_path, only_the_reference, monkeypatch):
+    """The same as `recorded`, in this process."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(backend, **chosen):
+        path, printed = tmp_path / "record.json", io.StringIO()
+        chosen = {"mechanisms": ("softmax",), "libraries": ("numpy",), **chosen}
+        session = Session(backend=(backend,), jobs=0, **chosen)
+        code = run_suite(session, Console(file=printed, width=80), record=path)
+        return code, load(path), printed.getvalue()
+
+    return run
+
+
+OUTPUTS = {"dtypes": ("float64",), "checks": ("outputs",)}
+
+
 @pytest.mark.parametrize("backend", ["zeros", "nans", "shuffles", "pretends", "raises"])
-def test_a_faulty_backend_fails(tmp_path, backend):
-    code, record, printed = recorded(tmp_path, backend, "--dtype", "float64", "--check", "outputs")
+def test_a_faulty_backend_fails(here, backend):
+    code, record, printed = here(backend, **OUTPUTS)
     assert code == 1
     assert record.count("failed") >= 3
     assert f"{backend}: " in printed
@@ -54,19 +80,19 @@ def test_a_faulty_backend_fails(tmp_path, backend):
 @pytest.mark.parametrize(
     ("backend", "check"), [("overflows", "stability"), ("varies", "determinism")]
 )
-def test_smoke_finds_the_fault_of_a_backend_without_float64(tmp_path, backend, check):
-    code, record, _ = recorded(tmp_path, backend)
+def test_smoke_finds_the_fault_of_a_backend_without_float64(here, backend, check):
+    code, record, _ = here(backend)
     assert code == 1
     failed = [outcome for outcome in record.outcomes if outcome.status == "failed"]
     assert {(outcome.check, outcome.dtype) for outcome in failed} == {(check, "float32")}
 
 
-def test_smoke_runs_the_same_checks_in_the_widest_dtype_of_a_backend(tmp_path):
-    code, record, _ = recorded(tmp_path, "narrow")
+def test_smoke_runs_the_same_checks_in_the_widest_dtype_of_a_backend(here):
+    code, record, _ = here("narrow")
     assert code == 0
     assert {outcome.dtype for outcome in record.outcomes} == {"float32"}
-    _, wide, _ = recorded(tmp_path, "reference")
-    assert {outcome.check for outcome in record.outcomes} == {o.check for o in wide.outcomes}
+    wide = cases("smoke", only_mechanisms=("softmax",), only_libraries=("numpy",))
+    assert {outcome.check for outcome in record.outcomes} == {case.check for case in wide}
 
 
 def test_a_failure_shows_its_position_its_size_and_code_that_reproduces_it(tmp_path):
@@ -105,6 +131,7 @@ OTHERS = tuple(
 )
 
 
+@pytest.mark.thorough
 def test_a_failure_that_needs_an_earlier_call_is_reported_with_that_call(tmp_path):
     given = [word for name in (OTHERS[0], NARROW, *OTHERS[1:], WIDE) for word in ("--case", name)]
     junit, page = tmp_path / "junit.xml", tmp_path / "page.html"
@@ -127,8 +154,6 @@ def test_a_failure_that_needs_an_earlier_call_is_reported_with_that_call(tmp_pat
     shown = run_snippet(failed)
     assert shown.returncode == 1
     assert shown.stdout.startswith("failed: the output is off by")
-    code, record, _ = recorded(tmp_path, "keyed", "--case", WIDE)
-    assert code == 0
 
 
 def test_a_failure_that_never_comes_back_depends_on_chance(tmp_path, monkeypatch):
@@ -149,8 +174,8 @@ def test_a_case_is_replayed_by_its_id(tmp_path):
     assert [outcome.id for outcome in record.outcomes] == [name]
 
 
-def test_a_backend_that_refuses_all_has_no_coverage_and_fails(tmp_path):
-    code, record, printed = recorded(tmp_path, "refuses")
+def test_a_backend_that_refuses_all_has_no_coverage_and_fails(here):
+    code, record, printed = here("refuses")
     assert code == 1
     assert record.count("unsupported") == len(record.outcomes) > 10
     assert "not today" in printed
@@ -164,8 +189,15 @@ def rows_of_design(folder):
     return str(path)
 
 
-def test_a_crash_is_one_failure_and_the_rest_runs(tmp_path):
-    code, record, _ = recorded(tmp_path, "crashes", "--dtype", "float64")
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """The exit code and the record of a backend that kills its process."""
+    folder = tmp_path_factory.mktemp("crashed")
+    return recorded(folder, "crashes", "--dtype", "float64")[:2]
+
+
+def test_a_crash_is_one_failure_and_the_rest_runs(crashed):
+    code, record = crashed
     assert code == 1
     failed = [outcome for outcome in record.outcomes if outcome.status == "failed"]
     layouts = {outcome.layout for outcome in failed}
@@ -176,6 +208,7 @@ def test_a_crash_is_one_failure_and_the_rest_runs(tmp_path):
     assert record.count("passed") > 5
 
 
+@pytest.mark.thorough
 def test_a_hang_is_one_failure_with_its_position_and_the_rest_runs(tmp_path):
     given = ("--dtype", "float64", "--check", "outputs", "--timeout", "4")
     code, record, _ = recorded(tmp_path, "hangs", *given, "--skip", rows_of_design(tmp_path))
@@ -187,6 +220,7 @@ def test_a_hang_is_one_failure_with_its_position_and_the_rest_runs(tmp_path):
     assert record.count("passed") == 3
 
 
+@pytest.mark.thorough
 def test_a_leak_is_reported(tmp_path):
     name = "leaks-torch-float32-leak-random-softmax"
     code, record, _ = recorded(tmp_path, "leaks", "--case", name, library="torch")
@@ -202,6 +236,7 @@ def test_processes_end_without_leaving_locks_of_the_backend():
     assert "resource_tracker" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_more_memory_than_declared_is_a_failure(tmp_path):
     name = "memory-torch-float32-long-random-softmax"
     code, record, _ = recorded(tmp_path, "quadratic", "--case", name, library="torch")
@@ -209,13 +244,12 @@ def test_more_memory_than_declared_is_a_failure(tmp_path):
     assert "declares linear memory" in record.outcomes[0].reason
 
 
-def test_a_backend_below_its_declared_minimum_fails(tmp_path):
-    of_both = ("--mechanism", "lucid_solve", "--dtype", "float64", "--check", "outputs")
-    code, record, printed = recorded(tmp_path, "late", *of_both)
+def test_a_backend_below_its_declared_minimum_fails(here):
+    code, record, printed = here("late", mechanisms=("softmax", "lucid_solve"), **OUTPUTS)
     assert code == 1
     assert record.count("failed") == 0
     assert "late promises lucid_solve, and supports none of it" in printed
-    code, _, printed = recorded(tmp_path, "late", "--check", "outputs", "--dtype", "float64")
+    code, _, printed = here("late", **OUTPUTS)
     assert code == 0, printed
 
 
@@ -244,7 +278,7 @@ def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
     assert "interrupted" in printed
 
 
-def test_lists_of_expected_failures_and_skipped_cases(tmp_path):
+def test_lists_of_expected_failures_and_skipped_cases(tmp_path, here):
     xfail, skip = tmp_path / "xfail.txt", tmp_path / "skip.txt"
     xfail.write_text("# Known.\noutputs-*-packed-*-softmax   # segments are not written yet\n")
     skip.write_text("outputs-*-ragged-*  # issue 3\n*block*  # rows of the design\n")
@@ -254,28 +288,28 @@ def test_lists_of_expected_failures_and_skipped_cases(tmp_path):
     by_layout = {outcome.layout: outcome.status for outcome in record.outcomes}
     assert by_layout["packed"] == "xfailed"
     assert by_layout["ragged"] == "skipped"
-    code, record, _ = recorded(tmp_path, "quadratic", *given)
+    code, record, _ = here("quadratic", xfail=xfail, skip=skip, **OUTPUTS)
     assert code == 1
     (failed,) = [outcome for outcome in record.outcomes if outcome.status == "failed"]
     assert "it passed, though" in failed.reason
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "says"),
     [
         ("outputs-numpy-float64-plain-clustered-softmacks  # a slip", "matches no case"),
         ("outputs-*", "no reason given"),
     ],
 )
-def test_an_invalid_line_of_a_list_is_an_error(tmp_path, line, text):
+def test_an_invalid_line_of_a_list_is_an_error(tmp_path, here, line, says):
     path = tmp_path / "xfail.txt"
     path.write_text(f"{line}\n")
-    done = conformance("zeros", "--xfail", str(path))
-    assert done.returncode == 2
-    assert text in done.stderr
+    with pytest.raises(ValueError, match=says):
+        here("zeros", xfail=path)
 
 
-def test_pytest_reports_the_same_as_the_command(tmp_path):
+@pytest.mark.thorough
+def test_pytest_reports_the_same_as_the_command(tmp_path, crashed):
     path = tmp_path / "record.json"
     done = subprocess.run(
         [
@@ -294,5 +328,4 @@ def test_pytest_reports_the_same_as_the_command(tmp_path):
     assert "the process died of SIGSEGV" in done.stdout
     assert "from precondattn_conformance import call_of, replay" in done.stdout
     of_pytest = {outcome.id: outcome.status for outcome in load(path).outcomes}
-    _, record, _ = recorded(tmp_path, "crashes", "--dtype", "float64")
-    assert of_pytest == {outcome.id: outcome.status for outcome in record.outcomes}
+    assert of_pytest == {outcome.id: outcome.status for outcome in crashed[1].outcomes}

@@ -86,6 +86,7 @@ def rescaled(only_the_reference):
     register_backend(Rescaled("wrong", 1.01))
 
 
+@pytest.mark.thorough
 def test_every_layer_by_hand_gives_what_ours_gives(tmp_path):
     """A row that is timed has an output, and dx or a decoded token, that agree in float64."""
     code, printed = run_quick("layer_*", save=tmp_path / "run.json")
@@ -99,7 +100,9 @@ def test_every_layer_by_hand_gives_what_ours_gives(tmp_path):
         assert row.ratios["by_hand"]["error"] < 2e-5, row.case
 
 
-@pytest.mark.parametrize("name", ["layer_softmax", "layer_lucid_decode"])
+@pytest.mark.parametrize(
+    "name", ["layer_softmax", pytest.param("layer_lucid_decode", marks=pytest.mark.thorough)]
+)
 def test_a_layer_that_differs_from_the_one_by_hand_is_not_timed(monkeypatch, tmp_path, name):
     from precondattn.layers.recipes.projections import Projection, Rotary
 
@@ -121,6 +124,7 @@ OF_TWO_MODELS = 8e-5
 3.6e-5 away and ours 4.4e-5, of the largest number; the processor's products decide how far."""
 
 
+@pytest.mark.thorough
 def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
     pytest.importorskip("transformers")
     code, printed = run_quick("transformers_*", save=tmp_path / "run.json")
@@ -134,9 +138,19 @@ def test_models_of_transformers_are_measured_beside_themselves(tmp_path):
         assert row.ratios["transformers"]["median"] > 0, row.case
 
 
-@pytest.mark.parametrize("work", ["", "_backward", "_decode"])
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "bamba"])
-def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, name, work):
+NAMES = ("qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "bamba")
+QUICK = {"qwen3_next", "mamba2_decode"}
+"""A delta rule, and a recurrence of Mamba-2."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough)
+        for case in (f"{name}{work}" for name in NAMES for work in ("", "_backward", "_decode"))
+    ],
+)
+def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, case):
     """Each model has weights with which a hundredth of an error in its linear layers is seen."""
     pytest.importorskip("transformers")
     from precondattn.integrations.transformers.linear import delta_rule, mamba2
@@ -144,7 +158,7 @@ def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, nam
     for module, function in ((delta_rule, "unit_rows"), (mamba2, "step_size")):
         right = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *x, right=right: 1.01 * right(*x))
-    run_quick(f"transformers_{name}{work}", save=tmp_path / "run.json")
+    run_quick(f"transformers_{case}", save=tmp_path / "run.json")
     (row,) = load(tmp_path / "run.json").rows
     assert row.status == WRONG, row.reason
     assert "the logits of" in row.reason
@@ -166,6 +180,7 @@ def test_a_packed_case_is_compared_with_its_batch(name, tmp_path):
     assert list(row.ratios) == ["batch"]
 
 
+@pytest.mark.thorough
 def test_a_quick_run_saves_and_plots_whatever_the_settings_of_pytest(tmp_path):
     (tmp_path / "conftest.py").write_text("raise RuntimeError('not mine')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --nonsense\n")
@@ -225,6 +240,7 @@ def test_a_backend_without_support_gives_the_reason(rescaled):
     assert "nothing was measured, which counts as a failure" in printed
 
 
+@pytest.mark.thorough
 def test_neighbours_are_busy_only_during_the_run_and_are_recorded(tmp_path, monkeypatch):
     started, process = [], neighbours.subprocess.Popen
 

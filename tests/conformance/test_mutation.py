@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from precondattn_conformance import oracle
+from precondattn_conformance.cases import case_of
 from precondattn_conformance.mutation.copied import CopyPlanter
 from precondattn_conformance.mutation.cuda_mutants import cuda_mutants
 from precondattn_conformance.mutation.equivalents import OURS, equivalents
@@ -19,6 +21,7 @@ from precondattn_conformance.mutation.planting import Planter
 from precondattn_conformance.mutation.python_mutants import python_mutants
 from precondattn_conformance.mutation.target import targets
 from precondattn_conformance.mutation.touched import touched
+from precondattn_conformance.mutation.trial import KILLED, SURVIVED, Trial
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).parent / "mutants"
@@ -173,6 +176,26 @@ def test_what_is_no_module_of_a_package_is_refused(module):
         targets(module)
 
 
+@pytest.fixture
+def trial(kernel, only_the_reference, tmp_path, monkeypatch):
+    """The mutants of the kernel in this process."""
+    monkeypatch.setattr(oracle, "keep_all", lambda: None)
+    return Trial(targets(KERNEL), "blocked_kernel", None, None, tmp_path)
+
+
+def test_a_mutant_that_a_weak_case_leaves_is_killed_by_a_better_one(trial):
+    """One token has one block."""
+    weak, strong = (trial.baseline(case_of(name), 60) for name in (WEAK, STRONG))
+    assert weak.status == strong.status == "passed"
+    assert weak.lines <= strong.lines
+    assert (KERNEL, 0) not in strong.lines
+    mutant = mutant_of("return out * total")
+    assert trial.verdict(mutant, [(weak.case, 60)]).status == SURVIVED
+    verdict = trial.verdict(mutant, [(weak.case, 60), (strong.case, 60)])
+    assert (verdict.status, verdict.case, verdict.cases) == (KILLED, STRONG, 2)
+    assert "the output is off by" in verdict.reason
+
+
 def mutate(*arguments):
     return subprocess.run(
         [sys.executable, "-c", MAIN, "conformance", "--backend", "blocked_kernel", *arguments],
@@ -184,6 +207,7 @@ def mutate(*arguments):
     )
 
 
+@pytest.mark.thorough
 def test_a_weak_suite_leaves_survivors_and_a_better_one_kills_them(tmp_path):
     """One token has one block, and no key that is masked."""
     record, listed = tmp_path / "mutants.json", tmp_path / "equivalents.toml"

@@ -80,6 +80,7 @@ def counts(report):
     return tests - skipped, failed
 
 
+@pytest.mark.thorough
 def test_a_new_backend_passes_its_own_workflow(tmp_path):
     source = installed(tmp_path, "newcomer", "numpy")
     of_everything, of_its_own = workflow_commands(tmp_path)
@@ -93,7 +94,11 @@ def test_a_new_backend_passes_its_own_workflow(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
+    ("library", "checks"),
+    [
+        pytest.param("torch", (), marks=pytest.mark.thorough),
+        ("jax", ("--check", "outputs", "--check", "gradients")),
+    ],
 )
 def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks):
     source = installed(tmp_path, "newcomer", library)
@@ -177,6 +182,7 @@ def plain(text):
     return [line for line in lines if line]
 
 
+@pytest.mark.thorough
 def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
     """The documented diff plants the fault; the documented lines are in the printed report."""
     source = installed(tmp_path, "mykernel", "torch")

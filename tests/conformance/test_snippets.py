@@ -190,7 +190,13 @@ def test_there_is_a_fault_for_each_check():
     assert PLANTED.keys() | ELSEWHERE == set(CHECKS)
 
 
-@pytest.mark.parametrize("check", PLANTED)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.thorough if check == "leaks" else ())
+        for check in PLANTED
+    ],
+)
 def test_the_code_of_a_failure_reproduces_it_and_passes_without_the_fault(carrier, check):
     rest, stages, change = PLANTED[check]
     case = case_of(f"{check}-{rest}")
