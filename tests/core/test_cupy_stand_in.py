@@ -1,11 +1,6 @@
-"""Every mechanism under CuPy's rules: on the stand-in anywhere, on CuPy where there is a GPU.
+"""Every mechanism under CuPy's rules: on CuPy where there is a GPU, elsewhere on the stand-in.
 
-On a machine with a GPU and CuPy, this runs the same tests on the device:
-
-    python -m pytest tests/core/test_cupy_stand_in.py -k cupy_device
-
-Elsewhere those are skipped, with the reason, and the stand-in of `cupy_stand_in.py` enforces CuPy's
-rules. Results must equal NumPy's to 1e-12.
+The stand-in of `cupy_stand_in.py` enforces CuPy's rules. Results must equal NumPy's to 1e-12.
 """
 
 from __future__ import annotations
@@ -15,6 +10,9 @@ import importlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,13 +50,13 @@ class Library(NamedTuple):
         return {name: self.on_device(value) for name, value in values.items()}
 
 
-@pytest.fixture(scope="module", params=["stand_in", "cupy_device"])
-def library(request: pytest.FixtureRequest) -> Library:
-    if request.param == "stand_in":
-        return Library("cupy_stand_in", cupy_stand_in.namespace)
-    reason = reason_not_to_use_cupy()
-    if reason is not None:
-        pytest.skip(reason)
+STAND_IN = Library("cupy_stand_in", cupy_stand_in.namespace)
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    if reason_not_to_use_cupy() is not None:
+        return STAND_IN
     return Library("cupy", importlib.import_module("array_api_compat.cupy"))
 
 
@@ -73,6 +71,21 @@ def reason_not_to_use_cupy() -> str | None:
     except Exception as error:  # CUDARuntimeError, from a module that may be missing.
         return f"CuPy finds no GPU: {error}"
     return None if count else "CuPy finds no GPU"
+
+
+def test_a_gpu_with_cupy_is_not_left_for_the_stand_in(library: Library) -> None:
+    if Path("/dev/nvidiactl").exists() and find_spec("cupy"):
+        assert library.name == "cupy", reason_not_to_use_cupy()
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """A failure inside says in which case it was."""
+    try:
+        yield
+    except BaseException as error:  # `pytest.raises` fails with one that is no Exception.
+        error.add_note(f"in the case {what!r}")
+        raise
 
 
 @pytest.fixture
@@ -139,34 +152,32 @@ MASKS: dict[str, Arrays] = {
 }
 
 
-@pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_output_and_gradients_equal_numpys(library: Library, expression: str, masks: str) -> None:
+def test_outputs_and_gradients_equal_numpys(library: Library, expression: str) -> None:
+    """With every mask, fewer queries, inputs that broadcast, and narrower dtypes."""
     mechanism = pa.parse(expression)
-    check_full_calls(library, mechanism, make_inputs(mechanism), MASKS[masks])
+    inputs, ragged = make_inputs(mechanism), {"lengths": LENGTHS}
+    for masks, given in MASKS.items():
+        with named(masks):
+            check_full_calls(library, mechanism, inputs, given)
+    if accepts_fewer_queries(mechanism):
+        with named("fewer queries than keys"):
+            check_full_calls(library, mechanism, make_inputs(mechanism, t=3), {})
+    if broadcasts(mechanism):
+        with named("inputs that broadcast"):
+            check_full_calls(library, mechanism, narrowed(mechanism, inputs), {})
+    for dtype in ("float32", "float16"):
+        with named(dtype):
+            check_full_calls(library, mechanism, make_inputs(mechanism, dtype), ragged)
 
 
-@pytest.mark.parametrize("expression", those(accepts_fewer_queries))
-def test_fewer_queries_than_keys_equal_numpys(library: Library, expression: str) -> None:
-    mechanism = pa.parse(expression)
-    check_full_calls(library, mechanism, make_inputs(mechanism, t=3), {})
-
-
-@pytest.mark.parametrize("expression", those(broadcasts))
-def test_inputs_that_broadcast_equal_numpys(library: Library, expression: str) -> None:
-    mechanism = pa.parse(expression)
-    inputs = make_inputs(mechanism)
+def narrowed(mechanism: Mechanism, inputs: Arrays) -> Arrays:
+    """The inputs with size 1 along every axis that broadcasts."""
+    narrow = dict(inputs)
     for name, pattern in mechanism.inputs.items():
-        narrow = tuple(slice(0, 1) if axis.broadcasts else slice(None) for axis in pattern.axes)
-        inputs[name] = inputs[name][narrow]
-    check_full_calls(library, mechanism, inputs, {})
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_narrower_dtypes_pass_through(library: Library, expression: str, dtype: str) -> None:
-    mechanism = pa.parse(expression)
-    check_full_calls(library, mechanism, make_inputs(mechanism, dtype), {"lengths": LENGTHS})
+        index = tuple(slice(0, 1) if axis.broadcasts else slice(None) for axis in pattern.axes)
+        narrow[name] = inputs[name][index]
+    return narrow
 
 
 def check_full_calls(
@@ -217,22 +228,27 @@ EXTENSIONS = {
 }
 
 
-@pytest.mark.parametrize("how", EXTENSIONS)
 @pytest.mark.parametrize("expression", CACHED)
 def test_extending_in_three_blocks_equals_numpys(
-    library: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
+    library: Library, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if library.name == "cupy_stand_in":
-        # The library writes in place into CuPy's arrays, which it knows by their name.
-        for module in ("cache.updates", "execution.windows"):
-            monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda *arrays: True)
-    mechanism, extension = pa.parse(expression), EXTENSIONS[how]
+    if library is STAND_IN:
+        write_in_place(monkeypatch)
+    mechanism = pa.parse(expression)
     inputs = make_extension_inputs(mechanism)
     given = library.all_on_device(inputs)
-    actual = dict(extend_in_blocks(mechanism, given, extension, library.on_device))
-    expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
-    assert_equal_numpys(library, actual, expected)
+    for how, extension in EXTENSIONS.items():
+        with named(how):
+            actual = dict(extend_in_blocks(mechanism, given, extension, library.on_device))
+            expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
+            assert_equal_numpys(library, actual, expected)
     assert_unchanged(given, make_extension_inputs(mechanism))
+
+
+def write_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's arrays are written in place as CuPy's are, which are known by their name."""
+    for module in ("cache.updates", "execution.windows"):
+        monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda *arrays: True)
 
 
 def make_extension_inputs(mechanism: Mechanism) -> Arrays:
@@ -379,11 +395,11 @@ def test_asarray_and_get_cross_and_copy(library: Library) -> None:
     np.testing.assert_array_equal(x.get(), HOST)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_numpy_does_not_convert_device_arrays(library: Library, nested: bool) -> None:
+def test_numpy_does_not_convert_device_arrays(library: Library) -> None:
     x = library.on_device(HOST)
-    with pytest.raises(TypeError, match="Implicit conversion"):
-        np.asarray([x, x] if nested else x)
+    for given in (x, [x, x]):
+        with pytest.raises(TypeError, match="Implicit conversion"):
+            np.asarray(given)
 
 
 MIXTURES: dict[str, Callable[[Any, Any], Any]] = {
@@ -400,10 +416,10 @@ MIXTURES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
-def test_device_arrays_do_not_mix_with_numpys_or_lists(library: Library, mixture: str) -> None:
-    with pytest.raises(TypeError):
-        MIXTURES[mixture](library.namespace, library.on_device(HOST))
+def test_device_arrays_do_not_mix_with_numpys_or_lists(library: Library) -> None:
+    for mixture, mix in MIXTURES.items():
+        with named(mixture), pytest.raises(TypeError):
+            mix(library.namespace, library.on_device(HOST))
 
 
 def test_scalars_of_python_and_numpy_mix_with_device_arrays(library: Library) -> None:
@@ -510,12 +526,10 @@ STRICTER: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", STRICTER)
-def test_the_stand_in_refuses_mistakes_that_cupy_refuses_or_accepts(
-    stand_in: Any, mistake: str
-) -> None:
-    with pytest.raises(TypeError):
-        STRICTER[mistake](stand_in, stand_in.asarray(HOST))
+def test_the_stand_in_refuses_mistakes_that_cupy_refuses_or_accepts(stand_in: Any) -> None:
+    for mistake, make in STRICTER.items():
+        with named(mistake), pytest.raises(TypeError):
+            make(stand_in, stand_in.asarray(HOST))
 
 
 def test_the_stand_in_refuses_to_write_an_element_twice(stand_in: Any) -> None:
@@ -572,41 +586,42 @@ class PortableOnStandIn(Portable):
 @pytest.fixture
 def blocked(small_blocks: None) -> Iterator[Library]:
     pa.register_backend(PortableOnStandIn)
-    yield Library("cupy_stand_in", cupy_stand_in.namespace)
+    yield STAND_IN
     pa.unregister_backend(PortableOnStandIn.name)
 
 
-@pytest.mark.parametrize("masks", ["no_mask", "all_masks"])
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_blocked_output_and_gradients_equal_numpys(
-    blocked: Library, expression: str, masks: str
-) -> None:
+def test_blocked_outputs_and_gradients_equal_numpys(blocked: Library, expression: str) -> None:
     mechanism = pa.parse(expression)
-    inputs, given_masks = make_inputs(mechanism), MASKS[masks]
-    given = blocked.all_on_device(inputs | given_masks)
-    with pa.use_backend(PortableOnStandIn.name):
-        actual = full_calls(mechanism, *split(given, inputs), blocked.on_device)
-    assert_unchanged(given, inputs | given_masks)
-    with pa.use_backend("reference"):
-        expected = full_calls(mechanism, inputs, given_masks, np.asarray)
-    assert_equal_numpys(blocked, actual, expected)
+    inputs = make_inputs(mechanism)
+    for masks in ("no_mask", "all_masks"):
+        given = blocked.all_on_device(inputs | MASKS[masks])
+        with named(masks):
+            with pa.use_backend(PortableOnStandIn.name):
+                actual = full_calls(mechanism, *split(given, inputs), blocked.on_device)
+            assert_unchanged(given, inputs | MASKS[masks])
+            with pa.use_backend("reference"):
+                expected = full_calls(mechanism, inputs, MASKS[masks], np.asarray)
+            assert_equal_numpys(blocked, actual, expected)
 
 
-@pytest.mark.parametrize("how", ["plainly", "ragged_masked_and_in_place"])
 @pytest.mark.parametrize("expression", CACHED)
 def test_blocked_extensions_equal_numpys(
-    blocked: Library, expression: str, how: str, monkeypatch: pytest.MonkeyPatch
+    blocked: Library, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cache.updates", "execution.windows"):
-        monkeypatch.setattr(f"precondattn.{module}.writes_in_place", lambda *arrays: True)
-    mechanism, extension = pa.parse(expression), EXTENSIONS[how]
+    write_in_place(monkeypatch)
+    mechanism = pa.parse(expression)
     inputs = make_extension_inputs(mechanism)
     given = blocked.all_on_device(inputs)
-    with pa.use_backend(PortableOnStandIn.name):
-        actual = dict(extend_in_blocks(mechanism, given, extension, blocked.on_device))
-    with pa.use_backend("reference"):
-        expected = dict(extend_in_blocks(mechanism, inputs, extension, np.asarray))
-    assert_equal_numpys(blocked, actual, expected)
+    for how in ("plainly", "ragged_masked_and_in_place"):
+        with named(how):
+            with pa.use_backend(PortableOnStandIn.name):
+                actual = dict(
+                    extend_in_blocks(mechanism, given, EXTENSIONS[how], blocked.on_device)
+                )
+            with pa.use_backend("reference"):
+                expected = dict(extend_in_blocks(mechanism, inputs, EXTENSIONS[how], np.asarray))
+            assert_equal_numpys(blocked, actual, expected)
 
 
 def split(given: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
