@@ -21,6 +21,10 @@ MOST_REGIONS = 45_000
 """Memory regions of a process. Linux kills a process with more than 65,530, and JAX on a CPU maps a
 few for every operation and shape that it compiles."""
 
+STRICT_DEVICE = "device1"
+"""Of array_api_strict's devices one that is not the default, so that an array made without a device
+is seen."""
+
 
 class Library:
     """An array library: NumPy itself, and the base of the others."""
@@ -123,18 +127,37 @@ class Library:
 
 
 class Strict(Library):
+    """array_api_strict with every optional feature off, on a device that is not the default one."""
+
     name = "array_api_strict"
     module = "array_api_strict"
+
+    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+        import array_api_strict
+
+        return array_api_strict.ArrayAPIStrictFlags(
+            boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=("linalg",)
+        )
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
         import array_api_strict
 
-        return array_api_strict.asarray(super().array(values, dtype))
+        device = array_api_strict.Device(STRICT_DEVICE)
+        return array_api_strict.asarray(super().array(values, dtype), device=device)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        import array_api_strict
+
+        if array.device != array_api_strict.Device(STRICT_DEVICE):
+            raise ValueError(
+                f"an array must be on the inputs' {STRICT_DEVICE}; found {array.device}"
+            )
+        return np.from_dlpack(array).astype(np.float64)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         import array_api_strict
 
-        return array_api_strict.full(shape, np.nan, dtype=like.dtype)
+        return array_api_strict.full(shape, np.nan, dtype=like.dtype, device=like.device)
 
     def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
         import array_api_strict

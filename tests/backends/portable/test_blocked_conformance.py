@@ -2,9 +2,11 @@
 
 import pytest
 
+from precondattn_conformance.grid import SMOKE
 from tests.backends.mechanism_groups import (
     check,
     groups,
+    groups_of,
     has_options_alone,
     is_declared_alone,
     is_plain,
@@ -28,6 +30,7 @@ BACKENDS = {
     [
         *groups("smoke", "numpy", ("float64", "float32")),
         *groups("smoke", "array_api_strict", ("float64",)),
+        *groups_of("array_api_strict", "float32", {"caching": SMOKE[1:2]}),
         *thorough(
             slow_unless(
                 is_declared_alone,
