@@ -1,9 +1,9 @@
 """Mechanisms that stand for all others in tests of what the library does with any mechanism.
 
-The conformance suite runs its checks on every mechanism. A test of the core that is about
-arguments, masks, caches or autograd takes these: each leaf with mathematics of its own, each form
-of the recurrence, each kind of step of a preconditioner, and each option that chooses another
-algorithm. `tests/core/test_representatives.py` asserts that no class is left out.
+The conformance suite runs its checks on every mechanism. These are for tests of the core about
+arguments, masks, caches or autograd: each leaf with mathematics of its own, each form of the
+recurrence, each kind of step of a preconditioner, and each option that chooses another algorithm.
+`tests/core/test_representatives.py` asserts that no class is left out.
 """
 
 import precondattn as pa
@@ -41,7 +41,7 @@ REPRESENTATIVES = (
     # Preconditioners of values.
     "lucid[beta=true]",  # A solve with a unit diagonal.
     "lucid[normalize=rows]",  # A solve with another diagonal.
-    # A symmetric one.
+    # A symmetric solve.
     "lucid[normalize=queries_and_keys,rho=0.1](softmax[causal=false,bias=true])",
     "lucid(path[flush=3])",  # A solve with the base's own metric.
     "lucid(laser)",  # Two of them; the read is a log-mean-exp.

@@ -147,23 +147,21 @@ CAUSAL_TEXTS = [
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize(
-    ("text", "act"),
-    [
-        *((text, act) for text in [*CAUSAL_TEXTS, FREE_TEXT] for act in [*ACTS, *BAD_ACTS]),
-        *((text, act) for text in CAUSAL_TEXTS for act in [*CACHE_ACTS, *BAD_CACHE_ACTS]),
-    ],
-)
-def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, act, library):
+@pytest.mark.parametrize("text", [*CAUSAL_TEXTS, FREE_TEXT])
+def test_no_input_mask_or_cache_is_modified_even_when_an_error_is_raised(text, library):
     given = Given(library, pa.parse(text))
     before = given.snapshot()
-    run = {**ACTS, **CACHE_ACTS, **BAD_ACTS, **BAD_CACHE_ACTS}[act]
-    words = WORDS.get(act.removesuffix(", donated"))
-    if words is None:
-        run(given)
-    else:
-        refuses(lambda: run(given), (TypeError, ValueError), words)
-    after = given.snapshot()
-    assert after.keys() == before.keys()
-    for path, array in before.items():
-        np.testing.assert_array_equal(after[path], array, err_msg=str(path), strict=True)
+    acts = ACTS | BAD_ACTS
+    if given.cache is not None:
+        acts |= CACHE_ACTS | BAD_CACHE_ACTS
+    for act, run in acts.items():
+        words = WORDS.get(act.removesuffix(", donated"))
+        if words is None:
+            run(given)
+        else:
+            refuses(lambda run=run: run(given), (TypeError, ValueError), words)
+        after = given.snapshot()
+        assert after.keys() == before.keys(), act
+        for path, array in before.items():
+            message = f"{path} after {act}"
+            np.testing.assert_array_equal(after[path], array, err_msg=message, strict=True)

@@ -6,6 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import Layout, make_inputs
+from tests.representatives import REPRESENTATIVES
 
 LAYOUT = Layout("test", b=2, t=6, s=6)
 
@@ -26,7 +27,7 @@ def of_tokens(m, x, index):
     return {n: a if m.inputs[n].time_axis is None else a[index] for n, a in x.items()}
 
 
-@pytest.mark.parametrize("expression", expressions())
+@pytest.mark.parametrize("expression", REPRESENTATIVES)
 def test_nan_after_the_length_reaches_neither_outputs_nor_gradients(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
@@ -53,27 +54,31 @@ def test_nan_after_the_length_reaches_neither_outputs_nor_gradients(expression):
             np.testing.assert_array_equal(gradient[padding], 0)
 
 
-@pytest.mark.parametrize("expression", [e for e in expressions(pieces=False) if "bias" not in e])
-def test_masking_a_key_equals_removing_it(expression):
+def loses_nothing_but_the_key(m):
+    """Whether the call without a key is the call that masks it.
+
+    An input of pairs has both axes. A window counts positions, a later key would lie in another
+    window of the grid, a channel's norm is over all queries, and a landmark is a mean over them.
+    """
+    whole = pa.CrossCovariance | pa.Nystrom | pa.Windowed
+    return m.offers.window is None and not any(
+        isinstance(leaf, whole) or getattr(leaf, "axis", "") == "channel" or "bias" in leaf.inputs
+        for leaf in m.program.leaves
+    )
+
+
+def test_masking_a_key_equals_removing_it():
     """In the base and in the preconditioner; the position of the key is removed too."""
-    m = pa.parse(expression)
-    if m.offers.window is not None:
-        pytest.skip("a window counts positions, and dropping a key moves them")
-    if "channel" in expression:
-        pytest.skip("a channel's norm is over all queries, and dropping a position drops one")
-    if "windowed" in expression:
-        pytest.skip("dropping a key moves later keys to other windows")
-    if "nystrom" in expression:
-        pytest.skip("a landmark is a mean over all queries, and dropping a position drops one")
-    x = make_inputs(m, LAYOUT, "clustered")
     is_kept = np.asarray([True, False, True, True, False, True])
     key_mask = np.broadcast_to(is_kept, (2, 6))
-    out = m(**with_nan(m, x, ~key_mask), key_mask=key_mask)
-    without = m(**of_tokens(m, x, (slice(None), is_kept)))
-    np.testing.assert_allclose(out[:, is_kept], without, rtol=1e-10, atol=1e-12)
+    for m in filter(loses_nothing_but_the_key, map(pa.parse, expressions(pieces=False))):
+        x = make_inputs(m, LAYOUT, "clustered")
+        out = m(**with_nan(m, x, ~key_mask), key_mask=key_mask)
+        without = m(**of_tokens(m, x, (slice(None), is_kept)))
+        np.testing.assert_allclose(out[:, is_kept], without, rtol=1e-10, atol=1e-12, err_msg=str(m))
 
 
-@pytest.mark.parametrize("expression", [e for e in expressions() if "bias" not in e])
+@pytest.mark.parametrize("expression", [e for e in REPRESENTATIVES if "bias" not in e])
 def test_packed_sequences_are_independent(expression):
     m = pa.parse(expression)
     x = make_inputs(m, LAYOUT, "clustered")
@@ -87,15 +92,14 @@ def test_packed_sequences_are_independent(expression):
             )
 
 
-@pytest.mark.parametrize("expression", expressions(pieces=False))
-def test_grouped_queries_equal_repeated_key_value_heads(expression):
-    m = pa.parse(expression)
-    x = make_inputs(m, LAYOUT, "clustered")
-    repeated = {}
-    for name, array in x.items():
-        heads = m.inputs[name].letters.find("n")
-        repeated[name] = array if heads < 0 else np.repeat(array, 2, axis=heads)
-    np.testing.assert_allclose(m(**x), m(**repeated), rtol=1e-10, atol=1e-12)
+def test_grouped_queries_equal_repeated_key_value_heads():
+    for m in map(pa.parse, expressions(pieces=False)):
+        x = make_inputs(m, LAYOUT, "clustered")
+        repeated = {}
+        for name, array in x.items():
+            heads = m.inputs[name].letters.find("n")
+            repeated[name] = array if heads < 0 else np.repeat(array, 2, axis=heads)
+        np.testing.assert_allclose(m(**x), m(**repeated), rtol=1e-10, atol=1e-12, err_msg=str(m))
 
 
 @pytest.mark.parametrize("masks", [{"lengths": [4, 3]}, {"key_mask": np.eye(2, 6) < 1}])
