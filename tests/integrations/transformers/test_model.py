@@ -37,6 +37,16 @@ SMALL = {
     "num_hidden_layers": 2,
     "head_dim": 6,
 }
+KINDS = (
+    "lucid",  # A cache of tokens, which can be cropped.
+    "softmax[window=3]",  # Of the last tokens.
+    "path",  # Of rows that later tokens rewrite.
+    "gated_delta",  # A state.
+    "ccq(gated_delta)",  # Two states.
+    "differential(laser)",  # Two calls that share what is cached.
+    "softmax[sink=true,window=3]",  # A parameter of the mechanism itself.
+)
+"""Mechanisms by what their cache holds. The layers of all are tested in `tests/layers`."""
 MODES = {
     "greedy": {"do_sample": False},
     "beam": {"do_sample": False, "num_beams": 3},
@@ -90,12 +100,20 @@ def written(model, ids, mask, **options):
 
 
 @pytest.mark.parametrize("mechanism", CAUSAL)
+def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism):
+    check_cache(made(mechanism), *prompts(), "greedy")
+
+
+@pytest.mark.parametrize("mechanism", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padded", [False, True], ids=["one prompt", "left-padded batch"])
-def test_with_a_cache_a_model_writes_what_it_writes_without(mechanism, mode, padded):
+def test_one_prompt_and_other_ways_to_choose_tokens_write_the_same_with_a_cache(mechanism, mode):
     model, (ids, mask) = made(mechanism), prompts()
-    if not padded:
-        ids, mask = ids[1:], mask[1:]
+    check_cache(model, ids[1:], mask[1:], mode)
+    if mode != "greedy":
+        check_cache(model, ids, mask, mode)
+
+
+def check_cache(model, ids, mask, mode):
     cached = written(model, ids, mask, **MODES[mode])
     uncached = written(model, ids, mask, use_cache=False, **MODES[mode])
     assert cached.past_key_values.get_seq_length() == ids.shape[1] + 4
@@ -110,7 +128,7 @@ def test_a_prompt_with_padding_writes_what_it_writes_alone():
     assert padded.sequences[0, 9:].tolist() == alone.sequences[0, 5:].tolist()
 
 
-@pytest.mark.parametrize("mechanism", CAUSAL)
+@pytest.mark.parametrize("mechanism", KINDS)
 def test_a_saved_model_is_the_same_model(mechanism, tmp_path):
     model, (ids, mask) = made(mechanism), prompts()
     model.save_pretrained(tmp_path)
@@ -281,7 +299,7 @@ def test_other_ways_to_fill_a_cache_write_the_same(options):
         assert found.past_key_values.get_max_length() == 13
 
 
-@pytest.mark.parametrize("mechanism", CAUSAL)
+@pytest.mark.parametrize("mechanism", KINDS)
 def test_rejected_drafts_leave_no_trace(mechanism, monkeypatch):
     """Of tokens that can be cropped, and of states, windows and rewritten rows."""
     model, (ids, _) = made(mechanism), prompts()
