@@ -1,6 +1,7 @@
 """Which tests kill a mutant: those that execute its lines, until one fails.
 
-Cheap tests of different files come first, then more of them, then all, up to a limit of seconds.
+Files most of whose tests execute the lines come first, and cheap tests; then more of both, and then
+all, up to a limit of seconds.
 A process that takes many times as long as its tests did has met a mutant that does not end.
 """
 
@@ -12,7 +13,7 @@ import re
 import signal
 import subprocess
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from typing import Any
 from tests.mutation.cover import PYTEST, environment
 from tests.mutation.draw import ROOT, Drawn
 
-BATCHES = ((30, 8.0), (400, 60.0), (100_000, 240.0))
-"""The most tests of a batch, and the most seconds that they took without the mutant."""
+BATCHES = ((3, 20, 6.0), (12, 300, 60.0), (10_000, 100_000, 240.0))
+"""The most files and tests of a batch, and the most seconds that they took without the mutant."""
 START, SLOWER = 120.0, 8.0
 """A process may take this long to begin, and be this many times slower."""
 
@@ -66,27 +67,34 @@ def kill(drawn: Drawn, tests: list[str], seconds: dict[str, float], options: lis
 
 def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
     """Disjoint batches; in each, one test of every file, then a second of every file."""
-    waiting = _in_turn(tests, seconds)
-    for most, limit in BATCHES:
+    waiting = _by_file(tests, seconds)
+    for most_files, most, limit in BATCHES:
         batch: list[str] = []
         total = 0.0
-        for test in waiting:
+        for test in _in_turn(list(waiting.values())[:most_files]):
             if len(batch) < most and (not batch or total + seconds[test] <= limit):
                 batch.append(test)
                 total += seconds[test]
         if not batch:
             return
         chosen = set(batch)
-        waiting = [test for test in waiting if test not in chosen]
+        left = {f: [test for test in own if test not in chosen] for f, own in waiting.items()}
+        waiting = {file: own for file, own in left.items() if own}
         yield batch
 
 
-def _in_turn(tests: list[str], seconds: dict[str, float]) -> list[str]:
-    by_file: dict[str, list[str]] = defaultdict(list)
+def _by_file(tests: list[str], seconds: dict[str, float]) -> dict[str, list[str]]:
+    """The tests of each file, cheap ones first; first the files that are about these lines."""
+    found: dict[str, list[str]] = defaultdict(list)
     for test in sorted(tests, key=lambda each: seconds[each]):
-        by_file[test.partition("::")[0]].append(test)
-    files = sorted(by_file.values(), key=lambda own: seconds[own[0]])
-    longest = max(len(own) for own in files)
+        found[test.partition("::")[0]].append(test)
+    every = Counter(test.partition("::")[0] for test in seconds)
+    share = {file: len(own) / every[file] for file, own in found.items()}
+    return {file: found[file] for file in sorted(found, key=lambda file: -share[file])}
+
+
+def _in_turn(files: list[list[str]]) -> list[str]:
+    longest = max((len(own) for own in files), default=0)
     return [own[i] for i in range(longest) for own in files if i < len(own)]
 
 
