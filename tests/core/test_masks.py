@@ -57,12 +57,14 @@ def test_nan_after_the_length_reaches_neither_outputs_nor_gradients(expression):
 def loses_nothing_but_the_key(m):
     """Whether the call without a key is the call that masks it.
 
-    An input of pairs has both axes. A window counts positions, a later key would lie in another
-    window of the grid, a channel's norm is over all queries, and a landmark is a mean over them.
+    An input of pairs has two axes to lose. A window counts positions, a later key would lie in
+    another window of a grid, and a channel's norm and a landmark are over all queries.
     """
-    whole = pa.CrossCovariance | pa.Nystrom | pa.Windowed
-    return m.offers.window is None and not any(
-        isinstance(leaf, whole) or getattr(leaf, "axis", "") == "channel" or "bias" in leaf.inputs
+    if m.offers.window is not None or any(p.is_pairwise for p in m.inputs.values()):
+        return False
+    return not any(
+        isinstance(leaf, pa.Nystrom | pa.Windowed)
+        or (isinstance(leaf, pa.UnitRows) and leaf.axis == "channel")
         for leaf in m.program.leaves
     )
 
