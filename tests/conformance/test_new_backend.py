@@ -93,12 +93,9 @@ def test_a_new_backend_passes_its_own_workflow(tmp_path):
     assert "newcomer" in (tmp_path / "report/full.html").read_text()
 
 
+@pytest.mark.thorough(but=("jax-checks1",))
 @pytest.mark.parametrize(
-    ("library", "checks"),
-    [
-        pytest.param("torch", (), marks=pytest.mark.thorough),
-        ("jax", ("--check", "outputs", "--check", "gradients")),
-    ],
+    ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
 )
 def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks):
     source = installed(tmp_path, "newcomer", library)
