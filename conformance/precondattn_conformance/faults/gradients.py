@@ -18,7 +18,7 @@ from precondattn_conformance.faults.fault import (
 
 
 def gradient(m: pa.Mechanism, stage: str) -> Named:
-    """That of each input. No input has a gradient of 0."""
+    """The gradient of each input. None of them is 0."""
     if stage in (BACKWARD, STEP_BACKWARD):
         for name in m.inputs:
             yield f"of {name} left out", with_result(partial(_without, name))
