@@ -197,7 +197,7 @@ def measurements(saved: dict[str, Any]) -> str:
     row = cyclic[longest]
     lines += ["", "![Time and memory of a process](figures/many_devices_lucid.svg)", "",
               f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
-              f"which all processes computed for {math.fsum(row['cpu']):,.0f} s in all."]  # fmt: skip
+              f"which the processes used {math.fsum(row['cpu']):,.0f} s of cores."]  # fmt: skip
     for tokens in saved.get("alone", []):
         lines += ["", f"{tokens:,} tokens were measured in a run of their own on the same machine."]
     if longest < LONGER[-1]:
