@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import precondattn as pa
+from precondattn.dispatch.reference import Reference
 from precondattn_conformance.inputs import Layout, make_inputs
 
 
@@ -126,6 +127,26 @@ def without_derivatives(method):
     return computed
 
 
+class KernelsOfSteps(Reference):
+    """Steps of linear attention, and their gradients."""
+
+    name = "kernels_of_steps"
+    step = without_derivatives(Reference.step)
+    step_backward = without_derivatives(Reference.step_backward)
+
+    def supports(self, mechanism, request):
+        is_step = request.verb.startswith("extend") and isinstance(mechanism, pa.Linear)
+        return pa.Support.yes() if is_step else pa.Support.no("has no kernel")
+
+
+@pytest.fixture
+def kernels_of_steps():
+    backend = KernelsOfSteps()
+    pa.register_backend(backend)
+    yield backend
+    pa.unregister_backend(backend.name)
+
+
 class TestAnotherBackend:
     """The out-of-tree backend claims lucid_solve."""
 
@@ -167,6 +188,23 @@ class TestAnotherBackend:
         for result, each in zip(jax.jit(products)(x["k"]), expected, strict=True):
             close(result, each)
         assert "backward of lucid_solve" in third_party.calls
+
+    def test_the_gradient_of_its_steps_of_states_can_be_differentiated(self, kernels_of_steps):
+        m, x = pa.Linear(), arrays_of("linear", b=1, t=2, s=2)
+        cache = m.init_cache(**x)
+
+        def products(x, backend):
+            def loss(x):
+                out, after = m.extend(cache, **x, backend=backend)
+                return jnp.sum(out**2) + sum(jnp.sum(b**2) for b in after.store.values())
+
+            along = jax.jvp(jax.grad(loss), (x,), (x,))[1]
+            return along, jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x)["k"], x["k"]))(x)
+
+        expected = jax.jit(partial(products, backend="reference"))(x)
+        result = jax.jit(partial(products, backend=kernels_of_steps.name))(x)
+        for one, other in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+            close(one, other)
 
     def test_forward_mode_is_refused(self, third_party):
         x = arrays_of("lucid")
