@@ -400,3 +400,37 @@ def test_a_prefill_in_parts_is_that_of_each_sequence_alone_with_padding_at_the_l
         close(extended(model, ids, mask, cuts)[:1], alone)
     with pytest.raises(ValueError, match=r"a sequence has only had padding, .* a single token"):
         extended(model, ids, mask, (3, 4))
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@torch.no_grad()
+def test_compiled_calls_refuse_the_same_padding_in_one_graph(compiler):
+    model = use_backend_for(made("Mamba2", num_hidden_layers=1))
+    ids = torch.randint(2, VOCABULARY, (2, 9))
+    torch._dynamo.reset()
+
+    def call(ids, mask, cache):
+        mask = None if ids.shape[1] == 1 else mask
+        return model(ids, attention_mask=mask, use_cache=True, cache_params=cache).logits[:, -1]
+
+    step = torch.compile(call, backend=compiler, fullgraph=True)
+
+    def in_parts(padding, cuts):
+        mask = torch.ones(2, 9, dtype=torch.int64)
+        mask[0, padding] = 0
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        out = call(ids[:, : cuts[0]], mask[:, : cuts[0]], cache)
+        for start, stop in zip(cuts, (*cuts[1:], 9), strict=True):
+            out = step(ids[:, start:stop], mask[:, :stop], cache)
+        return out
+
+    left, right = slice(0, 5), slice(5, 8)
+    close(in_parts(left, (3, 8))[:1], model(ids[:1, 5:], use_cache=False).logits[:, -1])
+    after = "attention_mask: a token follows padding that is not at the left of its sequence"
+    for cuts in ((8,), (3, 8)):
+        with pytest.raises(RuntimeError, match=after):
+            in_parts(right, cuts)
+    with pytest.raises(RuntimeError, match=r"a sequence has only had padding, .* a single token"):
+        in_parts(left, (3, 4))

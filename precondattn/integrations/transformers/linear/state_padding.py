@@ -4,13 +4,17 @@ A layer sets the rows of padding to 0, but its state decays over them, and the r
 convolution are those of padding. Before the first token of a sequence this changes nothing. After a
 token it does, for every token that follows: a prefill that ends in padding has right logits, and
 each later one is wrong. A layer gets the mask of a call with several tokens, and none with a single
-token. So the cache of a layer keeps what its sequences have read, as long as that matters.
+token. So the cache of a layer keeps what its sequences have read.
+
+Compiled code can not raise for what tensors contain. There the device asserts it, and no call waits
+for the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +22,33 @@ from torch import Tensor
 NAME = "precondattn_padding"
 """The attribute of a layer's cache."""
 
+UNTOLD = (
+    "attention_mask: a sequence has only had padding, and Transformers does not tell a linear "
+    "layer whether a single token is padding; give its first token together with one before or "
+    "after it"
+)
+AFTER = (
+    "attention_mask: a token follows padding that is not at the left of its sequence, and the "
+    "state of a linear layer in Transformers' cache has read that padding; pad prompts at the left"
+)
 
-class Padding(NamedTuple):
+
+@dataclass
+class Padding:
     """What the sequences (b,) of a cache have read."""
 
     has_tokens: Tensor
     """Whether there was a token that is no padding."""
     is_after: Tensor
     """Whether there was padding after such a token."""
+    is_harmless: bool
+    """Whether all have tokens, and none has padding after them. Compiled code does not know."""
+
+    def write(self, has_tokens: Tensor, is_after: Tensor) -> None:
+        """Put new entries in the place of the old ones, where a CUDA graph reads them."""
+        self.has_tokens.copy_(has_tokens)
+        self.is_after.copy_(is_after)
+        self.is_harmless = not _is_compiled() and bool((has_tokens & ~is_after).all())
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +61,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        # Compiled code does not see numbers.
-        if cache_params is not None and not torch.compiler.is_compiling():
+        if cache_params is not None:
             _check(cache_params.layers[self.layer_idx], hidden_states, attention_mask)
         return forward(self, hidden_states, cache_params, attention_mask, **kwargs)
 
@@ -47,49 +69,56 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(layer: Any, x: Tensor, mask: Tensor | None) -> None:
-    before: Padding | None = getattr(layer, NAME, None)
-    if before is None and mask is None:
-        return
-    none = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
-    if not _is_filled(layer):  # It is new, or was emptied.
-        before = None
-    elif before is None:
-        before = Padding(~none, none)
-    if before is not None and before.has_tokens.shape[0] != x.shape[0]:
-        # Sequences were selected since, unknown which.
-        before = Padding(before.has_tokens.all()[None], before.is_after.any()[None])
-    after = _after(before or Padding(none, none), before is None, x, mask)
-    is_done = bool(after.has_tokens.all()) and not bool(after.is_after.any())
-    setattr(layer, NAME, None if is_done else after)
-
-
-def _after(before: Padding, is_first: bool, x: Tensor, mask: Tensor | None) -> Padding:
-    """What has been read with these tokens.
+    """Check the tokens x (b, t, width) and note what is read with them.
 
     Raises
     ------
     ValueError
         for a token after padding that follows a token, and for a single token of a sequence that
-        has only had padding, which may be padding too.
+        has only had padding, which may be padding too. A RuntimeError in compiled code.
     """
-    if not is_first and x.shape[1] == 1 and not before.has_tokens.all():
-        raise ValueError(
-            "attention_mask: a sequence has only had padding, and Transformers does not tell a "
-            "linear layer whether a single token is padding; give its first token together with "
-            "one before or after it"
-        )
+    is_first = not _is_filled(layer)  # It is new, or was emptied.
+    padding: Padding | None = getattr(layer, NAME, None)
+    if mask is None and is_first:
+        setattr(layer, NAME, None if _is_compiled() else _noted(x, has_tokens=True))
+    if mask is None and (is_first or padding is None or padding.is_harmless):
+        return
+    if is_first or padding is None:
+        padding = _noted(x, has_tokens=not is_first)
+    elif padding.has_tokens.shape[0] != x.shape[0]:
+        # Sequences were selected since, unknown which.
+        selected, padding = padding, _noted(x, has_tokens=True)
+        padding.write(selected.has_tokens.all(), selected.is_after.any())
+    setattr(layer, NAME, padding)
+    if x.shape[1] == 1 and not is_first:
+        _require(padding.has_tokens.all(), UNTOLD)
     is_token = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     if mask is not None:
         is_token = mask.bool()
-    follows = (is_token.cumsum(1) > 0) | before.has_tokens[:, None]
-    is_after = ((~is_token & follows).cumsum(1) > 0) | before.is_after[:, None]
-    if (is_token & is_after).any():
-        raise ValueError(
-            "attention_mask: a token follows padding that is not at the left of its sequence, and "
-            "the state of a linear layer in Transformers' cache has read that padding; pad prompts "
-            "at the left"
-        )
-    return Padding(follows[:, -1], is_after[:, -1])
+    follows = (is_token.cumsum(1) > 0) | padding.has_tokens[:, None]
+    is_after = ((~is_token & follows).cumsum(1) > 0) | padding.is_after[:, None]
+    _require(~(is_token & is_after).any(), AFTER)
+    padding.write(follows[:, -1], is_after[:, -1])
+
+
+def _noted(x: Tensor, *, has_tokens: bool) -> Padding:
+    """Of sequences x (b, t, width) that have only had tokens, or nothing."""
+    both = torch.full((x.shape[0],), has_tokens, device=x.device), x.new_zeros(x.shape[0]).bool()
+    if not _is_compiled():
+        for tensor in both:
+            torch._dynamo.mark_static_address(tensor)  # As Transformers does with states.
+    return Padding(*both, is_harmless=has_tokens)
+
+
+def _require(condition: Tensor, message: str) -> None:
+    if _is_compiled():
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)
+
+
+def _is_compiled() -> bool:
+    return torch.compiler.is_compiling()
 
 
 def _is_filled(layer: Any) -> bool:
