@@ -11,11 +11,12 @@ timm's, except those of attention (`from_timm`): a matrix is (outer, inner).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from precondattn.algebra.advice import with_base
 from precondattn.algebra.expression import parse
-from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.mechanism import Mechanism, Preconditioner
 from precondattn.execution.array_checks import check_stored
 from precondattn.layers.maps import Weight
 from precondattn.layers.meaning import meanings, output_call
@@ -129,11 +130,22 @@ def vision_sizes(
     for each in mechanism:
         parsed = parse(each) if isinstance(each, str) else each
         if pool == "token" and isinstance(parsed, Mechanism) and parsed.offers.causal:
+            advised = _without_causality(parsed) or "another mechanism"
             raise ValueError(
                 f"mechanism: {parsed} is causal, so that the class token, which is the first, "
-                f"would see no patch; use causal=false, another mechanism, or pool='mean'"
+                f"would see no patch; use {advised}, or pool='mean'"
             )
     return VisionSizes(sides, patches, width, classes, channels, pool, hidden, tuple(mechanism))
+
+
+def _without_causality(mechanism: Mechanism) -> Mechanism | None:
+    """The same mechanism with `causal=false` at its base; None where that is always causal."""
+    if "causal" in {field.name for field in fields(mechanism)}:  # type: ignore[arg-type]
+        return replace(mechanism, causal=False)  # type: ignore[call-arg,type-var]
+    if not isinstance(mechanism, Preconditioner):
+        return None
+    base = _without_causality(mechanism.base)
+    return None if base is None else with_base(mechanism, base)
 
 
 def check_image(x: Any, sizes: VisionSizes) -> None:

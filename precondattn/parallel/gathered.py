@@ -12,9 +12,9 @@ def refusal(leaf: Leaf) -> str | None:
     """Why keys are not gathered; None where they are."""
     for name, pattern in leaf.inputs.items():
         if {"t", "s"} <= set(pattern.letters):
-            return f"divides tokens, and {name} of {leaf} is of pairs; use the layout 'heads'"
+            return f"divides tokens, and {name} of {leaf} is of pairs"
     if not leaf.offers.causal:
-        return f"gathers the keys before a query, and {leaf} is not causal; use the layout 'heads'"
+        return f"gathers the keys before a query, and {leaf} is not causal"
     return None
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from precondattn.algebra.expression import parse
 from precondattn.parallel import heads_jax, tokens_jax
+from precondattn.parallel.advised_layouts import advice
 from precondattn.parallel.call_jax import MASKS, Arguments, Call, arguments_of, output_axes
 from precondattn.parallel.heads import Axes
 from precondattn.parallel.layouts import Order
@@ -175,7 +176,15 @@ class ContextParallel:
             if refused is None:
                 return way, ""
             reasons.append(f"layout {self._name_of(way)!r} {refused}")
-        return None, "; ".join(reasons)
+        return None, "; ".join(reasons) + advice(self._refusals_of_others(call, given))
+
+    def _refusals_of_others(self, call: Call, given: Arguments) -> dict[str, str | None]:
+        """Those of `heads`, and of `contiguous`, which divides what any order of tokens can."""
+        in_order = call._replace(order=Order("contiguous"))
+        return {
+            "heads": heads_jax.refusal(call, given.masks),
+            "contiguous": tokens_jax.refusal(in_order, given.masks),
+        }
 
     def _ways(self) -> tuple[ModuleType, ...]:
         """How a call may be divided: the first that does not refuse it."""

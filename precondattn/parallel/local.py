@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 def refusal(leaf: Leaf) -> str | None:
     """Why a leaf needs all tokens; None where any order of them will do."""
     if not leaf.offers.causal:
-        return f"divides tokens, and {leaf} is computed of all; use the layout 'heads'"
+        return f"divides tokens, and {leaf} is computed of all"
     return None

@@ -39,7 +39,7 @@ def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
     """Why softmax attention can not go around a ring; None where it can."""
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
     if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
-        return f"does not support segment_ids of {leaf}; use the layout 'contiguous' or 'heads'"
+        return f"does not support segment_ids of {leaf}"
     return None
 
 

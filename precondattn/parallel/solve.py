@@ -26,9 +26,9 @@ def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why a solve can not be divided; None where it can."""
     assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
     if leaf.metric is not DOT:
-        return f"divides solves of dot products; found the metric {leaf.metric.name}; use 'heads'"
+        return f"divides solves of dot products; found the metric {leaf.metric.name}"
     if leaf.window is not None or leaf.normalize == "rows":
-        return "divides solves without a window or normalize=rows; use the layout 'heads'"
+        return "divides solves without a window or normalize=rows"
     return None
 
 

@@ -62,10 +62,7 @@ def is_scaled(leaf: Leaf) -> bool:
 def refusal(leaf: Leaf, order: Order) -> str | None:
     """Why the states of a leaf have no scan; None where they have."""
     if order.name != "contiguous":
-        return (
-            f"gives a device tokens that are not consecutive, as {leaf} needs them; use the layout "
-            f"'contiguous'"
-        )
+        return f"gives a device tokens that are not consecutive, as {leaf} needs them"
     return None
 
 

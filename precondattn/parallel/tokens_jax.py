@@ -69,7 +69,7 @@ def refusal(call: Call, masks: Collection[str]) -> str | None:
     for leaf in call.mechanism.program.leaves:
         way = way_of(leaf)
         if way is None:
-            return f"has no way to divide the tokens of {leaf}; use the layout 'heads'"
+            return f"has no way to divide the tokens of {leaf}"
         reason: str | None = way.refusal(leaf, call.order, masks)
         if reason is not None:
             return reason

@@ -72,7 +72,7 @@ def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | Non
     for leaf in mechanism.program.leaves:
         way = way_of(leaf)
         if way is None:
-            return f"has no way to divide the tokens of {leaf}; use the layout 'heads'"
+            return f"has no way to divide the tokens of {leaf}"
         reason: str | None = way.refusal(leaf, call.order)
         if reason is not None:
             return reason

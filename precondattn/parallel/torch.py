@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from precondattn.algebra.expression import parse
 from precondattn.cache import Cache
 from precondattn.parallel import cached_torch, heads_torch, start_torch, tokens_torch
+from precondattn.parallel.advised_layouts import advice
 from precondattn.parallel.arguments_torch import bind
 from precondattn.parallel.call_torch import Call, check_mesh, processes_of
 from precondattn.parallel.divided_cache_torch import DividedCache
@@ -280,10 +281,7 @@ class ContextParallel:
     ) -> Call:
         """The arguments of a call that the layout can divide."""
         call = self._bound(arrays, named, backend, start)
-        if start is None:
-            refused = self._refusal(call)
-        else:
-            refused = self._refused_by(tokens_torch, call) or cached_torch.refusal(self.mechanism)
+        refused = self._refusal(call) if start is None else self._refusal_of_prefill(call)
         if refused is not None:
             raise ValueError(f"{self.processes.owner}: {refused}")
         return call
@@ -295,10 +293,25 @@ class ContextParallel:
         return heads_torch if self.order is None else tokens_torch
 
     def _refusal(self, call: Call) -> str | None:
-        if self.layout is not None:
-            return self._refused_by(self._way(call), call)
-        reasons = [self._refused_by(way, call) for way in (heads_torch, tokens_torch)]
-        return None if None in reasons else "; ".join(map(str, reasons))
+        ways = (heads_torch, tokens_torch) if self.layout is None else (self._way(call),)
+        reasons = [self._refused_by(way, call) for way in ways]
+        if None in reasons:
+            return None
+        of_heads = heads_torch.refusal(self.mechanism, call, self.processes)
+        others = {"heads": of_heads, "contiguous": self._refusal_in_order(call)}
+        return "; ".join(map(str, reasons)) + advice(others)
+
+    def _refusal_of_prefill(self, call: Call) -> str | None:
+        of_cache = cached_torch.refusal(self.mechanism)
+        refused = self._refused_by(tokens_torch, call)
+        if refused is None:
+            return of_cache
+        return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
+
+    def _refusal_in_order(self, call: Call) -> str | None:
+        """That of the layout `contiguous`, which divides what any order of tokens can."""
+        in_order = call._replace(order=Order("contiguous"))
+        return tokens_torch.refusal(self.mechanism, in_order, self.processes)
 
     def _refused_by(self, way: ModuleType, call: Call) -> str | None:
         refused = way.refusal(self.mechanism, call, self.processes)
