@@ -28,7 +28,7 @@ def attention(mechanism="softmax", width=8, **options):
 
 X = torch.linspace(-1, 1, 2 * 4 * 8).reshape(2, 4, 8)
 IDS = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]])
-RAGGED = torch.nested.nested_tensor([X[0, :3], X[1]])
+RAGGED = torch.nested.nested_tensor([X[0, :3], X[1]], layout=torch.jagged)
 
 
 def padding_is_a_segment():
