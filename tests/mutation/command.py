@@ -70,7 +70,14 @@ def kill(
     ]
     with ThreadPoolExecutor(jobs) as pool:
         futures = {
-            pool.submit(verdict_of, _drawn(entries[i]), tests[i], seconds, option or []): i
+            pool.submit(
+                verdict_of,
+                _drawn(entries[i]),
+                tests[i],
+                seconds,
+                option or [],
+                [verdict["test"] for verdict in entries[i]["verdicts"].values()],
+            ): i
             for i in waiting
         }
         done = as_completed(futures)

@@ -48,15 +48,26 @@ class Verdict:
         return asdict(self)
 
 
-def kill(drawn: Drawn, tests: list[str], seconds: dict[str, float], options: list[str]) -> Verdict:
-    """The verdict of the tests that cover a mutant, of which `seconds` has those that may run."""
+def kill(
+    drawn: Drawn,
+    tests: list[str],
+    seconds: dict[str, float],
+    options: list[str],
+    killers: list[str],
+) -> Verdict:
+    """The verdict of the tests that cover a mutant, of which `seconds` has those that may run.
+
+    Those that killed it in another run come before all others.
+    """
     if not drawn.is_there:
         return Verdict(GONE, 0, 0)
     known = [test for test in tests if test in seconds]
     if not known:
         return Verdict(UNTOUCHED, 0, 0)
     tried = 0
-    for batch in batches(known, seconds):
+    again = [test for test in known if test in killers]
+    others = [test for test in known if test not in killers]
+    for batch in ([again] if again else []) + list(batches(others, seconds)):
         expected = sum(seconds[test] for test in batch)
         failed = _first_failure(drawn, batch, options, START + SLOWER * expected)
         tried += len(batch)

@@ -105,6 +105,6 @@ class Finder(MetaPathFinder):
         return spec
 
 
-if "MUTATION" in os.environ:
+if "MUTATION" in os.environ and __name__ == "sitecustomize":  # Not where a test collects it.
     with open(os.environ["MUTATION"], encoding="utf-8") as task:
         sys.meta_path.insert(0, Finder(json.load(task)))
