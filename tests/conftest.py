@@ -42,8 +42,9 @@ if not has_gpu():
 
 @pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
 def pytest_collection_modifyitems(items):
-    """Each test belongs to a tier."""
-    sort_into_tiers(items)
+    """Each test of this folder belongs to a tier."""
+    here = Path(__file__).parent
+    sort_into_tiers([item for item in items if item.path.is_relative_to(here)])
 
 
 @pytest.fixture(autouse=True, scope="module")

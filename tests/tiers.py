@@ -1,7 +1,7 @@
 """Two tiers: what anyone waits for, and what has to pass before a change lands.
 
 The first is the default, `python -m pytest`: each property once for each class of code that could
-break it. The second, `-m thorough`, is the rest: other expressions, larger data, compilers,
+break it. The second, `-m "thorough and not slow"`, is the rest: other expressions, larger data, compilers,
 processes, and kernels that are interpreted for long. `slow` is a third, for the nights.
 
 A test is in the second tier
@@ -24,7 +24,7 @@ from tests.representatives import REPRESENTATIVES
 
 
 def sort_into_tiers(items: Iterable[pytest.Item]) -> None:
-    """Mark what belongs to the second tier. What is slow belongs to none of the two."""
+    """Mark what belongs to the second tier."""
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_test[item.nodeid.partition("[")[0]].append(item)
@@ -33,9 +33,6 @@ def sort_into_tiers(items: Iterable[pytest.Item]) -> None:
         others = [item for item in members if not _expressions_of(item) <= _representatives()]
         for item in others[len(others) == len(members) :]:
             item.add_marker("thorough")
-        for item in members:
-            if item.get_closest_marker("slow"):
-                _unmark(item)
 
 
 def _keep_exceptions(members: list[pytest.Item]) -> None:
@@ -46,11 +43,7 @@ def _keep_exceptions(members: list[pytest.Item]) -> None:
     if is_whole and len(kept) != len(but):
         raise pytest.UsageError(f"{members[0].nodeid}: one of thorough(but={but}) is no parameter")
     for item in kept:
-        _unmark(item)
-
-
-def _unmark(item: pytest.Item) -> None:
-    item.own_markers = [marker for marker in item.own_markers if marker.name != "thorough"]
+        item.own_markers = [own for own in item.own_markers if own.name != "thorough"]
 
 
 def _id(item: pytest.Item) -> str:

@@ -156,6 +156,7 @@ def test_a_failure_that_needs_an_earlier_call_is_reported_with_that_call(tmp_pat
     assert shown.stdout.startswith("failed: the output is off by")
 
 
+@pytest.mark.thorough
 def test_a_failure_that_never_comes_back_depends_on_chance(tmp_path, monkeypatch):
     monkeypatch.setenv("WAS_WRONG", str(tmp_path / "wrong"))
     packed = "outputs-numpy-float64-packed-zero-softmax"
@@ -196,6 +197,7 @@ def crashed(tmp_path_factory):
     return recorded(folder, "crashes", "--dtype", "float64")[:2]
 
 
+@pytest.mark.thorough
 def test_a_crash_is_one_failure_and_the_rest_runs(crashed):
     code, record = crashed
     assert code == 1
@@ -230,6 +232,7 @@ def test_a_leak_is_reported(tmp_path):
     assert code == 0, record.outcomes[0].reason
 
 
+@pytest.mark.thorough
 def test_processes_end_without_leaving_locks_of_the_backend():
     done = conformance("locks", "--case", "outputs-numpy-float64-plain-random-softmax")
     assert done.returncode == 0, done.stdout
@@ -253,6 +256,7 @@ def test_a_backend_below_its_declared_minimum_fails(here):
     assert code == 0, printed
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
     path = tmp_path / "record.json"
     # Tests in the background ignore interrupts, and a child process inherits this.

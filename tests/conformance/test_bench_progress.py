@@ -37,6 +37,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_prints_and_saves_what_was_measured(tmp_path, monkeypatch):
     at_round = Progress.at_round
 

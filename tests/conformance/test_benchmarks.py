@@ -112,6 +112,7 @@ def test_a_layer_that_differs_from_the_one_by_hand_is_not_timed(monkeypatch, tmp
     assert "of our layer is off by" in row.reason
 
 
+@pytest.mark.thorough
 def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
     run_quick(mechanisms=("path",), works=("layer_step",), save=tmp_path / "run.json")
     (row,) = load(tmp_path / "run.json").rows
@@ -158,6 +159,7 @@ def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, cas
     assert "the logits of" in row.reason
 
 
+@pytest.mark.thorough
 def test_models_are_not_measured_without_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     run_quick("transformers_mamba2", save=tmp_path / "run.json")
@@ -165,6 +167,7 @@ def test_models_are_not_measured_without_transformers(monkeypatch, tmp_path):
     assert (row.status, row.reason) == ("unsupported", "transformers is not installed")
 
 
+@pytest.mark.thorough(but=("packed_lucid_backward",))
 @pytest.mark.parametrize("name", ["packed_lucid_backward", "numpy_packed_laser_backward"])
 def test_a_packed_case_is_compared_with_its_batch(name, tmp_path):
     code, printed = run_quick(name, save=tmp_path / "record.json")
@@ -211,6 +214,7 @@ def test_a_quick_run_saves_and_plots_whatever_the_settings_of_pytest(tmp_path):
     assert "0 of 4 regressed" in again.stdout
 
 
+@pytest.mark.thorough(but=("forward",))
 @pytest.mark.parametrize("work", ["forward", "forward_backward"])
 def test_a_wrong_result_is_reported_with_its_error_and_not_timed(rescaled, tmp_path, work):
     saved = tmp_path / "run.json"
@@ -255,6 +259,7 @@ def test_a_negative_number_of_neighbours_is_refused():
         run_quick("numpy_lucid", neighbours=-1)
 
 
+@pytest.mark.thorough
 def test_a_naive_reference_is_loaded_by_its_file_and_compared(monkeypatch, tmp_path):
     pytest.importorskip("torch")
     source = tmp_path / "fla" / "ops" / "kda" / "naive.py"
@@ -297,6 +302,7 @@ def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
     assert "is off by" in row.absent_peers["sdpa"]
 
 
+@pytest.mark.thorough(but=("7",))
 @pytest.mark.parametrize("width", [1, 7, 256])
 def test_a_window_is_compared_with_a_boolean_mask(width, tmp_path):
     # Of 48 tokens, a window of 256 hides none; this is the mask's other edge.

@@ -52,6 +52,7 @@ def plain(order, *mechanisms):
     return list(chosen.values())
 
 
+@pytest.mark.thorough
 def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
     """A broken exchange, and a process that dies."""
     faulty = ("softmax[softcap=5]", "gla")
@@ -78,6 +79,7 @@ def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
     assert f"--devices 2 --case '{found['gla', 'failed'].id}'" in found["gla", "failed"].snippet
 
 
+@pytest.mark.thorough
 def test_processes_that_wait_in_vain_are_ended(monkeypatch):
     """One has an error alone, and another one hangs."""
     monkeypatch.syspath_prepend(FOLDER)
@@ -88,6 +90,7 @@ def test_processes_that_wait_in_vain_are_ended(monkeypatch):
     assert 'broken_processes.py", line' in hung.details
 
 
+@pytest.mark.thorough
 def test_devices_of_jax_compare_refuse_and_are_found_wrong(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     pytest.importorskip("jax")

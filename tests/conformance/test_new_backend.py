@@ -306,6 +306,7 @@ def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.thorough
 def test_the_command_prints_the_files_and_the_next_steps(tmp_path):
     where = str(tmp_path / "new")
     done = precondattn("new-backend", "newcomer", "--library", "numpy", "--directory", where)

@@ -77,6 +77,7 @@ def test_every_peer_is_tested_and_on_the_page():
     assert set(re.findall(r"`(\w+)`", " ".join(first))) == names
 
 
+@pytest.mark.thorough(but=("naive_lucid-lucid_naive", "masked_sdpa-window_backward"))
 @pytest.mark.parametrize(("name", "case"), ON_A_CPU.items())
 def test_a_peer_runs_beside_its_mechanism(name, case, tmp_path):
     for library in {"transformers", "jax"} & {name, case.partition("_")[0]}:
@@ -169,6 +170,7 @@ def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkey
     peers.transformers_rule.cache_clear()
 
 
+@pytest.mark.thorough
 def test_models_of_transformers_call_no_kernels_on_a_cpu(monkeypatch, tmp_path):
     """Neither of fla nor of mamba-ssm, in whose place our model has our functions."""
     pytest.importorskip("transformers")

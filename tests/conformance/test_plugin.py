@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 
 BARE = """
@@ -76,6 +78,7 @@ def test_the_flags_run_the_suite(tmp_path):
     assert "reference: 33 cases compared" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_third_party_backend_is_compared_with_the_oracle_on_the_piece_it_claims(tmp_path):
     done = pytest_run(
         tmp_path, *SUITE,
@@ -86,6 +89,7 @@ def test_a_third_party_backend_is_compared_with_the_oracle_on_the_piece_it_claim
     assert "third_party: 24 cases compared" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_named_backend_without_a_compared_case_fails(tmp_path):
     done = pytest_run(
         tmp_path, "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",

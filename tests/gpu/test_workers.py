@@ -43,6 +43,7 @@ def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_every_process_computes_with_one_thread(tmp_path):
     """Fourteen processes of sixteen threads each would take twice the time."""
     alone = Task(**{**vars(stub("alone", "passes")), "worker": ""})
@@ -50,6 +51,7 @@ def test_every_process_computes_with_one_thread(tmp_path):
     assert entries["shared"]["data"]["threads"] == entries["alone"]["data"]["threads"] == ["1", "1"]
 
 
+@pytest.mark.thorough
 def test_other_variables_are_another_process(tmp_path):
     other = stub("two", "passes", environment={"PRECONDATTN_OTHER": "1"})
     entries = run([stub("one", "passes"), other], tmp_path)

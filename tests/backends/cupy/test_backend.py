@@ -15,6 +15,9 @@ from tests.backends.cupy.simulated import DTYPES
 from tests.backends.mechanism_groups import fewer_queries, groups, only
 from tests.kernel_tools.toolchain import needs_simulator
 
+# Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
+pytestmark = pytest.mark.thorough
+
 TAKEN = (
     *("lucid_solve", "lucid_solve[beta=true]", "lucid", "lucid[beta=true]"),
     *("gated_delta", "delta", "conditioned_query"),

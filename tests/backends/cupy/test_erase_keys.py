@@ -16,7 +16,8 @@ from tests.backends.cupy.test_recurrences import unwritten_is_nan as unwritten_i
 from tests.backends.portable.test_erase_keys import assert_close, stream
 from tests.kernel_tools.toolchain import needs_simulator
 
-pytestmark = needs_simulator
+# Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
+pytestmark = [needs_simulator, pytest.mark.thorough]
 
 
 def in_float32(x):

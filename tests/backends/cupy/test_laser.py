@@ -12,7 +12,8 @@ from tests.backends.cupy.simulated import DTYPES, ORDERS
 from tests.kernel_tools.toolchain import needs_simulator
 
 __all__ = ["unwritten_is_nan"]
-pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+# Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
+pytestmark = [pytest.mark.usefixtures("unwritten_is_nan"), pytest.mark.thorough]
 
 FLOAT16 = pytest.param("float16", marks=pytest.mark.slow)
 """Slow: its kernels take 20 seconds to build; `test_attention_by_tensor_cores` runs them too."""

@@ -12,7 +12,8 @@ from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.simulated import DTYPES, ORDERS
 from tests.kernel_tools.toolchain import needs_simulator
 
-pytestmark = needs_simulator
+# Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
+pytestmark = [needs_simulator, pytest.mark.thorough]
 
 BOUNDS = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 SMALL = {

@@ -17,6 +17,9 @@ from precondattn_kernel_tools.cuda_simulator import KernelError, SimulatedModule
 from tests.backends.cupy.simulated import DTYPES, ORDERS, error
 from tests.kernel_tools.toolchain import needs_simulator
 
+# Thorough: the first test of each kernel compiles it for the simulator, which takes seconds.
+pytestmark = pytest.mark.thorough
+
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")
 CHUNKS = {"float32": 32, "bfloat16": 16, "float16": 16}
