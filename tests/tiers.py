@@ -1,8 +1,8 @@
 """Two tiers: what anyone waits for, and what has to pass before a change lands.
 
 The first is the default, `python -m pytest`: each property once for each class of code that could
-break it. The second, `-m "thorough and not slow"`, is the rest: other expressions, larger data, compilers,
-processes, and kernels that are interpreted for long. `slow` is a third, for the nights.
+break it. The second, `-m "thorough and not slow"`, is the rest: other expressions, larger data,
+compilers, processes, and kernels that are interpreted for long. `slow` is for the nights.
 
 A test is in the second tier
 
