@@ -39,14 +39,11 @@ class Array:
         self._of_factor = [0] * len(levels)
         for i, factor in enumerate(self._factor):
             self._of_factor[factor] |= 1 << i
-        self._together = [
-            sum(
-                1 << j
-                for j, other in enumerate(self.names)
-                if other[0] != name[0] and goes_together(name, other)
-            )
-            for name in self.names
-        ]
+        self._together = [0] * len(self.names)
+        for (i, one), (j, other) in combinations(enumerate(self.names), 2):
+            if one[0] != other[0] and goes_together(one, other):
+                self._together[i] |= 1 << j
+                self._together[j] |= 1 << i
         self._triples = [
             tuple(numbers[factor, level] for level in levels[factor])
             for factor in triples
@@ -60,8 +57,16 @@ class Array:
             row = self._with_most_of([numbers[x] for x in wanted.items() if x in numbers])
             if row is not None and (taken := self._taken(row)) not in self.first:
                 self.first.append(taken)
-        self.pairs: list[Row] = [*self.first, *self._rows_of_pairs()]
+
+    @cached_property
+    def pairs(self) -> list[Row]:
         """The rows that have every pair; they begin with the first rows."""
+        return [*self.first, *self._rows_of_pairs()]
+
+    @cached_property
+    def pairs_in_rows(self) -> frozenset[tuple[Level, Level]]:
+        """Every pair of levels that goes together, but for those that no row can complete."""
+        return frozenset(pair for row in self.pairs for pair in pairs_of(row))
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -131,11 +136,13 @@ class Array:
             return row
         if any(not allowed & self._of_factor[factor] for factor in left):
             return None
-        candidates = [i for factor in left for i in _bits(allowed & self._of_factor[factor])]
-        best = max(
-            candidates,
-            key=lambda i: ((self._missing[i] & chosen).bit_count(), -self._used[i], -i),
-        )
+        missing, used = self._missing, self._used
+        best, most = -1, (-1, 0, 0)
+        for factor in left:
+            for i in _bits(allowed & self._of_factor[factor]):
+                merit = ((missing[i] & chosen).bit_count(), -used[i], -i)
+                if merit > most:
+                    best, most = i, merit
         factor = self._factor[best]
         others = sorted(
             _bits(allowed & self._of_factor[factor]), key=lambda i: (i != best, self._used[i], i)
@@ -159,11 +166,14 @@ class Array:
         return dict(self.names[i] for i in sorted(row))
 
 
-def _bits(number: int) -> Iterator[int]:
+def _bits(number: int) -> list[int]:
+    """The positions of the bits that are 1, the lowest first."""
+    positions = []
     while number:
         lowest = number & -number
-        yield lowest.bit_length() - 1
+        positions.append(lowest.bit_length() - 1)
         number ^= lowest
+    return positions
 
 
 def pairs_of(row: Row) -> Iterator[tuple[Level, Level]]:

@@ -7,6 +7,7 @@ of a block: one of those that the backend declares (`Backend.blocks`), or of 16,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 BLOCKS = (16, 32, 64, 128)
@@ -177,11 +178,17 @@ class Apartness:
 
     lines: tuple[Apart, ...]
 
+    @cached_property
+    def pairs(self) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
+        """Every two levels that do not go together, in both orders."""
+        pairs = {
+            ((line.factor, level), (line.other, other))
+            for line in self.lines
+            for level in line.levels
+            for other in line.others
+        }
+        return frozenset(pairs | {(other, one) for one, other in pairs})
+
     def __call__(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
         """Whether two levels do not go together."""
-        return any(
-            (line.factor == a[0] and a[1] in line.levels)
-            and (line.other == b[0] and b[1] in line.others)
-            for line in self.lines
-            for a, b in ((one, other), (other, one))
-        )
+        return (one, other) in self.pairs

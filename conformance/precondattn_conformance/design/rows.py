@@ -25,7 +25,7 @@ from precondattn_conformance.declared import (
     is_constant_in_one_token,
     mechanism_of,
 )
-from precondattn_conformance.design.covering import Array, GoesTogether, Level, Row, pairs_of
+from precondattn_conformance.design.covering import Array, GoesTogether, Level, Row
 from precondattn_conformance.design.factors import (
     APART,
     BLOCKS,
@@ -101,10 +101,10 @@ class Design:
     def is_whole(self) -> bool:
         return bool(self.traits.company)
 
-    @cached_property
+    @property
     def pairs(self) -> frozenset[tuple[Level, Level]]:
         """Every pair of levels that goes together."""
-        return frozenset(pair for row in self.array.pairs for pair in pairs_of(row))
+        return self.array.pairs_in_rows
 
     def entry(self, row: Row) -> Entry:
         return entry(self.expression, row)
