@@ -12,10 +12,12 @@ pytest.importorskip("pytest_benchmark")
 
 from rich.console import Console
 
-from precondattn_conformance.bench import command, progress
+from precondattn_conformance import progress
+from precondattn_conformance.bench import command
 from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.progress import CLEAR, Progress
+from precondattn_conformance.bench.progress import Progress
 from precondattn_conformance.bench.record import TIMED, load
+from precondattn_conformance.progress import CLEAR
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,18 @@ def test_the_time_left_counts_rounds_and_the_cases_after_them():
     of.ends("2 s")
     of.starts("laser")
     assert str(of) == "laser (case 2 of 3): checked first"
+
+
+def test_the_time_left_of_a_run_of_cases_is_that_of_as_many_finished_ones():
+    clock = Clock()
+    of = progress.Progress(Console(file=io.StringIO()), 12, clock)
+    assert str(of) == "0 of 12 cases, 0 failed"
+    clock.now = 30.0  # Processes have started.
+    of.advance()
+    clock.now = 36.0
+    of.advance(is_failed=True)
+    of.advance()
+    assert str(of) == "3 of 12 cases, 1 failed, about 27 s left"
 
 
 def written(of, console, until):
