@@ -1,12 +1,12 @@
 """Tests of the README's Python blocks; draws of Hypothesis; cores shared by parallel processes."""
 
 import os
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 from hypothesis import settings
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
+
+from precondattn_conformance.xla import FLAGS, quick_flags
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
@@ -26,8 +26,4 @@ settings.register_profile("nightly", derandomize=False, print_blob=True, deadlin
 settings.load_profile("repeatable")
 
 # Tests call each function that JAX compiles once or twice; to optimise its machine code costs more.
-flags = ["--xla_backend_optimization_level=0"]
-with suppress(PackageNotFoundError):
-    if version("jaxlib").startswith("0.10."):  # Later versions end the process at this flag.
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+os.environ.setdefault(FLAGS, quick_flags())

@@ -16,6 +16,7 @@ from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, LEVELS, data
 from precondattn_conformance.inputs import KINDS, Layout
 from precondattn_conformance.layout_names import layout_named
+from precondattn_conformance.sharing import Sharing
 
 IsNarrow = Callable[[str, str], bool]
 """Whether an expression is computed in float32 at most, with arrays of a library (`widest.py`)."""
@@ -38,12 +39,14 @@ def cases(
     only_dtypes: tuple[str, ...] = (),
     blocks: tuple[int, ...] = (),
     is_narrow: IsNarrow = never_narrow,
+    is_shared: bool = False,
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
     `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
     each other, since they share the oracle's results. `blocks` are those that a backend declares.
-    Where it `is_narrow`, cases in float64 become cases in float32.
+    Where it `is_narrow`, cases in float64 become cases in float32. If `is_shared`, the libraries
+    share the cases of `smoke` (`sharing.py`).
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
@@ -57,7 +60,11 @@ def cases(
                 raise ValueError(f"{name!r} is no {what}; there are {', '.join(known)}")
     mechanisms = tuple(str(pa.parse(text)) for text in only_mechanisms) or tuple(expressions())
     chosen = only_libraries or tuple(libraries.installed())
-    return _cases(level, mechanisms, chosen, only_checks or CHECKS, only_dtypes, blocks, is_narrow)
+    checks = only_checks or CHECKS
+    sharing = None
+    if is_shared and level == LEVELS[0]:
+        sharing = Sharing({name: libraries.named(name).dtypes for name in chosen})
+    return _cases(level, mechanisms, chosen, checks, only_dtypes, blocks, is_narrow, sharing)
 
 
 def known_cases(
@@ -82,14 +89,18 @@ def _cases(
     only_dtypes: tuple[str, ...],
     blocks: tuple[int, ...],
     is_narrow: IsNarrow,
+    sharing: Sharing | None = None,
 ) -> Iterator[Case]:
     ids: set[str] = set()
     """Of the design: a class's row with one option may be a row of its variant too."""
     for mechanism in mechanisms:
-        yield from of_named_layouts(level, mechanism, chosen, checks, only_dtypes, is_narrow)
+        for case in of_named_layouts(level, mechanism, chosen, checks, only_dtypes, is_narrow):
+            if sharing is None or sharing.has_case(case):
+                yield case
         for library in chosen:
             narrow = is_narrow(mechanism, library)
-            for case in designed(level, mechanism, library, blocks, is_narrow=narrow):
+            made = designed(level, mechanism, library, blocks, is_narrow=narrow, sharing=sharing)
+            for case in made:
                 is_wanted = not only_dtypes or case.dtype in only_dtypes
                 if is_wanted and case.check in checks and case.id not in ids:
                     ids.add(case.id)
@@ -127,11 +138,14 @@ def designed(
     blocks: tuple[int, ...] = (),
     *,
     is_narrow: bool = False,
+    sharing: Sharing | None = None,
 ) -> list[Case]:
     """The cases of the design's rows at a level. Those of one expression follow each other."""
     made = design(mechanism, library, blocks)
     found: dict[str, Case] = {}
-    for row in rows(level, mechanism, library, blocks):
+    for number, row in enumerate(rows(level, mechanism, library, blocks)):
+        if sharing is not None and not sharing.has_row(number, row, mechanism, library):
+            continue
         check, layout, kind, dtype, expression = made.entry(row)
         if is_narrow and dtype == "float64":
             dtype = "float32"

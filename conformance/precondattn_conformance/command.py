@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
@@ -18,6 +17,7 @@ from precondattn_conformance.design.coverage import Pairs, total
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.grid import LEVELS
+from precondattn_conformance.progress import Progress
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
@@ -28,8 +28,6 @@ from precondattn_conformance.session import Session
 from precondattn_conformance.status import COMPARED, FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 from precondattn_conformance.writable import require_writable
 
-SECONDS_OF_A_LINE = 10.0
-"""Between two lines about progress, where the output is no terminal."""
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
 """The number of checks of which the first failure is printed with an error map and a snippet."""
@@ -49,8 +47,6 @@ def conformance(
     correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
     """
     require_writable(record, html, junit)
-    if not console.is_terminal:
-        console.print(f"choosing the cases of level {session.level}", highlight=False)
     todo = session.cases()
     expectations = session.expectations(todo)
     if session.device is not None:
@@ -66,11 +62,15 @@ def conformance(
     looked_at: list[Pairs] = []
     try:
         with recording:
-            _run(session, todo, expectations, recording, report, console)
+            try:
+                _run(session, todo, expectations, recording, report, console)
+            finally:
+                recording.put_in_order(case.id for case in todo)
             looked_at = session.pairs(report.outcomes)
             recording.looked_at(looked_at)
     except KeyboardInterrupt:
         is_interrupted = True
+    report.put_in_order(todo)
     _print_failures(report, console)
     matrix(report.outcomes, console)
     _print_refusals(report, console)
@@ -95,29 +95,14 @@ def _run(
     report: Report,
     console: Console,
 ) -> None:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[failed]} failed"),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("starting", total=len(todo), failed=0)
-        failed, next_line = 0, time.monotonic() + SECONDS_OF_A_LINE
-        for outcome in session.run(todo, expectations, recording.started):
+    outcomes = session.run(todo, expectations, recording.started)
+    with Progress(console, len(todo)) as progress, closing(outcomes):  # Closing ends processes.
+        for outcome in outcomes:
             report.outcomes.append(outcome)
             recording.add(outcome)
-            failed += outcome.status == FAILED
-            name = escape(outcome.case.mechanism[:40])
-            progress.update(task, advance=1, description=name, failed=failed)
-            if outcome.status == FAILED and failed <= SHOWN_FAILURES:
-                progress.console.print(f"[red]failed[/red] {escape(outcome.case.id)}")
-            if not console.is_terminal and time.monotonic() >= next_line:
-                next_line += SECONDS_OF_A_LINE
-                done = len(report.outcomes)
-                console.print(f"{done} of {len(todo)} cases, {failed} failed", highlight=False)
+            progress.advance(is_failed=outcome.status == FAILED)
+            if outcome.status == FAILED and progress.failed <= SHOWN_FAILURES:
+                progress.print(f"[red]failed[/red] {escape(outcome.case.id)}")
 
 
 def _print_failures(report: Report, console: Console) -> None:

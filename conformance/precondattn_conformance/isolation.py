@@ -3,8 +3,10 @@
     for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
 
 A process runs all cases of one mechanism in one dtype, one at a time, since they share the oracle's
-results and what is compiled. A process that dies or hangs is replaced, and the case that it was
-running has failed. The first failures are replayed alone (`alone.py`).
+results. Of several processes the first begins with the cases of JAX and another with those of all
+other libraries: so each function is compiled once, and each process imports what it needs. Whoever
+has no such case left goes on with the others'. A process that dies or hangs is replaced, and the
+case that it was running has failed. The first failures are replayed alone (`alone.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -26,9 +28,11 @@ from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.cores import shared_by
+from precondattn_conformance.libraries import named
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.snippet import snippet
 from precondattn_conformance.status import FAILED
+from precondattn_conformance.xla import compiling_quickly
 
 TIMEOUT = 300.0
 """Seconds for one case, including a kernel's first compilation."""
@@ -39,14 +43,30 @@ TO_END = 10.0
 """Seconds for a process that runs no case to end by itself."""
 
 
+Lane = deque[list[Case]]
+"""Cases of one mechanism and dtype after the other."""
+
+
 class Worker:
     """A process that runs cases, and its state."""
 
     def __init__(
-        self, backend: Backend, device: str | None, timeout: float, beside: int = 1
+        self,
+        backend: Backend,
+        device: str | None,
+        timeout: float,
+        beside: int = 1,
+        *,
+        is_quick: bool = False,
     ) -> None:
-        """`beside` is the number of processes that share the cores."""
+        """`beside` is the number of processes that share the cores.
+
+        If it `is_quick`, JAX compiles without optimisations (`xla.py`).
+        """
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
+        self.is_quick = is_quick
+        self.lanes: tuple[Lane, ...] = ()
+        """The cases that are left. It takes the next ones from the first lane that has any."""
         self.todo: deque[Case] = deque()
         self.earlier: tuple[Case, ...] = ()
         """The cases that its process ran before the last one."""
@@ -59,7 +79,8 @@ class Worker:
         self.traces = tempfile.NamedTemporaryFile(prefix="precondattn-")  # noqa: SIM115
         arguments = (theirs, self.backend, self.device, self.timeout, self.traces.name)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        with shared_by(self.beside):
+        quickly = compiling_quickly() if self.is_quick else nullcontext()
+        with shared_by(self.beside), quickly:
             self.process.start()
         theirs.close()
         self.done: tuple[Case, ...] = ()
@@ -67,6 +88,9 @@ class Worker:
 
     def begin(self) -> Case | None:
         """Send the next case to the process."""
+        if not self.todo:
+            lane = next(filter(None, self.lanes), None)
+            self.todo.extend(lane.popleft() if lane else ())
         self.running = self.todo.popleft() if self.todo else None
         if self.running is not None:
             self._wait_until_started()
@@ -171,23 +195,27 @@ def run_isolated(
     *,
     timeout: float = TIMEOUT,
     jobs: int = 1,
+    is_quick: bool = False,
     started: Callable[[Case], Any] = lambda case: None,
     expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known; with several jobs, not in the order of the cases.
 
-    Failures that are not `expected` are replayed alone.
+    Failures that are not `expected` are replayed alone. If it `is_quick`, JAX compiles without
+    optimisations.
     """
-    groups = deque(
-        list(group) for _, group in groupby(cases, key=lambda case: (case.mechanism, case.dtype))
-    )
-    count = min(jobs, len(groups))
-    workers = [Worker(backend, device, timeout, count) for _ in range(count)]
-    alone = Alone(lambda: Worker(backend, device, timeout, count), backend, device)
+    lanes = lanes_of(cases, jobs)
+    count = min(jobs, sum(map(len, lanes)))
+
+    def start() -> Worker:
+        return Worker(backend, device, timeout, count, is_quick=is_quick)
+
+    workers = [start() for _ in range(count)]
+    for worker in workers:
+        worker.lanes = lanes[::-1] if worker is workers[0] else lanes
+    alone = Alone(start, backend, device)
 
     def begin_next(worker: Worker) -> None:
-        if not worker.todo and groups:
-            worker.todo.extend(groups.popleft())
         case = worker.begin()
         if case is not None:
             started(case)
@@ -216,3 +244,18 @@ def run_isolated(
             worker.connection.close()  # All end at once.
         for worker in workers:
             worker.stop()
+
+
+def lanes_of(cases: Iterable[Case], jobs: int) -> tuple[Lane, ...]:
+    """The cases in groups of one mechanism and dtype; for several jobs, those of JAX are the last.
+
+    Several processes take from both ends, so that one of them compiles and another does not.
+    """
+
+    def compiles(case: Case) -> bool:
+        return named(case.library).compiles_operations
+
+    lanes: dict[bool, Lane] = {False: deque(), True: deque()}
+    for key, group in groupby(cases, key=lambda c: (compiles(c), c.mechanism, c.dtype)):
+        lanes[jobs > 1 and key[0]].append(list(group))
+    return tuple(lane for lane in lanes.values() if lane)

@@ -50,6 +50,11 @@ class Report:
 
     outcomes: list[Outcome] = field(default_factory=list)
 
+    def put_in_order(self, cases: Iterable[Case]) -> None:
+        """Arrange the outcomes in the order of the cases, in which several processes do not run."""
+        position = {case.id: number for number, case in enumerate(cases)}
+        self.outcomes.sort(key=lambda outcome: position[outcome.case.id])
+
     def count(self, status: str) -> int:
         return Counter(outcome.status for outcome in self.outcomes)[status]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,8 +101,14 @@ class Session:
             only_dtypes=self.dtypes,
             blocks=self.blocks,
             is_narrow=self.is_narrow,
+            is_shared=self.is_of_everything,
         )
         return list(chosen)
+
+    @property
+    def is_of_everything(self) -> bool:
+        """Whether no backend, library or mechanism is named, so that libraries share the cases."""
+        return not (self.backend or self.libraries or self.mechanisms)
 
     def _divided(self, devices: int) -> list[Case]:
         """The cases of sequences that are divided."""
@@ -167,7 +173,7 @@ class Session:
         todo: list[Case],
         expectations: Expectations,
         started: Callable[[Case], Any] = lambda case: None,
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """The outcomes, as soon as each is known."""
         not_skipped = []
         for case in todo:
@@ -197,6 +203,7 @@ class Session:
         options: dict[str, Any] = {
             "timeout": self.timeout or TIMEOUT,
             "jobs": jobs,
+            "is_quick": self.is_of_everything and self.level == LEVELS[0] and not self.device,
             "started": started,
         }
         for outcome in run_isolated(

@@ -180,6 +180,8 @@ def conformance(
 ) -> None:
     """Compare backends with the oracle, by every check on every mechanism; report the errors."""
     with reported():
+        if not (self_test or design or mutate):  # Before imports, which take a while.
+            console.print(f"choosing the cases of level {level}", highlight=False)
         from precondattn_conformance.command import conformance as run
         from precondattn_conformance.session import Session
 

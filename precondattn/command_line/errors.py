@@ -13,17 +13,23 @@ from rich.console import Console
 TRACEBACK = "PRECONDATTN_TRACEBACK"
 """Environment variable: 1 shows the traceback of an error."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as of a shell."""
+
 EXPECTED = (ValueError, TypeError, ImportError, OSError)
 """Errors of arguments, files and missing packages, whose message says what is wrong."""
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print the message of an error to stderr, and exit with code 2."""
+    """Print the message of an error to stderr, and exit with code 2; after Ctrl-C with 130."""
     try:
         yield
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
+    except KeyboardInterrupt:  # Typer's own exit code for it is 1.
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if os.environ.get(TRACEBACK, "0") not in ("", "0"):
             raise

@@ -211,6 +211,17 @@ def test_a_crash_is_one_failure_and_the_rest_runs(crashed):
 
 
 @pytest.mark.thorough
+def test_a_crash_of_one_of_two_processes_fails_the_run_and_names_its_library(tmp_path):
+    given = ("--jobs", "2", "--check", "outputs", "--dtype", "float64")
+    code, record, printed = recorded(tmp_path, "crashes", *given)
+    assert code == 1
+    assert "failed outputs-numpy-float64-packed-zero-softmax" in printed
+    assert "the process died of SIGSEGV" in printed
+    assert record.complete
+    assert record.count("passed") > 2
+
+
+@pytest.mark.thorough
 def test_a_hang_is_one_failure_with_its_position_and_the_rest_runs(tmp_path):
     given = ("--dtype", "float64", "--check", "outputs", "--timeout", "4")
     code, record, _ = recorded(tmp_path, "hangs", *given, "--skip", rows_of_design(tmp_path))
@@ -256,8 +267,12 @@ def test_a_backend_below_its_declared_minimum_fails(here):
     assert code == 0, printed
 
 
+def children_of(process):
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
 @pytest.mark.thorough
-def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
+def test_an_interrupted_run_leaves_a_partial_record_and_no_process(tmp_path):
     path = tmp_path / "record.json"
     # Tests in the background ignore interrupts, and a child process inherits this.
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -273,9 +288,16 @@ def test_an_interrupted_run_leaves_a_partial_record(tmp_path):
         time.sleep(0.2)
         if path.exists() and "packed" in str(json.loads(path.read_text())["running"]):
             break
+    children = children_of(process.pid)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert children
+    deadline = time.monotonic() + 20  # Python's tracker of resources ends after its parent.
+    while children and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = [child for child in children if Path(f"/proc/{child}").exists()]
+    assert not children
     record = load(path)
     assert not record.complete
     assert record.count("passed") > 0

@@ -223,6 +223,16 @@ class Recording:
         if self._clock() >= self._due:
             self._write()
 
+    def put_in_order(self, ids: Iterable[str]) -> None:
+        """Arrange the outcomes in the order of these ids of cases."""
+        position = {printable(text): number for number, text in enumerate(ids)}
+        results = self.record.outcomes
+        order = sorted(
+            range(len(results)), key=lambda i: position.get(results[i].id, len(position))
+        )
+        self.record.outcomes = [results[i] for i in order]
+        self._lines = [self._lines[i] for i in order]
+
     def looked_at(self, pairs: Iterable[Pairs]) -> None:
         """Set how many pairs of levels the run looked at."""
         self.record.pairs = [row.to_json() for row in pairs]

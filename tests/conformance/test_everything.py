@@ -1,0 +1,170 @@
+"""A run that names nothing: its cases, its processes, and what it prints first."""
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from precondattn.algebra import registry
+from precondattn_conformance.cases import case_of, cases
+from precondattn_conformance.command import conformance
+from precondattn_conformance.declared import expressions
+from precondattn_conformance.isolation import lanes_of
+from precondattn_conformance.libraries import installed
+from precondattn_conformance.report.record import load
+from precondattn_conformance.session import Session
+from precondattn_conformance.sharing import SHARING, WIDEST
+from precondattn_conformance.xla import FLAGS, compiling_quickly, quick_flags
+
+FIRST_LINE = """
+import sys
+from precondattn.command_line import commands
+
+def first(text, **options):
+    slow = {"torch", "jax", "precondattn_conformance.checks"}
+    print(text, *slow.intersection(sys.modules))
+    raise SystemExit
+
+commands.console.print = first
+commands.app(["conformance"])
+"""
+
+
+@pytest.fixture(scope="module")
+def every():
+    """The cases of smoke, if each library has all of them."""
+    return list(cases("smoke"))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return Session().cases()
+
+
+def test_a_run_of_everything_has_every_check_of_a_library_and_every_mechanism(every, shared):
+    assert set(shared) < set(every)
+    assert {(c.library, c.check) for c in shared} == {(c.library, c.check) for c in every}
+    outputs = {(c.library, c.mechanism) for c in shared if c.check == "outputs"}
+    main = [library for library in SHARING if library in installed()]
+    assert {(library, text) for library in main for text in expressions()} <= outputs
+    for library in installed():
+        declared = {c.mechanism for c in every if c.library == library and c.check == "outputs"}
+        assert {(library, m) for m in declared & set(registry.registered())} <= outputs
+
+
+def test_what_a_run_of_everything_leaves_out_on_one_library_it_has_on_another(every, shared):
+    pytest.importorskip("torch")
+
+    def data_of(chosen):
+        return {
+            replace(c, library="any")
+            for c in chosen
+            if c.library in SHARING and not c.layout.block  # Without rows of the design.
+        }
+
+    assert data_of(shared) == data_of(every)
+    of_options = [c for c in shared if not c.mechanism.isidentifier() and c.check == "caching"]
+    counts = {name: sum(c.library == name for c in of_options) for name in ("numpy", "torch")}
+    assert min(counts.values()) > 0.8 * max(counts.values())
+
+
+def test_wide_keys_are_left_out_only_where_every_token_has_a_matrix(every, shared):
+    def widest(chosen):
+        return {c.mechanism for c in chosen if c.layout.d == int(WIDEST)}
+
+    assert {"softmax", "gated_delta", "lucid"} <= widest(shared)
+    left_out = {text for text in widest(every) - widest(shared) if text.isidentifier()}
+    assert left_out == {"ccq", "conditioned_query", "mesa", "mesa_query"}
+
+
+@pytest.mark.parametrize(
+    "named", [{"backend": ("portable",)}, {"libraries": ("numpy",)}, {"mechanisms": ("softmax",)}]
+)
+def test_a_run_that_names_something_has_all_cases(named):
+    chosen = {
+        "only_libraries": named.get("libraries", ()),
+        "only_mechanisms": ("softmax",),
+    }
+    session = Session(**{"mechanisms": ("softmax",), **named})
+    assert session.cases() == list(cases("smoke", **chosen, blocks=session.blocks))
+
+
+def of_ids(*ids):
+    return [case_of(text) for text in ids]
+
+
+def test_of_several_processes_one_begins_with_what_is_compiled():
+    pytest.importorskip("jax")
+    todo = of_ids(
+        "outputs-numpy-float32-plain-clustered-lucid",
+        "outputs-jax-float32-plain-clustered-lucid",
+        "gradients-jax-float32-plain-clustered-lucid",
+        "outputs-numpy-float32-plain-clustered-laser",
+    )
+    eager, compiled = lanes_of(todo, 2)
+    assert list(eager) == [todo[:1], todo[3:]]
+    assert list(compiled) == [todo[1:3]]
+    (alone,) = lanes_of(todo, 1)
+    assert [case for group in alone for case in group] == todo
+
+
+def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path):
+    pytest.importorskip("jax")
+    found = {}
+    for jobs in (0, 2):
+        path = tmp_path / f"{jobs}.json"
+        session = Session(
+            mechanisms=("l2_norm", "unit_rows"),
+            libraries=("numpy", "jax"),
+            checks=("outputs",),
+            dtypes=("float32",),
+            jobs=jobs,
+        )
+        printed = io.StringIO()
+        assert conformance(session, Console(file=printed, width=120), record=path) == 0
+        record = load(path)
+        assert [result.id for result in record.outcomes] == [case.id for case in session.cases()]
+        found[jobs] = [replace(result, seconds=0.0) for result in record.outcomes]
+        assert "Every mechanism that was computed here agrees" in printed.getvalue()
+    assert {result.library for result in found[2]} == {"numpy", "jax"}
+    assert found[2] == found[0]
+
+
+def test_what_is_done_is_said_before_anything_slow_is_imported():
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LINE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.stdout == "choosing the cases of level smoke\n", done.stderr
+
+
+def test_an_interrupt_while_cases_are_chosen_has_the_exit_code_of_one(monkeypatch):
+    from typer.testing import CliRunner
+
+    from precondattn.command_line.commands import app
+
+    def cases(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "cases", cases)
+    done = CliRunner().invoke(app, ["conformance"])
+    assert (done.exit_code, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_process_compiles_quickly_unless_its_user_has_chosen_options(monkeypatch):
+    monkeypatch.delenv(FLAGS, raising=False)
+    with compiling_quickly():
+        assert os.environ[FLAGS] == quick_flags()
+    assert FLAGS not in os.environ
+    monkeypatch.setenv(FLAGS, "--xla_dump_to=x")
+    with compiling_quickly():
+        assert os.environ[FLAGS] == "--xla_dump_to=x"
