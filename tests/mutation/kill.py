@@ -28,6 +28,8 @@ BATCHES = ((3, 20, 6.0), (12, 300, 60.0), (10_000, 100_000, 240.0))
 START, SLOWER = 120.0, 8.0
 """A process may take this long to begin, and be this many times slower."""
 
+NO_TESTS = 5
+"""The exit code of pytest. With a mutant that prevents imports, it is another one."""
 KILLED, SURVIVED, UNTOUCHED, GONE = "killed", "survived", "untouched", "gone"
 
 
@@ -142,7 +144,7 @@ def _first_failure(
             return "", f"not ended after {time.monotonic() - began:.0f} s"
     if process.returncode == 0:
         return None
-    if process.returncode in (4, 5):
+    if "ERROR: not found" in said or process.returncode == NO_TESTS:
         raise RuntimeError(f"no test was found of {tests[:3]}:\n{said[-2000:]}")
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - (.*))?$", said, re.MULTILINE)
     return (found[1], (found[2] or "")[:200]) if found else ("", said.strip()[-200:])
