@@ -10,12 +10,14 @@ import precondattn as pa
 
 REPRESENTATIVES = (
     # Softmax attention, and the options that change its scores, its mask or its read.
+    "softmax",  # What PyTorch and JAX have fused kernels for.
     "softmax[causal=false]",  # Full calls only: there is no cache.
     "softmax[window=3]",  # A cache of the last tokens.
     "softmax[bias=true]",  # An input of pairs of query and key.
     "softmax[forget=unscaled]",  # A decay between query and key.
     "softmax[softcap=2]",
     "softmax[sink=true]",
+    "path",
     "path[forget=scaled,flush=3]",  # Scores along products of reflections; rewritten cached rows.
     "deltaformer",  # A triangular solve with softmax weights.
     "cross_covariance",  # Attention between channels.

@@ -37,6 +37,20 @@ def processes(world, folder, *more, module="parallel_worker", **options):
             worker.kill()
 
 
+def require_good_results(world, count, folder):
+    for rank in range(world):
+        results = json.loads((folder / f"result_{rank}.json").read_text())
+        failed = {name: error for name, error in results.items() if error}
+        assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+        assert len(results) == count
+
+
+def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
+    with processes(2, tmp_path, "few") as workers:
+        assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
+    require_good_results(2, 10, tmp_path)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world", "count"),
@@ -45,16 +59,12 @@ def processes(world, folder, *more, module="parallel_worker", **options):
 def test_sequences_divided_among_processes(world, count, tmp_path):
     with processes(world, tmp_path) as workers:
         assert [worker.wait(timeout=600) for worker in workers] == [0] * world
-    for rank in range(world):
-        results = json.loads((tmp_path / f"result_{rank}.json").read_text())
-        failed = {name: error for name, error in results.items() if error}
-        assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
-        assert len(results) == count
+    require_good_results(world, count, tmp_path)
 
 
 @pytest.mark.thorough
 def test_a_process_that_ends_is_reported_to_the_others(tmp_path):
-    with processes(2, tmp_path, 1, stderr=subprocess.PIPE, text=True) as workers:
+    with processes(2, tmp_path, "ends", stderr=subprocess.PIPE, text=True) as workers:
         (_, said), _ = (worker.communicate(timeout=90) for worker in workers)
     assert workers[0].returncode != 0
     assert "in agreed" in said  # Where it waited; the message is the engine's.

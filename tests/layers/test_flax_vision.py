@@ -71,7 +71,6 @@ def test_attention_gives_the_numbers_of_pytorch(mechanism):
     np.testing.assert_allclose(found, attn(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
 def test_half_precision_stays_near():
     sizes = {"heads": 2, "blocks": 1, "classes": 5, "channels": 1}
     model = flax.VisionTransformer(4, 2, 8, **sizes, rngs=nnx.Rngs(0))

@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from tests.mutation.cover import alone, covering, seconds_of
 from tests.mutation.cover import cover as run_and_note
-from tests.mutation.cover import covering, seconds_of
 from tests.mutation.draw import ROOT, Drawn
 from tests.mutation.draw import draw as drawn_sample
 from tests.mutation.kill import GONE, KILLED, SURVIVED, UNTOUCHED
@@ -76,7 +76,7 @@ def kill(
                 tests[i],
                 seconds,
                 option or [],
-                [verdict["test"] for verdict in entries[i]["verdicts"].values()],
+                [alone(verdict["test"]) for verdict in entries[i]["verdicts"].values()],
             ): i
             for i in waiting
         }

@@ -59,15 +59,16 @@ def kill(
 ) -> Verdict:
     """The verdict of the tests that cover a mutant, of which `seconds` has those that may run.
 
-    Those that killed it in another run come before all others.
+    Those that killed it in another run come before all others, also if they are not noted: of what
+    is computed once in a process, only the first test is.
     """
     if not drawn.is_there:
         return Verdict(GONE, 0, 0)
     known = [test for test in tests if test in seconds]
-    if not known:
+    if not any(test in seconds for test in tests + killers):
         return Verdict(UNTOUCHED, 0, 0)
     tried = 0
-    again = [test for test in known if test in killers]
+    again = [test for test in killers if test in seconds]
     others = [test for test in known if test not in killers]
     for batch in ([again] if again else []) + list(batches(others, seconds)):
         expected = sum(seconds[test] for test in batch)

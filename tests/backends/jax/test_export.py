@@ -77,7 +77,6 @@ def test_one_program_has_output_and_gradient_of_all_lengths(expression):
             close(result[name], array)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "expression",
     ["lucid", *(pytest.param(e, marks=pytest.mark.slow) for e in ("gated_delta", "path", "laser"))],
