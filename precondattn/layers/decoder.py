@@ -76,9 +76,15 @@ def check_vocabulary(vocabulary: Any) -> None:
 
 
 def check_tokens(
-    tokens: Any, library: str, mask: Any = None, caches: Any = None, *, are_prompts: bool = False
+    tokens: Any,
+    library: str,
+    mask: Any = None,
+    caches: Any = None,
+    *,
+    blocks: int = 0,
+    are_prompts: bool = False,
 ) -> None:
-    """Raise an error unless tokens are integers (b, t), and the caches are a tuple.
+    """Raise an error unless tokens are integers (b, t), and the caches are a tuple of one a block.
 
     Only prompts must not be empty.
     """
@@ -96,6 +102,10 @@ def check_tokens(
         raise ValueError(f"mask must have shape {tuple(tokens.shape)}; found {mask!r:.60}")
     if caches is not None and not isinstance(caches, tuple):
         raise TypeError(f"caches must be from init_caches; found {type(caches).__name__}")
+    if caches is not None and len(caches) != blocks:
+        raise ValueError(
+            f"caches must be from init_caches, one for each of {blocks} blocks; found {len(caches)}"
+        )
 
 
 def check_generation(

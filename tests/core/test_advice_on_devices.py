@@ -99,7 +99,11 @@ def test_the_layouts_that_pytorch_advises_divide_the_call(mesh):
 def test_a_prefill_is_advised_a_layout_that_has_a_cache(mesh):
     from precondattn.parallel.torch import context_parallel
 
-    for text, advised in (("gla", ["contiguous"]), ("deltaformer", []), ("atk(gla)", [])):
+    for text, advised in (
+        ("gla", ["contiguous"]),
+        ("deltaformer", []),
+        ("qk_norm(gla)", ["contiguous"]),
+    ):
         m = pa.parse(text)
         x = {n: torch.tensor(a) for n, a in inputs_of(m).items()}
         with pytest.raises(ValueError, match="layout 'zigzag'") as raised:

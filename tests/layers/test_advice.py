@@ -45,6 +45,10 @@ def padded_from_nested():
     torch.testing.assert_close(out[:1, :3], layer(X[:1, :3]))
 
 
+def decoder_caches():
+    return Decoder(9, 8, heads=2, layers=["lucid"]).init_caches(2, capacity=4)
+
+
 def with_the_optimizer():
     layer = attention()
     optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
@@ -97,11 +101,14 @@ ADVICE = [
         with_the_optimizer,
     ),
     Advice(
-        "caches must be from init_caches",
+        "caches must be from init_caches, one for each of 1 blocks; found 0",
         lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=()),
-        lambda: Decoder(9, 8, heads=2, layers=["lucid"])(
-            IDS, caches=Decoder(9, 8, heads=2, layers=["lucid"]).init_caches(2, capacity=4)
-        ),
+        lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=decoder_caches()),
+    ),
+    Advice(
+        "caches must be from init_caches",
+        lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=[]),
+        lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=decoder_caches()),
     ),
     Advice(
         "use lucid(laser(softmax[causal=false])), or pool='mean'",

@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         segment_ids, cu_seqlens
             Packed sequences, as in `Attention`; without caches.
         """
-        check_tokens(tokens, "jax", mask, caches)
+        check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
         segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         x, longer = self._states(tokens, mask, caches, **segments)
         return self._logits(x) if caches is None else (self._logits(x), longer)

@@ -159,7 +159,8 @@ class Decoder(Declared):
         """Raise an error for tokens that do not fit, on all processes that divide the weights."""
         error = None
         try:
-            check_tokens(tokens, "torch", mask, caches, are_prompts=are_prompts)
+            blocks = len(self.blocks)
+            check_tokens(tokens, "torch", mask, caches, blocks=blocks, are_prompts=are_prompts)
         except (TypeError, ValueError) as raised:
             error = raised
         if self.divided_weights is not None:

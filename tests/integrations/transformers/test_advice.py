@@ -63,7 +63,7 @@ def with_the_same_mask(appended):
 
 
 def cropped(recorded):
-    model, cache = ours(family="Mistral"), DynamicCache()
+    model, cache = ours("softmax", family="Mistral"), DynamicCache()
     model(IDS[:, :8], past_key_values=cache)
     if recorded:
         cache.activate_past_recording()
