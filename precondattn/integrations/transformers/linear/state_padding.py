@@ -118,7 +118,7 @@ def _require(condition: Tensor, message: str) -> None:
 
 
 def _is_compiled() -> bool:
-    return torch.compiler.is_compiling()
+    return bool(torch.compiler.is_compiling())
 
 
 def _is_filled(layer: Any) -> bool:
