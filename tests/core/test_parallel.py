@@ -48,7 +48,7 @@ def require_good_results(world, count, folder):
 def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
     with processes(2, tmp_path, "few") as workers:
         assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
-    require_good_results(2, 10, tmp_path)
+    require_good_results(2, 12, tmp_path)
 
 
 @pytest.mark.thorough
