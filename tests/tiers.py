@@ -9,7 +9,7 @@ A test is in the second tier
 * if it is marked `thorough`; `thorough(but=(id, …))` leaves the parameters with these ids in the
   first;
 * if one of its parameters is a declared expression that is not a representative. Where none of a
-  test's parameters is one, the first is in the first tier.
+  test's parameters is one, or those that are one are slow, the first is in the first tier.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def sort_into_tiers(items: Iterable[pytest.Item]) -> None:
         by_test[item.nodeid.partition("[")[0]].append(item)
     for members in by_test.values():
         _keep_exceptions(members)
-        others = [item for item in members if not _expressions_of(item) <= _representatives()]
-        for item in others[len(others) == len(members) :]:
+        quick = [item for item in members if not item.get_closest_marker("slow")]
+        others = [item for item in quick if not _expressions_of(item) <= _representatives()]
+        for item in others[len(others) == len(quick) :]:
             item.add_marker("thorough")
 
 
