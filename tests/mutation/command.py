@@ -56,11 +56,15 @@ def kill(
     run: Annotated[str, typer.Argument(help="the name of the column in the record")],
     folder: Folder = NOTES,
     among: Annotated[str, typer.Option(help="only mutants that this run killed")] = "",
+    besides: Annotated[str, typer.Option(help="what this run killed is killed here too")] = "",
     jobs: int = os.cpu_count() or 1,
     option: Annotated[list[str] | None, typer.Option(help="an option for pytest")] = None,
 ) -> None:
     """Run each mutant's tests until one fails."""
     entries = json.loads(RECORD.read_text(encoding="utf-8"))
+    for entry in entries:
+        if entry["verdicts"].get(besides, {}).get("status") == KILLED:
+            entry["verdicts"][run] = entry["verdicts"][besides]
     tests, seconds = covering(_sample(), folder), seconds_of(folder)
     waiting = [
         i
