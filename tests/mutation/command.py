@@ -65,6 +65,7 @@ def kill(
     for entry in entries:
         if entry["verdicts"].get(besides, {}).get("status") == KILLED:
             entry["verdicts"][run] = entry["verdicts"][besides]
+    _save(entries)
     tests, seconds = covering(_sample(), folder), seconds_of(folder)
     waiting = [
         i
