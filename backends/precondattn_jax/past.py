@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import upcast, upcast_all
+from precondattn.execution.jax_derivative import with_derivative
 from precondattn.frame import Frame
 from precondattn_jax.layout import block_size, heads_first
 
@@ -72,9 +74,7 @@ def with_derivative_of_the_definition(step: Step) -> Step:
 
     `step` returns the output for new tokens, or the output and the leaf's updates.
     """
-    differentiable = jax.custom_jvp(step, nondiff_argnums=(0,))
 
-    @differentiable.defjvp
     def derivative(leaf: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
         past, x, frame = primals
         result = differentiable(leaf, past, x, frame)
@@ -85,5 +85,8 @@ def with_derivative_of_the_definition(step: Step) -> Step:
             return result_and_updates if isinstance(result, tuple) else result_and_updates[0]
 
         return result, jax.jvp(defined, (past, x), tangents[:2])[1]
+
+    def differentiable(leaf: Any, *arrays: Any) -> Any:
+        return with_derivative(partial(step, leaf), partial(derivative, leaf))(*arrays)
 
     return cast(Step, differentiable)

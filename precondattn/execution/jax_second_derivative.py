@@ -26,6 +26,7 @@ from precondattn.arrays import Array, cast, upcast_all
 from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.jax_backend import JaxBackend, Output, StepOutput
+from precondattn.execution.jax_derivative import with_derivative
 from precondattn.frame import Frame
 
 
@@ -99,15 +100,13 @@ def _forward(method: Callable[..., Any], output: Output) -> Any:
     def plain(inputs: dict[str, Array], frame: Frame) -> Any:
         return method(inputs, frame)
 
-    forward: Any = jax.custom_jvp(plain)
-
     def derivative(primals: Any, tangents: Any) -> Any:
         inputs, frame = primals
         out, residuals = forward(inputs, frame)
         _, d_out = jax.jvp(lambda x: output(x, frame), *_wide(inputs, tangents[0]))
         return (out, residuals), (cast(d_out, out.dtype), jax.tree.map(_no_tangent, residuals))
 
-    forward.defjvp(derivative)
+    forward = with_derivative(plain, derivative)
     return forward
 
 
@@ -116,8 +115,6 @@ def _backward(method: Callable[..., Any], output: Output) -> Any:
 
     def plain(inputs: Any, frame: Frame, out: Array, residuals: Any, cotangent: Array) -> Any:
         return method(inputs, frame, out, residuals, cotangent)
-
-    backward: Any = jax.custom_jvp(plain)
 
     def derivative(primals: Any, tangents: Any) -> Any:
         inputs, frame, *_, cotangent = primals
@@ -132,7 +129,7 @@ def _backward(method: Callable[..., Any], output: Output) -> Any:
         _, d_gradients = jax.jvp(pulled, (*x, *given), (*d_x, *d_given))
         return gradients, {name: cast(d_gradients[name], g.dtype) for name, g in gradients.items()}
 
-    backward.defjvp(derivative)
+    backward = with_derivative(plain, derivative)
     return backward
 
 
@@ -142,8 +139,6 @@ def _step(method: Callable[..., Any], output: StepOutput) -> Any:
     def plain(past: Any, inputs: Any, frame: Frame) -> Any:
         return method(past, inputs, frame)
 
-    step: Any = jax.custom_jvp(plain)
-
     def derivative(primals: Any, tangents: Any) -> Any:
         past, inputs, frame = primals
         result = step(*primals)
@@ -151,7 +146,7 @@ def _step(method: Callable[..., Any], output: StepOutput) -> Any:
         _, moved = jax.jvp(lambda past, x: output(past, x, frame), wide, d_wide)
         return result, jax.tree.map(_cast_like, moved, result)
 
-    step.defjvp(derivative)
+    step = with_derivative(plain, derivative)
     return step
 
 
@@ -160,8 +155,6 @@ def _step_backward(method: Callable[..., Any], output: StepOutput) -> Any:
 
     def plain(past: Any, inputs: Any, frame: Frame, cotangent: Array, d_new: Any) -> Any:
         return method(past, inputs, frame, cotangent, d_new)
-
-    step_backward: Any = jax.custom_jvp(plain)
 
     def derivative(primals: Any, tangents: Any) -> Any:
         past, inputs, frame, cotangent, d_new = primals
@@ -183,7 +176,7 @@ def _step_backward(method: Callable[..., Any], output: StepOutput) -> Any:
         _, d_gradients = jax.jvp(pulled, wide, d_wide)
         return gradients, jax.tree.map(_cast_like, d_gradients, gradients)
 
-    step_backward.defjvp(derivative)
+    step_backward = with_derivative(plain, derivative)
     return step_backward
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 import precondattn.execution.autograd_jax  # noqa: F401  (It registers frames as pytrees.)
 from precondattn.execution.independent_axes import axes_of, axes_of_results
+from precondattn.execution.jax_derivative import with_derivative
 from precondattn.execution.mesh_axes import (
     MeshAxes,
     chosen_axes,
@@ -100,9 +101,7 @@ class ShardedCall:
         def derivative(primals: Any, tangents: Any) -> Any:
             return jax.jvp(self.function, primals, tangents)
 
-        function: Any = jax.custom_jvp(self.mappable())
-        function.defjvp(derivative)
-        return function
+        return with_derivative(self.mappable(), derivative)
 
     def mappable(self) -> Any:
         """The partitioned function, also under `vmap`: the mapped axis is independent too."""

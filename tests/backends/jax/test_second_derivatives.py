@@ -73,6 +73,16 @@ def in_two_steps(m, x, backend):
     return jnp.concatenate(outs, axis=1)
 
 
+def in_layers(m, x, backend):
+    """Layers in a loop, each of which changes the values."""
+
+    def layer(v, _):
+        out = m(**{**x, "v": v}, backend=backend)
+        return v + out[:, :, : v.shape[2]], None
+
+    return jax.lax.scan(layer, x["v"], None, length=2)[0]
+
+
 # One order of modes: a reverse pass over the gradient is the transpose of a forward one.
 @pytest.mark.thorough
 @pytest.mark.parametrize("expression", EACH_KIND)
@@ -92,6 +102,12 @@ def test_second_derivatives_of_every_mechanism(expression, small_blocks):
 def test_a_gradient_can_be_differentiated_forward(expression, small_blocks):
     m = pa.parse(expression)
     compare(partial(with_lengths, m), arrays_of(m), [forward_over_reverse])
+
+
+@pytest.mark.parametrize("expression", ["softmax", pytest.param("lucid", marks=pytest.mark.slow)])
+def test_second_derivatives_go_through_a_loop_of_layers(expression, small_blocks):
+    m = pa.parse(expression)
+    compare(partial(in_layers, m), arrays_of(m))
 
 
 @pytest.mark.slow
