@@ -155,6 +155,10 @@ class Call:
     def parts(self) -> Iterator[Any]:
         """The index of some sequences and heads, whose kernels together fit a cache."""
         heads, m = self.q.shape[0], self.a.shape[1]
+        sizes = heads, self.q.shape[1], self.k.shape[1]
+        if not all(isinstance(size, int) for size in sizes):
+            yield slice(None), ...  # A program for any sizes can not count them when it is traced.
+            return
         entries = m * max(self.q.shape[1], self.k.shape[1])
         at_once = max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
         for start, stop in layout.blocks(heads, at_once):
