@@ -49,9 +49,8 @@ def library_of(array: Array) -> str | None:
 
 def _recognise(array: Array) -> str | None:
     _wait_for_imports()
-    if isinstance(
-        array, np.ndarray | np.generic
-    ):  # Its dtype does not matter: JAX's float0 is one of NumPy's too.
+    # The dtype of an array does not matter: JAX's float0 is an array of NumPy too.
+    if isinstance(array, np.ndarray | np.generic):
         # The mask of a masked array would be ignored, and a matrix multiplies as a matrix.
         return None if hasattr(array, "mask") or isinstance(array, np.matrix) else "numpy"
     if array_api_compat.is_torch_array(array):

@@ -22,8 +22,8 @@ MOST_REGIONS = 45_000
 few for every operation and shape that it compiles."""
 
 STRICT_DEVICE = "device1"
-"""Of array_api_strict's devices one that is not the default, so that an array made without a device
-is seen."""
+"""A device of array_api_strict that is not its default, so that an array made without a device is
+seen."""
 
 
 class Library:

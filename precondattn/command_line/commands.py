@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 import precondattn as pa
-from precondattn.command_line.errors import reported
+from precondattn.command_line.errors import INTERRUPTED, reported
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -317,7 +317,7 @@ def bench(
                 code = chosen.run(tuple(name or ()), save, console)
             except KeyboardInterrupt:
                 console.print("[red]interrupted[/red]: nothing was judged or saved")
-                code = 130
+                code = INTERRUPTED
             raise typer.Exit(code)
         if instructions:
             raise ValueError("--instructions is an option of --gate")

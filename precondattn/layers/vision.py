@@ -139,7 +139,7 @@ def vision_sizes(
 
 
 def _without_causality(mechanism: Mechanism) -> Mechanism | None:
-    """The same mechanism with `causal=false` at its base; None where that is always causal."""
+    """The mechanism with `causal=false` at its base; None where the base is always causal."""
     if "causal" in {field.name for field in fields(mechanism)}:  # type: ignore[arg-type]
         return replace(mechanism, causal=False)  # type: ignore[type-var]
     if not isinstance(mechanism, Preconditioner):

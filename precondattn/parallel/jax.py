@@ -179,7 +179,7 @@ class ContextParallel:
         return None, "; ".join(reasons) + advice(self._refusals_of_others(call, given))
 
     def _refusals_of_others(self, call: Call, given: Arguments) -> dict[str, str | None]:
-        """Those of `heads`, and of `contiguous`, which divides what any order of tokens can."""
+        """The refusals of `heads` and `contiguous`, which divides what any order of tokens can."""
         in_order = call._replace(order=Order("contiguous"))
         return {
             "heads": heads_jax.refusal(call, given.masks),

@@ -309,7 +309,7 @@ class ContextParallel:
         return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
 
     def _refusal_in_order(self, call: Call) -> str | None:
-        """That of the layout `contiguous`, which divides what any order of tokens can."""
+        """The refusal of the layout `contiguous`, which divides what any order of tokens can."""
         in_order = call._replace(order=Order("contiguous"))
         return tokens_torch.refusal(self.mechanism, in_order, self.processes)
 

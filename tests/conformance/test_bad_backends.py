@@ -53,7 +53,7 @@ def recorded(tmp_path, backend, *arguments, **named):
 
 @pytest.fixture
 def here(tmp_path, only_the_reference, monkeypatch):
-    """The same as `recorded`, in this process."""
+    """The cases run as by `recorded`, in this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def run(backend, **chosen):
