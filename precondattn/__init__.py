@@ -38,7 +38,7 @@ from precondattn.dispatch.discovery import register_backend, unregister_backend,
 from precondattn.frame import Frame
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
-from precondattn.partial_attention import merge, with_lse, with_lse_vjp
+from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners import (
     ATK,
     CCQ,

@@ -1,10 +1,9 @@
 """Everything that depends on the array library, in one place.
 
-No other module imports a framework, except those that connect to its autograd or its compiler
-(`execution/autograd_*.py`, `execution/torch_compile.py`), those that divide work among JAX's
-devices (`execution/sharding_jax.py`, `independent_axes.py`, `mesh_axes.py`) and
-`spec/jax_solve.py`. A call imports these when it needs them. No framework is imported here: a
-library is recognised by the type of an array, and its module is then already loaded.
+No other module imports a framework, except those in a room of that framework (`execution/torch/`,
+`parallel/jax/` …) and `native/jax_solve.py`. A call imports these when it needs them. No
+framework is imported here: a library is recognised by the type of an array, and its module is then
+already loaded.
 """
 
 from __future__ import annotations

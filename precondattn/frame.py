@@ -7,6 +7,8 @@ the new tokens, whose positions start at the length of their own sequence.
 
 from __future__ import annotations
 
+import numpy as np
+
 from precondattn.arrays import Array, arange_like, is_traced, namespace
 
 
@@ -369,3 +371,14 @@ def extending_frame(
     masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
     frame = RaggedFrame(length, capacity if longest is None else longest, capacity, t, **masks)
     return Frame(*frame.arrays) if longest is None else frame
+
+
+def runs(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first token of each segment of ids (b, s), and its number of tokens.
+
+    Tokens are counted over all sequences: token i of sequence j is j s + i.
+    """
+    is_first = np.ones(ids.shape, dtype=bool)
+    is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = np.flatnonzero(is_first)
+    return starts, np.diff(starts, append=ids.size)

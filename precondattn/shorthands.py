@@ -33,7 +33,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
 
     def call(*arrays: Array, **named: Any) -> Array:
         if is_compiling():
-            from precondattn.execution.torch_compile import captured_shorthand
+            from precondattn.execution.torch.compile import captured_shorthand
 
             tensors = {name: value for name, value in named.items() if hasattr(value, "shape")}
             constants = {name: value for name, value in named.items() if name not in tensors}

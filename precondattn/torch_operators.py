@@ -4,6 +4,6 @@
 not import PyTorch otherwise, until a call needs it.
 """
 
-from precondattn.execution import autograd_torch
+from precondattn.execution.torch import autograd
 
-__all__ = ["autograd_torch"]
+__all__ = ["autograd"]

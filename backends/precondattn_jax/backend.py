@@ -11,7 +11,7 @@ from typing import Any
 
 from precondattn.arrays import Array
 from precondattn.backend import Request, Support
-from precondattn.execution.jax_backend import JaxBackend, Output, StepOutput
+from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Portable

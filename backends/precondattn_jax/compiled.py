@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from precondattn.execution.sharding_jax import on_shards
+from precondattn.execution.jax.sharding import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 

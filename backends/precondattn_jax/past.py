@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import upcast, upcast_all
-from precondattn.execution.jax_derivative import with_derivative
+from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
 from precondattn_jax.layout import block_size, heads_first
 

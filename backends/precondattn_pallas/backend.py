@@ -21,7 +21,7 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn.execution.jax_backend import JaxBackend
+from precondattn.execution.jax.backend import JaxBackend
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, entry_in, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP

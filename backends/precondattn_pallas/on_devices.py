@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from precondattn.execution.sharding_jax import on_shards
+from precondattn.execution.jax.sharding import on_shards
 
 
 def on_devices(backend: Any, verb: str, mechanism: Any, *arrays: Any) -> Any:

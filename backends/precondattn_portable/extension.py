@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
+from precondattn.cache.held import held_part, longest_held
 from precondattn.frame import Frame, UniformFrame
-from precondattn.held import held_part, longest_held
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import bias_of_keys

@@ -13,8 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from precondattn.arrays import Array, device_of, host_array
-from precondattn.frame import Frame
-from precondattn.segments import runs
+from precondattn.frame import Frame, runs
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.in_place import keep_at
 

@@ -24,14 +24,14 @@ ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 
 def constructed_in_graph(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A mechanism that compiled code constructs."""
-    from precondattn.execution.torch_compile import constructed
+    from precondattn.execution.torch.compile import constructed
 
     return constructed(cls, values, options)
 
 
 def parsed_in_graph(text: str) -> Any:
     """A mechanism that compiled code parses."""
-    from precondattn.execution.torch_compile import parsed
+    from precondattn.execution.torch.compile import parsed
 
     return parsed(text)
 
@@ -94,7 +94,7 @@ class Verbs:
             "key_mask": key_mask,
         }
         if is_compiling():
-            from precondattn.execution.torch_compile import captured_call
+            from precondattn.execution.torch.compile import captured_call
 
             names = (*self._positional[: len(arrays)], *named)
             tensors = (*arrays, *named.values())
@@ -195,7 +195,7 @@ class Verbs:
         masks = {"lengths": lengths, "key_mask": key_mask}
         if is_compiling():
             # A graph does not write in place; the compiler reuses memory that is free.
-            from precondattn.execution.torch_compile import captured_extend
+            from precondattn.execution.torch.compile import captured_extend
 
             keys = tuple(cache.store)
             names = (*self._positional[: len(arrays)], *named)

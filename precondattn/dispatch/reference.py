@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from precondattn.arrays import Array, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
+from precondattn.cache.held import held_part
 from precondattn.frame import Frame
-from precondattn.held import held_part
 
 if TYPE_CHECKING:
     from precondattn.arrays import Arrays, Residuals

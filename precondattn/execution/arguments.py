@@ -24,7 +24,6 @@ from precondattn.arrays import (
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import invalid_length
 from precondattn.execution.array_checks import call_dtype, check_arrays
-from precondattn.execution.autocast import cast_inputs
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.input_names import (
@@ -45,6 +44,7 @@ from precondattn.execution.masks import (
 )
 from precondattn.execution.preparation import Prepared, prepared
 from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.frame import Frame, UniformFrame, extending_frame, full_frame
 
 if TYPE_CHECKING:

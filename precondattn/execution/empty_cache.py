@@ -25,7 +25,7 @@ def empty_cache(
 ) -> Cache:
     """A cache of length 0, with buffers of zeros for `capacity` tokens per sequence."""
     if is_distributed(arrays, named):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
     check_cacheable(mechanism)

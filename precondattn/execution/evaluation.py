@@ -291,11 +291,11 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
         return _plain
     is_differentiable = planned.support.differentiable
     if call.library == "torch" and (not is_differentiable or _is_counted(call)):
-        from precondattn.execution.autograd_torch import apply
+        from precondattn.execution.torch.autograd import apply
 
         return apply
     if call.library == "jax" and not is_differentiable:
-        from precondattn.execution.autograd_jax import apply
+        from precondattn.execution.jax.autograd import apply
 
         return apply
     return _plain
@@ -322,26 +322,26 @@ def _bridged_step(
     if call.library == "torch":
         if wants_gradient(*arrays):
             if not planned.support.differentiable:
-                from precondattn.execution.autograd_torch import apply_step
+                from precondattn.execution.torch.autograd import apply_step
 
                 return apply_step(planned, past, inputs, frame)
         elif _is_mapped(planned, *arrays) or (
             (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
         ):
-            from precondattn.execution.autograd_torch import apply_extension
+            from precondattn.execution.torch.autograd import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)
     elif call.library == "jax" and _has_gradient_of_step(planned, inputs, call):
-        from precondattn.execution import autograd_jax
+        from precondattn.execution.jax import autograd
 
-        return autograd_jax.apply_step(planned, past, inputs, frame)
+        return autograd.apply_step(planned, past, inputs, frame)
     return _plain_step(planned, past, inputs, frame)
 
 
 def _has_gradient_of_step(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> bool:
     """Whether JAX gets the gradient of a step from the backend, as it has to where the step is a
     kernel, or where cotangents in float16 have to be divided."""
-    from precondattn.execution.jax_second_derivative import differentiates_step
+    from precondattn.execution.jax.second_derivative import differentiates_step
 
     is_narrow = call.dtype == "float16" and not planned.backend.wide_values
     is_differentiable = planned.support.differentiable or differentiates_step(
@@ -362,9 +362,9 @@ def _is_mapped(planned: PlannedCall, *arrays: Array) -> bool:
 
 def _with_residuals(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> tuple[Array, Any]:
     if not call.prepared.is_direct and _is_mapped(planned, *inputs.values()):
-        from precondattn.execution import autograd_torch
+        from precondattn.execution.torch import autograd
 
-        return autograd_torch.with_residuals(planned, inputs, call.frame)
+        return autograd.with_residuals(planned, inputs, call.frame)
     return planned.backend.forward(planned.piece, inputs, call.frame)
 
 
@@ -372,9 +372,9 @@ def _gradients(
     planned: PlannedCall, inputs: Arrays, frame: Any, out: Array, residuals: Any, cotangent: Array
 ) -> Arrays:
     if _is_mapped(planned, cotangent, out):
-        from precondattn.execution import autograd_torch
+        from precondattn.execution.torch import autograd
 
-        return autograd_torch.gradients(planned, inputs, frame, out, residuals, cotangent)
+        return autograd.gradients(planned, inputs, frame, out, residuals, cotangent)
     return gradients_at(cotangent, planned.backend, planned.piece, inputs, frame, out, residuals)
 
 
@@ -382,7 +382,7 @@ def _mapped_step(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
 ) -> tuple[Array, Any]:
     if _is_mapped(planned, *past.values(), *inputs.values()):
-        from precondattn.execution.autograd_torch import apply_step
+        from precondattn.execution.torch.autograd import apply_step
 
         return apply_step(planned, past, inputs, frame)
     return _plain_step(planned, past, inputs, frame)
@@ -398,9 +398,9 @@ def _step_gradients(
     d_buffers: Arrays,
 ) -> tuple[Arrays, Arrays]:
     if _is_mapped(planned, cotangent, out, *d_buffers.values()):
-        from precondattn.execution import autograd_torch
+        from precondattn.execution.torch import autograd
 
-        return autograd_torch.step_gradients(planned, past, inputs, frame, cotangent, d_buffers)
+        return autograd.step_gradients(planned, past, inputs, frame, cotangent, d_buffers)
     return step_gradients_at(
         cotangent, d_buffers, planned.backend, planned.piece, past, inputs, frame, out
     )

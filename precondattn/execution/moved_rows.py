@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 def moved(array: Array, rows: Rows) -> Array:
     """The rows (first axis) of an array, moved."""
     if library_of(array) == "torch" and wants_gradient(array):
-        from precondattn.execution.moved_rows_torch import differentiable
+        from precondattn.execution.torch.moved_rows import differentiable
 
         return differentiable(array, rows)
     return taken(array, rows)

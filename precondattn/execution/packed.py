@@ -35,12 +35,12 @@ from precondattn.arrays import (
     split_rows,
 )
 from precondattn.dispatch.plan import Plan
-from precondattn.execution import autocast, evaluation
+from precondattn.execution import evaluation
 from precondattn.execution.moved_rows import Rows, moved
 from precondattn.execution.preparation import prepared_part
-from precondattn.frame import full_frame
+from precondattn.execution.torch import autocast
+from precondattn.frame import full_frame, runs
 from precondattn.limits import KEPT
-from precondattn.segments import runs
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism

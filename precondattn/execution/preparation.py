@@ -25,9 +25,7 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.dispatch.discovery import Discovered, allowed_backends, discover
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import Plan, make_plan
-from precondattn.execution import autocast
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
-from precondattn.execution.autocast import cast_inputs, hint
 from precondattn.execution.cache_checks import (
     check_buffers,
     check_cache,
@@ -44,6 +42,8 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.signature import GivenCall
+from precondattn.execution.torch import autocast
+from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.limits import KEPT_SIGNATURES
 
 if TYPE_CHECKING:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import autocast, evaluation, packed, windows
+from precondattn.execution import evaluation, packed, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension, new_token_count
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.containment import contained, contained_after
-from precondattn.execution.context_parallel import refuse_parts
 from precondattn.execution.masks import zero_padding
 from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
+from precondattn.execution.torch import autocast
+from precondattn.execution.torch.context_parallel import refuse_parts
 from precondattn.execution.unchanged import Unchanged, countable
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def call(
     given = GivenCall("forward", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
     bound = contained(mechanism, _bound(given, signature))
@@ -54,7 +55,7 @@ def call(
 def _evaluated(bound: BoundCall) -> Array:
     ready = bound.prepared
     if bound.dtypes_before is not None:
-        from precondattn.execution import autograd_autocast
+        from precondattn.execution.torch import autograd_autocast
 
         return autograd_autocast.forward(ready.plan, bound, ready.request)
     return evaluation.forward(ready.plan, bound)
@@ -72,7 +73,7 @@ def vjp(
     given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
     given = countable(given)
@@ -141,7 +142,7 @@ def extend(
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
     if windows.is_window(cache):
@@ -160,7 +161,7 @@ def extend(
         )
     count = new_token_count(bound, cache)
     if bound.dtypes_before is not None:
-        from precondattn.execution import autograd_autocast
+        from precondattn.execution.torch import autograd_autocast
 
         return autograd_autocast.extend(
             ready.plan, bound, ready.request, cache, count, donate=donate
@@ -187,7 +188,7 @@ def extend_vjp(
     given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     given = countable(given)
@@ -241,7 +242,7 @@ def explain(
             raise ValueError(f"{mechanism}: a cache is for extend, which has no {name}")
     given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     if _is_distributed(given):
-        from precondattn.execution import dtensor
+        from precondattn.execution.torch import dtensor
 
         return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
     if cache is not None:

@@ -125,7 +125,7 @@ def mamba2(
     """
     arguments = x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit
     if is_compiling():
-        from precondattn.execution.torch_compile import captured
+        from precondattn.execution.torch.compile import captured
 
         return captured("precondattn.interop.mamba2:compute", *arguments)
     return compute(*arguments)
@@ -165,7 +165,7 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
 def _checked(given: Arrays) -> Arrays:
     """The arguments, as PyTorch's autocast casts them."""
     from precondattn.execution.array_checks import check_arrays
-    from precondattn.execution.autocast import cast_inputs
+    from precondattn.execution.torch.autocast import cast_inputs
 
     for name, array in given.items():
         if library_of(array) is None:

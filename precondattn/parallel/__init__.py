@@ -14,11 +14,11 @@ A layout says how a call is divided meanwhile:
 
 `contiguous`, `zigzag`, `cyclic[block=B]`
     Every device computes its own tokens, in an order (`layouts.py`) that says how even the work is.
-    A composition is divided leaf by leaf (`tokens_torch.py`, `tokens_jax.py`): keys and values of
+    A composition is divided leaf by leaf (`torch/tokens.py`, `jax/tokens.py`): keys and values of
     softmax attention and LASER go around a ring, solved blocks of LUCID are given to all, states of
     recurrences are scanned along the devices (`states.py`), and what is computed token by token
     needs nothing. For any number of devices.
 
-    In PyTorch such a call may keep a cache (`cached_torch.py`), which is divided as its tokens are,
+    In PyTorch such a call may keep a cache (`torch/cached.py`), which is divided as its tokens are,
     and which new tokens extend. States are whole on every device.
 """

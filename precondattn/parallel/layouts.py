@@ -8,7 +8,7 @@ A sequence is cut into parts, of which each device has some, one after another:
 
 With a causal mask, later tokens have more keys. In `zigzag` all devices have equally many pairs of
 queries and keys, and in `cyclic` almost, if there are many parts; `contiguous` gives the last
-device almost twice the mean. A solve that goes from token to token (`solve_torch.py`) keeps all
+device almost twice the mean. A solve that goes from token to token (`torch/solve.py`) keeps all
 devices at work in `cyclic` only.
 """
 

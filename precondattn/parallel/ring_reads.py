@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
+from precondattn.parallel.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN

@@ -1,6 +1,6 @@
 """LUCID's triangular solve in blocks of tokens, which devices solve one after another.
 
-Φ y_J is softmax attention without its division (`solve_torch.py`): with the output o and
+Φ y_J is softmax attention without its division (`torch/solve.py`): with the output o and
 log-sum-exp λ of rows that attend to the keys of block J, Φ y_J = e^{λ − s d} o.
 """
 

@@ -10,13 +10,13 @@ import math
 
 from precondattn.arrays import (
     Array,
-    library_of,
     namespace,
     placement,
     stop_gradient,
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.native.triangular_solve import solve_triangular
 
 
 def transpose(x: Array) -> Array:
@@ -105,15 +105,8 @@ def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
     )  # Not every library broadcasts the batch axes.
     matrix = xp.broadcast_to(matrix, batch + matrix.shape[-2:])
     right = xp.broadcast_to(right, batch + right.shape[-2:])
-    library = library_of(matrix)
-    if library == "torch":
-        # With more than one thread, the general solver may never return (PyTorch 2.13, oneMKL).
-        return xp.linalg.solve_triangular(matrix, right, upper=not lower)
-    if library == "jax":
-        from precondattn.spec import jax_solve  # Imports JAX, which is already loaded here.
-
-        return jax_solve.solve_triangular(matrix, right, lower=lower)
-    return _substitute(matrix, right, lower=lower)
+    solution = solve_triangular(matrix, right, lower=lower)
+    return _substitute(matrix, right, lower=lower) if solution is None else solution
 
 
 def _substitute(matrix: Array, right: Array, *, lower: bool) -> Array:

@@ -35,8 +35,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from precondattn.arrays import Array, namespace
+from precondattn.native.scan import TIME, Token, scan
 from precondattn.spec.array_functions import row_sum, sum_to, transpose
-from precondattn.spec.scan import TIME, Token, scan
 
 
 class Stream(NamedTuple):

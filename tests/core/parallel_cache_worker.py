@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_reads, solve_cache_torch, states_cache_torch
+from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import tokens_of
-from precondattn.parallel.torch import context_parallel, redistribute
+from precondattn.parallel.torch import context_parallel, redistribute, solve_cache, states_cache
 from tests.core.parallel_worker import layout_of, require_equal, run, sent_bytes, time_of, whole
 
 TOKENS = (
@@ -629,9 +629,9 @@ def cases(mesh):
         yield "donated", lambda: donated(mesh)
         for module, name, expression, numbers in (
             (ring_reads, "with_lse", "differential", (1, 2, 3, 4)),
-            (solve_cache_torch, "with_lse", "lucid", (1,)),
-            (states_cache_torch, "with_states", "ccq(lucid)", (1,)),
-            (states_cache_torch, "with_states", "gated_delta", (1,)),
+            (solve_cache, "with_lse", "lucid", (1,)),
+            (states_cache, "with_states", "ccq(lucid)", (1,)),
+            (states_cache, "with_states", "gated_delta", (1,)),
         ):
             for number in numbers:
                 yield (

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import precondattn as pa
-from precondattn.parallel import ring_reads, solve_blocks_torch, solve_torch
+from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
-from precondattn.parallel.torch import context_parallel
+from precondattn.parallel.torch import context_parallel, solve, solve_blocks
 from precondattn_conformance.inputs import Layout, make_inputs
 
 MECHANISMS = (
@@ -417,9 +417,9 @@ def refusals(mesh):
         "an error in a ring backward": lambda: require_error_of_all(
             mesh, "softmax", ring_reads, "part_vjp"
         ),
-        "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve_torch, "with_lse"),
+        "an error in a solve": lambda: require_error_of_all(mesh, "lucid", solve, "with_lse"),
         "an error in a solve backward": lambda: require_error_of_all(
-            mesh, "lucid", solve_torch, "part_vjp", on=0
+            mesh, "lucid", solve, "part_vjp", on=0
         ),
         "an odd number of tokens in two parts": lambda: require_refused(
             mesh, ("expects two equal parts of tokens",), "softmax", by="zigzag"
@@ -546,12 +546,12 @@ def parts_in_bfloat16(mesh, expression, layout):
 
 def in_small_blocks(mesh):
     """Several blocks of each part, with segments that end in one."""
-    block, solve_blocks_torch.BLOCK = solve_blocks_torch.BLOCK, 2
+    block, solve_blocks.BLOCK = solve_blocks.BLOCK, 2
     try:
         for layout in ("contiguous", "cyclic[block=3]"):
             in_order("lucid[beta=true]", mesh, layout, ("lengths", "segment_ids"))
     finally:
-        solve_blocks_torch.BLOCK = block
+        solve_blocks.BLOCK = block
 
 
 PACKED = {

@@ -11,7 +11,7 @@ import torch
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
-from precondattn.partial_attention import part_vjp
+from precondattn.parallel.partial_attention import part_vjp
 
 FULL = pa.Softmax(causal=False)
 

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.execution.autograd_torch import backward, forward, inference
+from precondattn.execution.torch.autograd import backward, forward, inference
 from precondattn.frame import full_frame
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import Layout, make_inputs

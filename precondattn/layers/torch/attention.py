@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
-from precondattn.execution.autocast import target
+from precondattn.execution.torch.autocast import target
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import check_batch, check_call, check_depth
 from precondattn.layers.histories import with_rows

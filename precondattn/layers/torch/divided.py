@@ -126,7 +126,7 @@ class TokensOfProcess:
     @property
     def positions(self) -> Tensor:
         """(1, t)"""
-        from precondattn.parallel.piece_torch import positions_of
+        from precondattn.parallel.torch.piece import positions_of
 
         rank = self.divided.mechanism.processes.rank
         return positions_of(self.parts, rank, self.device)[None]

@@ -70,8 +70,8 @@ def divide_weights(model: Any, mesh: DeviceMesh) -> None:
     """
     from precondattn.layers.torch.divided import check_apart
     from precondattn.layers.torch.module import Declared
-    from precondattn.parallel.agreement_torch import agreed
-    from precondattn.parallel.call_torch import check_mesh, device_of
+    from precondattn.parallel.torch.agreement import agreed
+    from precondattn.parallel.torch.call import check_mesh, device_of
 
     check_mesh(OWNER, mesh, "mesh['tp']")
     modules = {
@@ -143,8 +143,8 @@ class DividedWeights:
 
     def check_same(self, arrays: Mapping[str, Any], error: Exception | None) -> None:
         """Raise an error on all processes if one has an error, or other arrays than the first."""
-        from precondattn.parallel.agreement_torch import agreed
-        from precondattn.parallel.call_torch import device_of
+        from precondattn.parallel.torch.agreement import agreed
+        from precondattn.parallel.torch.call import device_of
 
         said = ", ".join(f"{name} {_digest(array)}" for name, array in arrays.items())
         agreed(OWNER, self.mesh.get_group(), device_of(self.mesh), said, error=error)

@@ -6,7 +6,7 @@
 import jax
 import pytest
 
-from precondattn.execution import independent_axes, sharding_jax
+from precondattn.execution.jax import independent_axes, sharding
 from precondattn_conformance.cases import cases
 from precondattn_conformance.runner import run_case
 from tests.backends.jax.four_devices import told
@@ -74,7 +74,7 @@ def test_the_check_finds_a_rule_that_divides_time(faulty):
 
 
 def test_the_check_finds_a_gradient_that_is_not_summed_over_devices(faulty):
-    faulty.setattr(sharding_jax, "GRADIENTS", ())
+    faulty.setattr(sharding, "GRADIENTS", ())
     outcome = checked("differential", "jax")
     assert outcome.status == "failed"
     assert "lam" in outcome.reason

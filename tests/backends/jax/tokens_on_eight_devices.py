@@ -13,8 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
-from precondattn.parallel import solve_jax
-from precondattn.parallel.jax import context_parallel
+from precondattn.parallel.jax import context_parallel, solve
 from precondattn.parallel.layouts import to_layout
 from precondattn_conformance.inputs import Layout, make_inputs
 
@@ -31,7 +30,7 @@ def double():
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Several blocks of a solve in each part, of which the last may be shorter."""
-    monkeypatch.setattr(solve_jax, "BLOCK", 2)
+    monkeypatch.setattr(solve, "BLOCK", 2)
 
 
 def mesh_of(devices, kind=AxisType.Auto):

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from precondattn.parallel.ring_jax import Ring
+from precondattn.parallel.jax.ring import Ring
 
 own = Ring.own
 

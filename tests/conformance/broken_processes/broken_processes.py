@@ -6,8 +6,8 @@ import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from precondattn.parallel.ring_torch import Ring
 from precondattn.parallel.torch import ContextParallel
+from precondattn.parallel.torch.ring import Ring
 
 passed_on = Ring.passed_on
 call = ContextParallel.__call__

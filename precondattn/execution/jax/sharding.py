@@ -1,0 +1,200 @@
+"""JAX on several devices: each device computes its own sequences and heads.
+
+A method of a backend on arrays that are sharded over batch and heads runs on every device's part
+alone, without communication. One exception: the gradient of an input that has no such axis, as a
+weight has none, is summed over devices. Arrays that are sharded over another axis are gathered,
+and the user is warned once.
+
+Where JAX knows the shardings of arrays when it traces (mesh axes of type `Explicit`), this is a
+`jax.shard_map`; where only its compiler knows them (`Auto`), a `custom_partitioning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+
+import precondattn.execution.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
+from precondattn.execution.jax.derivative import with_derivative
+from precondattn.execution.jax.independent_axes import axes_of, axes_of_results
+from precondattn.execution.jax.mesh_axes import (
+    MeshAxes,
+    chosen_axes,
+    mesh_of,
+    missing_axes,
+    sharding_rule,
+    spec_in,
+    spec_of,
+    warn_of_gathering,
+)
+
+GRADIENTS = ("backward", "step_backward")
+
+
+def on_shards(
+    method: Callable[[str], Callable[..., Any]], verb: str, mechanism: Any, *arrays: Any
+) -> Any:
+    """`method(verb)(mechanism, *arrays)`, of which every device computes its part."""
+    leaves, tree = jax.tree.flatten(arrays)
+    shapes = list(map(_shape, leaves))
+
+    def function(*leaves: Any) -> Any:
+        return method(verb)(mechanism, *jax.tree.unflatten(tree, leaves))
+
+    # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
+    def axes() -> list[str]:
+        forward = partial(method("forward"), mechanism)
+        given = jax.tree.unflatten(tree, shapes)
+        texts: list[str] = jax.tree.leaves(axes_of(mechanism, verb, forward, given))
+        return texts
+
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return function(*leaves)  # In a user's `shard_map`, arrays are the parts of one device.
+    call = ShardedCall(str(mechanism), function, shapes, axes, verb in GRADIENTS)
+    mesh = next((m for m in map(_mesh, leaves) if m.explicit_axes), None)
+    if mesh is not None:
+        return call.on_explicit_shards(mesh, leaves)
+    if not all(isinstance(size, int) for leaf in leaves for size in leaf.shape):
+        return function(*leaves)  # Exported for any sizes, which JAX does only for one device.
+    return call.differentiable()(*leaves)
+
+
+class ShardedCall:
+    """A function of arrays, whose arguments and results have independent axes."""
+
+    def __init__(
+        self,
+        owner: str,
+        function: Callable[..., Any],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        axes: Callable[[], list[str]],
+        is_gradient: bool,
+    ) -> None:
+        self.owner, self.function, self.is_gradient = owner, function, is_gradient
+        self.shapes, self._axes = shapes, axes
+        self.context = jax.sharding.get_abstract_mesh()
+
+    # Axes are found when several devices need them.
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """The axes of every argument."""
+        return self._axes()
+
+    @cached_property
+    def results(self) -> Any:
+        """The axes of the results, a tree."""
+        return axes_of_results(self.function, self.shapes, self.axes)
+
+    def differentiable(self) -> Any:
+        """The partitioned function, for all of JAX's transformations.
+
+        Its derivative is that of the function itself, which XLA partitions as it does others.
+        """
+
+        def derivative(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(self.function, primals, tangents)
+
+        return with_derivative(self.mappable(), derivative)
+
+    def mappable(self) -> Any:
+        """The partitioned function, also under `vmap`: the mapped axis is independent too."""
+
+        def mapped(_: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
+            def axes() -> list[str]:
+                digit = next(d for d in "0123456789" if d not in "".join(self.axes))
+                each = zip(self.axes, is_mapped, strict=True)
+                return [digit + text if mapped else text for text, mapped in each]
+
+            in_axes = tuple(0 if each else None for each in is_mapped)
+            function = jax.vmap(self.function, in_axes=in_axes)
+            shapes = list(map(_shape, leaves))
+            call = ShardedCall(self.owner, function, shapes, axes, self.is_gradient)
+            out = call.mappable()(*leaves)
+            return out, jax.tree.map(lambda _: True, out)
+
+        function: Any = custom_vmap(self.partitioned())
+        function.def_vmap(mapped)
+        return function
+
+    def partitioned(self) -> Any:
+        """The function, with a rule for XLA's partitioner."""
+
+        def rule(mesh: Mesh, arguments: Any, results: Any) -> str:
+            texts = [*self.axes, *jax.tree.leaves(self.results)]
+            shapes = [tuple(each.shape) for each in (*arguments, *results)]
+            return sharding_rule(texts, shapes, len(arguments))
+
+        def partition(mesh: Mesh, arguments: Any, results: Any) -> Any:
+            texts = [*self.axes, *jax.tree.leaves(self.results)]
+            arrays = [*arguments, *jax.tree.leaves(results)]
+            if mesh.empty:
+                first = arguments[0]
+                mesh = mesh_of(first.sharding, first.shape, self.context)
+            specs = [spec_in(mesh, a.sharding, a.shape) for a in arrays]
+            chosen = self._chosen(mesh, texts, arrays, specs)
+
+            def sharding(text: str) -> NamedSharding:
+                return NamedSharding(mesh, spec_of(text, chosen))
+
+            shardings = jax.tree.map(sharding, self.results), tuple(map(sharding, self.axes))
+            return mesh, self._part(chosen), *shardings
+
+        function: Any = custom_partitioning(self.function)
+        function.def_partition(partition, sharding_rule=rule)
+        return function
+
+    def on_explicit_shards(self, mesh: Any, leaves: Sequence[Any]) -> Any:
+        """The results, sharded in JAX's types as the arguments are."""
+        specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+        chosen = self._chosen(mesh, self.axes, leaves, specs)
+        in_specs = tuple(spec_of(text, chosen) for text in self.axes)
+        placed = [
+            reshard(leaf, NamedSharding(mesh, spec)) if any(spec) else leaf
+            for leaf, spec in zip(leaves, in_specs, strict=True)
+        ]
+        out_specs = jax.tree.map(partial(spec_of, chosen=chosen), self.results)
+        return jax.shard_map(
+            self._part(chosen),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(mesh.explicit_axes),
+            check_vma=False,
+        )(*placed)
+
+    def _chosen(
+        self, mesh: Any, texts: Sequence[str], arrays: Sequence[Any], specs: Sequence[PartitionSpec]
+    ) -> MeshAxes:
+        """The mesh axes that divide the work; a warning if this gathers some arguments."""
+        shapes = [tuple(array.shape) for array in arrays]
+        chosen = chosen_axes(mesh.shape, texts, shapes, specs)
+        warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
+        return chosen
+
+    def _part(self, chosen: MeshAxes) -> Any:
+        """The function of one device's parts of the arguments."""
+
+        def part(*leaves: Any) -> Any:
+            results = self.function(*leaves)
+            return jax.tree.map(total, results, self.results) if self.is_gradient else results
+
+        def total(gradient: Any, text: str) -> Any:
+            names = missing_axes(text, chosen)
+            return jax.lax.psum(gradient, names) if names else gradient
+
+        return part
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _mesh(leaf: Any) -> Any:
+    return jax.typeof(leaf).sharding.mesh

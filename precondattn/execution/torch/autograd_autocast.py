@@ -1,0 +1,110 @@
+"""PyTorch: a call and its gradient under autocast, with autocast off inside.
+
+The library's operators turn autocast off by themselves (`autograd.py`). PyTorch's own
+functions do not: autograd computes their gradients under the autocast that is on when `backward` is
+called. A call that contains such functions is therefore recorded as a graph of its own, and
+differentiated with autocast off. A second derivative records it again, from the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.backend import Request
+from precondattn.cache import Cache
+from precondattn.dispatch.plan import Plan
+from precondattn.execution import evaluation
+from precondattn.execution.arguments import BoundCall
+from precondattn.execution.torch.autocast import off
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def forward(plan: Plan, call: BoundCall, request: Request) -> Tensor:
+    """`evaluation.forward` of a call whose inputs autocast has cast."""
+    names = tuple(call.inputs)
+
+    def evaluated(*inputs: Tensor) -> tuple[Tensor, ...]:
+        bound = call._replace(inputs=dict(zip(names, inputs, strict=True)))
+        return (evaluation.forward(plan, bound),)
+
+    (out,) = _without(plan, request, evaluated, tuple(call.inputs.values()))
+    return out
+
+
+def extend(
+    plan: Plan, call: BoundCall, request: Request, cache: Cache, count: Tensor, *, donate: bool
+) -> tuple[Tensor, Cache]:
+    """`evaluation.extend` of a call whose inputs autocast has cast."""
+    names, keys = tuple(call.inputs), tuple(cache.store)
+    if donate:  # Not differentiated, and the cache itself is to be emptied.
+        with off(cache.length):
+            return evaluation.extend(plan, call, cache, count, donate=True)
+
+    def evaluated(*arrays: Tensor) -> tuple[Tensor, ...]:
+        inputs, buffers = arrays[: len(names)], arrays[len(names) :]
+        bound = call._replace(inputs=dict(zip(names, inputs, strict=True)))
+        past = cache._replace(store=dict(zip(keys, buffers, strict=True)))
+        out, extended = evaluation.extend(plan, bound, past, count, donate=False)
+        return (out, extended.length, *(extended.store[key] for key in keys))
+
+    arrays = (*call.inputs.values(), *cache.store.values())
+    out, length, *buffers = _without(plan, request, evaluated, arrays)
+    return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
+
+
+def _without(
+    plan: Plan,
+    request: Request,
+    function: Function,
+    arrays: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """`function(*arrays)` without autocast, and its gradient too."""
+    is_plain = any(planned.support.differentiable for planned in plan.calls)
+    is_recorded = request.differentiated and not (request.transformed or request.mapped)
+    if is_plain and is_recorded:
+        return tuple(_WithoutAutocast.apply(function, *arrays))
+    with off(arrays[0]):
+        return function(*arrays)
+
+
+class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inner = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad(), off(tensors[0]):
+            outputs = function(*inner)
+        ctx.function, ctx.graph = function, (inner, outputs)
+        ctx.save_for_backward(*tensors)
+        results = tuple(output.detach() for output in outputs)
+        recorded = zip(results, outputs, strict=True)
+        ctx.mark_non_differentiable(*(r for r, output in recorded if not output.requires_grad))
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        is_second = torch.is_grad_enabled()
+        with off(ctx.saved_tensors[0]):
+            if is_second:
+                inner = [t.view_as(t) for t in ctx.saved_tensors]
+                outputs = ctx.function(*inner)
+            else:
+                inner, outputs = ctx.graph
+            given = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
+            wanted = [t for t in inner if t.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    [output for output, _ in given],
+                    wanted,
+                    [cotangent for _, cotangent in given],
+                    retain_graph=True,
+                    create_graph=is_second,
+                    allow_unused=True,
+                )
+            )
+        return None, *(next(found) if t.requires_grad else None for t in inner)

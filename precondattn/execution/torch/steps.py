@@ -1,0 +1,134 @@
+"""PyTorch: extensions of caches as custom operators.
+
+`step` and `step_backward` serve differentiated steps of caches that are states. `extension` serves
+a step of any cache without a gradient, where a compiler traces it with symbolic sizes: its loops
+over blocks of tokens would otherwise be unrolled, and compiled again for every length. With sizes
+that are numbers, such as one token, the step itself is traced, and the compiler can fuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.names import piece_named
+from precondattn.arrays import cast
+from precondattn.cache import updated
+from precondattn.dispatch.discovery import discover
+from precondattn.execution.cotangents import step_gradients_at
+from precondattn.execution.torch.operators import (
+    named_inputs,
+    output_dtype,
+    unaliased,
+    values_of,
+    without_autocast,
+)
+from precondattn.frame import Frame
+
+
+def named_buffers(piece: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(piece.program.slots, buffers, strict=True))
+
+
+@torch.library.custom_op("precondattn::step", mutates_args=())
+@without_autocast
+def step(
+    piece: str,
+    backend: str,
+    past: list[Tensor],
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+) -> list[Tensor]:
+    """The output, followed by the new states."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
+    out, updates = runs.step(mechanism, states, inputs, Frame(*frame))
+    out = cast(out, output_dtype(backend, inputs, has_gradient=True))
+    replaced: dict[str, Any] = dict(updates)
+    new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
+    return unaliased([out, *new], [*past, *tensors, *frame])
+
+
+@torch.library.custom_op("precondattn::step_backward", mutates_args=())
+@without_autocast
+def step_backward(
+    piece: str,
+    backend: str,
+    past: list[Tensor],
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+    cotangents: list[Tensor],
+) -> list[Tensor]:
+    """The gradients of the old states, followed by those of every tensor."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
+    d_out, d_states = cotangents[0], named_buffers(mechanism, cotangents[1:])
+    like = d_out if runs.wide_values else values_of(inputs)
+    gradients, d_past = step_gradients_at(
+        d_out, d_states, runs, mechanism, states, inputs, Frame(*frame), like
+    )
+    in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
+    in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
+    return unaliased(in_order, [*past, *tensors, *frame, *cotangents])
+
+
+@torch.library.custom_op("precondattn::extension", mutates_args=())
+@without_autocast
+def extension(
+    piece: str,
+    backend: str,
+    past: list[Tensor],
+    tensors: list[Tensor],
+    frame: list[Tensor | None],
+    length: Tensor,
+    count: Tensor,
+) -> list[Tensor]:
+    """The output, followed by the updated buffers, in the memory layout of the old ones."""
+    mechanism, runs = piece_named(piece), discover().named(backend)
+    buffers, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
+    out, updates = runs.step(mechanism, buffers, inputs, Frame(*frame))
+    (out,) = unaliased([cast(out, output_dtype(backend, inputs))], [*past, *tensors, *frame])
+    new = [
+        updated(old, updates[name], length, count, donate=False) for name, old in buffers.items()
+    ]
+    return [out, *(torch.empty_like(old).copy_(each) for old, each in zip(past, new, strict=True))]
+
+
+# ------------------------------------------------------------------------- shapes, for tracing
+
+
+def _output_like(
+    piece: str, backend: str, tensors: Sequence[Tensor], *, has_gradient: bool = False
+) -> Tensor:
+    mechanism = piece_named(piece)
+    inputs = named_inputs(mechanism, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
+    shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
+    dtype = output_dtype(backend, inputs, has_gradient=has_gradient)
+    return tensors[0].new_empty(shape, dtype=dtype)
+
+
+@step.register_fake
+def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Tensor]:
+    contiguous = torch.contiguous_format
+    new = [torch.empty_like(state, memory_format=contiguous) for state in past]
+    return [_output_like(piece, backend, tensors, has_gradient=True), *new]
+
+
+@step_backward.register_fake
+def _(
+    piece: str, backend: str, past: Any, tensors: Any, frame: Any, cotangents: Any
+) -> list[Tensor]:
+    contiguous = torch.contiguous_format
+    return [torch.empty_like(t, memory_format=contiguous) for t in (*past, *tensors)]
+
+
+@extension.register_fake
+def _(
+    piece: str, backend: str, past: Any, tensors: Any, frame: Any, length: Any, count: Any
+) -> list[Tensor]:
+    return [_output_like(piece, backend, tensors), *(torch.empty_like(each) for each in past)]

@@ -1,0 +1,153 @@
+"""vmap of PyTorch's operators: mapped calls are one call of more sequences, or of more heads.
+
+`folded_axes.py` has the axes into which the mapped one is folded. An array that is not
+mapped, such as the keys where only a cotangent is, is repeated: each call has a gradient of it.
+Calls are made one after another where no axes serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.declaration import Pattern, Sizes
+from precondattn.algebra.names import piece_named
+from precondattn.execution.torch import older_vmap
+from precondattn.execution.torch.folded_axes import KINDS, Apart, Arrays, AxesOf, OneCall
+from precondattn.execution.torch.operators import backward, forward, inference
+from precondattn.execution.torch.steps import extension, step, step_backward
+
+SEQUENCES = (Pattern.read("b"),)
+
+
+class Axes(NamedTuple):
+    """The axes into which the mapped one is folded."""
+
+    arguments: list[AxesOf]
+    """A list of axes for every argument, which is a list of arrays."""
+    results: AxesOf
+
+
+# ------------------------------------------------------------------------- axes, by operator
+
+
+def _inference(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+    axes = [call.of(_inputs(call), tensors), call.of_frame(frame)]
+    return Axes(axes, [call.of_result(call.piece.program.output)])
+
+
+def _forward(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+    arguments, out = _inference(call, backend, tensors, frame)
+    return Axes(arguments, out + call.of_residuals(backend, tensors, frame))
+
+
+def _backward(
+    call: OneCall, backend: str, tensors: Arrays, frame: Arrays, outputs: Arrays, cotangent: Arrays
+) -> Axes:
+    gradients = call.of(_inputs(call), tensors, each=True)
+    out: AxesOf = [call.of_result(call.piece.program.output)]
+    residuals = call.of_saved(backend, tensors, frame, outputs.shapes[1:])
+    return Axes([gradients, call.of_frame(frame), out + residuals, out], gradients)
+
+
+def _step(
+    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, *counts: Arrays
+) -> Axes:
+    buffers = call.of(_buffers(call), past, each=True)
+    axes = [buffers, call.of(_inputs(call), tensors), call.of_frame(frame)]
+    axes += [call.of(SEQUENCES, each) for each in counts]
+    return Axes(axes, [call.of_result(call.piece.program.output), *buffers])
+
+
+def _step_backward(
+    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, cotangents: Arrays
+) -> Axes:
+    states = call.of(_buffers(call), past, each=True)
+    gradients = call.of(_inputs(call), tensors, each=True)
+    out = call.of_result(call.piece.program.output)
+    return Axes([states, gradients, call.of_frame(frame), [out, *states]], states + gradients)
+
+
+def _inputs(call: OneCall) -> list[Pattern]:
+    return list(call.piece.inputs.values())
+
+
+def _buffers(call: OneCall) -> list[Pattern]:
+    return [pattern for _, pattern in call.piece.program.slots.values()]
+
+
+def _sizes(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+    """The sizes of a full call, whose inputs come first."""
+    shapes = dict(zip(piece.inputs, lists[0].shapes, strict=True))
+    sizes: Sizes = piece.inputs.sizes(str(piece), shapes)
+    return sizes
+
+
+def _sizes_of_step(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+    """The sizes of a step, whose inputs come after its buffers."""
+    shapes = dict(zip(piece.inputs, lists[1].shapes, strict=True))
+    sizes: Sizes = piece.inputs.extending().sizes(str(piece), shapes)
+    return sizes
+
+
+# ------------------------------------------------------------------------------ the rule
+
+
+def _register(operator: Any, axes_of: Callable[..., Axes], sizes_of: Any = _sizes) -> None:
+    """Let both kinds of PyTorch's vmap map an operator."""
+
+    def one_call(piece: str, backend: str, lists: list[Arrays], count: int) -> Axes | None:
+        mechanism = piece_named(piece)
+        sizes = sizes_of(mechanism, lists)
+        for kind in KINDS:
+            try:
+                return axes_of(OneCall(mechanism, sizes, kind, count), backend, *lists)
+            except Apart:
+                continue
+        return None
+
+    def rule(info: Any, in_dims: Any, piece: str, backend: str, *arguments: Any) -> Any:
+        count = info.batch_size
+        lists = [Arrays.of(*pair) for pair in zip(arguments, in_dims[2:], strict=True)]
+
+        def results_of(arrays: Sequence[list[Any]]) -> Any:
+            pairs = zip(arguments, arrays, strict=True)
+            given = (new if isinstance(old, list) else new[0] for old, new in pairs)
+            return operator(piece, backend, *given)
+
+        axes = one_call(piece, backend, lists, count) if count > 1 else None
+        if axes is not None:
+            folds = zip(lists, axes.arguments, strict=True)
+            results = results_of([each.folded(at, count) for each, at in folds])
+            is_list, out_dims = isinstance(results, list), axes.results
+            pairs = zip(results if is_list else [results], out_dims, strict=True)
+            unfolded = [_unfolded(result, at, count) for result, at in pairs]
+        else:  # The shapes of no calls are those of one call, of zeros.
+            numbers = range(max(count, 1))
+            calls = [results_of([each.of_call(i) for each in lists]) for i in numbers]
+            is_list = isinstance(calls[0], list)
+            same = zip(*calls, strict=True) if is_list else [calls]
+            unfolded = [torch.stack(list(results))[:count] for results in same]
+            out_dims = [0] * len(unfolded)
+        return (unfolded, out_dims) if is_list else (unfolded[0], out_dims[0])
+
+    operator.register_vmap(rule)
+    older_vmap.register(operator)
+
+
+def _unfolded(result: Tensor, at: int | None, count: int) -> Tensor:
+    if at is None:
+        return result
+    before, after = result.shape[:at], result.shape[at + 1 :]
+    return result.reshape(*before, count, result.shape[at] // count, *after)
+
+
+_register(inference, _inference)
+_register(forward, _forward)
+_register(backward, _backward)
+_register(step, _step, _sizes_of_step)
+_register(step_backward, _step_backward, _sizes_of_step)
+_register(extension, _step, _sizes_of_step)

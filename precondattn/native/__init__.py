@@ -1,0 +1,1 @@
+"""What the array-API standard lacks, by each library's own function."""

@@ -1,0 +1,249 @@
+"""Attention to sequences that are divided among the devices of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from precondattn.algebra.expression import parse
+from precondattn.parallel.advised_layouts import advice
+from precondattn.parallel.heads import Axes
+from precondattn.parallel.jax import heads
+from precondattn.parallel.jax import tokens as tokens_jax
+from precondattn.parallel.jax.call import MASKS, Arguments, Call, arguments_of, output_axes
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.plan import Plan
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+def context_parallel(
+    mechanism: Mechanism | str,
+    mesh: Mesh | AbstractMesh,
+    axis: str,
+    *,
+    layout: str | None = None,
+) -> ContextParallel:
+    """The mechanism, with the tokens of its inputs divided along an axis of a mesh.
+
+    Parameters
+    ----------
+    mechanism : Mechanism or str
+        What to call, or its expression.
+    mesh : jax.sharding.Mesh
+        With that axis. Its other axes are left to JAX.
+    axis : str
+        The axis of the mesh that divides tokens.
+    layout : str, optional
+        How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
+        "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
+        two the tokens of a device are not consecutive: arrays are in the order of `to_layout`. By
+        default "heads" where the devices divide the heads of a call, and else "contiguous": a
+        device has the same tokens in both.
+
+    Returns
+    -------
+    ContextParallel
+        Called as the mechanism, under `jit` or not. It takes whole arrays, and shards their tokens
+        where they are not; so is its result. In a `shard_map` over the axis it takes and returns
+        each device's part. `lengths` are whole; `cu_seqlens` are not supported.
+
+    Raises
+    ------
+    TypeError, ValueError
+        if the mesh has no such axis, or the layout is unknown. In a call: if the number of tokens
+        is no multiple of that of devices (twice that in "zigzag", B times in "cyclic[block=B]"),
+        or the layout can not divide the heads, or a leaf's tokens.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, numpy as np, precondattn as pa
+    >>> mesh = jax.make_mesh((1,), ("cp",))
+    >>> attn = context_parallel("lucid", mesh, "cp")
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    >>> bool(jnp.allclose(attn(q, k, v), pa.lucid(q, k, v), atol=1e-6))
+    True
+    """
+    if isinstance(mechanism, str):
+        mechanism = parse(mechanism)
+    owner = f"context_parallel({mechanism})"
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"{owner}: axis must be one of the mesh's, {', '.join(map(repr, mesh.axis_names))}; "
+            f"found {axis!r}"
+        )
+    try:
+        order = None if layout == "heads" else Order.read(layout or "contiguous")
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
+    if mechanism.mixes_sequences:
+        raise ValueError(
+            f"{owner}: the output of a sequence depends on all others, which no layout divides"
+        )
+    return ContextParallel(mechanism, mesh, axis, layout, order)
+
+
+class ContextParallel:
+    """A mechanism for parts of sequences; `context_parallel` makes it."""
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        mesh: Mesh | AbstractMesh,
+        axis: str,
+        layout: str | None,
+        order: Order | None,
+    ) -> None:
+        self.mechanism, self.mesh, self.axis = mechanism, mesh, axis
+        self.layout, self.order = layout, order
+        self.owner = f"context_parallel({mechanism})"
+        self.devices = mesh.shape[axis]
+
+    def __repr__(self) -> str:
+        return (
+            f"context_parallel({str(self.mechanism)!r}, {self.mesh}, {self.axis!r}, "
+            f"layout={self.layout!r})"
+        )
+
+    def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Array:
+        """The output of all tokens, or, in a `shard_map` over the axis, of this device's."""
+        given, call, way, is_part = self._checked(arrays, named, backend)
+        function = partial(way.output, call)
+        if is_part:
+            return function(given)
+        specs = Arguments(
+            {name: self._spec(call.axes[name].time) for name in given.inputs},
+            {name: self._spec(MASKS[name]) for name in given.masks},
+        )
+        if self.axis in self.mesh.explicit_axes:
+            given = jax.tree.map(self._resharded, given, specs)
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=self._spec(output_axes(self.mechanism).time),
+            axis_names={self.axis},
+            check_vma=False,
+        )(given)
+
+    def refusal(self, *arrays: Any, backend: Any = None, **named: Any) -> str | None:
+        """Why the layout can not divide a call with these arguments; None where it can."""
+        given, call, _ = self._described(arrays, named, backend)
+        way, refused = self._way_of(call, given)
+        return refused if way is None else None
+
+    def explain(self, *arrays: Any, backend: Any = None, **named: Any) -> Plan:
+        """How a call with these arguments is divided, and what each device sends."""
+        _, call, way, _ = self._checked(arrays, named, backend)
+        return Plan(
+            str(self.mechanism),
+            self._name_of(way),
+            f"each of {self.devices} devices",
+            call.tokens // self.devices,
+            way.during(call),
+            way.bytes_sent(call),
+        )
+
+    def _checked(self, arrays: Any, named: dict[str, Any], backend: Any) -> Any:
+        """The arguments, the call, how it is divided, and whether they are parts of a device."""
+        given, call, is_part = self._described(arrays, named, backend)
+        way, refused = self._way_of(call, given)
+        if way is None:
+            raise ValueError(f"{self.owner}: {refused}")
+        way.check(call, given, is_part=is_part)
+        return given, call, way, is_part
+
+    def _described(
+        self, arrays: Any, named: dict[str, Any], backend: Any
+    ) -> tuple[Arguments, Call, bool]:
+        """The arguments, the call, and whether they are parts of a device."""
+        given = arguments_of(self.mechanism, self.owner, arrays, named)
+        is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
+        return given, self._call(given.inputs, backend, is_part=is_part), is_part
+
+    def _way_of(self, call: Call, given: Arguments) -> tuple[ModuleType | None, str]:
+        """How a call is divided; or None, and why no layout can divide it."""
+        reasons = []
+        for way in self._ways():
+            refused = way.refusal(call, given.masks)
+            if refused is None:
+                return way, ""
+            reasons.append(f"layout {self._name_of(way)!r} {refused}")
+        return None, "; ".join(reasons) + advice(self._refusals_of_others(call, given))
+
+    def _refusals_of_others(self, call: Call, given: Arguments) -> dict[str, str | None]:
+        """The refusals of `heads` and `contiguous`, which divides what any order of tokens can."""
+        in_order = call._replace(order=Order("contiguous"))
+        return {
+            "heads": heads.refusal(call, given.masks),
+            "contiguous": tokens_jax.refusal(in_order, given.masks),
+        }
+
+    def _ways(self) -> tuple[ModuleType, ...]:
+        """How a call may be divided: the first that does not refuse it."""
+        if self.layout is None:
+            return heads, tokens_jax
+        return (heads,) if self.order is None else (tokens_jax,)
+
+    def _name_of(self, way: ModuleType) -> str:
+        return "heads" if way is heads else str(self.order)
+
+    def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> Call:
+        """The sizes of a call.
+
+        Raises
+        ------
+        ValueError
+            naming the input.
+        """
+        declared, shapes, parts = self.mechanism.inputs, {}, {}
+        axes = {name: Axes.of(declared[name], x.shape) for name, x in inputs.items()}
+        divisor = 1 if self.order is None else self.order.divisor
+        for name, x in inputs.items():
+            time, part, whole = axes[name].time, list(x.shape), list(x.shape)
+            if time is not None:
+                multiple = divisor * declared[name].axes[time].multiple
+                multiple *= 1 if is_part else self.devices
+                if x.shape[time] == 0 or x.shape[time] % multiple:
+                    raise ValueError(self._not_a_multiple(name, x.shape[time], multiple, is_part))
+                if is_part:
+                    whole[time] *= self.devices
+                else:
+                    part[time] //= self.devices
+            shapes[name] = tuple(whole)
+            parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
+        sizes = declared.sizes(self.owner, shapes)
+        return Call(
+            self.owner,
+            self.mechanism,
+            self.axis,
+            self.devices,
+            self.order,
+            backend,
+            axes,
+            parts,
+            sizes,
+        )
+
+    def _not_a_multiple(self, name: str, tokens: int, multiple: int, is_part: bool) -> str:
+        where = "of this device" if is_part else f"on {self.devices} devices"
+        layout = str(self.order or "heads")
+        return (
+            f"{self.owner}: {name} has {tokens} tokens; layout {layout!r} expects a multiple "
+            f"of {multiple} {where} (pad them, and give lengths)"
+        )
+
+    def _resharded(self, x: Array, spec: P) -> Array:
+        """x with its tokens sharded, as a `shard_map` of explicit shardings expects."""
+        return reshard(x, NamedSharding(self.mesh, spec))
+
+    def _spec(self, time: int | None) -> P:
+        return P() if time is None else P(*(None,) * time, self.axis)

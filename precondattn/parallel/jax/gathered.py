@@ -1,0 +1,106 @@
+"""Softmax attention of which a query needs more of the keys than their scores: all are gathered.
+
+As in `torch/gathered.py`, each part of a device's queries attends to the tokens up to its own last
+one, as the last tokens of a call. Where that is depends on the device, and shapes can not: the keys
+are rolled until those come last, and those after them, which are in front now, are hidden. So every
+device goes over as many keys as the last one has to, in every layout.
+
+The gradient of a key is the sum of all devices', which is the transpose of the gathering.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.parallel.gathered import gathered_inputs
+from precondattn.parallel.gathered import refusal as refusal_of_leaf
+from precondattn.parallel.jax.piece import Piece
+from precondattn.parallel.layouts import Order
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+PASSED = "the keys of all devices"
+SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+    """Why keys are not gathered; None where they are."""
+    return refusal_of_leaf(leaf)
+
+
+def output(piece: Piece) -> Array:
+    """The output of a device's tokens."""
+    line, inputs = piece.line, piece.inputs
+    own = gathered_inputs(piece.leaf)
+    whole = {
+        name: _in_order(piece, lax.all_gather(inputs[name], line.axis, axis=1, tiled=True))
+        for name in own
+    }
+    given = {"key_mask": piece.masks.valid, "segment_ids": piece.masks.segment}
+    masks = {n: _mask_in_order(piece, of) for n, of in given.items() if of is not None}
+    tokens = inputs[own[0]].shape[1]
+    size = line.order.part_of(tokens)
+
+    def of_part(part: Array) -> Array:
+        number = line.order.number_of(line.rank, part, line.devices)
+        return _of_part(piece, whole, masks, part * size, (number + 1) * size, size)
+
+    outs = lax.map(of_part, jnp.arange(tokens // size))  # (parts, b, size, …)
+    outs = jnp.moveaxis(outs, 0, 1)
+    return jnp.reshape(outs, (outs.shape[0], tokens, *outs.shape[3:]))
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by each device to others."""
+    others = piece.line.devices - 1
+    of_keys = {name: piece.inputs[name] for name in gathered_inputs(piece.leaf)}
+    return {name: others * math.prod(x.shape) * x.dtype.itemsize for name, x in of_keys.items()}
+
+
+def _in_order(piece: Piece, x: Array) -> Array:
+    """Tokens (b, s, …) in the order of the sequence, from those of all devices."""
+    position = piece.line.all_positions(x.shape[1] // piece.line.devices)
+    return x[:, jnp.argsort(jnp.reshape(position, -1))]
+
+
+def _of_part(
+    piece: Piece,
+    whole: dict[str, Array],
+    masks: dict[str, Array],
+    first_row: Array,
+    end: Array,
+    size: int,
+) -> Array:
+    """Some consecutive queries, as the last ones of all tokens up to them."""
+    leaf = piece.leaf
+    inputs = {}
+    for name, x in piece.inputs.items():
+        if name in whole:
+            inputs[name] = jnp.roll(whole[name], -end, axis=1)
+        elif "t" in leaf.inputs[name].letters:
+            inputs[name] = lax.dynamic_slice_in_dim(x, first_row, size, axis=1)
+        else:
+            inputs[name] = x
+
+    b, s = next(iter(whole.values())).shape[:2]
+    is_before = jnp.broadcast_to(jnp.arange(s) >= s - end, (b, s))
+    options = {"key_mask": is_before}
+    if "key_mask" in masks:
+        options["key_mask"] &= jnp.roll(masks["key_mask"], -end, axis=1)
+    if "segment_ids" in masks:
+        ids = masks["segment_ids"]
+        # What is hidden belongs to the first segment, so that each stays in one run.
+        options["segment_ids"] = jnp.where(is_before, jnp.roll(ids, -end, axis=1), ids[:, :1])
+    return leaf(**inputs, **options, backend=piece.backend)
+
+
+def _mask_in_order(piece: Piece, of_devices: Array) -> Array:
+    """A mask (b, s) from that of every device (devices, b, tokens)."""
+    moved = jnp.moveaxis(of_devices, 0, 1)
+    return _in_order(piece, jnp.reshape(moved, (moved.shape[0], -1)))

@@ -1,0 +1,215 @@
+"""Softmax attention to keys and values that go around a ring of JAX's devices.
+
+The mathematics and the rounds are those of `torch/ring.py`, as one program of all devices: in round
+i a device r has the keys of s = (r − i) mod P, and what its queries see of them depends on whether
+s < r alone (`rectangles.py`). That is a branch, so that masked pairs are not computed.
+
+Each round sends the keys on while it attends to them. Backward, each part is computed again, and
+the gradients of the keys go around with them. So a device has the keys of two others at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import upcast
+from precondattn.parallel.jax.piece import Line, Masks, Piece
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.rectangles import Rectangle, seen
+from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, Whole, read_of
+from precondattn.spec.array_functions import finite_or_zero
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+PASSED = "the keys of two other devices at a time"
+SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+    """Why softmax attention can not go around a ring; None where it can."""
+    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
+        return f"does not support segment_ids of {leaf}"
+    return None
+
+
+def output(piece: Piece) -> Array:
+    """The output of a device's tokens."""
+    leaf, inputs = piece.leaf, piece.inputs
+    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    ring = Ring(leaf, piece.line, piece.backend)
+    out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by each device to the next one."""
+    rounds = piece.line.devices - 1
+    return {
+        name: rounds * math.prod(x.shape) * x.dtype.itemsize
+        for name, x in piece.inputs.items()
+        if name in "kv"
+    }
+
+
+class Pair(NamedTuple):
+    """The attention of some queries to some of a device's keys."""
+
+    read: MeanOfParts | LaserOfParts
+    seen_by: Array | None
+    """Which of the queries (b, t) see any of the keys; None if all may"""
+    is_any: Array | None
+    """Whether any of the keys are seen; None if they may be"""
+
+
+Step = Callable[[Rectangle, Pair, Any], Any]
+"""Of a rectangle and a state, to the next state"""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What is static in a call."""
+
+    softmax: Softmax
+    line: Line
+    backend: Any
+
+    def own(self, masks: Masks) -> Pair:
+        """Of a device's queries to its own keys. The tokens of a device are in order."""
+        options = {**masks.of_device(self.line.rank), "backend": self.backend}
+        return Pair(read_of(self.softmax, options), None, None)
+
+    def pair(self, masks: Masks, source: Array, of: Rectangle) -> Pair:
+        """Of a device's queries to another's keys.
+
+        Causally, the keys are all before the queries. So both are of one segment only if the first
+        query is of it too.
+        """
+        rank, options = self.line.rank, {"backend": self.backend}
+        if masks.valid is not None:
+            options["key_mask"] = of.rows(masks.valid[source], of.keys)
+        seen_by = is_any = None
+        if masks.segment is not None:
+            queries = of.rows(masks.segment[rank], of.queries)
+            keys = of.rows(masks.segment[source], of.keys)
+            first, last = queries[:, :1], queries[:, -1:]
+            facing = first if self.softmax.causal else jnp.where(source < rank, first, last)
+            seen_by, visible = queries == facing, keys == facing
+            is_any = jnp.any(visible)
+            options["key_mask"] = visible & options.get("key_mask", True)
+        return Pair(read_of(replace(self.softmax, causal=False), options), seen_by, is_any)
+
+    def each(self, masks: Masks, source: Array, tokens: int, step: Step, state: Any) -> Any:
+        """The state after a step for each rectangle that is seen of a device's keys."""
+        always, before, after = seen(self.line.order, tokens, causal=self.softmax.causal)
+
+        def after_all(rectangles: Sequence[Rectangle], state: Any) -> Any:
+            for rectangle in rectangles:
+                pair = self.pair(masks, source, rectangle)
+                next_state = partial(step, rectangle, pair)
+                if pair.is_any is None:
+                    state = next_state(state)
+                else:
+                    state = lax.cond(pair.is_any, next_state, lambda state: state, state)
+            return state
+
+        state = after_all(always, state)
+        if not before and not after:
+            return state
+        branches = [partial(after_all, of) for of in (before, after)]
+        return lax.cond(source < self.line.rank, *branches, state)
+
+    def source(self, distance: Array | int) -> Array:
+        """Whose keys a device has after so many rounds."""
+        return (self.line.rank - distance) % self.line.devices
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _around(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> Array:
+    return _forward(ring, masks, q, k, v)[0]
+
+
+def _forward(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    """The output of a device's queries, and what the gradient needs."""
+
+    def attended(distance: Array | int, done: Any, held: Any) -> Any:
+        """`done` (output and log-sum-exp), and the attention to the keys that are held."""
+        source = ring.source(distance)
+
+        def step(of: Rectangle, pair: Pair, done: Any) -> Any:
+            read, seen_by, _ = pair
+            rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in held))
+            out, lse = read.attend(*map(upcast, rows))
+            if seen_by is not None:
+                lse = jnp.where(seen_by[..., None], lse, -math.inf)
+            before = (of.rows(done[0], of.queries), of.rows(done[1], of.queries))
+            merged = read.merged(before, (out, lse))
+            return tuple(of.placed(x, of.queries, new) for x, new in zip(done, merged, strict=True))
+
+        return ring.each(masks, source, q.shape[1], step, done)
+
+    last = ring.line.devices - 1
+    held = ring.line.passed_on((k, v))
+    done = ring.own(masks).read.attend(*map(upcast, (q, k, v)))
+
+    def round_of(distance: Array, state: Any) -> Any:
+        done, held = state
+        return attended(distance, done, held), ring.line.passed_on(held)
+
+    if last > 0:
+        done, held = lax.fori_loop(1, last, round_of, (done, held))
+        done = attended(last, done, held)
+    out, lse = done
+    return out.astype(v.dtype), (masks, q, k, v, out, lse)
+
+
+def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
+    masks, q, k, v, out, lse = saved
+    lse, d_out = finite_or_zero(lse), d_out.astype(lse.dtype)
+
+    def pulled(distance: Array | int, d_q: Array, held: Any) -> tuple[Array, Any]:
+        """Gradients of the queries, and of the keys and values that are held, added up."""
+        source, tokens = ring.source(distance), held[:2]
+
+        def step(of: Rectangle, pair: Pair, sums: Any) -> Any:
+            read, seen_by, _ = pair
+            rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in tokens))
+            of_queries = [of.rows(x, of.queries) for x in (out, lse, d_out)]
+            whole = Whole.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
+            gradients = read.pulled(tuple(map(upcast, rows)), whole)
+            return tuple(
+                of.placed(total, which, of.rows(total, which) + gradients[name])
+                for total, name, which in zip(
+                    sums, "qkv", (of.queries, of.keys, of.keys), strict=True
+                )
+            )
+
+        d_q, *d_held = ring.each(masks, source, q.shape[1], step, (d_q, *held[2:]))
+        return d_q, (*tokens, *d_held)
+
+    own = ring.own(masks).read.pulled(
+        tuple(map(upcast, (q, k, v))), Whole.of(out, lse, d_out, None)
+    )
+    d_q, held = own["q"], (k, v, own["k"], own["v"])
+
+    def round_of(distance: Array, state: Any) -> Any:
+        d_q, held = state
+        return pulled(distance, d_q, ring.line.passed_on(held))
+
+    d_q, held = lax.fori_loop(1, ring.line.devices, round_of, (d_q, held))
+    # Those of the next device's keys are complete, and go to it.
+    d_k, d_v = ring.line.passed_on(held[2:])
+    return None, d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+_around.defvjp(_forward, _backward)

@@ -1,0 +1,213 @@
+"""LUCID's triangular solve, when its tokens are divided among devices of JAX.
+
+The mathematics and the order are those of `torch/solve.py`: blocks are solved one after another by
+the devices that have them, and given to all, which subtract Φ y of their later rows; backward in
+reverse. Here that is a loop over the blocks of the sequence, in which each device loops over its
+blocks that are later, or earlier: their number is known to the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import upcast
+from precondattn.parallel.jax.piece import Masks, Piece
+from precondattn.parallel.jax.solve_blocks import Blocks
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
+from precondattn.parallel.solve import BLOCK, attention_of
+from precondattn.parallel.solve import refusal as refusal_of_solve
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.rms_norm import rms_norm_vjp
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+PASSED = "a block of solved values of another device at a time"
+SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+    """Why a solve can not be divided; None where it can."""
+    return refusal_of_solve(leaf, order)
+
+
+def output(piece: Piece) -> Array:
+    """y of a device's tokens."""
+    x, leaf = piece.inputs, piece.leaf
+    assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
+    blocks = Blocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
+    out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by each device: a sum over P devices sends 2 (P − 1) / P of what it adds up."""
+    others, k, v = piece.line.devices - 1, piece.inputs["k"], piece.inputs["v"]
+    wide = 8 if v.dtype == jnp.float64 else 4
+    return {"k": 2 * others * k.size * k.dtype.itemsize, "y": 2 * others * v.size * wide}
+
+
+class _Stacks:
+    """A device's blocks, and how rows see a block that has been given to it."""
+
+    def __init__(self, blocks: Blocks, masks: Masks, k: Array, beta: Array | None) -> None:
+        self.blocks, self.masks = blocks, masks
+        self.k = blocks.stacked(k)
+        self.unit = blocks.unit(self.k)
+        self.beta = None if beta is None else blocks.stacked(upcast(beta))
+        self.valid = blocks.valid(masks, k.shape[0])
+        self.segment = blocks.segment(masks, blocks.line.rank)
+        self.softmax, self.shift = attention_of(blocks.leaf, k.shape[-1])
+
+    def arguments(self, u: Array, i: Array) -> dict[str, Any]:
+        """Those of the solve of block i, with the right sides u."""
+        given = self.blocks.of_block({"k": self.k, "v": u, "lucid_beta": self.beta}, i)
+        if self.valid is not None:
+            given["key_mask"] = self.valid[i]
+        if self.segment is not None:
+            given["segment_ids"] = self.segment[i]
+        return given
+
+    def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
+        """Which tokens (b, rows) of a block, and of the device's block i, see each other.
+
+        A segment is consecutive: it is the one at the end of the block that faces the other, the
+        last (−1) of a block that is before.
+        """
+        if self.segment is None:
+            return None, None
+        device, place = self.blocks.place(number)
+        of_block = self.blocks.segment(self.masks, device)
+        assert of_block is not None  # All devices have segments.
+        tokens = of_block[place]
+        facing = tokens[:, at : at + 1 or None]
+        return tokens == facing, self.segment[i] == facing
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _solved(blocks: Blocks, masks: Masks, k: Array, v: Array, beta: Array | None) -> Array:
+    return _forward(blocks, masks, k, v, beta)[0]
+
+
+def _forward(
+    blocks: Blocks, masks: Masks, k: Array, v: Array, beta: Array | None
+) -> tuple[Array, Any]:
+    """y of a device's rows, and what the gradient needs."""
+    own = _Stacks(blocks, masks, k, beta)
+
+    def subtracted(number: Array, given: Any, u: Array, first: Array, stop: Array) -> Array:
+        """u less Φ y of a block, in the device's blocks from `first` on."""
+        keys, values = given
+        keys = blocks.unit(keys)
+
+        def from_block(i: Array, u: Array) -> Array:
+            seen, seen_by = own.seen(number, i, -1)
+            options = {} if seen is None else {"key_mask": seen}
+            out, lse = with_lse(
+                own.softmax, own.unit[i], keys, values, **options, backend=blocks.backend
+            )
+            product = jnp.exp(lse - own.shift)[..., None] * out
+            if seen_by is not None:
+                product = jnp.where(seen_by[..., None, None], product, 0)
+            return u.at[i].add(-product)
+
+        return lax.fori_loop(first, stop, from_block, u)
+
+    def step(number: Array, state: Any) -> Any:
+        """Of block `number`, which all have; −1 before the first block."""
+        u, y, given = state
+        following = number + 1
+        is_own = blocks.is_own(following)
+        first, rest = blocks.earlier(following), blocks.earlier(following + 1)
+        u = subtracted(number, given, u, first, rest)
+        i = blocks.place(following)[1]
+        solved = blocks.where_own(following, lambda: upcast(blocks.leaf(**own.arguments(u, i))))
+        y = y.at[i].set(jnp.where(is_own, solved, y[i]))
+        coming = blocks.given_away(following, (own.k, y))
+        stop = jnp.where(number < 0, rest, blocks.own)
+        return subtracted(number, given, u, rest, stop), y, coming
+
+    u = blocks.stacked(upcast(v))
+    given = (jnp.zeros_like(own.k[0]), jnp.zeros_like(u[0]))
+    u, y, _ = lax.fori_loop(-1, blocks.all - 1, step, (u, jnp.zeros_like(u), given))
+    return blocks.unstacked(y).astype(v.dtype), (masks, k, v, beta, u, y)
+
+
+def _backward(blocks: Blocks, saved: Any, d_y: Array) -> Any:
+    masks, k, v, beta, u, y = saved
+    own = _Stacks(blocks, masks, k, beta)
+
+    def subtracted(number: Array, given: Any, sums: Any, first: Array, stop: Array) -> Any:
+        """r less Φᵀ g of a block, and the gradients of keys, from the device's earlier blocks."""
+        keys, of_block = given
+        keys = blocks.unit(keys)
+
+        def from_block(i: Array, sums: Any) -> Any:
+            r, d_unit, d_keys = sums
+            seen_by, seen = own.seen(number, i, 0)
+            options = {} if seen is None else {"key_mask": seen}
+            (out, lse), pull = with_lse_vjp(
+                own.softmax, keys, own.unit[i], y[i], **options, backend=blocks.backend
+            )
+            weight = jnp.exp(lse - own.shift)
+            if seen_by is not None:
+                weight = jnp.where(seen_by[..., None], weight, 0)
+            d_out = -weight[..., None] * of_block
+            gradients = pull(d_out, jnp.sum(d_out * out, axis=-1))
+            r, d_unit = r.at[i].add(gradients["v"]), d_unit.at[i].add(gradients["k"])
+            return r, d_unit, d_keys + gradients["q"]
+
+        return lax.fori_loop(first, stop, from_block, sums)
+
+    def step(done: Array, state: Any) -> Any:
+        """Of the block before which `done` later ones are; before the last one −1."""
+        r, d_unit, solved, given = state
+        number = blocks.all - 1 - done
+        following = number - 1
+        is_own = blocks.is_own(following)
+        stop = blocks.earlier(number)
+        rest = blocks.earlier(following)
+        sums = subtracted(number, given, (r, d_unit, jnp.zeros_like(d_unit[0])), rest, stop)
+        i = blocks.place(following)[1]
+
+        def gradients() -> Any:
+            _, pull = blocks.leaf.vjp(**own.arguments(u, i))
+            pulled = pull(sums[0][i])
+            return {name: upcast(pulled[name]) for name in solved}
+
+        of_block = blocks.where_own(following, gradients)
+        solved = {
+            name: stack.at[i].set(jnp.where(is_own, of_block[name], stack[i]))
+            for name, stack in solved.items()
+        }
+        coming = blocks.given_away(following, (own.k, solved["v"]))
+        r, d_unit, d_keys = subtracted(
+            number, given, sums, jnp.zeros_like(rest), jnp.where(done < 0, 0, rest)
+        )
+        owner, i = blocks.place(jnp.minimum(number, blocks.all - 1))
+        d_keys = jnp.where(owner == blocks.line.rank, lax.psum(d_keys, blocks.line.axis), 0)
+        return r, d_unit.at[i].add(d_keys), solved, coming
+
+    zeros = {"k": jnp.zeros_like(own.unit), "v": jnp.zeros_like(u)}
+    if own.beta is not None:
+        zeros["lucid_beta"] = jnp.zeros_like(own.beta)
+    given = (jnp.zeros_like(own.k[0]), jnp.zeros_like(u[0]))
+    r = blocks.stacked(upcast(d_y))
+    state = (r, jnp.zeros_like(own.unit), zeros, given)
+    _, d_unit, d_own, _ = lax.fori_loop(-1, blocks.all - 1, step, state)
+    d_unit, d_k = blocks.unstacked(d_unit), blocks.unstacked(d_own["k"])
+    if blocks.leaf.normalize == "keys":
+        d_unit = rms_norm_vjp(upcast(k), blocks.leaf.eps, d_unit)
+    d_beta = None if beta is None else blocks.unstacked(d_own["lucid_beta"]).astype(beta.dtype)
+    d_v = blocks.unstacked(d_own["v"])
+    return None, (d_k + d_unit).astype(k.dtype), d_v.astype(v.dtype), d_beta
+
+
+_solved.defvjp(_forward, _backward)

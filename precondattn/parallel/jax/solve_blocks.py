@@ -1,0 +1,142 @@
+"""The blocks of LUCID's solve on devices of JAX, which run one program.
+
+All blocks have as many rows: at most BLOCK, and where a part of the layout is no multiple of them,
+it ends with rows that are masked. Arrays are stacks of a device's blocks (blocks, b, rows, …).
+
+Each step of the loop has a block that all know (`solve.py`). A device that has the next one
+subtracts from that first, solves it and gives it away, and then all subtract from their other rows.
+A block is given away by a sum over devices, of which others have 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.arrays import upcast
+from precondattn.parallel.jax.piece import Line, Masks
+from precondattn.parallel.solve import keys_of_scores
+from precondattn.spec.lucid import LucidSolve
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What is static in a call."""
+
+    leaf: LucidSolve
+    line: Line
+    backend: Any
+    tokens: int
+    """Of each device"""
+    most: int
+    """Rows of a block"""
+
+    @property
+    def part(self) -> int:
+        """The tokens of a part of the layout."""
+        return self.line.order.part_of(self.tokens)
+
+    @property
+    def of_part(self) -> int:
+        """The blocks of a part."""
+        return -(-self.part // self.most)
+
+    @property
+    def rows(self) -> int:
+        """Those of a block."""
+        return -(-self.part // self.of_part)
+
+    @property
+    def own(self) -> int:
+        """How many blocks a device has."""
+        return self.tokens // self.part * self.of_part
+
+    @property
+    def all(self) -> int:
+        return self.own * self.line.devices
+
+    # ------------------------------------------------------------------------------- layout
+
+    def stacked(self, x: Array) -> Array:
+        """(b, tokens, …) as (blocks, b, rows, …). Rows that are no tokens repeat the last."""
+        b, _, *rest = x.shape
+        parts = jnp.reshape(x, (b, -1, self.part, *rest))
+        more = self.of_part * self.rows - self.part
+        parts = jnp.pad(parts, ((0, 0), (0, 0), (0, more), *((0, 0),) * len(rest)), mode="edge")
+        return jnp.moveaxis(jnp.reshape(parts, (b, self.own, self.rows, *rest)), 1, 0)
+
+    def unstacked(self, stack: Array) -> Array:
+        """The tokens of a stack."""
+        _, b, _, *rest = stack.shape
+        parts = jnp.reshape(jnp.moveaxis(stack, 0, 1), (b, -1, self.of_part * self.rows, *rest))
+        return jnp.reshape(parts[:, :, : self.part], (b, self.tokens, *rest))
+
+    def valid(self, masks: Masks, b: int) -> Array | None:
+        """Which rows of a device are tokens that are not masked (blocks, b, rows); None for all."""
+        valid = None if masks.valid is None else self.stacked(masks.valid[self.line.rank])
+        if self.of_part * self.rows == self.part:
+            return valid
+        row = jnp.arange(self.own)[:, None] % self.of_part * self.rows + jnp.arange(self.rows)
+        is_token = jnp.broadcast_to((row < self.part)[:, None], (self.own, b, self.rows))
+        return is_token if valid is None else valid & is_token
+
+    def segment(self, masks: Masks, device: Array) -> Array | None:
+        """The segments of a device's rows (blocks, b, rows)."""
+        return None if masks.segment is None else self.stacked(masks.segment[device])
+
+    # -------------------------------------------------------------------------------- order
+
+    def place(self, number: Array) -> tuple[Array, Array]:
+        """The device that has a block, by its number in the sequence, and where it has it."""
+        devices, order = self.line.devices, self.line.order
+        part, within = number // self.of_part, number % self.of_part
+        count = self.tokens // self.part * devices
+        device_of = jnp.asarray([order.device_of(i, devices) for i in range(count)])
+        return device_of[part], part // devices * self.of_part + within
+
+    def earlier(self, number: Array) -> Array:
+        """How many of a device's blocks come before the one of this number."""
+        own, order = jnp.arange(self.own), self.line.order
+        part = order.number_of(self.line.rank, own // self.of_part, self.line.devices)
+        numbers = part * self.of_part + own % self.of_part
+        return jnp.sum(numbers < number, dtype=jnp.int32)
+
+    def is_own(self, number: Array) -> Array:
+        return self.place(number)[0] == self.line.rank
+
+    # -------------------------------------------------------------------------------- steps
+
+    def of_block(self, x: dict[str, Any], i: Array) -> dict[str, Any]:
+        """The arguments of the solve of a device's block, from stacks by name or None."""
+        given = {name: upcast(stack[i]) for name, stack in x.items() if stack is not None}
+        return {**given, "backend": self.backend}
+
+    def given_away(self, number: Array, stacks: tuple[Array, ...]) -> tuple[Array, ...]:
+        """A block, from the stacks of the device that has it."""
+        device, i = self.place(number)
+        is_own = device == self.line.rank
+        sent = tuple(jnp.where(is_own, x[i], jnp.zeros_like(x[i])) for x in stacks)
+        given: tuple[Array, ...] = self._of_device(lax.psum(sent, self.line.axis))
+        return given
+
+    def where_own(self, number: Array, function: Callable[[], Any]) -> Any:
+        """function() on the device that has a block; 0 on others, which do not compute it."""
+        shapes = jax.eval_shape(function)
+
+        def nothing() -> Any:
+            return self._of_device(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+        return lax.cond(self.is_own(number), function, nothing)
+
+    def _of_device(self, arrays: Any) -> Any:
+        """What all devices have, as what each has: a `shard_map` that checks asks for that."""
+        return lax.pcast(arrays, self.line.axis, to="varying")
+
+    def unit(self, k: Array) -> Array:
+        """The keys of the scores."""
+        return keys_of_scores(self.leaf, k)

@@ -1,0 +1,181 @@
+"""The layouts that divide tokens: every device keeps its own, and each leaf is divided for itself.
+
+The ways are those of PyTorch (`torch/tokens.py`), each as one program of all devices:
+
+    local   leaves that compute each token by itself, such as norms and feature maps
+    ring    softmax attention: keys and values go around            (`ring.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
+                                                                    (`gathered.py`)
+    solve   LUCID: solved blocks are given to all                   (`solve.py`)
+    scan    recurrences: the states before the tokens               (`states.py`)
+
+In half precision, values that are sent are in the call's dtype, and others in float32
+(`half_precision.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.arrays import HALF, cast
+from precondattn.execution.arguments import check_call
+from precondattn.execution.array_checks import call_dtype
+from precondattn.execution.masks import (
+    INTEGERS,
+    ValueChecks,
+    check_lengths,
+    check_mask,
+    is_contiguous,
+    nan_where_invalid,
+)
+from precondattn.parallel.half_precision import inputs_in_half
+from precondattn.parallel.jax import gathered, local, ring, solve, states
+from precondattn.parallel.jax.call import MASKS, Arguments, Call
+from precondattn.parallel.jax.piece import Line, Masks, Piece
+from precondattn.parallel.ring_reads import goes_around
+from precondattn.parallel.states import SUMS
+from precondattn.spec.linear_family import LinearFamily
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.path import Path
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.leaf_call import LeafCall
+
+WAYS: Mapping[type[Leaf], ModuleType] = {
+    TokenWise: local,
+    Softmax: ring,
+    Path: gathered,
+    LucidSolve: solve,
+    LinearFamily: states,
+    **dict.fromkeys(SUMS, states),
+}
+
+
+def refusal(call: Call, masks: Collection[str]) -> str | None:
+    """Why a call can not be divided like this; None where it can."""
+    assert call.order is not None  # Of the layouts that divide tokens.
+    keys = call.sizes.get("s", call.tokens)
+    if keys != call.tokens:
+        return f"expects as many queries as keys; found {call.tokens} and {keys}"
+    for leaf in call.mechanism.program.leaves:
+        way = way_of(leaf)
+        if way is None:
+            return f"has no way to divide the tokens of {leaf}"
+        reason: str | None = way.refusal(leaf, call.order, masks)
+        if reason is not None:
+            return reason
+    return None
+
+
+def check(call: Call, given: Arguments, *, is_part: bool) -> None:
+    """Raise what is wrong with the arguments, whole or the parts of a device.
+
+    Entries of masks are looked at where they are known; else `output` makes the sequence NaN.
+    """
+    check_call(call.mechanism, (), given.inputs, {"backend": call.backend})
+    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
+    shape = (b, tokens // call.devices if is_part else tokens)
+    for name, dtypes in (("key_mask", ("bool",)), ("segment_ids", INTEGERS)):
+        check_mask(call.owner, name, given.masks.get(name), like, shape, dtypes, "(b s)")
+    if is_part:
+        given = Arguments(given.inputs, {n: a for n, a in given.masks.items() if not MASKS[n]})
+    _invalid(call, given)
+
+
+def output(call: Call, given: Arguments) -> Array:
+    """The output of a device's tokens, from its part of everything."""
+    whole = {
+        name: mask if MASKS[name] is None else lax.all_gather(mask, call.axis, axis=1, tiled=True)
+        for name, mask in given.masks.items()
+    }
+    line, program = _line(call), call.mechanism.program
+    masks = Masks.of(line, whole, call.tokens // call.devices)
+    values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
+    name = call_dtype(given.inputs)
+    is_half, dtype = name in HALF, jnp.dtype(name)
+    for leaf_call, way, piece in _pieces(call, masks, values):
+        if is_half:
+            of_leaf = leaf_call, piece.inputs, given.inputs, dtype, call.backend
+            inputs = inputs_in_half(*of_leaf, sends_values=way.SENDS_VALUES)
+            piece = piece._replace(inputs=inputs)
+        values[leaf_call.out] = way.output(piece)
+    out = {program.out: cast(values[program.out], dtype)}
+    out = masks.without_padding(line.rank, out, {program.out: program.output})
+    return nan_where_invalid(out[program.out], _invalid(call, Arguments(given.inputs, whole)))
+
+
+def during(call: Call) -> str:
+    """What each device has during the call."""
+    ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
+    passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
+    return f"its tokens of all heads, {', '.join(passed) or 'nothing of others'}"
+
+
+def bytes_sent(call: Call) -> dict[str, int]:
+    """Forward, by each device to others, by what is sent, for which value of the program."""
+    sent: dict[str, int] = {}
+    values: dict[str, Any] = dict(call.parts)
+    for leaf_call, way, piece in _pieces(call, Masks(None, None, None), values):
+        for name, count in way.bytes_sent(piece).items():
+            sent[f"{name} for {leaf_call.out}"] = count
+        values[leaf_call.out] = _like_output(piece)
+    return sent
+
+
+def way_of(leaf: Leaf) -> ModuleType | None:
+    """How the tokens of a leaf are divided; None where no way is built."""
+    way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    return gathered if way is ring and not goes_around(leaf) else way
+
+
+def _line(call: Call) -> Line:
+    assert call.order is not None  # Of the layouts that divide tokens.
+    return Line(call.axis, call.devices, call.order)
+
+
+def _invalid(call: Call, given: Arguments) -> Array | None:
+    """Sequences (b,) whose whole masks have entries that can not be, if they are traced.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for what is known.
+    """
+    checks, masks = ValueChecks(call.owner), given.masks
+    like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
+    check_lengths(call.owner, masks.get("lengths"), like, b, tokens, "s", checks)
+    if "segment_ids" in masks:
+        position = _line(call).all_positions(tokens // call.devices).reshape(-1)
+        ids = jnp.zeros_like(masks["segment_ids"]).at[:, position].set(masks["segment_ids"])
+        message = "segment_ids must be contiguous: each id in one run of the sequence"
+        checks.require(is_contiguous(ids), message)
+    return checks.invalid
+
+
+def _pieces(
+    call: Call, masks: Masks, values: Mapping[str, Any]
+) -> Iterator[tuple[LeafCall, ModuleType, Piece]]:
+    """The leaf calls in order, with their ways; `values` has all that are computed before."""
+    line = _line(call)
+    for leaf_call in call.mechanism.program.calls:
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        way = way_of(leaf_call.leaf)
+        assert way is not None  # `refusal` has checked it.
+        yield leaf_call, way, Piece(leaf_call.leaf, inputs, masks, line, call.backend)
+
+
+def _like_output(piece: Piece) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf's output."""
+    leaf, inputs = piece.leaf, piece.inputs
+    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
+    shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(call_dtype(inputs)))

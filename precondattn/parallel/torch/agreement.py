@@ -1,0 +1,60 @@
+"""Errors of one process are errors of all, so that none waits for one that has stopped.
+
+Before every exchange each process says whether it is well, what it calls, and how many tokens it
+has. Where one is not, or calls something else, all raise the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from precondattn.backend import UnsupportedError
+from precondattn.parallel.torch.exit import wait_for_gloo
+
+KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeError)
+"""Of errors: the first that one is an instance of is raised, or else the last."""
+
+atexit.register(
+    wait_for_gloo
+)  # Every call ends with an agreement, and often a program with a call.
+
+
+def agreed(
+    owner: str,
+    group: Any,
+    device: torch.device,
+    called: str = "",
+    numbers: Sequence[int] = (),
+    error: Exception | None = None,
+) -> list[list[int]]:
+    """The `numbers` of every process, which all call the same.
+
+    Raises
+    ------
+    the error of a process that has one, with its rank; a ValueError if they call different things.
+    """
+    digest = int.from_bytes(hashlib.blake2b(called.encode(), digest_size=7).digest(), "big")
+    own = torch.tensor([error is None, digest, *numbers], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    rows = [row.tolist() for row in everyone]
+    if all(row[0] for row in rows) and len({row[1] for row in rows}) == 1:
+        return [row[2:] for row in rows]
+    said: list[Any] = [None] * len(rows)
+    words = called if error is None else str(error)
+    kind = next((i for i, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
+    dist.all_gather_object(said, (None if error is None else kind, words), group=group)
+    for rank, (kind, text) in enumerate(said):
+        if kind is not None:
+            raise KINDS[kind](f"{owner}: process {rank}: {text}") from error
+    differs = next(rank for rank, of in enumerate(said) if of != said[0])
+    raise ValueError(
+        f"{owner}: all processes must call the same; found on process 0 {said[0][1]}, and on "
+        f"process {differs} {said[differs][1]}"
+    )

@@ -1,0 +1,145 @@
+"""The arguments of a call on one process: its tokens of inputs and masks, and whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from precondattn.algebra.declaration import Axis, Pattern
+from precondattn.arrays import dtype_name
+from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
+from precondattn.execution.torch.dtensor_sharding import MASKS
+from precondattn.parallel.heads import Axes, Shape
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+WHOLE = ("lengths", "cu_seqlens")
+"""Masks that every process has whole: numbers of a sequence, and not of a token."""
+
+
+class Bound(NamedTuple):
+    """Inputs and masks by name, as tensors of this process."""
+
+    patterns: Mapping[str, Pattern]
+    inputs: dict[str, Tensor]
+    masks: dict[str, Any]
+    axes: dict[str, Axes]
+    """Of the inputs"""
+    tokens: tuple[int, int]
+    """Of queries and of keys, on this process"""
+    is_distributed: bool
+    """Whether tokens were DTensors"""
+
+    @property
+    def with_tokens(self) -> list[str]:
+        return [name for name, axes in self.axes.items() if axes.time is not None]
+
+    def of_time(self, name: str) -> tuple[int, Axis]:
+        """The axis of an input along which its tokens are divided, and its letter."""
+        time = self.axes[name].time
+        assert time is not None  # Asked of inputs `with_tokens` alone.
+        return time, self.patterns[name].axes[time]
+
+    def times(self, name: str, tokens: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The sizes of an input along its tokens, on every process."""
+        _, axis = self.of_time(name)
+        return tuple(axis.multiple * n for n in tokens[axis.letter])
+
+    def whole_shape(self, name: str, tokens: Mapping[str, tuple[int, ...]]) -> Shape:
+        """The shape of all tokens of an input."""
+        shape = list(self.inputs[name].shape)
+        if name in self.with_tokens:
+            shape[self.of_time(name)[0]] = sum(self.times(name, tokens))
+        return tuple(shape)
+
+    def __str__(self) -> str:
+        """What must be the same on all processes: all but the number of tokens."""
+        said, records = [], torch.is_grad_enabled()
+        for name, x in self.inputs.items():
+            shape = [str(n) for n in x.shape]
+            if name in self.with_tokens:
+                time, axis = self.of_time(name)
+                shape[time] = axis.letter
+            gradient = ", with gradient" if records and x.requires_grad else ""
+            said.append(f"{name} {dtype_name(x)} ({', '.join(shape)}){gradient}")
+        for name, mask in sorted(self.masks.items()):
+            if name in WHOLE:
+                said.append(f"{name} {torch.as_tensor(mask).tolist()}")
+            else:
+                said.append(f"{name} {dtype_name(mask)} ({mask.shape[0]}, s)")
+        return "; ".join(said)
+
+
+def bind(mechanism: Mechanism, mesh: DeviceMesh, arrays: Any, named: Mapping[str, Any]) -> Bound:
+    """The arguments of a call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the argument.
+    """
+    patterns = mechanism.inputs
+    masks = {name: named[name] for name in MASKS if named.get(name) is not None}
+    given = {name: array for name, array in named.items() if name not in MASKS}
+    inputs = inputs_by_name(str(mechanism), patterns, arrays, given, CALL_OPTIONS)
+    of_tokens = {name: mask for name, mask in masks.items() if name not in WHOLE}
+    for name, x in {**inputs, **of_tokens}.items():
+        pattern = patterns[name] if name in patterns else MASKS[name]
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
+        if x.ndim != len(pattern.axes):
+            raise ValueError(f"{name} is declared ({pattern.text}); found shape {tuple(x.shape)}")
+    axes = {name: Axes.of(patterns[name], tuple(x.shape)) for name, x in inputs.items()}
+    has_tokens = {name: axis.time is not None for name, axis in axes.items()}
+    kinds = {isinstance(x, DTensor) for name, x in inputs.items() if has_tokens[name]}
+    if len(kinds) > 1:
+        kind_of = {n: type(x).__name__ for n, x in inputs.items() if has_tokens[n]}
+        found = ", ".join(f"{name} is a {kind}" for name, kind in kind_of.items())
+        raise TypeError(f"inputs with tokens must all be DTensors, or none of them; {found}")
+    parts = {name: _part(name, x, axes[name].time, mesh) for name, x in inputs.items()}
+    masks |= {name: _part(name, mask, 1, mesh) for name, mask in of_tokens.items()}
+    bound = Bound(patterns, parts, masks, axes, (0, 0), kinds == {True})
+    return bound._replace(tokens=_tokens(bound))
+
+
+def _part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tensor:
+    """This process's tokens of an array, or the whole array if it has no tokens."""
+    if not isinstance(x, DTensor):
+        return x
+    expected: Placement = Replicate() if time is None else Shard(time)
+    if x.device_mesh != mesh or tuple(x.placements) != (expected,):
+        raise ValueError(
+            f"{name} must be {expected} on {mesh}; found {tuple(x.placements)} on {x.device_mesh}"
+        )
+    # Each process has a term of the gradient of what all have.
+    part: Tensor = x.to_local(grad_placements=[Partial() if time is None else expected])
+    return part
+
+
+def _tokens(bound: Bound) -> tuple[int, int]:
+    """The numbers of queries and of keys, in which all inputs and masks agree."""
+    counts: dict[str, tuple[int, str]] = {}
+    of_masks = [(n, "s", mask.shape[1]) for n, mask in bound.masks.items() if n not in WHOLE]
+    of_inputs = []
+    for name in bound.with_tokens:
+        time, axis = bound.of_time(name)
+        count = bound.inputs[name].shape[time] // axis.multiple
+        of_inputs.append((name, axis.letter, count))
+    for name, letter, count in [*of_inputs, *of_masks]:
+        first, by = counts.setdefault(letter, (count, name))
+        if count != first:
+            raise ValueError(f"{name} has {count} tokens, and {by} has {first}")
+    b = next(iter(bound.inputs.values())).shape[0]
+    for name, _, _ in of_masks:
+        if bound.masks[name].shape[0] != b:
+            raise ValueError(
+                f"{name} has {bound.masks[name].shape[0]} sequences, and inputs have {b}"
+            )
+    t, s = (counts.get(letter, next(iter(counts.values())))[0] for letter in "ts")
+    return t, s

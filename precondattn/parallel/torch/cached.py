@@ -1,0 +1,266 @@
+"""Divided calls with a cache: a prefill of divided tokens, and new tokens that all processes have.
+
+Leaf by leaf, as `tokens.py` divides them:
+
+    local   nothing is kept                                              (`local_cache.py`)
+    ring    a process keeps the keys and values of its tokens            (`ring_cache.py`)
+    solve   a process keeps the keys and solved values of its tokens     (`solve_cache.py`)
+    scan    all processes have the states after all tokens               (`states_cache.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.kinds import holding
+from precondattn.execution.cache_checks import keeps_tokens
+from precondattn.execution.masks import zero_padding
+from precondattn.parallel.torch import (
+    local,
+    local_cache,
+    ring,
+    ring_cache,
+    solve,
+    solve_cache,
+    states_cache,
+)
+from precondattn.parallel.torch import states as states_torch
+from precondattn.parallel.torch.call import Call, Processes, tried
+from precondattn.parallel.torch.divided_cache import (
+    DividedCache,
+    Kept,
+    extended,
+    filled,
+    held_of,
+    rows_needed,
+)
+from precondattn.parallel.torch.new_tokens import NewTokens
+from precondattn.parallel.torch.piece import Piece, masks_of, positions_of
+from precondattn.parallel.torch.step import Parts, Shape, Step
+from precondattn.parallel.torch.tokens import computed, like_output, way_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from precondattn.algebra.mechanism import Leaf, Mechanism
+
+CACHED: Mapping[ModuleType, ModuleType] = {
+    local: local_cache,
+    ring: ring_cache,
+    solve: solve_cache,
+    states_torch: states_cache,
+}
+
+
+def prefill(
+    call: Call,
+    processes: Processes,
+    mesh: DeviceMesh,
+    capacity: int | None,
+    begin: Cache | None,
+) -> tuple[Tensor, DividedCache]:
+    """The output of this process's tokens, and the cache of all tokens.
+
+    `begin` has the states before them.
+    """
+    masks = processes.together(lambda: masks_of(call, processes))
+    cache = processes.together(lambda: _empty(call, processes, mesh, capacity, begin))
+    rank, keys = processes.rank, call.mechanism.program.slot_keys
+    kept: dict[str, Tensor] = {}
+
+    def output_of(number: int, way: ModuleType, piece: Piece) -> Tensor:
+        first = None
+        if begin is not None:
+            first = {slot: begin.store[key] for slot, key in keys[number].items()}
+        out: Tensor
+        out, of_slots = CACHED[way].prefilled(piece, first)
+        _keep(kept, keys[number], of_slots)
+        return out
+
+    out = computed(call, processes, masks, output_of)
+    valid = masks.valid_of(rank)
+    if valid is not None and KEY_MASK in cache.token_buffers:
+        kept[KEY_MASK] = valid
+    assert call.order is not None  # Of the layouts that divide tokens.
+    positions = positions_of(call.order.parts(call.tokens["t"]), rank, processes.device)
+    return out, processes.together(lambda: filled(cache, _kept(cache, kept), positions, rank))
+
+
+def extend(
+    new: NewTokens, processes: Processes, cache: DividedCache, *, donate: bool
+) -> tuple[Tensor, DividedCache]:
+    """The output of the new tokens, and the cache with them."""
+    mechanism, rank = cache.mechanism, processes.rank
+    values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
+    parts, past = _parts(new, processes), _Past.of(cache, rank)
+    kept: dict[str, Tensor] = {}
+    for number, leaf_call in enumerate(mechanism.program.calls):
+        step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
+        shape = way.part_shape(step)
+        given = None if shape is None else parts.of_all(shape, lambda: way.part(step))  # noqa: B023
+        result, error = tried(lambda: way.stepped(step, given))  # noqa: B023
+        if error is not None:
+            values[leaf_call.out] = like_output(step.leaf, step.inputs)
+            exchanges = _shapes(past, new, values, number + 1)
+            parts.failed(next((of for _, of in exchanges if of is not None), None), error)
+        assert result is not None  # Or there is an error, which `failed` has raised.
+        values[leaf_call.out], of_slots = result
+        _keep(kept, mechanism.program.slot_keys[number], of_slots)
+    if KEY_MASK in cache.token_buffers:
+        everything = torch.ones(new.sizes["b"], new.sizes["t"], dtype=torch.bool)
+        kept[KEY_MASK] = everything.to(processes.device) if new.valid is None else new.valid
+    after = processes.together(
+        lambda: extended(cache, _kept(cache, kept), new.counts, rank, donate=donate)
+    )
+    name = mechanism.program.out
+    of_out = Inputs(**{name: mechanism.program.output})
+    return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after
+
+
+def bytes_of_extension(new: NewTokens, processes: Processes, cache: DividedCache) -> dict[str, int]:
+    """By this process to others, by what is sent, for which value of the program."""
+    parts, past = _parts(new, processes), _Past.of(cache, processes.rank)
+    shapes = _shapes(past, new, new.inputs)
+    return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
+
+
+def bytes_of_states(call: Call, processes: Processes) -> dict[str, int]:
+    """By this process to others after a prefill, of the last states."""
+    program, others = call.mechanism.program, processes.devices - 1
+    empty = call.mechanism.init_cache(**call.bound.inputs, capacity=1).store
+    sent: dict[str, int] = {}
+    for leaf_call, keys in zip(program.calls, program.slot_keys, strict=True):
+        slots = [slot for slot in leaf_call.leaf.slots() if not slot.kind.has_tokens]
+        states = [empty[keys[slot.name]] for slot in slots]
+        if states and processes.rank == others:  # The last one gives them to all.
+            numbers = sum(state.numel() * state.dtype.itemsize for state in states)
+            sent[f"last states for {leaf_call.out}"] = others * numbers
+    return sent
+
+
+def _empty(
+    call: Call, processes: Processes, mesh: DeviceMesh, capacity: int | None, begin: Cache | None
+) -> DividedCache:
+    """A cache with the numbers of the tokens that a prefill gives, but without them."""
+    assert call.order is not None  # Of the layouts that divide tokens.
+    mechanism, b, total = call.mechanism, call.sizes["b"], sum(call.tokens["t"])
+    given = call.bound.masks.get("lengths")
+    counts = [total] * b if given is None else torch.as_tensor(given).tolist()
+    before = [0] * b if begin is None else begin.length.tolist()
+    lengths = tuple(n + new for n, new in zip(before, counts, strict=True))
+    has_tokens = keeps_tokens(mechanism)
+    held = held_of(call.order.parts(call.tokens["t"]), counts, processes.devices)
+    rows = None
+    if has_tokens:
+        assert capacity is not None  # It has been checked.
+        if max(lengths) > capacity:
+            raise ValueError(
+                f"capacity must be {max(lengths)} or above, the number of tokens of the longest "
+                f"sequence; found {capacity}"
+            )
+        rows = rows_needed(capacity, held[processes.rank], processes.devices)
+    part = mechanism.init_cache(
+        **call.bound.inputs, capacity=rows, key_mask="key_mask" in call.bound.masks
+    )
+    own = held[processes.rank] if has_tokens else lengths
+    count = torch.tensor(own, dtype=torch.int32, device=processes.device)
+    position = torch.zeros(b, rows or 0, dtype=torch.int32, device=processes.device)
+    layout = str(call.order)
+    return DividedCache(
+        mechanism,
+        mesh,
+        layout,
+        holding(part, count, part.store),
+        position,
+        held if has_tokens else (),
+        lengths,
+        capacity if has_tokens else None,
+    )
+
+
+def _keep(kept: dict[str, Tensor], keys: Mapping[str, str], of_slots: Mapping[str, Tensor]) -> None:
+    """Add what a leaf keeps; leaves that share a buffer keep the same in it."""
+    for slot, tensor in of_slots.items():
+        kept.setdefault(keys[slot], tensor)
+
+
+def _kept(cache: DividedCache, kept: Mapping[str, Tensor]) -> Kept:
+    rows = {name: kept[name] for name in cache.token_buffers}
+    return Kept(rows, {name: x for name, x in kept.items() if name not in rows})
+
+
+def _parts(new: NewTokens, processes: Processes) -> Parts:
+    is_double = any(x.dtype == torch.float64 for x in new.inputs.values())
+    return Parts(processes, torch.float64 if is_double else torch.float32)
+
+
+class _Past(NamedTuple):
+    """What one process has of the tokens before the new ones."""
+
+    mechanism: Mechanism
+    store: Mapping[str, Tensor]
+    """Without rows that are unused in all sequences"""
+    rows: int
+    seen: Tensor | None
+
+    @classmethod
+    def of(cls, cache: DividedCache, rank: int) -> _Past:
+        rows, buffers, names = cache.rows_of(rank), cache.part.store, cache.token_buffers
+        store = {n: buffer[:, :rows] if n in names else buffer for n, buffer in buffers.items()}
+        seen = store.pop(KEY_MASK, None)
+        if cache.held and set(cache.held[rank]) != {rows}:
+            length = cache.part.length
+            within = torch.arange(rows, device=length.device) < length[:, None]
+            seen = within if seen is None else seen & within
+        return cls(cache.mechanism, store, rows, seen)
+
+    def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> Step:
+        """A call of the program on the new tokens; `values` has all that are computed before."""
+        program = self.mechanism.program
+        call, keys = program.calls[number], program.slot_keys[number]
+        return Step(
+            call.leaf,
+            {name: values[value] for name, value in call.arguments},
+            {slot: self.store[key] for slot, key in keys.items()},
+            self.rows,
+            self.seen,
+            new.lengths,
+            new.key_mask,
+            new.valid,
+            new.backend,
+        )
+
+
+def _shapes(
+    past: _Past, new: NewTokens, values: Mapping[str, Tensor], first: int = 0
+) -> Iterator[tuple[str, Shape | None]]:
+    """What each call of the program from the first on exchanges, by its value."""
+    known = {name: x.to("meta") for name, x in values.items()}
+    calls = past.mechanism.program.calls
+    for number in range(first, len(calls)):
+        step = past.step(number, new, known)
+        yield calls[number].out, cached_way(step.leaf).part_shape(step)
+        known[calls[number].out] = like_output(step.leaf, step.inputs)
+
+
+def refusal(mechanism: Mechanism) -> str | None:
+    """Why a divided call can not keep a cache; None where it can."""
+    for leaf in mechanism.program.leaves:
+        way = way_of(leaf)
+        if way is not None and way not in CACHED:
+            return f"keeps no cache of {leaf}, whose keys are gathered"
+    return None
+
+
+def cached_way(leaf: Leaf) -> ModuleType:
+    """How a leaf keeps tokens."""
+    way = way_of(leaf)
+    assert way is not None  # It has been checked.
+    return CACHED[way]

@@ -1,0 +1,352 @@
+"""Attention to sequences that are divided among the processes of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from precondattn.algebra.expression import parse
+from precondattn.cache import Cache
+from precondattn.parallel.advised_layouts import advice
+from precondattn.parallel.heads import Axes
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.plan import Plan
+from precondattn.parallel.torch import cached, heads
+from precondattn.parallel.torch import start as start_torch
+from precondattn.parallel.torch import tokens as tokens_torch
+from precondattn.parallel.torch.arguments import bind
+from precondattn.parallel.torch.call import Call, check_mesh, processes_of
+from precondattn.parallel.torch.divided_cache import DividedCache
+from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+def context_parallel(
+    mechanism: Mechanism | str, mesh: DeviceMesh, *, layout: str | None = None
+) -> ContextParallel:
+    """The mechanism, called by every process of a mesh with its part of the tokens.
+
+    Parameters
+    ----------
+    mechanism : Mechanism or str
+        What to call, or its expression.
+    mesh : DeviceMesh
+        Of one dimension. The tokens of process i come after those of process i − 1, unless the
+        layout says otherwise.
+    layout : str, optional
+        How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
+        "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
+        two the tokens of a process are not consecutive. By default "heads" where the processes
+        divide the heads of a call, and else "contiguous": a process has the same tokens in both.
+
+    Returns
+    -------
+    ContextParallel
+        Called as the mechanism. Inputs with tokens are this process's part of them, as tensors, or
+        as DTensors with the placement `Shard` of their tokens. Other inputs, such as weights, are
+        whole on every process; so are `lengths` and `cu_seqlens`. The result is the output of this
+        process's tokens, as a tensor or a DTensor.
+
+    Raises
+    ------
+    TypeError, ValueError
+        if the mesh is none, or has several dimensions, or the layout is unknown. In a call, on all
+        processes alike: if arguments disagree, on one process or between them, a process has no
+        token, or the layout can not divide the heads.
+
+    Notes
+    -----
+    Gradients of tokens are those of the sum of all processes' losses. Those of weights are each
+    process's term of it, which data parallelism adds up. A second derivative is an error.
+
+    Examples
+    --------
+    In each of four processes that `torchrun` has started, with q, k and v (b, T / 4, heads, width):
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))  # doctest: +SKIP
+    >>> attn = context_parallel("lucid", mesh["cp"])  # doctest: +SKIP
+    >>> out = attn(q, k, v)  # doctest: +SKIP
+    """
+    if isinstance(mechanism, str):
+        mechanism = parse(mechanism)
+    owner = f"context_parallel({mechanism})"
+    check_mesh(owner, mesh, "mesh['cp']")
+    try:
+        order = None if layout == "heads" else Order.read(layout or "contiguous")
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from None
+    if mechanism.mixes_sequences:
+        raise ValueError(
+            f"{owner}: the output of a sequence depends on all others, which no layout divides"
+        )
+    return ContextParallel(mechanism, mesh, layout, order)
+
+
+class ContextParallel:
+    """A mechanism for parts of sequences; `context_parallel` makes it."""
+
+    def __init__(
+        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: Order | None
+    ) -> None:
+        self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
+        self.processes = processes_of(f"context_parallel({mechanism})", mesh)
+
+    def __repr__(self) -> str:
+        return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, layout={self.layout!r})"
+
+    def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
+        """The output of this process's tokens."""
+        call = self._agreed(arrays, named, backend)
+        return self._as_given(call, self._way(call).output(call, self.processes))
+
+    def prefill(
+        self,
+        *arrays: Any,
+        capacity: int | None = None,
+        cache: Cache | None = None,
+        backend: Any = None,
+        **named: Any,
+    ) -> tuple[Any, DividedCache]:
+        """The output of this process's tokens, and the cache of all tokens, divided.
+
+        Each process keeps what softmax attention, LASER and LUCID need of its tokens. The states of
+        recurrences after all tokens are given to every process.
+
+        Parameters
+        ----------
+        *arrays, **named
+            Those of a call: this process's tokens, and `lengths` or `key_mask`. The cache keeps a
+            key mask that is given.
+        capacity : int
+            The most tokens of a sequence, of all processes together. Not needed if the cache is a
+            state.
+        cache : Cache, optional
+            An ordinary cache, the same on every process, after which the tokens come. It must be of
+            states only.
+
+        Returns
+        -------
+        tuple
+            The output, as of a call, and a `DividedCache` for `extend` and `redistribute`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            on all processes alike: those of a call; for the layout "heads", packed sequences, and
+            a mechanism that is not causal; for a capacity that is missing or too small; and for a
+            `cache` of tokens, or of another mechanism.
+
+        Notes
+        -----
+        Output and states are differentiable. Gradients of states after all tokens are those of all
+        processes' losses together. That of an initial state is the first process's term of it, 0 on
+        the others.
+        """
+        start = start_torch.Start(self.mechanism, capacity, cache)
+        call = self._agreed(arrays, named, backend, start)
+        out, divided = cached.prefill(call, self.processes, self.mesh, capacity, cache)
+        return self._as_given(call, out), divided
+
+    def extend(
+        self,
+        cache: DividedCache,
+        *arrays: Any,
+        backend: Any = None,
+        donate: bool = False,
+        **named: Any,
+    ) -> tuple[Any, DividedCache]:
+        """The output of new tokens after those in the cache, and the cache with them.
+
+        Parameters
+        ----------
+        cache : DividedCache
+            From `prefill` or an earlier `extend`. It is not modified unless donated.
+        *arrays, **named
+            New tokens, the same on every process, as tensors or as DTensors with the placement
+            `Replicate`; and `lengths` or `key_mask` of them. Their shapes are compared between
+            processes, and not their entries.
+        donate : bool
+            Write into the cache's own buffers. The old cache must not be used again; doing so
+            raises.
+
+        Returns
+        -------
+        tuple
+            The output, the same on every process, and the cache. A new token is kept by the process
+            that has the fewest tokens of its sequence.
+
+        Raises
+        ------
+        TypeError, ValueError
+            on all processes alike: for bad input, for a cache of another mechanism, mesh or layout,
+            where the capacity is exceeded, and where a gradient would be needed.
+        """
+        new = self._new_tokens(cache, arrays, named, backend, donate)
+        with torch.no_grad():
+            out, after = cached.extend(new, self.processes, cache, donate=donate)
+        if new.is_distributed:
+            out = DTensor.from_local(out, self.mesh, [Replicate()], run_check=False)
+        return out, after
+
+    def _as_given(self, call: Call, part: Any) -> Any:
+        """The output, as a DTensor if inputs were."""
+        if not call.bound.is_distributed:
+            return part
+        pattern = self.mechanism.program.output
+        whole = pattern.shape(call.sizes)
+        time = Axes.of(pattern, whole).time
+        assert time is not None  # Every output has tokens.
+        stride = torch.empty(whole, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, [Shard(time)], run_check=False, shape=whole, stride=stride
+        )
+
+    def refusal(self, *arrays: Any, **named: Any) -> str | None:
+        """Why the layout can not divide a call with these arguments; None where it can.
+
+        All processes ask together.
+        """
+        return self._refusal(self._bound(arrays, named, None))
+
+    def explain(
+        self, *arrays: Any, verb: str = "forward", cache: DividedCache | None = None, **named: Any
+    ) -> Plan:
+        """How a call with these arguments is divided. All processes ask together.
+
+        Parameters
+        ----------
+        verb : {"forward", "prefill"}
+            "prefill" is a call with what it sends for the cache.
+        cache : DividedCache, optional
+            With a cache, `extend` is explained, and the arrays are the new tokens.
+        """
+        if verb not in ("forward", "prefill"):
+            raise ValueError(
+                f"{self.processes.owner}: verb must be 'forward' or 'prefill' (for extend, pass "
+                f"the cache); found {verb!r}"
+            )
+        rank = self.processes.rank
+        if cache is not None:
+            new = self._new_tokens(cache, arrays, named)
+            sent = cached.bytes_of_extension(new, self.processes, cache)
+            during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
+            return self._plan(cache.layout, new.sizes["t"], during, sent)
+        start = start_torch.Start(self.mechanism, 1, None) if verb == "prefill" else None
+        call = self._agreed(arrays, named, None, start)
+        way = tokens_torch if verb == "prefill" else self._way(call)
+        layout = "heads" if way is heads else str(self.order)
+        sent = way.bytes_sent(call, self.processes)
+        if verb == "prefill":
+            sent |= cached.bytes_of_states(call, self.processes)
+        during = way.during(call, self.processes)
+        return self._plan(layout, call.tokens["t"][rank], during, sent)
+
+    def _plan(self, layout: str, tokens: int, during: str, sent: Mapping[str, int]) -> Plan:
+        of = f"this process of {self.processes.devices}"
+        return Plan(str(self.mechanism), layout, of, tokens, during, sent)
+
+    def _new_tokens(
+        self, cache: DividedCache, arrays: Any, named: Any, backend: Any = None, donate: Any = False
+    ) -> NewTokens:
+        """The new tokens, after all processes have checked theirs together."""
+        new, error = None, None
+        try:
+            if not isinstance(donate, bool):
+                raise TypeError(f"donate must be true or false; found {donate!r}")
+            layout = str(self.order or "heads")
+            new = bind_new(self.mechanism, self.mesh, layout, cache, arrays, named, backend)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        on = "" if backend is None else f" on {backend!r}"
+        said = "" if new is None else f"{new} after {cache}{on}"
+        self.processes.agree(error, said, (0, 0))
+        assert new is not None  # `agree` has raised the error.
+        return new
+
+    def _agreed(
+        self,
+        arrays: Any,
+        named: Mapping[str, Any],
+        backend: Any,
+        start: start_torch.Start | None = None,
+    ) -> Call:
+        """The arguments of a call that the layout can divide."""
+        call = self._bound(arrays, named, backend, start)
+        refused = self._refusal(call) if start is None else self._refusal_of_prefill(call)
+        if refused is not None:
+            raise ValueError(f"{self.processes.owner}: {refused}")
+        return call
+
+    def _way(self, call: Call) -> ModuleType:
+        """How a call is divided that has not been refused."""
+        if self.layout is None:
+            return tokens_torch if self._refused_by(heads, call) else heads
+        return heads if self.order is None else tokens_torch
+
+    def _refusal(self, call: Call) -> str | None:
+        ways = (heads, tokens_torch) if self.layout is None else (self._way(call),)
+        reasons = [self._refused_by(way, call) for way in ways]
+        if None in reasons:
+            return None
+        of_heads = heads.refusal(self.mechanism, call, self.processes)
+        others = {"heads": of_heads, "contiguous": self._refusal_in_order(call)}
+        return "; ".join(map(str, reasons)) + advice(others)
+
+    def _refusal_of_prefill(self, call: Call) -> str | None:
+        of_cache = cached.refusal(self.mechanism)
+        refused = self._refused_by(tokens_torch, call)
+        if refused is None:
+            return of_cache
+        return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
+
+    def _refusal_in_order(self, call: Call) -> str | None:
+        """The refusal of the layout `contiguous`, which divides what any order of tokens can."""
+        in_order = call._replace(order=Order("contiguous"))
+        return tokens_torch.refusal(self.mechanism, in_order, self.processes)
+
+    def _refused_by(self, way: ModuleType, call: Call) -> str | None:
+        refused = way.refusal(self.mechanism, call, self.processes)
+        layout = "heads" if way is heads else str(self.order)
+        return None if refused is None else f"layout {layout!r} {refused}"
+
+    def _bound(
+        self,
+        arrays: Any,
+        named: Mapping[str, Any],
+        backend: Any,
+        start: start_torch.Start | None = None,
+    ) -> Call:
+        """The arguments, after all processes have checked theirs together."""
+        bound, error = None, None
+        try:
+            bound = bind(self.mechanism, self.mesh, arrays, named)
+            if start is not None:
+                start.check(self.order, bound)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        said, own = "", (0, 0)
+        if bound is not None and error is None:
+            on = "" if backend is None else f" on {backend!r}"
+            said = f"{self.mechanism} in layout {self.layout!r}{on}: {bound}"
+            said += "" if start is None else f"; {start}"
+            own = bound.tokens
+        owner = self.processes.owner
+        everyone = self.processes.agree(error, said, own)
+        assert bound is not None  # `agree` has raised the error.
+        tokens = {letter: tuple(n[i] for n in everyone) for i, letter in enumerate("ts")}
+        if min(map(min, tokens.values())) < 1:
+            raise ValueError(
+                f"{owner}: every process must have a token; found numbers of queries "
+                f"{tokens['t']} and of keys {tokens['s']}"
+            )
+        shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
+        sizes = self.mechanism.inputs.sizes(owner, shapes)
+        return Call(self.mechanism, bound, tokens, sizes, backend, self.order)

@@ -1,0 +1,180 @@
+"""Tokens for heads and back, between the processes of PyTorch; differentiable.
+
+Each of the two exchanges is the transpose of the other: the gradient of one is the other, in which
+a head that several devices have got is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.parallel.heads import Axes, Shape, first_with, share
+
+if TYPE_CHECKING:
+    from precondattn.parallel.torch.call import Processes
+
+Pieces = list[list[Tensor]]
+"""Of each device, one of each array."""
+
+
+class Exchange(NamedTuple):
+    """Arrays (b, T_r, heads, …) of this device, and (b, all tokens, heads of r, …)."""
+
+    processes: Processes
+    axes: tuple[Axes, ...]
+    times: tuple[tuple[int, ...], ...]
+    """The size of each array along the tokens, on every device."""
+    heads: tuple[int, ...]
+    """The number of heads of each array; 1 where all devices get all of it."""
+
+    @property
+    def devices(self) -> int:
+        return len(self.times[0])
+
+    def to_heads(self, arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All tokens of this device's heads, from its tokens of all heads."""
+        moved: tuple[Tensor, ...] = _Exchanged.apply(self, True, *arrays)
+        return moved
+
+    def to_tokens(self, arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """This device's tokens of all heads, from all tokens of its heads."""
+        moved: tuple[Tensor, ...] = _Exchanged.apply(self, False, *arrays)
+        return moved
+
+    def run(self, arrays: Sequence[Tensor], *, to_heads: bool) -> tuple[Tensor, ...]:
+        devices = range(self.devices)
+        cut, join = (self._heads, self._tokens) if to_heads else (self._tokens, self._heads)
+        sent = [[cut.of(i, x, to) for i, x in enumerate(arrays)] for to in devices]
+        shapes = [
+            [self._shape(i, x, source, to_heads=to_heads) for i, x in enumerate(arrays)]
+            for source in devices
+        ]
+        received = exchanged(self.processes.group, self.processes.rank, sent, shapes)
+        return tuple(join.joined(i, [of[i] for of in received]) for i in range(len(arrays)))
+
+    @property
+    def _heads(self) -> _Heads:
+        return _Heads(self)
+
+    @property
+    def _tokens(self) -> _Tokens:
+        return _Tokens(self)
+
+    def _shape(self, i: int, x: Tensor, source: int, *, to_heads: bool) -> Shape:
+        """The shape of the piece that a device sends to this one."""
+        shape, axes = list(x.shape), self.axes[i]
+        assert axes.time is not None  # Others are not exchanged.
+        shape[axes.time] = self.times[i][source if to_heads else self.processes.rank]
+        if axes.heads is not None:
+            of = self.processes.rank if to_heads else source
+            shape[axes.heads] = len(range(self.heads[i])[share(self.heads[i], self.devices, of)])
+        return tuple(shape)
+
+
+class _Heads(NamedTuple):
+    """Heads of one device, and all of them."""
+
+    exchange: Exchange
+
+    def of(self, i: int, x: Tensor, device: int) -> Tensor:
+        axis, count = self.exchange.axes[i].heads, self.exchange.heads[i]
+        if axis is None:
+            return x
+        part = share(count, self.exchange.devices, device)
+        return x.narrow(axis, part.start, part.stop - part.start)
+
+    def joined(self, i: int, pieces: list[Tensor]) -> Tensor:
+        axis, count = self.exchange.axes[i].heads, self.exchange.heads[i]
+        devices = self.exchange.devices
+        if axis is None:
+            return _sum(pieces)
+        if count >= devices:
+            return torch.cat(pieces, axis)
+        firsts = [first_with(count, devices, head) for head in range(count + 1)]
+        sums = [_sum(pieces[a:b]) for a, b in pairwise(firsts)]
+        return torch.cat(sums, axis)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of one device, and all of them."""
+
+    exchange: Exchange
+
+    def of(self, i: int, x: Tensor, device: int) -> Tensor:
+        times = self.exchange.times[i]
+        return x.narrow(self.exchange.axes[i].time, sum(times[:device]), times[device])
+
+    def joined(self, i: int, pieces: list[Tensor]) -> Tensor:
+        return torch.cat(pieces, self.exchange.axes[i].time)
+
+
+def _sum(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.stack(pieces).sum(0)
+
+
+class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
+    """`Exchange.run`, whose gradient is the exchange back."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, to_heads: bool, *arrays: Tensor) -> Any:
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        return exchange.run(arrays, to_heads=to_heads)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return (None, None, *ctx.exchange.run(cotangents, to_heads=not ctx.to_heads))
+
+
+def exchanged(group: Any, rank: int, sent: Pieces, shapes: Sequence[Sequence[Shape]]) -> Pieces:
+    """What every device sends to this one; `sent` is for each device, this one among them.
+
+    One message for each dtype, in bytes.
+    """
+    received: Pieces = [[torch.empty(0)] * len(sent[0]) for _ in sent]
+    received[rank] = sent[rank]
+    others = [device for device in range(len(sent)) if device != rank]
+    for dtype in dict.fromkeys(piece.dtype for piece in sent[rank]):
+        chosen = [i for i, piece in enumerate(sent[rank]) if piece.dtype == dtype]
+        sizes_sent = _sizes([[tuple(x.shape) for x in of] for of in sent], chosen, rank)
+        sizes_received = _sizes(shapes, chosen, rank)
+        like = sent[rank][chosen[0]]
+        parts = [sent[device][i].reshape(-1) for device in others for i in chosen]
+        buffer = torch.cat([like.new_empty(0), *parts])
+        result = like.new_empty(sum(sizes_received))
+        dist.all_to_all_single(
+            result.view(torch.uint8),
+            buffer.view(torch.uint8),
+            [size * dtype.itemsize for size in sizes_received],
+            [size * dtype.itemsize for size in sizes_sent],
+            group=group,
+        )
+        at = 0
+        for device in others:
+            for i in chosen:
+                size = prod(shapes[device][i])
+                received[device][i] = result[at : at + size].view(shapes[device][i])
+                at += size
+    return received
+
+
+def _sizes(shapes: Sequence[Sequence[Shape]], chosen: list[int], rank: int) -> list[int]:
+    """Elements of the pieces of every other device; 0 for this one."""
+    return [
+        0 if device == rank else sum(prod(of[i]) for i in chosen)
+        for device, of in enumerate(shapes)
+    ]
+
+
+def gathered(group: Any, mask: Tensor, tokens: Sequence[int]) -> Tensor:
+    """A mask of all tokens (b, s), from this device's."""
+    shapes = [[(mask.shape[0], n)] for n in tokens]
+    pieces = exchanged(group, dist.get_rank(group), [[mask] for _ in tokens], shapes)
+    return torch.cat([of[0] for of in pieces], 1)

@@ -1,0 +1,117 @@
+"""Softmax attention of which a query needs more of the keys than their scores: all are gathered.
+
+Every process gets all keys and what belongs to them, and each part of its queries attends to the
+tokens up to its own last one, as the last tokens of a call. So memory is that of all keys, and work
+is balanced as in a ring. PaTH transports keys through the reflections between query and key; a
+window, a gate or a sink are of the whole sequence too.
+
+The gradient of a key is the sum of all processes'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from precondattn.parallel.gathered import gathered_inputs
+from precondattn.parallel.gathered import refusal as refusal_of_leaf
+from precondattn.parallel.layouts import Order, Part
+from precondattn.parallel.torch.exchange import exchanged
+from precondattn.parallel.torch.piece import Piece
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+PASSED = "the keys of all processes"
+SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why keys are not gathered; None where they are."""
+    return refusal_of_leaf(leaf)
+
+
+def output(piece: Piece) -> Tensor:
+    """The output of this process's tokens."""
+    own = gathered_inputs(piece.leaf)
+    whole = dict(zip(own, _Gathered.apply(piece, *(piece.inputs[n] for n in own)), strict=True))
+
+    def attended() -> Tensor:
+        parts = piece.own_parts(piece.processes.rank)
+        return torch.cat([_of_part(piece, part, whole) for part in parts], 1)
+
+    out: Tensor = piece.processes.together(attended)
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by this process to others."""
+    others = piece.processes.devices - 1
+    return {
+        name: others * piece.inputs[name].numel() * piece.inputs[name].dtype.itemsize
+        for name in gathered_inputs(piece.leaf)
+    }
+
+
+def _of_part(piece: Piece, part: Part, whole: dict[str, Tensor]) -> Tensor:
+    """Some consecutive queries, as the last ones of all tokens up to them."""
+    end = part.first + part.tokens
+    inputs = {}
+    for name, x in piece.inputs.items():
+        if name in whole:
+            inputs[name] = whole[name][:, :end]
+        else:
+            has_tokens = "t" in piece.leaf.inputs[name].letters
+            inputs[name] = x[:, part.rows] if has_tokens else x
+    out: Tensor = piece.leaf(**inputs, **_masks_until(piece, end), backend=piece.backend)
+    return out
+
+
+def _masks_until(piece: Piece, end: int) -> dict[str, Tensor]:
+    """Those of the first tokens of the sequence."""
+    masks = piece.masks
+    given = {"key_mask": masks.valid, "segment_ids": masks.segment}
+    return {
+        name: _in_order(piece, of_processes)[:, :end]
+        for name, of_processes in given.items()
+        if of_processes is not None
+    }
+
+
+def _in_order(piece: Piece, of_processes: Any) -> Tensor:
+    """Tokens (b, s, …) in the order of the sequence, from those of every process."""
+    return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
+
+
+class _Gathered(torch.autograd.Function):  # type: ignore[misc]
+    """All tokens of some arrays in the order of the sequence; its gradient is the sum of all."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Piece, *arrays: Tensor) -> Any:
+        ctx.piece = piece
+        processes = piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
+        shapes = [
+            [(x.shape[0], piece.count(process), *x.shape[2:]) for x in arrays]
+            for process in range(devices)
+        ]
+        received = exchanged(group, rank, [[x.contiguous() for x in arrays]] * devices, shapes)
+        return tuple(_in_order(piece, of_one) for of_one in zip(*received, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        piece: Piece = ctx.piece
+        processes = piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
+        sent = [[_of_process(piece, process, d) for d in cotangents] for process in range(devices)]
+        received = exchanged(group, rank, sent, [[x.shape for x in sent[rank]]] * devices)
+        return None, *(torch.stack(of_one).sum(0) for of_one in zip(*received, strict=True))
+
+
+def _of_process(piece: Piece, process: int, whole: Tensor) -> Tensor:
+    """A process's tokens, in its order, of all."""
+    parts = [whole[:, part.first : part.first + part.tokens] for part in piece.own_parts(process)]
+    return torch.cat(parts, 1)

@@ -1,0 +1,34 @@
+"""Leaves that compute each token by itself: nothing is sent (`tokens.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.local import refusal as refusal_of_leaf
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+    from precondattn.parallel.torch.piece import Piece
+
+PASSED = ""
+SENDS_VALUES = False
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """Why a leaf needs all tokens; None where any order of them will do."""
+    return refusal_of_leaf(leaf)
+
+
+def output(piece: Piece) -> Tensor:
+    """The output of this process's tokens."""
+    out: Tensor = piece.processes.together(
+        lambda: piece.leaf(**piece.inputs, backend=piece.backend)
+    )
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    return {}

@@ -1,0 +1,165 @@
+"""The arguments of `extend` on a divided cache: new tokens, which all processes have whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from precondattn.arrays import dtype_name, wants_gradient
+from precondattn.cache import KEY_MASK
+from precondattn.execution.array_checks import call_dtype, check_arrays
+from precondattn.execution.cache_checks import check_buffers, check_cache
+from precondattn.execution.input_names import EXTEND_OPTIONS, extending_inputs, inputs_by_name
+from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
+from precondattn.parallel.torch.divided_cache import DividedCache
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+class NewTokens(NamedTuple):
+    """Inputs and masks of new tokens, the same on all processes."""
+
+    inputs: dict[str, Tensor]
+    sizes: dict[str, int]
+    counts: tuple[int, ...]
+    """How many of the tokens are valid, in each sequence"""
+    lengths: Tensor | None
+    """The same (b,); None where all are"""
+    key_mask: Tensor | None
+    is_distributed: bool
+    """Whether tokens were DTensors"""
+    backend: Any
+
+    @property
+    def within(self) -> Tensor | None:
+        """The valid queries (b, t)."""
+        if self.lengths is None:
+            return None
+        tokens = torch.arange(self.sizes["t"], device=self.lengths.device)
+        return tokens < self.lengths[:, None]
+
+    @property
+    def valid(self) -> Tensor | None:
+        """The valid keys (b, t)."""
+        within = self.within
+        if within is None or self.key_mask is None:
+            return self.key_mask if within is None else within
+        return within & self.key_mask
+
+    def __str__(self) -> str:
+        """What must be the same on all processes: all but the entries of arrays."""
+        of_arrays = [f"{n} {dtype_name(x)} {tuple(x.shape)}" for n, x in self.inputs.items()]
+        masked = "" if self.key_mask is None else " with key_mask"
+        return f"{'; '.join(of_arrays)}; {self.counts} of the tokens{masked}"
+
+
+def bind_new(
+    mechanism: Mechanism,
+    mesh: DeviceMesh,
+    layout: str,
+    cache: DividedCache,
+    arrays: Any,
+    named: Mapping[str, Any],
+    backend: Any,
+) -> NewTokens:
+    """The arguments of an extension; `named` are inputs and masks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        naming the argument.
+    """
+    owner = str(mechanism)
+    _check_is_of(cache, mechanism, mesh, layout)
+    for name in ("segment_ids", "cu_seqlens"):
+        if named.get(name) is not None:
+            raise TypeError(
+                f"{owner}: {name} belong to a full call; each sequence has its own cache"
+            )
+    masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
+    given = {name: x for name, x in named.items() if name not in masks}
+    declared = extending_inputs(mechanism)
+    inputs = inputs_by_name(owner, declared, arrays, given, EXTEND_OPTIONS)
+    kinds = {isinstance(x, DTensor) for x in inputs.values()}
+    inputs = {name: _whole(name, x, mesh) for name, x in inputs.items()}
+    check_arrays(owner, declared, inputs)
+    known = {"c": check_cache(owner, mechanism, cache.part, inputs), "b": len(cache.lengths)}
+    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
+    sizes = declared.sizes(owner, shapes, known)
+    check_buffers(owner, mechanism, cache.part, sizes, call_dtype(inputs))
+    if wants_gradient(*inputs.values(), *cache.part.store.values()):
+        raise ValueError(
+            f"{owner}: the extension of a divided cache has no gradient; call it under "
+            f"torch.no_grad()"
+        )
+    like, b, t = next(iter(inputs.values())), sizes["b"], sizes["t"]
+    checks = ValueChecks(owner)
+    lengths = check_lengths(owner, _local(named.get("lengths")), like, b, t, "t", checks)
+    key_mask = check_mask(
+        owner, KEY_MASK, _local(named.get(KEY_MASK)), like, (b, t), ("bool",), "(b t)"
+    )
+    if key_mask is not None and cache.token_buffers and KEY_MASK not in cache.token_buffers:
+        raise ValueError(
+            f"{owner}: this cache stores no key_mask; give one to prefill, of True if nothing is "
+            f"masked"
+        )
+    counts = (t,) * b if lengths is None else tuple(lengths.tolist())
+    if cache.capacity is not None:
+        checks.require_now(
+            (n + new <= cache.capacity for n, new in zip(cache.lengths, counts, strict=True)),
+            f"capacity exceeded: the cache holds at most {cache.capacity} tokens, and the new "
+            f"ones do not fit",
+        )
+    return NewTokens(inputs, sizes, counts, lengths, key_mask, True in kinds, backend)
+
+
+def _check_is_of(cache: object, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
+    """Raise unless it is a cache that this mechanism, on this mesh, in this layout, has made."""
+    if not isinstance(cache, DividedCache):
+        raise TypeError(
+            f"{mechanism}: the first argument of extend must be a DividedCache from prefill; "
+            f"found {type(cache).__name__}"
+        )
+    for what, own, expected in (
+        ("mechanism", cache.mechanism, mechanism),
+        ("mesh", cache.mesh, mesh),
+        ("layout", cache.layout, layout),
+    ):
+        if own != expected:
+            raise ValueError(
+                f"{mechanism}: the cache must be of the {what} {str(expected)!r}; it is of "
+                f"{str(own)!r}"
+            )
+    check_not_donated(str(mechanism), cache)
+
+
+def check_not_donated(owner: str, cache: DividedCache) -> None:
+    if cache.is_donated:
+        raise ValueError(
+            f"{owner}: this cache was donated by extend(..., donate=True) and can not be used again"
+        )
+
+
+def _whole(name: str, x: Any, mesh: DeviceMesh) -> Tensor:
+    """An array that all processes have."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != mesh or tuple(x.placements) != (Replicate(),):
+        raise ValueError(
+            f"{name} must be {Replicate()} on {mesh}, since all processes have the new tokens; "
+            f"found {tuple(x.placements)} on {x.device_mesh}"
+        )
+    local: Tensor = x.to_local()
+    return local
+
+
+def _local(mask: Any) -> Any:
+    return mask.to_local() if isinstance(mask, DTensor) else mask

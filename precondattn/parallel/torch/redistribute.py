@@ -1,0 +1,125 @@
+"""A cache that is divided among processes, as a whole one of one process, or of all."""
+
+from __future__ import annotations
+
+import torch
+
+from precondattn.arrays import fresh, wants_gradient
+from precondattn.cache import Cache
+from precondattn.cache.capacity import grown
+from precondattn.cache.kinds import holding
+from precondattn.parallel.torch.call import processes_of
+from precondattn.parallel.torch.divided_cache import DividedCache
+from precondattn.parallel.torch.exchange import Pieces, exchanged
+from precondattn.parallel.torch.new_tokens import check_not_donated
+
+
+def redistribute(
+    cache: DividedCache, *, to: int | None = None, capacity: int | None = None
+) -> Cache | None:
+    """A divided cache as a whole one, which `Mechanism.extend` takes. All processes ask together.
+
+    So a long prompt is read by many processes, and fewer of them go on.
+
+    Parameters
+    ----------
+    cache : DividedCache
+        From `ContextParallel.prefill` or `extend`. It stays as it is.
+    to : int, optional
+        The process of the mesh that gets the cache; all by default.
+    capacity : int, optional
+        That of the result; by default that of the cache.
+
+    Returns
+    -------
+    Cache or None
+        What one process would have made of all tokens; None on a process that does not get it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        for what is no divided cache; and on all processes alike, for one that was donated, a
+        process that does not exist, a capacity that is too small, processes that ask for different
+        things, and where a gradient of tokens would be needed.
+
+    Examples
+    --------
+    In each of four processes that `torchrun` has started, with their tokens of a prompt:
+
+    >>> from precondattn.parallel.torch import context_parallel, redistribute
+    >>> attn = context_parallel("lucid", mesh["cp"], layout="zigzag")  # doctest: +SKIP
+    >>> out, cache = attn.prefill(q, k, v, capacity=200_000)  # doctest: +SKIP
+    >>> cache = redistribute(cache, to=0)  # doctest: +SKIP
+    >>> if cache is not None:  # doctest: +SKIP
+    ...     out, cache = pa.Lucid().extend(cache, *new_token)
+    """
+    if not isinstance(cache, DividedCache):
+        raise TypeError(
+            f"redistribute: the cache must be a DividedCache from prefill; found "
+            f"{type(cache).__name__}"
+        )
+    owner = f"redistribute(a cache of {cache.mechanism})"
+    processes = processes_of(owner, cache.mesh)
+    rank, devices = processes.rank, processes.devices
+    error: Exception | None = None
+    try:
+        _check(owner, cache, devices, to, capacity)
+    except (TypeError, ValueError) as raised:
+        error = raised
+    said = f"{cache} to {to}, for {capacity} tokens"
+    processes.agree(error, said, (0, 0))
+    is_given = to in (None, rank)
+    if not cache.token_buffers:
+        states = {name: fresh(state) for name, state in cache.part.store.items()}
+        return holding(cache.part, cache.length, states) if is_given else None
+    tensors = [cache.position, *(cache.part.store[name] for name in cache.token_buffers)]
+
+    def rows_of(process: int, reader: int) -> int:
+        return cache.rows_of(process) if to in (None, reader) else 0
+
+    sent = [
+        [x[:, : rows_of(rank, reader)].contiguous() for x in tensors] for reader in range(devices)
+    ]
+    shapes = [
+        [(x.shape[0], rows_of(process, rank), *x.shape[2:]) for x in tensors]
+        for process in range(devices)
+    ]
+    received = exchanged(processes.group, rank, sent, shapes)
+    return processes.together(lambda: _joined(cache, received, capacity) if is_given else None)
+
+
+def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cache:
+    """The rows of all processes at their positions; `received` has positions and rows of each."""
+    part, most = cache.part, cache.capacity if capacity is None else capacity
+    assert most is not None  # Of a cache with tokens.
+    no_rows = {n: x[:, :0] if n in cache.token_buffers else x for n, x in part.store.items()}
+    whole = grown(holding(part, cache.length, no_rows), most)
+    for held, (position, *tensors) in zip(cache.held, received, strict=True):
+        row = torch.arange(position.shape[1], device=position.device)
+        count = torch.tensor(held, device=position.device)
+        sequence, row = (row < count[:, None]).nonzero(as_tuple=True)
+        at = position[sequence, row].long()
+        for name, x in zip(cache.token_buffers, tensors, strict=True):
+            whole.store[name][sequence, at] = x[sequence, row]
+    return whole
+
+
+def _check(
+    owner: str, cache: DividedCache, devices: int, to: int | None, capacity: int | None
+) -> None:
+    check_not_donated(owner, cache)
+    for name, number in (("to", to), ("capacity", capacity)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise TypeError(f"{name} must be a whole number or None; found {number!r}")
+    if to is not None and not 0 <= to < devices:
+        raise ValueError(f"to must be a process, 0 to {devices - 1}, or None for all; found {to}")
+    if cache.token_buffers and capacity is not None and capacity < max(cache.lengths):
+        raise ValueError(
+            f"capacity must be {max(cache.lengths)} or above, the number of tokens of the longest "
+            f"sequence; found {capacity}"
+        )
+    if cache.token_buffers and wants_gradient(*cache.part.store.values()):
+        raise ValueError(
+            "tokens that are sent to other processes have no gradient; call it under "
+            "torch.no_grad()"
+        )

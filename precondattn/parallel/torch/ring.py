@@ -1,0 +1,223 @@
+"""Softmax attention to keys and values that go around a ring of processes.
+
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    or of LASER    o = log Σ_r e^{λ_r − λ + o_r}
+
+with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
+r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
+to them: causally, nothing for later tokens. In a layout whose processes have several parts
+(`layouts.py`), o_r and λ_r are those of each part of the queries and the parts of keys before it.
+
+A packed segment is consecutive. So of keys that are all before some queries, these can see the
+segment of the first query only, and only queries of that segment see any.
+
+Backward, the gradients of each part follow from o and λ of all (`ring_reads.py`). Those of
+the keys go around with them, in float32, and are complete when they are back. So a process has the
+keys of two others at a time, however long the sequence is. Source: ring attention (arXiv
+2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.arrays import upcast
+from precondattn.parallel.layouts import Order
+from precondattn.parallel.ring_reads import Whole, read_of
+from precondattn.parallel.torch.call import tried
+from precondattn.parallel.torch.piece import Piece, crossing
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+PASSED = "the keys of two other processes at a time"
+SENDS_VALUES = True
+
+
+def refusal(leaf: Leaf, order: Order) -> str | None:
+    """None: every leaf that `goes_around` can be divided in every order."""
+    return None
+
+
+def output(piece: Piece) -> Tensor:
+    """The output of this process's tokens."""
+    out: Tensor = _Around.apply(Ring(piece), *(piece.inputs[name] for name in "qkv"))
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by this process to the next one."""
+    processes = piece.processes
+    rank, devices = processes.rank, processes.devices
+    around = sum(piece.count((rank - i) % devices) for i in range(devices - 1))
+    return {
+        name: around * (piece.inputs[name][:, :1].numel() * piece.inputs[name].dtype.itemsize)
+        for name in "kv"
+    }
+
+
+class Pair(NamedTuple):
+    """The attention of some of this process's queries to some of a process's keys."""
+
+    softmax: Softmax
+    queries: slice
+    keys: slice
+    masks: dict[str, Tensor]
+    seen_by: Tensor | None
+    """Which of the queries (b, t) see any of the keys; None if all may"""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A call, and who takes part."""
+
+    piece: Piece
+
+    def pairs(self, source: int) -> Iterator[Pair]:
+        """Of all parts of this process's queries and of a process's keys.
+
+        Causally there is none with later parts. Parts before, and after, are taken together.
+        """
+        leaf, processes = self.piece.leaf, self.piece.processes
+        assert isinstance(leaf, Softmax)
+        everywhere = replace(leaf, causal=False)
+        keys = self.piece.own_parts(source)
+        for part in self.piece.own_parts(processes.rank):
+            before = [other for other in keys if other.first < part.first]
+            after = [other for other in keys if other.first > part.first]
+            if source == processes.rank:
+                masks = self.piece.masks.of(source, part.rows)
+                yield Pair(leaf, part.rows, part.rows, masks, None)
+            for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
+                if others:
+                    rows = slice(others[0].rows.start, others[-1].rows.stop)
+                    pair = self._between(everywhere, part.rows, source, rows, at)
+                    if pair is not None:
+                        yield pair
+
+    def _between(
+        self, softmax: Softmax, queries: slice, source: int, keys: slice, at: int
+    ) -> Pair | None:
+        """Queries and keys all before them (`at` 0) or after them; None if none is visible."""
+        masks, rank = self.piece.masks, self.piece.processes.rank
+        given = masks.of(source, keys)
+        own = masks.segment_of(rank)
+        both = crossing(
+            None if own is None else own[:, queries], at, given.pop("segment_ids", None)
+        )
+        if both is None:
+            return Pair(softmax, queries, keys, given, None)
+        seen_by, seen = both
+        if not bool(seen.any()):
+            return None
+        given["key_mask"] = seen & given["key_mask"] if "key_mask" in given else seen
+        return Pair(softmax, queries, keys, given, seen_by)
+
+    def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
+        processes = self.piece.processes
+        rank, devices = processes.rank, processes.devices
+        held = [x.contiguous() for x in arrays]
+        for distance in range(devices):
+            source = (rank - distance) % devices
+            yield source, held
+            if distance + 1 < devices:
+                held = self.passed_on(held, (source - 1) % devices)
+
+    def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
+        """What the process before this one has, of the keys of `source`."""
+        processes = self.piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
+        if devices == 1:
+            return held
+        after, before = (dist.get_global_rank(group, (rank + step) % devices) for step in (1, -1))
+        received, operations = [], []
+        for i, x in enumerate(held):
+            received.append(x.new_empty(x.shape[0], self.piece.count(source), *x.shape[2:]))
+            operations += [
+                dist.P2POp(dist.isend, x, after, group, tag=i),
+                dist.P2POp(dist.irecv, received[i], before, group, tag=i),
+            ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+
+class _Around(torch.autograd.Function):  # type: ignore[misc]
+    """The output of this process's queries. A process that has an error passes keys on to the end.
+
+    Half precision goes around, and is computed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        done: dict[int, tuple[Tensor, Tensor]] = {}
+        error: Exception | None = None
+        for source, held in ring.rounds(k, v):
+            if error is None:
+                _, error = tried(partial(_attend, ring, done, source, q, *held))
+        ring.piece.processes.agree(error)
+        out, lse = (torch.cat(x, 1) for x in zip(*(done[i] for i in sorted(done)), strict=True))
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.to(v.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        ring: Ring = ctx.ring
+        q, k, v, out, lse = ctx.saved_tensors
+        d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        given = (q, out, lse, d_out.to(lse.dtype))
+        error: Exception | None = None
+        for source, held in ring.rounds(k, v, *zeros):
+            if error is None:
+                _, error = tried(partial(_pull, ring, source, given, held, d_q))
+        # Those of the next process's keys are complete, and go to it.
+        home = ring.passed_on(held[2:], ring.piece.processes.rank)
+        ring.piece.processes.agree(error)
+        return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
+
+
+def _attend(
+    ring: Ring,
+    done: dict[int, tuple[Tensor, Tensor]],
+    source: int,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Add the attention to a process's keys to what is done, by the first token of its part."""
+    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
+        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
+        out, lse = read.attend(*tokens)
+        if seen_by is not None:
+            lse = lse.masked_fill(~seen_by[..., None], -math.inf)
+        if of_q.start in done:
+            out, lse = read.merged(done[of_q.start], (out, lse))
+        done[of_q.start] = out, lse
+
+
+def _pull(
+    ring: Ring, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
+) -> None:
+    """Add the gradients of this process's queries, and of a process's keys and values."""
+    q, *whole = given
+    keys, values, d_k, d_v = held
+    for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
+        tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
+        read = read_of(softmax, {**masks, "backend": ring.piece.backend})
+        out, lse, d_out = (x[:, of_q] for x in whole)
+        gradients = read.pulled(tokens, Whole.of(out, lse, d_out, seen_by))
+        d_q[:, of_q] += gradients["q"]
+        d_k[:, of_k] += gradients["k"]
+        d_v[:, of_k] += gradients["v"]

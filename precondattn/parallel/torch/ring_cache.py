@@ -1,0 +1,61 @@
+"""Softmax attention and LASER with keys that are kept by all processes (`ring.py`).
+
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    or of LASER    o = log Σ_r e^{λ_r − λ + o_r}
+
+with o_r and λ_r of the new queries and the keys of process r, all of which are before them; and one
+part more, of the new tokens among themselves, which every process computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from precondattn.arrays import upcast
+from precondattn.parallel.ring_reads import read_of
+from precondattn.parallel.torch import ring
+from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.step import Shape, Step
+from precondattn.spec.softmax import Softmax
+
+
+def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and their rows by slot."""
+    return ring.output(piece), {"key": piece.inputs["k"], "value": piece.inputs["v"]}
+
+
+def part_shape(step: Step) -> Shape:
+    """o_r and λ_r (b, t, h, e + 1)."""
+    return (*step.inputs["q"].shape[:3], step.inputs["v"].shape[-1] + 1)
+
+
+def part(step: Step) -> Tensor:
+    """Those of this process's keys."""
+    leaf, q = _softmax(step), upcast(step.inputs["q"])
+    if not step.rows:
+        empty = q.new_zeros(part_shape(step))
+        empty[..., -1] = -math.inf
+        return empty
+    keys, values = upcast(step.past["key"]), upcast(step.past["value"])
+    out, lse = read_of(replace(leaf, causal=False), step.of_past()).attend(q, keys, values)
+    return torch.cat([out, lse[..., None]], -1)
+
+
+def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and their rows by slot."""
+    assert parts is not None  # There is a `part_shape`.
+    q, k, v = (step.inputs[name] for name in "qkv")
+    read = read_of(_softmax(step), step.of_new())
+    whole = read.attend(upcast(q), upcast(k), upcast(v))
+    for packed in parts:
+        whole = read.merged(whole, (packed[..., :-1], packed[..., -1]))
+    return whole[0].to(v.dtype), {"key": k, "value": v}
+
+
+def _softmax(step: Step) -> Softmax:
+    assert isinstance(step.leaf, Softmax)
+    return step.leaf

@@ -1,0 +1,155 @@
+"""LUCID's triangular solve, when its tokens are divided among processes.
+
+    E y = diag(β) v,    E = I + diag(β) stril(Φ)        (`spec/lucid.py`)
+
+Rows are solved in blocks J, one after another in the order of the sequence:
+
+    u_J = v_J − Σ_{earlier I} Φ_JI y_I,    y_J = (I + diag(β_J) stril(Φ_JJ))⁻¹ diag(β_J) u_J
+
+The process that has block J solves it, and gives k_J and y_J to all, each of which subtracts Φ y_J
+from its later rows (`solve_blocks.py`). The exchange and the short solve are hidden behind
+that where blocks go around the processes (`cyclic`).
+
+Φ y_J is softmax attention without its division: with the output o and log-sum-exp λ of rows that
+attend to the keys of J,
+
+    Φ y_J = e^{λ − s d} o,
+
+which is bounded as Φ is, and which every backend computes. A packed segment is consecutive: later
+rows can see the last segment of J only.
+
+Backward, in reverse order, with r = dy at first:
+
+    g_J = du_J,    and for earlier columns I:    r_I −= Φ_JIᵀ g_J
+
+where g_J, and the gradients of k_J and β_J within the block, are those of the block's solve for the
+cotangent r_J. Its owner gives k_J and g_J to all, each of which attends from J to its earlier
+columns, and pulls back e^{S − s d} y for the cotangent −g_J (`part_vjp`): to r, to its own keys,
+and to k_J, whose parts the owner adds up. dv = g.
+
+Bytes: forward k and y of a process's tokens go to all others; backward k and g, and the gradients
+of k come back. y, g and gradients are float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.arrays import upcast
+from precondattn.parallel.layouts import Part
+from precondattn.parallel.partial_attention import part_vjp, with_lse
+from precondattn.parallel.solve import attention_of, refusal
+from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.solve_blocks import Blocks, Failed, added, in_order
+from precondattn.spec.rms_norm import rms_norm_vjp
+
+__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
+
+PASSED = "a block of solved values of another process at a time"
+SENDS_VALUES = True
+
+
+def output(piece: Piece) -> Tensor:
+    """y of this process's tokens."""
+    x = piece.inputs
+    out: Tensor = _Solved.apply(Blocks(piece), x["k"], x["v"], x.get("lucid_beta"))
+    return out
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by this process to all others."""
+    others = piece.processes.devices - 1
+    k, v = piece.inputs["k"], piece.inputs["v"]
+    wide = 8 if v.dtype == torch.float64 else 4
+    return {"k": others * k.numel() * k.dtype.itemsize, "y": others * v.numel() * wide}
+
+
+class _Solved(torch.autograd.Function):  # type: ignore[misc]
+    """y of this process's rows. A process that has an error takes part to the end."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
+        u = upcast(v).clone()
+        y, unit = torch.zeros_like(u), blocks.unit(k)
+        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
+        failed = Failed()
+
+        def solve(block: Part) -> None:
+            y[:, block.rows] = blocks.leaf(**blocks.of_block(block, k, u, beta))
+
+        def subtract(block: Part, keys: Tensor, values: Tensor, rows: slice) -> None:
+            seen, seen_by, some = blocks.visible(block, rows, -1)
+            if rows.start >= rows.stop or not some:
+                return
+            masks = {} if seen is None else {"key_mask": seen}
+            given = (unit[:, rows], blocks.unit(keys), values)
+            out, lse = with_lse(softmax, *given, **masks, backend=blocks.piece.backend)
+            product = torch.exp(lse - shift)[..., None] * out
+            if seen_by is not None:
+                product = product.masked_fill(~seen_by[..., None, None], 0)
+            u[:, rows] -= product
+
+        in_order(blocks, blocks.all, (k, y), blocks.later, solve, subtract, failed)
+        blocks.piece.processes.agree(failed.error)
+        ctx.blocks = blocks
+        ctx.save_for_backward(k, v, u, y, *(() if beta is None else (beta,)))
+        return y.to(v.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        blocks: Blocks = ctx.blocks
+        k, v, u, y, *more = ctx.saved_tensors
+        beta = more[0] if more else None
+        unit = blocks.unit(k)
+        r, g = d_y.to(u.dtype).clone(), torch.zeros_like(u)
+        d_unit, d_k = torch.zeros_like(unit), torch.zeros_like(unit)
+        d_beta = None if beta is None else torch.zeros_like(upcast(beta))
+        softmax, shift = attention_of(blocks.leaf, k.shape[-1])
+        failed = Failed()
+        parts: dict[int, Tensor] = {}
+
+        def solve(block: Part) -> None:
+            _, pull = blocks.leaf.vjp(**blocks.of_block(block, k, u, beta))
+            gradients = pull(r[:, block.rows])
+            g[:, block.rows] = gradients["v"]
+            d_k[:, block.rows] += gradients["k"]
+            if d_beta is not None:
+                d_beta[:, block.rows] = gradients["lucid_beta"]
+
+        def subtract(block: Part, keys: Tensor, of_block: Tensor, rows: slice) -> None:
+            seen_by, seen, some = blocks.visible(block, rows, 0)
+            if rows.start >= rows.stop or not some:
+                return
+            masks = {} if seen is None else {"key_mask": seen}
+            given = {"q": blocks.unit(keys), "k": unit[:, rows], "v": y[:, rows]}
+            shifts = torch.full_like(of_block[..., 0], shift)
+            if seen_by is not None:
+                shifts = shifts.masked_fill(~seen_by[..., None], math.inf)
+            at = (torch.zeros_like(of_block), shifts, -of_block)
+            gradients = part_vjp(softmax, given, *at, **masks, backend=blocks.piece.backend)
+            d_unit[:, rows] += gradients["k"]
+            r[:, rows] += gradients["v"]
+            parts[block.first] = parts.get(block.first, 0) + gradients["q"]
+
+        def collect(block: Part, keys: Tensor) -> None:
+            total = parts.pop(block.first, None)
+            if total is None:
+                total = torch.zeros_like(blocks.unit(keys))
+            total = added(blocks, block, total.contiguous())
+            if block.device == blocks.rank:
+                d_unit[:, block.rows] += total
+
+        order = blocks.all[::-1]
+        in_order(blocks, order, (k, g), blocks.earlier, solve, subtract, failed, collect)
+        blocks.piece.processes.agree(failed.error)
+        if blocks.leaf.normalize == "keys":
+            d_k += rms_norm_vjp(upcast(k), blocks.leaf.eps, d_unit)
+        else:
+            d_k += d_unit
+        d_beta = None if beta is None or d_beta is None else d_beta.to(beta.dtype)
+        return None, d_k.to(k.dtype), g.to(v.dtype), d_beta

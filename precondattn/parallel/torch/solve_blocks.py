@@ -1,0 +1,168 @@
+"""The blocks in which LUCID is solved, and the order in which processes solve them.
+
+The process that has a block solves it and gives it to all, which subtract it from the rest of their
+rows. The owner of the next block subtracts from that first, solves it, and gives it away while all
+subtract from their other rows (`solve.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.arrays import upcast
+from precondattn.parallel.layouts import Part
+from precondattn.parallel.solve import BLOCK, keys_of_scores
+from precondattn.parallel.torch.call import tried
+from precondattn.parallel.torch.piece import Piece, crossing
+from precondattn.spec.lucid import LucidSolve
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a solve, and what is done between them."""
+
+    piece: Piece
+
+    @cached_property
+    def all(self) -> tuple[Part, ...]:
+        """In the order of the sequence."""
+        return tuple(
+            Part(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
+            for part in self.piece.parts
+            for start, first in zip(
+                range(part.rows.start, part.rows.stop, BLOCK),
+                range(part.first, part.first + part.tokens, BLOCK),
+                strict=True,
+            )
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.piece.processes.rank
+
+    @property
+    def leaf(self) -> LucidSolve:
+        leaf = self.piece.leaf
+        assert isinstance(leaf, LucidSolve)
+        return leaf
+
+    @cached_property
+    def own(self) -> tuple[Part, ...]:
+        """Those of this process."""
+        return tuple(block for block in self.all if block.device == self.rank)
+
+    def later(self, block: Part) -> slice:
+        """This process's rows after a block."""
+        count = self.piece.count(self.rank)
+        starts = (own.rows.start for own in self.own if own.first > block.first)
+        return slice(next(starts, count), count)
+
+    def earlier(self, block: Part) -> slice:
+        """This process's rows before a block."""
+        stops = (own.rows.stop for own in reversed(self.own) if own.first < block.first)
+        return slice(0, next(stops, 0))
+
+    def unit(self, k: Tensor) -> Tensor:
+        """The keys of the scores."""
+        return keys_of_scores(self.leaf, k)
+
+    def of_block(self, block: Part, k: Tensor, u: Tensor, beta: Tensor | None) -> dict[str, Any]:
+        """The arguments of the block's own solve."""
+        rows = block.rows
+        given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
+        if beta is not None:
+            given["lucid_beta"] = upcast(beta[:, rows])
+        return {**given, **self.piece.masks.of(self.rank, rows), "backend": self.piece.backend}
+
+    def visible(
+        self, block: Part, rows: slice, at: int
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Which tokens of a block (b, B) and of this process's rows (b, t) have pairs that are not
+        masked; `at` is −1 for rows after the block, and 0 for rows before it."""
+        masks = self.piece.masks
+        of_block, of_rows = masks.segment_of(block.device), masks.segment_of(self.rank)
+        both = crossing(
+            None if of_block is None else of_block[:, block.rows],
+            at,
+            None if of_rows is None else of_rows[:, rows],
+        )
+        tokens, others = both if both is not None else (None, None)
+        any_visible = others is None or bool(others.any())
+        return tokens, others, any_visible
+
+    def given_away(self, block: Part, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The owner's rows of the block, on all processes, and what to wait for."""
+        processes = self.piece.processes
+        group, rank, devices = processes.group, processes.rank, processes.devices
+        if block.device == rank:
+            sent = [x[:, block.rows].contiguous() for x in arrays]
+        else:
+            sent = [x.new_empty(x.shape[0], block.tokens, *x.shape[2:]) for x in arrays]
+        if devices == 1:
+            return sent, ()
+        source = dist.get_global_rank(group, block.device)
+        return sent, [dist.broadcast(x, source, group=group, async_op=True) for x in sent]
+
+
+class Failed:
+    """The first error of this process."""
+
+    error: Exception | None = None
+
+    def run(self, function: Callable[[], None]) -> None:
+        if self.error is None:
+            _, self.error = tried(function)
+
+
+def in_order(
+    blocks: Blocks,
+    order: Sequence[Part],
+    arrays: tuple[Tensor, Tensor],
+    rest: Callable[[Part], slice],
+    solve: Callable[[Part], None],
+    subtract: Callable[[Part, Tensor, Tensor, slice], None],
+    failed: Failed,
+    collect: Callable[[Part, Tensor], None] | None = None,
+) -> None:
+    """Solve the blocks, give each to all, and subtract it from the rest of the rows.
+
+    A process that has the next block does that first, and gives it away before it does the others.
+    """
+    if order[0].device == blocks.rank:
+        failed.run(lambda: solve(order[0]))
+    given, works = blocks.given_away(order[0], arrays)
+    for number, block in enumerate(order):
+        for work in works:
+            work.wait()
+        (keys, values), rows = given, rest(block)
+        following = order[number + 1] if number + 1 < len(order) else None
+        if following is not None:
+            if following.device == blocks.rank:
+                first = following.rows
+                failed.run(lambda: subtract(block, keys, values, first))  # noqa: B023
+                failed.run(lambda: solve(following))  # noqa: B023
+                # Its rows are the first or the last of the rest.
+                rows = (
+                    slice(first.stop, rows.stop)
+                    if first.start == rows.start
+                    else slice(rows.start, first.start)
+                )
+            given, works = blocks.given_away(following, arrays)
+        failed.run(lambda: subtract(block, keys, values, rows))  # noqa: B023
+        if collect is not None:
+            collect(block, keys)
+
+
+def added(blocks: Blocks, block: Part, x: Tensor) -> Tensor:
+    """The sum of all processes' x, on the process that has the block."""
+    processes = blocks.piece.processes
+    group, devices = processes.group, processes.devices
+    if devices > 1:
+        dist.reduce(x, dist.get_global_rank(group, block.device), group=group)
+    return x

@@ -1,0 +1,97 @@
+"""What a prefill needs besides the arguments of a call: a capacity, and at will a cache before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from precondattn.arrays import dtype_name
+from precondattn.cache import Cache
+from precondattn.execution.array_checks import call_dtype
+from precondattn.execution.cache_checks import (
+    check_buffers,
+    check_cache,
+    check_cacheable,
+    keeps_tokens,
+)
+from precondattn.parallel.layouts import ORDERS, Order
+from precondattn.parallel.torch.arguments import Bound
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Mechanism
+
+
+class Start(NamedTuple):
+    """How a divided cache begins."""
+
+    mechanism: Mechanism
+    capacity: Any
+    cache: Any
+    """An ordinary cache of states, or None"""
+
+    def check(self, order: Order | None, bound: Bound) -> None:
+        """Raise for what a cache can not be of, by this process's arguments.
+
+        Raises
+        ------
+        TypeError, ValueError
+            naming the argument.
+        """
+        if order is None:
+            raise ValueError(
+                f"a cache is divided by tokens: layout must be {', '.join(map(repr, ORDERS))}; "
+                f"found 'heads'"
+            )
+        check_cacheable(self.mechanism)
+        for name in ("segment_ids", "cu_seqlens"):
+            if name in bound.masks:
+                raise TypeError(f"{name} belong to a full call; each sequence has its own cache")
+        if keeps_tokens(self.mechanism):
+            self._check_capacity()
+        if self.cache is not None:
+            self._check_cache(bound)
+
+    def _check_capacity(self) -> None:
+        if self.capacity is None:
+            raise TypeError(
+                "missing capacity, the greatest number of tokens per sequence, of all processes "
+                "together"
+            )
+        is_whole = isinstance(self.capacity, int) and not isinstance(self.capacity, bool)
+        if not is_whole or self.capacity < 1:
+            raise ValueError(
+                f"capacity must be a whole number, 1 or above; found {self.capacity!r}"
+            )
+
+    def _check_cache(self, bound: Bound) -> None:
+        if not isinstance(self.cache, Cache):
+            raise TypeError(
+                f"cache must be an ordinary Cache, of an earlier call on one device or from "
+                f"redistribute; found {type(self.cache).__name__}"
+            )
+        owner = str(self.mechanism)
+        check_cache(owner, self.mechanism, self.cache, bound.inputs)
+        if keeps_tokens(self.mechanism):
+            raise ValueError(
+                f"cache must be of states only, for its tokens are not divided; that of "
+                f"{self.mechanism} has tokens"
+            )
+        shapes = {name: tuple(x.shape) for name, x in bound.inputs.items()}
+        known = {"b": self.cache.length.shape[0]}
+        sizes = self.mechanism.inputs.sizes(owner, shapes, known)
+        check_buffers(owner, self.mechanism, self.cache, sizes, call_dtype(bound.inputs))
+        if min(self.cache.length.tolist(), default=0) < 0:
+            raise ValueError("the cache's length is negative: a sequence of it is invalid")
+
+    def __str__(self) -> str:
+        """What must be the same on all processes."""
+        if self.cache is None:
+            return f"with a cache for {self.capacity} tokens"
+        records = torch.is_grad_enabled()
+        states = ", ".join(
+            f"{name} {dtype_name(x)} {tuple(x.shape)}"
+            + (", with gradient" if records and x.requires_grad else "")
+            for name, x in self.cache.store.items()
+        )
+        return f"after {self.cache.length.tolist()} tokens with states {states}"

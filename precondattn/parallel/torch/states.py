@@ -1,0 +1,186 @@
+"""Recurrences whose tokens are divided among processes: states are passed on (`states.py`).
+
+Forward, a process computes T and F of its tokens, gets the state before them from a scan, and
+computes its outputs from that: up to three times the work of a call for the delta rule, and twice
+for others. Backward, it computes the gradient of that state from its outputs, gets the gradient of
+its last state from the scan in reverse, and computes those of its inputs.
+
+A sequence may begin with a state S_0 that all processes have: the F of the first one is T S_0 + F
+then. Its last state, of the last process, may be given to all. The gradient of that is the sum of
+all processes' gradients, and that of S_0 is a term of the first process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.parallel.states import (
+    Borders,
+    Step,
+    bytes_of_steps,
+    extended_vjp,
+    kept,
+    refusal,
+    steps_of_tokens,
+    with_states,
+)
+from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.scan import Line, states_before, tensors_sent
+
+__all__ = ["PASSED", "bytes_sent", "output", "refusal"]
+
+PASSED = "the states before them"
+SENDS_VALUES = False
+
+
+def output(piece: Piece) -> Tensor:
+    """The output of this process's tokens."""
+    out, _ = scanned(piece)
+    return out
+
+
+def scanned(
+    piece: Piece, begin: Mapping[str, Tensor] | None = None, *, with_end: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and the states after all tokens, on every process.
+
+    `begin` has the states before the first token, by their names in the leaf's cache. Without
+    `with_end` no states are given away, and none are returned.
+    """
+    leaf, processes = piece.leaf, piece.processes
+    masks = piece.masks.of_extension(processes.rank)
+    segments = piece.masks.segment
+    borders = None if segments is None else Borders.of(segments)
+
+    def steps() -> dict[str, Step]:
+        with torch.no_grad():
+            steps = steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
+        is_open = None if borders is None else borders.is_open[processes.rank]
+        return {key: step._replace(is_open=is_open) for key, step in steps.items()}
+
+    scan = _Scan(piece, processes.together(steps), masks, borders, begin is not None, with_end)
+    first = [] if begin is None else [begin[key] for key in scan.steps]
+    out, *end = _Scanned.apply(scan, *piece.inputs.values(), *first)
+    return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
+
+
+def bytes_sent(piece: Piece) -> dict[str, int]:
+    """Forward, by this process to others, in the scan."""
+    cache = piece.leaf.init_cache(**piece.inputs)
+    states, transitions = bytes_of_steps(piece.leaf, cache.store)
+    count_of_transitions, count = tensors_sent(line_of(piece))
+    return {"states": count * states, "transitions": count_of_transitions * transitions}
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What a call and its gradient need besides tensors that are differentiated."""
+
+    piece: Piece
+    steps: dict[str, Step]
+    masks: Mapping[str, Any]
+    borders: Borders | None
+    has_begin: bool
+    with_end: bool
+
+    @property
+    def is_first(self) -> bool:
+        return self.piece.processes.rank == 0
+
+    @property
+    def last(self) -> int:
+        """The last process, by its rank among all of the program."""
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
+        return int(dist.get_global_rank(group, devices - 1))
+
+    @property
+    def is_last(self) -> bool:
+        return self.piece.processes.rank == self.piece.processes.devices - 1
+
+    def states_before(self, steps: Sequence[Step], *, is_reversed: bool) -> list[Tensor] | None:
+        """Those of the process before, or in reverse the gradients of those after this one's."""
+        line = line_of(self.piece)._replace(is_reversed=is_reversed)
+        return states_before(line, steps, self.borders)
+
+    def of_segment(self, state: Tensor) -> Tensor:
+        """A state before this process's tokens, or its gradient: 0 where a segment begins there."""
+        borders = self.borders
+        return kept(
+            state, None if borders is None else borders.continues[self.piece.processes.rank]
+        )
+
+    def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the last process."""
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
+        given = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
+        for x in given if devices > 1 else ():
+            dist.broadcast(x, self.last, group=group)
+        return given
+
+    def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
+        """The sums of all processes' gradients of the last states, on the last process."""
+        processes = self.piece.processes
+        group, devices = processes.group, processes.devices
+        sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+        for x in sums if devices > 1 else ():
+            dist.reduce(x, self.last, group=group)
+        return dict(zip(self.steps, sums, strict=True)) if self.is_last else None
+
+
+class _Scanned(torch.autograd.Function):  # type: ignore[misc]
+    """The output of this process's tokens, from T and F of all; and the last states."""
+
+    @staticmethod
+    def forward(ctx: Any, scan: _Scan, *arrays: Tensor) -> Any:
+        leaf, processes = scan.piece.leaf, scan.piece.processes
+        inputs = dict(zip(scan.piece.inputs, arrays, strict=False))
+        cache, steps = leaf.init_cache(**inputs), dict(scan.steps)
+        if scan.has_begin and scan.is_first:
+            begin = dict(zip(steps, arrays[len(inputs) :], strict=True))
+            cache = with_states(cache, begin)
+            steps = {
+                key: step._replace(state=step.on(cache.store[key])) for key, step in steps.items()
+            }
+        before = scan.states_before(list(steps.values()), is_reversed=False)
+        if before is not None:
+            states = map(scan.of_segment, before)
+            cache = with_states(cache, dict(zip(steps, states, strict=True)))
+        out, after, ctx.pull = processes.together(
+            lambda: extended_vjp(leaf, cache, inputs, scan.piece.backend, scan.masks)
+        )
+        ctx.scan = scan
+        end = scan.given_to_all([after.store[key] for key in steps]) if scan.with_end else []
+        return (out, *end)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, cotangent: Tensor, *d_end: Tensor) -> Any:
+        scan: _Scan = ctx.scan
+        d_last = scan.added_up(d_end) if scan.with_end else None
+        gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent, d_last))
+        d_before = {key: scan.of_segment(d) for key, d in d_past.items()}
+        steps = [
+            step.adjoint(d_before[key].to(step.state.dtype)) for key, step in scan.steps.items()
+        ]
+        of_end = scan.states_before(steps, is_reversed=True)
+        if of_end is not None:
+            d_states = dict(zip(scan.steps, of_end, strict=True))
+            gradients, d_past = ctx.pull(cotangent, d_states)
+        d_begin = []
+        if scan.has_begin:
+            d_begin = [d if scan.is_first else torch.zeros_like(d) for d in d_past.values()]
+        return (None, *(gradients[name] for name in scan.piece.inputs), *d_begin)
+
+
+def line_of(piece: Piece) -> Line:
+    """The processes, in their order."""
+    processes = piece.processes
+    return Line(processes.group, processes.rank, processes.devices)

@@ -1,0 +1,53 @@
+"""Recurrences whose states every process has: each computes the new tokens (`states.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from precondattn.parallel.states import with_states
+from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.states import scanned
+from precondattn.parallel.torch.step import Shape, Step
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+
+def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of this process's tokens, and the states after all tokens, by slot.
+
+    `begin` has those before the first token.
+    """
+    keys = _keys(piece.leaf)
+    first = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
+    out, end = scanned(piece, first, with_end=True)
+    return out, {slot: end[key] for slot, key in keys.items()}
+
+
+def part_shape(step: Step) -> Shape | None:
+    """None: nothing is exchanged."""
+    return None
+
+
+def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of the new tokens, and the states after them, by slot."""
+    keys = _keys(step.leaf)
+    cache = step.leaf.init_cache(**step.inputs)
+    cache = with_states(cache, {key: step.past[slot] for slot, key in keys.items()})
+    out, cache = step.leaf.extend(
+        cache,
+        **dict(step.inputs),
+        lengths=step.lengths,
+        key_mask=step.key_mask,
+        backend=step.backend,
+    )
+    return out, {slot: cache.store[key] for slot, key in keys.items()}
+
+
+def _keys(leaf: Leaf) -> Mapping[str, str]:
+    """The names of its states in a cache of its own, by slot."""
+    (keys,) = leaf.program.slot_keys
+    return keys

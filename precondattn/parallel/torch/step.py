@@ -1,0 +1,98 @@
+"""One leaf call on new tokens that all processes have, after tokens that are divided.
+
+A leaf that reads cached tokens computes a part from those of this process, a tensor of a size that
+does not depend on their number. All parts are given to all processes in one exchange, and each puts
+them together, in the same order: so all have the same output, to the bit.
+
+A message has one more number, which is 1 if its process has an error: all raise it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precondattn.parallel.torch.call import Processes, tried
+
+if TYPE_CHECKING:
+    from precondattn.algebra.mechanism import Leaf
+
+Shape = tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """A leaf call on new tokens."""
+
+    leaf: Leaf
+    inputs: Mapping[str, Tensor]
+    """By the leaf's own names, the same on all processes"""
+    past: Mapping[str, Tensor]
+    """This process's rows (b, rows, …) by slot, without unused ones; and states"""
+    rows: int
+    seen: Tensor | None
+    """Which of the rows are those of tokens (b, rows), and not masked; None if all are"""
+    lengths: Tensor | None
+    """The number of valid new tokens (b,)"""
+    key_mask: Tensor | None
+    """Which new tokens are not masked (b, t)"""
+    valid: Tensor | None
+    """Both: the new tokens that are keys (b, t)"""
+    backend: Any
+
+    def of_past(self) -> dict[str, Any]:
+        """The options of a call whose keys are this process's rows."""
+        return {"backend": self.backend} | ({} if self.seen is None else {"key_mask": self.seen})
+
+    def of_new(self) -> dict[str, Any]:
+        """The options of a call whose keys are the new tokens."""
+        return {"backend": self.backend} | ({} if self.valid is None else {"key_mask": self.valid})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The exchanges of parts in one call."""
+
+    processes: Processes
+    dtype: torch.dtype
+    """float32 or wider"""
+
+    def of_all(self, shape: Shape, compute: Callable[[], Tensor]) -> Tensor:
+        """The parts of all processes (P, *shape), of which this one computes its own.
+
+        Raises
+        ------
+        The error of any process, on all of them.
+        """
+        part, error = tried(compute)
+        return self._exchanged(shape, part, error)
+
+    def failed(self, shape: Shape | None, error: Exception) -> None:
+        """Raise the error of this process, on all, in the exchange of parts that they wait in."""
+        if shape is not None:
+            self._exchanged(shape, None, error)
+        self.processes.agree(error)
+
+    def bytes_sent(self, shape: Shape) -> int:
+        """By this process to all others, in one exchange."""
+        sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
+        return sent
+
+    def _exchanged(self, shape: Shape, part: Tensor | None, error: Exception | None) -> Tensor:
+        devices, device = self.processes.devices, self.processes.device
+        flag = torch.full((1,), float(error is not None), dtype=self.dtype, device=device)
+        if part is None:
+            part = torch.zeros(shape, dtype=self.dtype, device=device)
+        message = torch.cat([part.reshape(-1).to(self.dtype), flag])
+        everyone = message.repeat(devices)
+        if devices > 1:
+            dist.all_gather_into_tensor(everyone, message, group=self.processes.group)
+        rows = everyone.view(devices, -1)
+        if bool(rows[:, -1].any()):
+            self.processes.agree(error)
+        return rows[:, :-1].view(devices, *shape)

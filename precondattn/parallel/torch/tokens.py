@@ -1,0 +1,158 @@
+"""The layouts that divide tokens: every process keeps its own, and each leaf is divided for itself.
+
+A composition is its program, a list of leaf calls, and each leaf has a way along time:
+
+    local   leaves that compute each token by itself, such as norms and feature maps
+    ring    softmax attention: keys and values go around            (`ring.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
+                                                                    (`gathered.py`)
+    solve   LUCID: solved blocks are given to all                   (`solve.py`)
+    scan    recurrences: the states before the tokens               (`states.py`)
+
+All have the order of tokens of the layout. A scan needs consecutive tokens.
+
+In half precision, values that are sent are in the call's dtype, and others in float32
+(`half_precision.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.arrays import cast
+from precondattn.parallel.half_precision import inputs_in_half
+from precondattn.parallel.ring_reads import goes_around
+from precondattn.parallel.states import SUMS
+from precondattn.parallel.torch import gathered, local, ring, solve, states
+from precondattn.parallel.torch.call import Call, Processes
+from precondattn.parallel.torch.piece import Masks, Piece, masks_of
+from precondattn.spec.linear_family import LinearFamily
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.path import Path
+from precondattn.spec.softmax import Softmax
+
+if TYPE_CHECKING:
+    from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.mechanism import Mechanism
+
+HALF = (torch.float16, torch.bfloat16)
+
+WAYS: Mapping[type[Leaf], ModuleType] = {
+    TokenWise: local,
+    Softmax: ring,
+    Path: gathered,
+    LucidSolve: solve,
+    LinearFamily: states,
+    **dict.fromkeys(SUMS, states),
+}
+
+
+def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | None:
+    """Why a call can not be divided like this; None where it can."""
+    if call.tokens["t"] != call.tokens["s"]:
+        return (
+            f"expects as many queries as keys on every process; found {call.tokens['t']} and "
+            f"{call.tokens['s']}"
+        )
+    assert call.order is not None  # Of the layouts that divide tokens.
+    for leaf in mechanism.program.leaves:
+        way = way_of(leaf)
+        if way is None:
+            return f"has no way to divide the tokens of {leaf}"
+        reason: str | None = way.refusal(leaf, call.order)
+        if reason is not None:
+            return reason
+    try:
+        call.order.parts(call.tokens["t"])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def output(call: Call, processes: Processes) -> Tensor:
+    """The output of this process's tokens."""
+    masks = processes.together(lambda: masks_of(call, processes))
+    return computed(call, processes, masks, lambda number, way, piece: way.output(piece))
+
+
+def computed(
+    call: Call,
+    processes: Processes,
+    masks: Masks,
+    output_of: Callable[[int, ModuleType, Piece], Tensor],
+) -> Tensor:
+    """The output of this process's tokens, where `output_of` computes that of each leaf call.
+
+    It is given the number of the call in the program, and its way.
+    """
+    rank, program = processes.rank, call.mechanism.program
+    values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
+    dtype = _dtype(call.bound.inputs)
+    pieces = _pieces(call, processes, masks, values)
+    for number, (leaf_call, way, piece) in enumerate(pieces):
+        if dtype in HALF:
+            given = leaf_call, piece.inputs, call.bound.inputs, dtype, call.backend
+            in_half = partial(inputs_in_half, *given, sends_values=way.SENDS_VALUES)
+            piece = piece._replace(inputs=processes.together(in_half))
+        values[leaf_call.out] = output_of(number, way, piece)
+    out = {program.out: cast(values[program.out], dtype)}
+    return masks.without_padding(rank, out, {program.out: program.output})[program.out]
+
+
+def during(call: Call, processes: Processes) -> str:
+    """What a process has during the call."""
+    count = call.tokens["t"][processes.rank]
+    ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
+    passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
+    return f"{count} tokens of all heads, {', '.join(passed) or 'nothing of others'}"
+
+
+def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+    """Forward, by this process to others, by what is sent, for which value of the program."""
+    sent: dict[str, int] = {}
+    masks = masks_of(call, processes, is_planned=True)
+    values = {name: x.to("meta") for name, x in call.bound.inputs.items()}
+    for leaf_call, way, piece in _pieces(call, processes, masks, values):
+        for name, count in way.bytes_sent(piece).items():
+            sent[f"{name} for {leaf_call.out}"] = count
+        values[leaf_call.out] = like_output(piece.leaf, piece.inputs)
+    return sent
+
+
+def _pieces(
+    call: Call, processes: Processes, masks: Masks, values: Mapping[str, Tensor]
+) -> Iterator[tuple[LeafCall, ModuleType, Piece]]:
+    """The leaf calls in order, with their ways; `values` has all that are computed before."""
+    assert call.order is not None  # Of the layouts that divide tokens.
+    parts = call.order.parts(call.tokens["t"])
+    for leaf_call in call.mechanism.program.calls:
+        inputs = {name: values[value] for name, value in leaf_call.arguments}
+        way = way_of(leaf_call.leaf)
+        assert way is not None  # `refusal` has checked it.
+        yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
+
+
+def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    """That of a call, and of its output."""
+    return inputs.get("v", next(iter(inputs.values()))).dtype
+
+
+def like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the shape and dtype of a leaf's output, without data."""
+    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
+    shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
+    return torch.empty(shape, dtype=_dtype(inputs), device="meta")
+
+
+def way_of(leaf: Leaf) -> ModuleType | None:
+    """How the tokens of a leaf are divided; None where no way is built."""
+    way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
+    return gathered if way is ring and not goes_around(leaf) else way
