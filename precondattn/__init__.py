@@ -8,19 +8,11 @@
 
 from precondattn.algebra import options
 from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.expression import parse
+from precondattn.algebra.expression import mechanisms, parse
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.group import group_of
-from precondattn.algebra.mechanism import (
-    Leaf,
-    Mechanism,
-    Offers,
-    Preconditioner,
-    Step,
-    TokenWise,
-    step,
-)
-from precondattn.algebra.registry import mechanisms
+from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, TokenWise, step
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.registry import unregister as unregister_mechanism
 from precondattn.arrays import namespace
 from precondattn.backend import (

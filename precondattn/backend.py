@@ -26,7 +26,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
     from precondattn.arrays import Arrays, Residuals
 
 
@@ -144,11 +144,11 @@ class Backend(Protocol):
     """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`;
     conformance checks this. Empty for no promise."""
 
-    def supports(self, mechanism: Mechanism, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         """Yes, or the reason why not. Must be cheap and pure."""
         raise _missing_method(self, "supports")
 
-    def refuses_by_default(self, mechanism: Mechanism, request: Request) -> str | None:
+    def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
         """Why a piece that it supports runs on it by name only; None where it may be chosen.
 
         Asked only about calls that name no backend. Must be cheap and pure.
@@ -163,13 +163,13 @@ class Backend(Protocol):
         return nullcontext()
 
     def forward(
-        self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output."""
         raise _missing_method(self, "forward")
 
     def forward_with_residuals(
-        self, mechanism: Mechanism, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """`forward` with the residuals that `residual_shapes` declares.
 
@@ -180,7 +180,7 @@ class Backend(Protocol):
 
     def backward(
         self,
-        mechanism: Mechanism,
+        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -190,7 +190,7 @@ class Backend(Protocol):
         """The gradient of every input, by name."""
         raise _missing_method(self, "backward")
 
-    def residuals_from_lse(self, mechanism: Mechanism, lse: Array) -> Residuals | None:
+    def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
         """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
 
         For a backend whose `backward` reads no more of the forward pass than these and the output:
@@ -201,7 +201,7 @@ class Backend(Protocol):
 
     def step(
         self,
-        mechanism: Mechanism,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -214,7 +214,7 @@ class Backend(Protocol):
 
     def step_backward(
         self,
-        mechanism: Mechanism,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -228,7 +228,7 @@ class Backend(Protocol):
         raise _missing_method(self, "step_backward")
 
     def residual_shapes(
-        self, mechanism: Mechanism, inputs: Mapping[str, ArraySpec], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         """Shapes and dtypes of the residuals of `forward`, computed without running it.
 

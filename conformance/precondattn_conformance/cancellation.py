@@ -48,10 +48,14 @@ from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
+from precondattn.execution import run
+from precondattn.execution.input_names import CALL_OPTIONS
 from precondattn.spec.mesa_query import MesaQuery
 
 Sizes = float | np.ndarray
 """How large the terms are: of any element, or of each."""
+
+NO_MASKS = {name: None for name in CALL_OPTIONS if name != "backend"}
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def _sizes_of_gradients(
     """The absolute gradients of a program's inputs, by the reference."""
     group = Group(program)
     inputs = {name: given[name] for name in group.inputs}
-    _, pullback = group.vjp(**inputs, **masks, backend="reference")
+    _, pullback = run.vjp(group, (), inputs, "reference", {**NO_MASKS, **masks})
     return {name: np.abs(gradient) for name, gradient in pullback(cotangent).items()}
 
 

@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.expression import parse
 from precondattn.algebra.leaf_call import LeafCall
-from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.names import name_of
+from precondattn.algebra.offers import Offers
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
+from precondattn.algebra.text import read
 from precondattn.limits import KEPT
 
 
 @dataclass(frozen=True)
-class Group(Mechanism):
+class Group:
     """Leaf calls of a program, under names that do not depend on that program."""
 
     calls: Program
 
     @property
+    def program(self) -> Program:
+        return self.calls
+
+    @cached_property
     def inputs(self) -> Inputs:
         return Inputs(**self.calls.inputs)
 
     @property
-    def program(self) -> Program:
-        return self.calls
+    def offers(self) -> Offers:
+        return Offers()
 
-    def _expression(self) -> str:
-        return str(self.calls)
+    @property
+    def numbers_heads(self) -> bool:
+        return self.calls.numbers_heads
+
+    @property
+    def mixes_sequences(self) -> bool:
+        return self.calls.mixes_sequences
+
+    @cached_property
+    def _name(self) -> str:
+        return name_of(self)
+
+    @property
+    def _positional(self) -> tuple[str, ...]:
+        return tuple(self.inputs)[:3]
 
     def __str__(self) -> str:
-        return self._text
+        return str(self.calls)
 
 
-def group_of(expression: str | Mechanism) -> Program:
+def group_of(expression: str | Piece) -> Program:
     """The program that a backend compares a mechanism's program with: `group_of("lucid")`.
 
     Examples
@@ -46,7 +65,7 @@ def group_of(expression: str | Mechanism) -> Program:
     >>> group_of("lucid(laser)") == group_of("lucid(softmax[read=log_mean_exp])")
     True
     """
-    mechanism = parse(expression) if isinstance(expression, str) else expression
+    mechanism = read(expression) if isinstance(expression, str) else expression
     program = mechanism.program
     return program.part(range(len(program.calls)))[0]
 
@@ -58,7 +77,7 @@ def read_program(text: str) -> Program:
         match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
         if match is None:
             raise ValueError(f"{line!r} is not a leaf call")
-        leaf: Any = parse(match[2])
+        leaf: Any = read(match[2])
         arguments = []
         for word in match[3].split(", "):
             formal, _, value = word.partition("=")
@@ -70,4 +89,4 @@ def read_program(text: str) -> Program:
 @lru_cache(maxsize=KEPT)
 def read_mechanism(text: str) -> Any:
     """The leaf or group from its text, the inverse of `str`."""
-    return Group(read_program(text)) if " = " in text else parse(text)
+    return Group(read_program(text)) if " = " in text else read(text)

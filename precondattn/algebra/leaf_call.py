@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from precondattn.limits import KEPT_TEXTS
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 
 class LeafCall(NamedTuple):
     """One leaf, applied to named values."""
 
     out: str
-    leaf: Leaf
+    leaf: LeafProtocol
     arguments: tuple[tuple[str, str], ...]
     """(the leaf's name of an input, the name of the value)."""
 

@@ -11,15 +11,18 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from precondattn.algebra import expression, registry
+from precondattn.algebra import registry
 from precondattn.algebra.advice import moved_inside
 from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs, Pattern
 from precondattn.algebra.flops import Flops
+from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.names import name_of
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import check_options
 from precondattn.algebra.program import Program
+from precondattn.algebra.text import text_of_mechanism
 from precondattn.algebra.unfolding import program_of
 from precondattn.algebra.verbs import Verbs, constructed_in_graph
 from precondattn.arrays import Array, Arrays, Residuals, is_traced_by_dynamo
@@ -28,38 +31,6 @@ from precondattn.frame import Frame
 from precondattn.limits import NESTED
 
 M = TypeVar("M", bound="Mechanism")
-
-
-class Offers(NamedTuple):
-    """The properties of a mechanism that a preconditioner around it can use."""
-
-    metric: Any = None
-    """The score function of a query and a key, which is linear in the key; None without one."""
-    scale: float | None = None
-    """The factor of the scores; None means d^{-1/2}."""
-    causal: bool = True
-    window: int | None = None
-    read: str | None = None
-    """`"mean"` where the output is a mean of the values under non-negative weights."""
-    row_axis: str = "token"
-    """The axis of the rows of the attention matrix, `"token"` or `"channel"`."""
-    key_steps: tuple[Any, ...] = ()
-    """What is done to the key before the metric is applied: `Step`s, each of which reads `k`."""
-    normalizes_query: bool = False
-    """Whether the mechanism normalises its queries, so that their length has no effect."""
-    paired: tuple[str, ...] = ()
-    """Inputs of a second score map, on which the first map does not depend."""
-    unit_rows: bool = False
-    """Whether the rows of the output have length 1."""
-    unit_keys: bool = False
-    """Whether keys longer than 1 make it diverge, as in the delta rule."""
-    several_keys: bool = False
-    """Whether a token has several keys, on an axis of their own."""
-    decay: str | None = None
-    """How the state decays: by a gate g per `"head"` or per key `"channel"`, or, for
-    `"retention"`, by a fixed factor per query head. None without decay."""
-    sink: bool = False
-    """Whether a sink shortens every row of the output, by the weight that it takes."""
 
 
 class Mechanism(Verbs):
@@ -116,7 +87,7 @@ class Mechanism(Verbs):
         """Raise a TypeError for a base that is refused."""
 
     def _expression(self) -> str:
-        return expression.text_of_mechanism(self)
+        return text_of_mechanism(self)
 
     def __str__(self) -> str:
         return self._text
@@ -138,12 +109,12 @@ class Mechanism(Verbs):
     @property
     def numbers_heads(self) -> bool:
         """Whether the output of a head depends on its number among all heads."""
-        return any(leaf.numbers_heads for leaf in self.program.leaves)
+        return self.program.numbers_heads
 
     @property
     def mixes_sequences(self) -> bool:
         """Whether an output depends on the other sequences of its batch."""
-        return any(leaf.mixes_sequences for leaf in self.program.leaves)
+        return self.program.mixes_sequences
 
     def meaning(self, name: str) -> object:
         """The meaning of the input `name`. Inputs of one name must have the same meaning."""
@@ -190,6 +161,11 @@ class Leaf(Mechanism):
         Otherwise bad keys are set to 0 before a call (`execution/containment.py`).
         """
         return False
+
+    @property
+    def relates_tokens(self) -> bool:
+        """Whether an output depends on other tokens."""
+        return True
 
     @property
     def reads_all_queries(self) -> bool:
@@ -266,10 +242,19 @@ class Leaf(Mechanism):
         raise missing_method(self, "step_backward", "`extend_vjp` needs")
 
 
+def leaf_of(call: LeafCall) -> Leaf:
+    """The leaf of a call, which can be called by itself."""
+    return cast("Leaf", call.leaf)
+
+
 class TokenWise(Leaf):
     """A leaf without a cache: it computes each token from that token alone (or is not causal)."""
 
     role: ClassVar[str] = "piece"
+
+    @property
+    def relates_tokens(self) -> bool:
+        return False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """Three operations for each element of the output, as in a norm.

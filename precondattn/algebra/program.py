@@ -22,7 +22,7 @@ from precondattn.algebra.leaf_call import LeafCall
 from precondattn.cache import Slot
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 
 class Program:
@@ -101,8 +101,18 @@ class Program:
         return {value: frozenset(numbers) for value, numbers in readers.items()}
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def leaves(self) -> tuple[LeafProtocol, ...]:
         return tuple(call.leaf for call in self.calls)
+
+    @cached_property
+    def numbers_heads(self) -> bool:
+        """Whether the output of a head depends on its number among all heads."""
+        return any(leaf.numbers_heads for leaf in self.leaves)
+
+    @cached_property
+    def mixes_sequences(self) -> bool:
+        """Whether an output depends on the other sequences of its batch."""
+        return any(leaf.mixes_sequences for leaf in self.leaves)
 
     def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
         """The chosen calls as a program, and its name for each value of this program.

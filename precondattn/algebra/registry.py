@@ -8,16 +8,22 @@ classes.
 from __future__ import annotations
 
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 from precondattn.plug_ins import PlugIns
 
-if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-
 GROUP = "precondattn.mechanisms"
 
-_classes: dict[str, type[Mechanism]] = {}
+
+class Registered(Protocol):
+    """What the registry knows of a mechanism's class."""
+
+    name: ClassVar[str]
+    role: ClassVar[str]
+    variants: ClassVar[tuple[str, ...]]
+
+
+_classes: dict[str, type[Registered]] = {}
 _lock = Lock()
 _plug_ins = PlugIns(GROUP)
 
@@ -25,7 +31,7 @@ broken = _plug_ins.broken
 """Entry points that could not be imported, with the error."""
 
 
-def register(cls: type[Mechanism]) -> None:
+def register(cls: type[Registered]) -> None:
     """Add a class under its name, which must not belong to another class."""
     with _lock:
         known = _classes.setdefault(cls.name, cls)
@@ -49,31 +55,19 @@ def unregister(name: str) -> None:
     del _classes[name]
 
 
-def known(name: str) -> type[Mechanism] | None:
+def known(name: str) -> type[Registered] | None:
     """The class of that name, or None; plug-ins that are not loaded yet are not."""
     return _classes.get(name)
 
 
-def find(name: str) -> type[Mechanism] | None:
+def find(name: str) -> type[Registered] | None:
     """The class of that name, or None."""
     if name not in _classes:
         _plug_ins.load()
     return _classes.get(name)
 
 
-def registered() -> dict[str, type[Mechanism]]:
+def registered() -> dict[str, type[Registered]]:
     """Every known class by name, pieces included."""
     _plug_ins.load()
     return dict(_classes)
-
-
-def mechanisms() -> dict[str, type[Mechanism]]:
-    """The bases and preconditioners that an expression can name, by name.
-
-    Examples
-    --------
-    >>> import precondattn as pa
-    >>> pa.mechanisms()["lucid"].__name__
-    'Lucid'
-    """
-    return {n: c for n, c in registered().items() if c.role in ("base", "preconditioner")}

@@ -11,7 +11,8 @@ from precondattn.algebra.program import Program
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner
+    from precondattn.algebra.leaf_protocol import LeafProtocol
+    from precondattn.algebra.mechanism import Mechanism, Preconditioner
 
 
 @lru_cache(maxsize=KEPT)
@@ -35,7 +36,7 @@ def program_of(mechanism: Mechanism) -> Program:
 def _unfold(mechanism: Preconditioner) -> Program:
     """The programs of the steps, concatenated, with this preconditioner's names of the values."""
     calls: list[LeafCall] = []
-    known: dict[tuple[Leaf, tuple[tuple[str, str], ...]], str] = {}
+    known: dict[tuple[LeafProtocol, tuple[tuple[str, str], ...]], str] = {}
     values: dict[str, str] = {}  # The name of a step's output or of an input -> the value's name.
     meanings: dict[str, object] = {}
     outputs: set[str] = set()

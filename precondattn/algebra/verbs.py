@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, is_compiling
 from precondattn.cache import Cache
 from precondattn.cache.kinds import holding
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
     from precondattn.dispatch.explanation import Explanation
-
-BackendNames = str | tuple[str, ...] | None
-ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 
 
 def constructed_in_graph(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -283,5 +280,5 @@ class Verbs:
         return run.explain(self._mechanism, verb, cache, arrays, named, backend, masks)
 
     @property
-    def _mechanism(self) -> Mechanism:
-        return cast("Mechanism", self)
+    def _mechanism(self) -> Piece:
+        return cast("Piece", self)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from precondattn.arrays import Array, cast, fresh, namespace, placement
 from precondattn.cache.kinds import (
+    C,
     Kind,
     capacity_of,
     holding,
@@ -14,11 +13,8 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
 
-
-def grow(cache: Cache, capacity: int) -> Cache:
+def grow(cache: C, capacity: int) -> C:
     if not isinstance(capacity, int) or isinstance(capacity, bool):
         raise TypeError(f"grow: capacity must be a whole number; found {capacity!r}")
     refuse_distributed(cache, "grow")
@@ -37,7 +33,7 @@ def grow(cache: Cache, capacity: int) -> Cache:
     return holding(larger, cast(length, cache.length.dtype), larger.store)
 
 
-def grown(cache: Cache, capacity: int) -> Cache:
+def grown(cache: C, capacity: int) -> C:
     """The cache with a larger capacity, and the same lengths."""
     kinds = kinds_of(cache)
     store = {

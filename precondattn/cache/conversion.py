@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -19,13 +19,10 @@ from precondattn.arrays import (
     library_of,
     namespace,
 )
-from precondattn.cache.kinds import holding, kinds_of
-
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
+from precondattn.cache.kinds import C, holding, kinds_of
 
 
-def to(cache: Cache, device: Any, dtype: Any) -> Cache:
+def to(cache: C, device: Any, dtype: Any) -> C:
     kinds = kinds_of(cache)
     if device is None and dtype is None:
         raise TypeError("to: pass a device, a dtype, or both")

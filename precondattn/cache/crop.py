@@ -8,7 +8,7 @@ them, so that a NaN in one of them has no effect.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precondattn.arrays import (
     Array,
@@ -27,6 +27,8 @@ from precondattn.cache.integers import Integers, entries, integers
 from precondattn.cache.kinds import (
     TOKENS,
     WINDOW,
+    C,
+    CacheLike,
     Kind,
     capacity_of,
     holding,
@@ -36,16 +38,13 @@ from precondattn.cache.kinds import (
 )
 from precondattn.cache.windows import FIRST, reach_of
 
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
 
-
-def fixed_buffers(cache: Cache) -> list[str]:
+def fixed_buffers(cache: CacheLike) -> list[str]:
     """The names of the buffers that can not be cropped."""
     return [n for n, kind in kinds_of(cache).items() if kind.rows not in (TOKENS, WINDOW)]
 
 
-def crop(cache: Cache, lengths: Any, *, donate: bool) -> Cache:
+def crop(cache: C, lengths: Any, *, donate: bool) -> C:
     fixed = fixed_buffers(cache)
     if fixed:
         raise ValueError(
@@ -69,7 +68,7 @@ def _length(value: Any) -> int:
     )
 
 
-def cropped(cache: Cache, new: Integers, verb: str, donate: bool) -> Cache:
+def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
     """The cache at other lengths (b,), with its histories cropped and other buffers unchanged.
 
     Traced lengths can not be checked: those out of range make their sequences invalid.

@@ -7,12 +7,9 @@ of the tree and not for a part of its data, without any registration.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from precondattn.arrays import Array, Arrays, is_compiling, is_distributed, namespace
-
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
 
 TOKENS = "tokens"
 """(b, c, …): a row for each token, which later tokens do not change. Unused rows are 0."""
@@ -26,6 +23,21 @@ WIDE = "wide "
 
 Kinds = dict[str, dict[str, tuple[()]]]
 """The text of its kind for each buffer, as the key of a dict with one item."""
+
+
+class CacheLike(Protocol):
+    """What the operations of a cache need of it (`cache.py`)."""
+
+    def __init__(self, length: Array, store: Arrays, kinds: Kinds) -> None: ...
+    @property
+    def length(self) -> Array: ...
+    @property
+    def store(self) -> Arrays: ...
+    @property
+    def kinds(self) -> Kinds: ...
+
+
+C = TypeVar("C", bound=CacheLike)
 
 
 class Kind(NamedTuple):
@@ -86,7 +98,7 @@ def _moved(array: Array, axis: int, place: int) -> Array:
     return namespace(array).permute_dims(array, tuple(order))
 
 
-def kinds_of(cache: Cache) -> dict[str, Kind]:
+def kinds_of(cache: CacheLike) -> dict[str, Kind]:
     """The kind of every buffer.
 
     Raises
@@ -105,12 +117,12 @@ def kinds_of(cache: Cache) -> dict[str, Kind]:
     return {name: Kind.read(next(iter(cache.kinds[name]))) for name in cache.store}
 
 
-def holding(cache: Cache, length: Array, store: Arrays) -> Cache:
+def holding(cache: C, length: Array, store: Arrays) -> C:
     """The cache with other contents. PyTorch's compiler loses those of `_replace` up to 2.11."""
     return type(cache)(length, store, cache.kinds)
 
 
-def refuse_distributed(cache: Cache, verb: str) -> None:
+def refuse_distributed(cache: CacheLike, verb: str) -> None:
     """Raise a TypeError for a cache of DTensors."""
     if not is_compiling() and is_distributed((cache.length,), {}):
         raise TypeError(
@@ -119,7 +131,7 @@ def refuse_distributed(cache: Cache, verb: str) -> None:
         )
 
 
-def capacity_of(cache: Cache) -> int | None:
+def capacity_of(cache: CacheLike) -> int | None:
     """The number of tokens that fit; None for a state and for a window, which have no limit."""
     kinds = kinds_of(cache)
     if any(kind.rows == WINDOW for kind in kinds.values()):

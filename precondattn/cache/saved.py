@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, Arrays, fresh, in_order, library_of
-from precondattn.cache.kinds import Kind, Kinds, kinds_of
-
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
+from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
 
 LENGTH = "length"
 BETWEEN = ": "
 """Between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""
 
 
-def state_dict(cache: Cache) -> Arrays:
+def state_dict(cache: CacheLike) -> Arrays:
     buffers = {
         f"{kind}{BETWEEN}{name}": in_order(cache.store[name])
         for name, kind in kinds_of(cache).items()

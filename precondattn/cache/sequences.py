@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precondattn.arrays import (
     Array,
@@ -18,6 +18,8 @@ from precondattn.arrays import (
 from precondattn.cache.capacity import grow
 from precondattn.cache.integers import entries, integers
 from precondattn.cache.kinds import (
+    C,
+    CacheLike,
     capacity_of,
     holding,
     invalid_length,
@@ -25,11 +27,8 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
 
-
-def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
+def reorder(cache: C, indices: Any, verb: str = "reorder") -> C:
     """Sequence i of the result is sequence `indices[i]`; traced ones out of range are invalid."""
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
@@ -56,7 +55,7 @@ def reorder(cache: Cache, indices: Any, verb: str = "reorder") -> Cache:
     return holding(cache, length, store)
 
 
-def select(cache: Cache, rows: Any) -> Cache:
+def select(cache: C, rows: Any) -> C:
     """Some sequences, each at most once: a slice, integers, or a mask."""
     b = cache.length.shape[0]
     if isinstance(rows, slice):
@@ -86,7 +85,7 @@ def _marked(mask: Sequence[bool], b: int) -> list[int]:
     return [i for i, is_marked in enumerate(mask) if is_marked]
 
 
-def concatenate(caches: Sequence[Cache]) -> Cache:
+def concatenate(caches: Sequence[C]) -> C:
     """The sequences of all caches, at the largest of their capacities."""
     first = caches[0]
     for i, other in enumerate(caches):
@@ -102,7 +101,7 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     return holding(first, xp.concat([c.length for c in caches], axis=0), store)
 
 
-def _check_same(first: Cache, other: Cache, number: int) -> None:
+def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
     """Raise an error unless two caches differ in sequences and capacity at most."""
     _require_equal(kinds_of(first), kinds_of(other), "the buffers", number)
     for name, kind in kinds_of(first).items():

@@ -6,16 +6,13 @@ rewritten rows. Of the cache of a window it has all buffers, because the first r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
-from precondattn.cache.kinds import holding
+from precondattn.cache.kinds import C, CacheLike, holding
 from precondattn.cache.windows import reach_of
-
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
 
 
 class Snapshot(NamedTuple):
@@ -25,17 +22,17 @@ class Snapshot(NamedTuple):
     store: dict[str, Array]
 
 
-def snapshot(cache: Cache) -> Snapshot:
+def snapshot(cache: CacheLike) -> Snapshot:
     copies = {name: fresh(cache.store[name]) for name in _copied(cache)}
     return Snapshot(fresh(cache.length), copies)
 
 
-def _copied(cache: Cache) -> list[str]:
+def _copied(cache: CacheLike) -> list[str]:
     """The buffers that a snapshot copies: all of a window, whose first rows may be dropped."""
     return fixed_buffers(cache) if reach_of(cache) is None else [*cache.store]
 
 
-def restore(cache: Cache, earlier: Snapshot, *, donate: bool) -> Cache:
+def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
     if not isinstance(earlier, Snapshot):
         raise TypeError(
             f"restore: a Snapshot from snapshot() expected; found {type(earlier).__name__}"

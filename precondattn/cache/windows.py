@@ -13,13 +13,8 @@ would move, but every backend would have to read rows in another order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from precondattn.arrays import Array, arange_like, in_order, namespace, take_tokens, zero_where_not
-from precondattn.cache.kinds import Kind, kinds_of
-
-if TYPE_CHECKING:
-    from precondattn.cache.cache import Cache
+from precondattn.cache.kinds import CacheLike, Kind, kinds_of
 
 FIRST = "first_token"
 """The buffer (b,) with the position of the token in row 0; only in the cache of a window."""
@@ -35,7 +30,7 @@ def rows_of(reach: int) -> int:
     return reach + 2 * spare_of(reach)
 
 
-def reach_of(cache: Cache) -> int | None:
+def reach_of(cache: CacheLike) -> int | None:
     """The number of cached tokens that a new token reads; None for a cache without a window."""
     kind = kinds_of(cache).get(FIRST)
     return None if kind is None else kind.window - 1

@@ -14,7 +14,7 @@ from precondattn.dispatch.explanation import Explanation
 from precondattn.dispatch.plan import uncached_plan
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 DEVICES = {
     "numpy": ("cpu",),
@@ -29,7 +29,7 @@ VERBS = ("forward", "vjp", "extend", "extend_vjp")
 
 
 def explain_described(
-    mechanism: Mechanism,
+    mechanism: Piece,
     library: str,
     dtype: str,
     device: str | None,

@@ -32,7 +32,7 @@ from precondattn.dispatch.empty import EMPTY, is_empty
 from precondattn.limits import KEPT, KEPT_PLANS
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 LARGEST_SEARCH = 8
 """In programs with more calls, not all subsets are tried, but the whole program, and groups of at
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    mechanism: Mechanism,
+    mechanism: Piece,
     request: Request,
     capacity: int | None = None,
     allowed: tuple[str, ...] | None = None,
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def uncached_plan(
-    mechanism: Mechanism,
+    mechanism: Piece,
     request: Request,
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
@@ -122,7 +122,7 @@ def _frames_of_this_package() -> int:
 
 @lru_cache(maxsize=KEPT_PLANS)
 def _plan(
-    mechanism: Mechanism,
+    mechanism: Piece,
     request: Request,
     capacity: int | None,
     allowed: tuple[str, ...] | None,
@@ -301,7 +301,7 @@ def _value_shapes(program: Program, request: Request, capacity: int | None) -> d
 
 
 def _refusal(
-    mechanism: Mechanism,
+    mechanism: Piece,
     program: Program,
     unclaimed: set[int],
     considered: Iterable[Considered],
@@ -318,7 +318,7 @@ def _refusal(
 
 
 def _passed_over(
-    mechanism: Mechanism, request: Request, plan: Plan, backends: Iterable[Backend]
+    mechanism: Piece, request: Request, plan: Plan, backends: Iterable[Backend]
 ) -> str | None:
     """The warning about a backend for this device and library that runs no part of the call."""
     used = {call.backend.name for call in plan.calls}

@@ -48,7 +48,7 @@ from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.frame import Frame, UniformFrame, extending_frame, full_frame
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
     from precondattn.execution.containment import Spoiled
 
 
@@ -123,7 +123,7 @@ def bind(
 
 
 def check_call(
-    mechanism: Mechanism, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Any]
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Any]
 ) -> None:
     """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
     masks = {name: options.get(name) for name in CALL_OPTIONS if name != "backend"}
@@ -236,9 +236,7 @@ def _inputs(call: GivenCall, ready: Prepared) -> tuple[dict[str, Array], Mapping
     return cast_inputs(declared_inputs(call.mechanism), inputs)
 
 
-def bind_shapes(
-    mechanism: Mechanism, arrays: tuple[Array, ...], named: Arrays
-) -> tuple[Array, Sizes]:
+def bind_shapes(mechanism: Piece, arrays: tuple[Array, ...], named: Arrays) -> tuple[Array, Sizes]:
     """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
     owner, declared = str(mechanism), traceable(extending_inputs)(mechanism)
     inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)

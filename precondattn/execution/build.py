@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.options import Kind, fields_of
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.execution.input_names import CALL_OPTIONS
-from precondattn.spec.softmax import Softmax
 
 
 class Switch(NamedTuple):
@@ -33,17 +32,24 @@ def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 @cache
 def _options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     own = tuple(fields_of(cls))
-    base = cls.__dataclass_fields__.get("base")
-    has_base = base is not None and isinstance(base.default, Softmax)
-    return own, tuple(name for name in fields_of(Softmax) if name not in own and has_base)
+    base = _base_of(cls)
+    if getattr(base, "name", None) != "softmax":
+        return own, ()
+    return own, tuple(name for name in fields_of(base) if name not in own)
 
 
-def with_options(cls: Any, options: Mapping[str, Any]) -> Mechanism:
+def _base_of(cls: Any) -> Any:
+    """The class of its default base; None for a leaf."""
+    field = cls.__dataclass_fields__.get("base")
+    return None if field is None else type(field.default)
+
+
+def with_options(cls: Any, options: Mapping[str, Any]) -> Any:
     """The mechanism, with the options of softmax passed to its base."""
     _, of_base = options_of(cls)
     base = {name: value for name, value in options.items() if name in of_base}
     rest = {name: value for name, value in options.items() if name not in of_base}
-    built: Mechanism = cls(**rest, base=Softmax(**base)) if base else cls(**rest)
+    built: Any = cls(**rest, base=_base_of(cls)(**base)) if base else cls(**rest)
     return built
 
 
@@ -67,13 +73,13 @@ def switches_of(cls: Any) -> Switches:
 
 def _values_of_options(cls: Any) -> Iterator[tuple[str, Any]]:
     own, of_base = options_of(cls)
-    for owner, names in ((cls, own), (Softmax, of_base)):
+    for owner, names in ((cls, own), (_base_of(cls), of_base)):
         for name in names:
             kind: Kind = fields_of(owner)[name].metadata["kind"]
             yield from ((name, value) for value in kind.settings)
 
 
-def build(cls: Any, named: Mapping[str, Any]) -> tuple[Mechanism, dict[str, Any]]:
+def build(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
 
     An array for an optional input switches on the option that declares it.
@@ -108,7 +114,7 @@ def build(cls: Any, named: Mapping[str, Any]) -> tuple[Mechanism, dict[str, Any]
     return mechanism, rest
 
 
-def _check_keywords(cls: Any, mechanism: Mechanism, named: Mapping[str, Any]) -> None:
+def _check_keywords(cls: Any, mechanism: Piece, named: Mapping[str, Any]) -> None:
     own, of_base = options_of(cls)
     known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
     for name in named:

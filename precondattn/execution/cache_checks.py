@@ -14,16 +14,16 @@ from precondattn.execution.masks import INTEGERS
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 @lru_cache(maxsize=KEPT)
-def keeps_tokens(mechanism: Mechanism) -> bool:
+def keeps_tokens(mechanism: Piece) -> bool:
     """Whether its cache stores a row for each token, and not only states."""
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
 
 
-def check_has_states(mechanism: Mechanism) -> None:
+def check_has_states(mechanism: Piece) -> None:
     check_cacheable(mechanism)
     if keeps_tokens(mechanism):
         raise TypeError(
@@ -32,12 +32,12 @@ def check_has_states(mechanism: Mechanism) -> None:
         )
 
 
-def check_cacheable(mechanism: Mechanism) -> None:
+def check_cacheable(mechanism: Piece) -> None:
     if not mechanism.offers.causal:
         raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
 
 
-def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[str, Array]) -> int:
+def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: Mapping[str, Array]) -> int:
     """The capacity of the cache; 0 for a mechanism that caches no tokens."""
     slots = mechanism.program.slots
     keys = set(slots)
@@ -78,7 +78,7 @@ def check_cache(owner: str, mechanism: Mechanism, cache: Cache, inputs: Mapping[
 
 
 def check_buffers(
-    owner: str, mechanism: Mechanism, cache: Cache, sizes: Sizes, dtype: str, hint: str = ""
+    owner: str, mechanism: Piece, cache: Cache, sizes: Sizes, dtype: str, hint: str = ""
 ) -> None:
     """`hint` is appended to the error of a wrong dtype."""
     if KEY_MASK in cache.store:

@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -49,7 +49,7 @@ from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
     from precondattn.execution.arguments import BoundCall
 
 HEADS = ("h", "n", "u")
@@ -114,7 +114,7 @@ class Spoiled(NamedTuple):
         return self.by_keys[:, -1:, :]
 
 
-def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
+def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
     """The call with its bad rows set to 0, and what they spoil."""
     patterns = call.prepared.examined
     is_read = not patterns or call.prepared.request.device == "cpu"
@@ -126,7 +126,7 @@ def contained(mechanism: Mechanism, call: BoundCall) -> BoundCall:
     return call._replace(inputs=spoiled.cleaned(call.inputs), spoiled=spoiled)
 
 
-def contained_after(mechanism: Mechanism, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
+def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
     """`contained`, of packed tokens after states, which may be bad: they spoil the first segment.
 
     Without segments a bad state is left as it is, and spoils all tokens.
@@ -158,7 +158,7 @@ def _heads(output: Pattern, call: BoundCall) -> int:
     return 1 if axis is None else output.axes[axis].size(call.sizes)
 
 
-def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Pattern]) -> Spoiled:
+def _spoiled(mechanism: Piece, call: BoundCall, patterns: Mapping[str, Pattern]) -> Spoiled:
     output = mechanism.program.output
     heads = _heads(output, call)
     good: Arrays = {}
@@ -181,7 +181,7 @@ def _spoiled(mechanism: Mechanism, call: BoundCall, patterns: Mapping[str, Patte
 
 
 @lru_cache(maxsize=KEPT)
-def examined(mechanism: Mechanism, *, is_packed: bool) -> dict[str, Pattern]:
+def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
     """The inputs whose NaN or infinities could reach an output that does not depend on them."""
     leaves = _relating_leaves(mechanism)
     patterns = {
@@ -196,9 +196,9 @@ def examined(mechanism: Mechanism, *, is_packed: bool) -> dict[str, Pattern]:
     return {n: p for n, p in patterns.items() if "s" in p.letters and "e" not in p.letters}
 
 
-def _relating_leaves(mechanism: Mechanism) -> list[Leaf]:
+def _relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     """The leaves that relate tokens to other tokens."""
-    return [leaf for leaf in mechanism.program.leaves if not isinstance(leaf, TokenWise)]
+    return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
 def _is_finite(array: Array, pattern: Pattern) -> bool:
@@ -276,7 +276,7 @@ def _to_heads(bad: Array, heads: int) -> Array:
     return xp.any(xp.reshape(bad, (b, tokens, heads, m // heads)), axis=-1)
 
 
-def _reached(mechanism: Mechanism, bad: Array, call: BoundCall) -> Array:
+def _reached(mechanism: Piece, bad: Array, call: BoundCall) -> Array:
     """The outputs (b, t, heads or 1) that depend on bad rows (b or 1, s, heads or 1)."""
     offers = mechanism.offers
     is_softmax = all(leaf.hides_later_keys for leaf in _relating_leaves(mechanism))

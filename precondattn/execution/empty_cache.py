@@ -13,11 +13,11 @@ from precondattn.execution.arguments import bind_shapes
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 def empty_cache(
-    mechanism: Mechanism,
+    mechanism: Piece,
     arrays: tuple[Array, ...],
     named: Arrays,
     capacity: int | None,

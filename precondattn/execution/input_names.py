@@ -12,16 +12,16 @@ from precondattn.arrays import Array
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 @lru_cache(maxsize=KEPT)
-def declared_inputs(mechanism: Mechanism) -> Inputs:
+def declared_inputs(mechanism: Piece) -> Inputs:
     return mechanism.inputs
 
 
 @lru_cache(maxsize=KEPT)
-def extending_inputs(mechanism: Mechanism) -> Inputs:
+def extending_inputs(mechanism: Piece) -> Inputs:
     """The inputs of `extend`."""
     return mechanism.inputs.extending()
 

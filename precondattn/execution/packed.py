@@ -43,7 +43,7 @@ from precondattn.frame import full_frame, runs
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
     from precondattn.execution.arguments import BoundCall
 
 SIMILAR = 0.8
@@ -77,7 +77,7 @@ class Split(NamedTuple):
     """From tokens (b s) to slots; None where both have the same order."""
 
 
-def divided(mechanism: Mechanism, call: BoundCall) -> Divided | None:
+def divided(mechanism: Piece, call: BoundCall) -> Divided | None:
     """The batches of a call; None where it is computed as it is."""
     segments, plan = call.segments, call.prepared.plan
     if segments is None or not _wants_batches(plan) or not _is_divisible(mechanism):
@@ -102,14 +102,14 @@ def _wants_batches(plan: Plan) -> bool:
     )
 
 
-def _relates_pairs(piece: Mechanism) -> bool:
+def _relates_pairs(piece: Piece) -> bool:
     """Whether it keeps tokens, or would if it were causal."""
     keeps = any(pattern.keeps_tokens for _, pattern in piece.program.slots.values())
     return keeps or any(not leaf.offers.causal for leaf in piece.program.leaves)
 
 
 @lru_cache(maxsize=KEPT)
-def _is_divisible(mechanism: Mechanism) -> bool:
+def _is_divisible(mechanism: Piece) -> bool:
     """Whether inputs and output have sequences and tokens as their first axes, or neither."""
     patterns = (*mechanism.inputs.values(), mechanism.program.output)
     return all(_is_of_tokens(p) or not set(p.letters) & set("bts") for p in patterns)
@@ -177,7 +177,7 @@ def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> Rows | Non
 class Divided:
     """A packed call and its batches, each of which is an ordinary bound call."""
 
-    def __init__(self, mechanism: Mechanism, call: BoundCall, split: Split) -> None:
+    def __init__(self, mechanism: Piece, call: BoundCall, split: Split) -> None:
         self.mechanism, self.call, self.batches = mechanism, call, split.batches
         like = next(iter(call.inputs.values()))
         self.rows = None if split.tokens is None else split.tokens.on_device_of(like)

@@ -47,7 +47,7 @@ from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.limits import KEPT_SIGNATURES
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 class Prepared(NamedTuple):
@@ -183,7 +183,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
 
 
 def prepared_part(
-    mechanism: Mechanism, whole: Prepared, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
+    mechanism: Piece, whole: Prepared, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
 ) -> Prepared:
     """The preparation of a call on parts of the tokens of another."""
     shapes = tuple(shapes_of(inputs).items())
@@ -192,7 +192,7 @@ def prepared_part(
     return whole._replace(sizes=sizes, request=request, plan=plan)
 
 
-def _check_times(mechanism: Mechanism, sizes: Sizes, masks: Mapping[str, Any]) -> None:
+def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Any]) -> None:
     """Raise unless the numbers of queries and keys fit the mechanism and the masks."""
     t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
     if t > s and s != 0 and mechanism.offers.causal:
@@ -209,7 +209,7 @@ def _check_times(mechanism: Mechanism, sizes: Sizes, masks: Mapping[str, Any]) -
                 )
 
 
-def _check_leaves(mechanism: Mechanism, sizes: Sizes, masks: frozenset[str]) -> None:
+def _check_leaves(mechanism: Piece, sizes: Sizes, masks: frozenset[str]) -> None:
     """Raise for sizes or masks that a leaf refuses, each in the leaf's own letters."""
     program = mechanism.program
     for call, axes in zip(program.calls, program.axes, strict=True):
@@ -217,7 +217,7 @@ def _check_leaves(mechanism: Mechanism, sizes: Sizes, masks: frozenset[str]) -> 
         call.leaf.check_call(own, masks)
 
 
-def _masks_of_extension(mechanism: Mechanism, cache: Cache, masks: Mapping[str, Any]) -> set[str]:
+def _masks_of_extension(mechanism: Piece, cache: Cache, masks: Mapping[str, Any]) -> set[str]:
     """The masks that matter: masked keys are not written to a state, but are to a row of tokens."""
     has_key_mask = masks[KEY_MASK] is not None
     if keeps_tokens(mechanism):

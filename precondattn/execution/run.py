@@ -25,15 +25,14 @@ from precondattn.execution.torch.context_parallel import refuse_parts
 from precondattn.execution.unchanged import Unchanged, countable
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.verbs import BackendNames, ExtendPullback
+    from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
 
 
 def call(
-    mechanism: Mechanism,
+    mechanism: Piece,
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
@@ -62,7 +61,7 @@ def _evaluated(bound: BoundCall) -> Array:
 
 
 def vjp(
-    mechanism: Mechanism,
+    mechanism: Piece,
     arrays: tuple[Array, ...],
     named: Arrays,
     backend: BackendNames,
@@ -96,7 +95,7 @@ def vjp(
     return out, pullback
 
 
-def _of_valid(gradients: Arrays, mechanism: Mechanism, bound: BoundCall) -> Arrays:
+def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall) -> Arrays:
     """The gradients, 0 at padding and where an input can not be used."""
     frame = bound.frame
     gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
@@ -104,7 +103,7 @@ def _of_valid(gradients: Arrays, mechanism: Mechanism, bound: BoundCall) -> Arra
 
 
 def gradients_from_lse(
-    mechanism: Mechanism,
+    mechanism: Piece,
     inputs: Arrays,
     backend: BackendNames,
     masks: Masks,
@@ -127,7 +126,7 @@ def gradients_from_lse(
 
 
 def extend(
-    mechanism: Mechanism,
+    mechanism: Piece,
     cache: Cache,
     arrays: tuple[Array, ...],
     named: Arrays,
@@ -170,7 +169,7 @@ def extend(
 
 
 def extend_vjp(
-    mechanism: Mechanism,
+    mechanism: Piece,
     cache: Cache,
     arrays: tuple[Array, ...],
     named: Arrays,
@@ -223,7 +222,7 @@ def extend_vjp(
 
 
 def explain(
-    mechanism: Mechanism,
+    mechanism: Piece,
     verb: str,
     cache: Cache | None,
     arrays: tuple[Array, ...],
@@ -275,7 +274,7 @@ def _is_distributed(given: GivenCall) -> bool:
     return is_distributed(given.arrays, given.named, *buffers, *given.masks.values())
 
 
-def _refuse_segments(mechanism: Mechanism, named: Arrays) -> None:
+def _refuse_segments(mechanism: Piece, named: Arrays) -> None:
     for name in ("segment_ids", "cu_seqlens"):
         if name in named:
             raise TypeError(

@@ -21,15 +21,14 @@ from precondattn.cache import Cache
 from precondattn.dispatch.discovery import allowed_backends
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
-    from precondattn.algebra.verbs import BackendNames
+    from precondattn.algebra.piece import BackendNames, Piece
 
 
 class GivenCall(NamedTuple):
     """A call as it is given, nothing of which is checked yet."""
 
     verb: str
-    mechanism: Mechanism
+    mechanism: Piece
     arrays: tuple[Any, ...]
     """The arguments by position; `named` are the inputs by name, `masks` the masks."""
     named: Mapping[str, Any]

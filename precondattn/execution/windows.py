@@ -19,7 +19,7 @@ from precondattn.cache.kinds import TOKENS, Kind
 from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 def is_window(cache: Any) -> bool:
@@ -27,7 +27,7 @@ def is_window(cache: Any) -> bool:
 
 
 def ordinary(
-    mechanism: Mechanism, cache: Cache, arrays: tuple[Array, ...], named: Mapping[str, Array]
+    mechanism: Piece, cache: Cache, arrays: tuple[Array, ...], named: Mapping[str, Array]
 ) -> Cache:
     """An ordinary cache of the tokens held, with room for the new ones.
 
@@ -59,15 +59,13 @@ def ordinary(
     return plain if fits else grown(plain, held + new)
 
 
-def _kinds(mechanism: Mechanism) -> dict[str, Kind]:
+def _kinds(mechanism: Piece) -> dict[str, Kind]:
     """The kinds of the buffers that its cache may have."""
     slots = {name: slot.kind for name, (slot, _) in mechanism.program.slots.items()}
     return {**slots, KEY_MASK: Kind(TOKENS)}
 
 
-def _token_count(
-    mechanism: Mechanism, arrays: tuple[Array, ...], named: Mapping[str, Array]
-) -> int:
+def _token_count(mechanism: Piece, arrays: tuple[Array, ...], named: Mapping[str, Array]) -> int:
     """The number of new tokens; 0 if the inputs have none, which the extension then refuses."""
     given = {**dict(zip(mechanism.inputs, arrays, strict=False)), **named}
     for name, pattern in mechanism.inputs.items():
@@ -79,7 +77,7 @@ def _token_count(
 
 
 def extended(
-    mechanism: Mechanism,
+    mechanism: Piece,
     cache: Cache,
     plain: Cache,
     extend: Callable[[Cache], tuple[Array, Cache]],

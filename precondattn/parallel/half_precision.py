@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from precondattn.algebra.mechanism import leaf_of
 from precondattn.arrays import Array, cast, upcast_all
 from precondattn.dispatch.discovery import discover
 
@@ -29,7 +30,7 @@ def inputs_in_half(
 
     `of_call` are the values of the program that are inputs of the call, and keep their dtype.
     """
-    leaf = leaf_call.leaf
+    leaf = leaf_of(leaf_call)
     given = {
         name: inputs[name] if value in of_call else cast(inputs[name], dtype)
         for name, value in leaf_call.arguments

@@ -24,7 +24,7 @@ from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 READS = (MEAN, LOG_MEAN_EXP)
 
@@ -120,7 +120,7 @@ def _of_one_channel(tokens: Sequence[Array]) -> tuple[Array, Array, Array]:
     return q, k, v[..., :1]
 
 
-def goes_around(leaf: Leaf) -> bool:
+def goes_around(leaf: LeafProtocol) -> bool:
     """Whether parts of the keys are all that a query's output is merged from."""
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
     return set(leaf.inputs) == {"q", "k", "v"} and leaf.window is None and leaf.read in READS

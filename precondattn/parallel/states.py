@@ -45,7 +45,7 @@ from precondattn.spec.preconditioned_key import PreconditionedKey
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.verbs import ExtendPullback
+    from precondattn.algebra.piece import ExtendPullback
 
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
@@ -137,7 +137,11 @@ def kept(x: Array, mask: Array | None) -> Array:
 
 
 def extended(
-    leaf: Leaf, cache: Cache, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+    leaf: Leaf,
+    cache: Cache,
+    inputs: Mapping[str, Array],
+    backend: Any,
+    masks: Mapping[str, Any],
 ) -> tuple[Array, Cache]:
     """`leaf.extend`, of tokens that may also have `segment_ids`.
 
@@ -148,7 +152,11 @@ def extended(
 
 
 def extended_vjp(
-    leaf: Leaf, cache: Cache, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+    leaf: Leaf,
+    cache: Cache,
+    inputs: Mapping[str, Array],
+    backend: Any,
+    masks: Mapping[str, Any],
 ) -> tuple[Array, Cache, ExtendPullback]:
     """`leaf.extend_vjp`, likewise."""
     given = {"lengths": None, "key_mask": None, **masks}

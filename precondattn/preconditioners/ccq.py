@@ -7,14 +7,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.advice import with_base
-from precondattn.algebra.mechanism import (
-    Leaf,
-    Mechanism,
-    Offers,
-    Preconditioner,
-    Step,
-    step,
-)
+from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, step
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, non_negative, positive
 from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.offers import Offers
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.softmax import Softmax
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import count_or_none, flag, positive_or_none
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.mesa_query import MesaQuery

@@ -7,13 +7,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.advice import with_base
-from precondattn.algebra.mechanism import (
-    Mechanism,
-    Offers,
-    Preconditioner,
-    Step,
-    step,
-)
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.l2_norm import L2Norm

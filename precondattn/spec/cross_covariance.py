@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import non_negative
 from precondattn.arrays import Array, Arrays, Residuals, namespace, zero_where_not
 from precondattn.spec.array_functions import (

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (

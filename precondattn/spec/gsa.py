@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot

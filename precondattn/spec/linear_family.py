@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
 from precondattn.arrays import Array, Arrays, namespace, placement
 from precondattn.cache import Slot

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, count, flag, positive_or_none
 from precondattn.arrays import Array, Arrays, Residuals, zero_where_not
 from precondattn.spec import token_convolution

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Offers
+from precondattn.algebra.offers import Offers
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads, where_valid

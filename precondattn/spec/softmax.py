@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
-from precondattn.algebra.mechanism import Leaf, Offers
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, flag, one_of, positive_or_none, window_or_none
 from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates

@@ -27,7 +27,8 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, pair_flops, visible_pairs
-from precondattn.algebra.mechanism import Leaf, Offers
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, count, non_negative, positive, positive_or_none
 from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.cache import Updates

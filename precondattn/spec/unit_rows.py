@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.mechanism import Offers, TokenWise
+from precondattn.algebra.mechanism import TokenWise
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.arrays import Array, Arrays, Residuals, namespace, stop_gradient, zero_where_not
 from precondattn.frame import Frame

@@ -25,7 +25,8 @@ from typing import Any, ClassVar
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops, pair_flops
-from precondattn.algebra.mechanism import Leaf, Offers
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import (
     counts,
     counts_or_none,

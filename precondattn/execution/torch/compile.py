@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra import registry
-from precondattn.algebra.expression import parse
 from precondattn.algebra.names import piece_named
+from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
 from precondattn.cache import Cache
 from precondattn.execution import run
@@ -63,7 +63,7 @@ def _constructed(cls: Any, options: Names, is_mechanism: tuple[bool, ...], *give
 
 @torch.compiler.assume_constant_result
 def _parsed(text: str) -> str:
-    return _described(parse(text))
+    return _described(read(text))
 
 
 def _described(mechanism: Verbs) -> str:

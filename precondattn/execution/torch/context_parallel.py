@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
     from precondattn.dispatch.plan import Plan
     from precondattn.execution.arguments import BoundCall
 
@@ -21,9 +21,7 @@ PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
 
 
-def refuse_parts(
-    mechanism: Mechanism, plan: Plan | None = None, call: BoundCall | None = None
-) -> None:
+def refuse_parts(mechanism: Piece, plan: Plan | None = None, call: BoundCall | None = None) -> None:
     """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
     if PACKAGE not in sys.modules or not _is_on():
         return

@@ -35,11 +35,11 @@ from precondattn.execution.torch.dtensor_sharding import (
 )
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 
 def call(
-    mechanism: Mechanism, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
+    mechanism: Piece, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
 ) -> DTensor:
     """`run.call`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
@@ -48,7 +48,7 @@ def call(
 
 
 def vjp(
-    mechanism: Mechanism, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
+    mechanism: Piece, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
 ) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
     """`run.vjp`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
@@ -63,7 +63,7 @@ def vjp(
 
 
 def explain(
-    mechanism: Mechanism,
+    mechanism: Piece,
     verb: str,
     cache: Cache | None,
     arrays: Any,
@@ -80,7 +80,7 @@ def explain(
 
 
 def init_cache(
-    mechanism: Mechanism, arrays: Any, named: Arrays, capacity: int | None, key_mask: bool
+    mechanism: Piece, arrays: Any, named: Arrays, capacity: int | None, key_mask: bool
 ) -> Cache:
     """`empty_cache`."""
     inputs, _, sharding = _bound(mechanism, arrays, named, {}, INIT_OPTIONS)
@@ -89,7 +89,7 @@ def init_cache(
 
 
 def extend(
-    mechanism: Mechanism,
+    mechanism: Piece,
     cache: Cache,
     arrays: Any,
     named: Arrays,
@@ -108,7 +108,7 @@ def extend(
 
 
 def extend_vjp(
-    mechanism: Mechanism,
+    mechanism: Piece,
     cache: Cache,
     arrays: Any,
     named: Arrays,
@@ -139,20 +139,20 @@ def extend_vjp(
 
 
 def _extension(
-    mechanism: Mechanism, cache: Cache, arrays: Any, named: Arrays, masks: Mapping[str, Any]
+    mechanism: Piece, cache: Cache, arrays: Any, named: Arrays, masks: Mapping[str, Any]
 ) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], Sharding]:
     """This device's part of the cache, and `_bound`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
     return _part_of_cache(sharding, cache), inputs, given, sharding
 
 
-def _whole(mechanism: Mechanism, sharding: Sharding, out: Tensor) -> DTensor:
+def _whole(mechanism: Piece, sharding: Sharding, out: Tensor) -> DTensor:
     """The output, of which this device has computed a part."""
     return sharding.whole(out, sharding.placements(mechanism.program.output))
 
 
 def _bound(
-    mechanism: Mechanism,
+    mechanism: Piece,
     arrays: Any,
     named: Arrays,
     masks: Mapping[str, Any],
@@ -202,7 +202,7 @@ def _part_of_cache(sharding: Sharding, cache: Cache) -> Cache:
     return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
 
 
-def _check_cotangent(mechanism: Mechanism, what: str, cotangent: Any, of: DTensor) -> None:
+def _check_cotangent(mechanism: Piece, what: str, cotangent: Any, of: DTensor) -> None:
     if not isinstance(cotangent, DTensor) or cotangent.placements != of.placements:
         found = getattr(cotangent, "placements", type(cotangent).__name__)
         raise ValueError(

@@ -20,7 +20,7 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.windows import FIRST
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import Piece
 
 Patterns = dict[str, Pattern]
 Placements = tuple[Placement, ...]
@@ -82,7 +82,7 @@ class Sharding(NamedTuple):
     ) -> dict[str, DTensor]:
         return {n: self.whole(part, self.of_gradient(arrays[n])) for n, part in parts.items()}
 
-    def whole_cache(self, mechanism: Mechanism, cache: Cache) -> Cache:
+    def whole_cache(self, mechanism: Piece, cache: Cache) -> Cache:
         patterns = patterns_of_cache(mechanism)
         store = {
             name: self.whole(buffer, self.placements(patterns[name]))
@@ -188,7 +188,7 @@ def _dimension(mesh: DeviceMesh, i: int) -> str:
     return f"mesh dimension {names[i] if names else i!r}"
 
 
-def patterns_of_cache(mechanism: Mechanism) -> Patterns:
+def patterns_of_cache(mechanism: Piece) -> Patterns:
     """The patterns of the arrays of a cache."""
     slots = {name: pattern for name, (_, pattern) in mechanism.program.slots.items()}
     return {"length": ROW, FIRST: ROW, KEY_MASK: MASKS[KEY_MASK], **slots}

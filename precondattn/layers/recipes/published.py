@@ -7,7 +7,7 @@ such as `linear[normalize=true]`, is looked up by its whole text first.
 
 from __future__ import annotations
 
-from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.comba import (
     CorrectedQuery,
@@ -210,6 +210,6 @@ MESANET: Recipes = {
 """Those of `mesa[beta=true](ssd)` in MesaNet's layer, which are not those of `ssd` in Mamba-2's."""
 
 
-def recipes_for(leaf: Leaf) -> Recipes:
+def recipes_for(leaf: LeafProtocol) -> Recipes:
     """The published recipes of a leaf, by its names of its inputs; empty for an unknown leaf."""
     return PUBLISHED.get(str(leaf), PUBLISHED.get(leaf.name, {}))

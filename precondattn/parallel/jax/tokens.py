@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
 from precondattn.arrays import HALF, cast
 from precondattn.execution.arguments import check_call
 from precondattn.execution.array_checks import call_dtype
@@ -49,6 +49,7 @@ from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local,
@@ -131,7 +132,7 @@ def bytes_sent(call: Call) -> dict[str, int]:
     return sent
 
 
-def way_of(leaf: Leaf) -> ModuleType | None:
+def way_of(leaf: LeafProtocol) -> ModuleType | None:
     """How the tokens of a leaf are divided; None where no way is built."""
     way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
     return gathered if way is ring and not goes_around(leaf) else way
@@ -170,7 +171,7 @@ def _pieces(
         inputs = {name: values[value] for name, value in leaf_call.arguments}
         way = way_of(leaf_call.leaf)
         assert way is not None  # `refusal` has checked it.
-        yield leaf_call, way, Piece(leaf_call.leaf, inputs, masks, line, call.backend)
+        yield leaf_call, way, Piece(leaf_of(leaf_call), inputs, masks, line, call.backend)
 
 
 def _like_output(piece: Piece) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.mechanism import leaf_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import holding
 from precondattn.execution.cache_checks import keeps_tokens
@@ -49,7 +50,8 @@ from precondattn.parallel.torch.tokens import computed, like_output, way_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from precondattn.algebra.mechanism import Leaf, Mechanism
+    from precondattn.algebra.leaf_protocol import LeafProtocol
+    from precondattn.algebra.mechanism import Mechanism
 
 CACHED: Mapping[ModuleType, ModuleType] = {
     local: local_cache,
@@ -226,7 +228,7 @@ class _Past(NamedTuple):
         program = self.mechanism.program
         call, keys = program.calls[number], program.slot_keys[number]
         return Step(
-            call.leaf,
+            leaf_of(call),
             {name: values[value] for name, value in call.arguments},
             {slot: self.store[key] for slot, key in keys.items()},
             self.rows,
@@ -259,7 +261,7 @@ def refusal(mechanism: Mechanism) -> str | None:
     return None
 
 
-def cached_way(leaf: Leaf) -> ModuleType:
+def cached_way(leaf: LeafProtocol) -> ModuleType:
     """How a leaf keeps tokens."""
     way = way_of(leaf)
     assert way is not None  # It has been checked.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.mechanism import Leaf, TokenWise
+from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
 from precondattn.arrays import cast
 from precondattn.parallel.half_precision import inputs_in_half
 from precondattn.parallel.ring_reads import goes_around
@@ -41,6 +41,7 @@ from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.leaf_protocol import LeafProtocol
     from precondattn.algebra.mechanism import Mechanism
 
 HALF = (torch.float16, torch.bfloat16)
@@ -137,7 +138,11 @@ def _pieces(
         inputs = {name: values[value] for name, value in leaf_call.arguments}
         way = way_of(leaf_call.leaf)
         assert way is not None  # `refusal` has checked it.
-        yield leaf_call, way, Piece(leaf_call.leaf, inputs, parts, masks, processes, call.backend)
+        yield (
+            leaf_call,
+            way,
+            Piece(leaf_of(leaf_call), inputs, parts, masks, processes, call.backend),
+        )
 
 
 def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:
@@ -145,14 +150,14 @@ def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:
     return inputs.get("v", next(iter(inputs.values()))).dtype
 
 
-def like_output(leaf: Leaf, inputs: Mapping[str, Tensor]) -> Tensor:
+def like_output(leaf: LeafProtocol, inputs: Mapping[str, Tensor]) -> Tensor:
     """A tensor of the shape and dtype of a leaf's output, without data."""
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}
     shape = Pattern.read(leaf.output).shape(leaf.inputs.sizes(str(leaf), shapes))
     return torch.empty(shape, dtype=_dtype(inputs), device="meta")
 
 
-def way_of(leaf: Leaf) -> ModuleType | None:
+def way_of(leaf: LeafProtocol) -> ModuleType | None:
     """How the tokens of a leaf are divided; None where no way is built."""
     way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
     return gathered if way is ring and not goes_around(leaf) else way
