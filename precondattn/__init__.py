@@ -13,6 +13,7 @@ from precondattn.algebra.flops import Flops
 from precondattn.algebra.group import group_of
 from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, TokenWise, step
 from precondattn.algebra.offers import Offers
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.algebra.registry import unregister as unregister_mechanism
 from precondattn.arrays import namespace
 from precondattn.backend import (
@@ -180,6 +181,7 @@ __all__ = [
     "QKNorm",
     "QueryWeightedQuery",
     "RMSNorm",
+    "Recurrence",
     "Replace",
     "Request",
     "Retention",

@@ -53,9 +53,9 @@ def one_token(leaf: Any, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
     if h < m:
         q = q.repeat_interleave(m // h, 2)
     k, u = k.reshape(count, 1, d), x["v"].reshape(count, 1, e)
-    if leaf.gate is not None:
+    if leaf.recurrence.gate is not None:
         states.mul_(x["g"].exp().reshape(count, -1, 1))
-    if leaf.is_delta:
+    if leaf.recurrence.rule == "delta":
         u = torch.baddbmm(u, k, states, alpha=-1) * x["beta"].reshape(count, 1, 1)
     states.addcmul_(k.mT, u)
     return torch.bmm(q.reshape(count, -1, d), states).reshape(b, 1, -1, e)

@@ -8,6 +8,7 @@ from typing import Protocol
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Slot, Updates
 from precondattn.frame import Frame
@@ -25,6 +26,8 @@ class LeafProtocol(Protocol):
     def output(self) -> str: ...
     @property
     def offers(self) -> Offers: ...
+    @property
+    def recurrence(self) -> Recurrence | None: ...
     @property
     def is_base(self) -> bool: ...
     @property

@@ -22,6 +22,7 @@ from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import check_options
 from precondattn.algebra.program import Program
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.algebra.text import text_of_mechanism
 from precondattn.algebra.unfolding import program_of
 from precondattn.algebra.verbs import Verbs, constructed_in_graph
@@ -100,6 +101,15 @@ class Mechanism(Verbs):
     @property
     def offers(self) -> Offers:
         return Offers()
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """The recurrence that it is, by which backends find an algorithm.
+
+        None for every other mechanism, and for a subclass of a recurrence that defines mathematics
+        of its own and declares none: it runs as it is written, on the reference.
+        """
+        return None
 
     @cached_property
     def program(self) -> Program:

@@ -71,7 +71,7 @@ def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
         where_valid(swap_time_and_heads(k), frame),
         swap_time_and_heads(x["v"]),
         _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
-        swap_time_and_heads(x["beta"]) if leaf.is_delta else None,
+        swap_time_and_heads(x["beta"]) if leaf.recurrence.strength == "scalar" else None,
         **leaf.erased(x, frame),
     )
 

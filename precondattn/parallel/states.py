@@ -166,7 +166,7 @@ def extended_vjp(
 def columns_of_transition(leaf: Leaf, d: int) -> int:
     """How many columns of the state T is computed in: 0, 1 or d."""
     assert isinstance(leaf, LinearFamily)  # Others have no scan.
-    if leaf.is_delta:
+    if not leaf.declares.is_diagonal:
         return d
     return 1 if leaf.has_decay else 0
 

@@ -10,18 +10,14 @@ eigenvalue is e^{g} − β k·p: with p = k of length 1 no direction grows for 0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import choice
-from precondattn.arrays import Array, Arrays, namespace
+from precondattn.algebra.recurrence import Erase, Recurrence
 from precondattn.cache import Slot
-from precondattn.frame import Frame
-from precondattn.spec.array_functions import sum_heads, swap_time_and_heads
-from precondattn.spec.linear_family import LinearFamily, same_segment_as_before
-from precondattn.spec.recurrence import Stream
+from precondattn.spec.linear_family import LinearFamily
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,14 @@ class Comba(LinearFamily):
 
     name: ClassVar[str] = "comba"
     variants: ClassVar[tuple[str, ...]] = ("comba[scale=0.3]", "comba[erases=decayed]")
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "head"
-    is_delta: ClassVar[bool] = True
+    erase_name: ClassVar[str] = "p"
 
     erases: str = choice("undecayed", "decayed")
+
+    @property
+    def declares(self) -> Recurrence:
+        erase: Erase = "own key" if self.erases == "decayed" else "own key, before the decay"
+        return Recurrence("delta", gate="head", erase=erase, strength="scalar", heads="u")
 
     @property
     def inputs(self) -> Inputs:
@@ -87,20 +86,3 @@ class Comba(LinearFamily):
         (slot,) = super().slots()
         option = "" if self.erases == type(self).erases else "[erases=decayed]"
         return (slot._replace(holds=slot.holds.replace("comba", f"comba{option}", 1)),)
-
-    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
-        p = swap_time_and_heads(x["p"])
-        if self.erases == "decayed":
-            return {"erase": p}
-        same = same_segment_as_before(frame, p.shape[2])
-        if same is not None:  # The state before is that of another segment.
-            p = namespace(p).where(same[:, None, :, None], p, 0.0)
-        return {"undecayed": p}
-
-    def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
-        d_p = d.erase if self.erases == "decayed" else d.undecayed
-        same = same_segment_as_before(frame, d.k.shape[2])
-        if self.erases == "undecayed" and same is not None:
-            d_p = namespace(d_p).where(same[:, None, :, None], d_p, 0.0)
-        d_p = sum_heads(d_p, x["p"].shape[2])
-        return super().gradients(x, d, frame) | {"p": swap_time_and_heads(d_p)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -47,8 +48,7 @@ class Delta(LinearFamily):
 
     name: ClassVar[str] = "delta"
     variants: ClassVar[tuple[str, ...]] = ("delta[scale=0.3]",)
-    heads: ClassVar[str] = "u"
-    is_delta: ClassVar[bool] = True
+    declares = Recurrence("delta", strength="scalar", heads="u")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,4 @@ class GatedDelta(LinearFamily):
 
     name: ClassVar[str] = "gated_delta"
     variants: ClassVar[tuple[str, ...]] = ("gated_delta[scale=0.3]",)
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "head"
-    is_delta: ClassVar[bool] = True
+    declares = Recurrence("delta", gate="head", strength="scalar", heads="u")

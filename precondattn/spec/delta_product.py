@@ -19,6 +19,7 @@ from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import count
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -28,9 +29,8 @@ from precondattn.spec.linear_family import (
     forget_other_segments,
     queries_of_rows,
     queries_of_states,
-    rows_of_states,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.recurrence import Stream
 from precondattn.spec.several_steps import (
     at_first,
     at_last,
@@ -86,11 +86,12 @@ class DeltaProduct(LinearFamily):
         "delta_product[steps=1]",
         "delta_product[steps=3]",
     )
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "head"
-    is_delta: ClassVar[bool] = True
 
     steps: int = count(2)
+
+    @property
+    def declares(self) -> Recurrence:
+        return Recurrence("delta", gate="head", strength="scalar", steps=self.steps, heads="u")
 
     @property
     def inputs(self) -> Inputs:
@@ -105,10 +106,6 @@ class DeltaProduct(LinearFamily):
     @property
     def offers(self) -> Offers:
         return super().offers._replace(several_keys=True)
-
-    @property
-    def steps_per_token(self) -> int:
-        return self.steps
 
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("state", "delta_product.state({k}, {v}, {g}, {beta})", "b u d e", wide=True),)
@@ -145,27 +142,3 @@ class DeltaProduct(LinearFamily):
             "beta": heads_last(separate(d.beta, n)),
             "g": swap_time_and_heads(of_first(d.g, n)[..., 0, 0]),
         }
-
-    def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
-    ) -> tuple[Array, Arrays]:
-        o, final = form.forward(self.stream(x, frame), state["state"])
-        return rows_of_states(of_last(o, self.steps)), {"state": final}
-
-    def run_vjp(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_state: Mapping[str, Array],
-        form: Form = RECURRENT,
-    ) -> tuple[Arrays, Arrays]:
-        stream = self.stream(x, frame)
-        d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.steps)
-        d = form.vjp(stream, state["state"], d_o, d_state["state"])
-        return self.gradients(x, d.stream, frame), {"state": d.state}

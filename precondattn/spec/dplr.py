@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.offers import Offers
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -25,13 +25,8 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     where_valid,
 )
-from precondattn.spec.linear_family import (
-    LinearFamily,
-    queries_of_states,
-    rows_of_states,
-    same_segment_as_before,
-)
-from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.linear_family import LinearFamily, where_same_segment
+from precondattn.spec.recurrence import Stream
 from precondattn.spec.several_steps import at_first, at_last, joined, of_first, of_last
 
 STEPS = 2
@@ -73,9 +68,7 @@ class DPLR(LinearFamily):
 
     name: ClassVar[str] = "dplr"
     variants: ClassVar[tuple[str, ...]] = ("dplr[scale=1]",)
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "channel"
-    is_delta: ClassVar[bool] = True
+    declares = Recurrence("low rank", gate="channel", steps=STEPS, heads="u")
 
     @property
     def inputs(self) -> Inputs:
@@ -88,26 +81,16 @@ class DPLR(LinearFamily):
             g="b s u d in (-inf, 0]",
         )
 
-    @property
-    def offers(self) -> Offers:
-        return super().offers._replace(unit_keys=False)
-
-    @property
-    def steps_per_token(self) -> int:
-        return STEPS
-
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         one_step = super().flops(sizes)
         return None if one_step is None else one_step.times(STEPS)
 
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         xp = namespace(x["k"])
-        rows = super().stream({**x, "beta": xp.ones_like(x["g"][..., 0])}, frame)
+        rows = super().stream(x, frame)
         m = rows.k.shape[1]
         a, b = (repeat_heads(swap_time_and_heads(x[name]), m) for name in "ab")
-        same = same_segment_as_before(frame, a.shape[2])
-        if same is not None:  # The state before is that of another segment.
-            a = xp.where(same[:, None, :, None], a, 0.0)
+        a = where_same_segment(a, frame)  # The state before is that of another segment.
         keys = joined(xp.stack([where_valid(b, frame), rows.k], axis=3))
         return Stream(
             at_last(rows.q, STEPS),
@@ -120,10 +103,7 @@ class DPLR(LinearFamily):
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         assert d.undecayed is not None
-        d_a = -of_first(d.undecayed, STEPS)
-        same = same_segment_as_before(frame, d_a.shape[2])
-        if same is not None:
-            d_a = namespace(d_a).where(same[:, None, :, None], d_a, 0.0)
+        d_a = where_same_segment(-of_first(d.undecayed, STEPS), frame)
         d_b = where_valid(of_first(d.k, STEPS), frame)
         d_q, d_k, d_v = (of_last(array, STEPS) for array in (d.q, d.k, d.v))
         rows = Stream(d_q, d_k, d_v, of_first(d.g, STEPS))
@@ -132,27 +112,3 @@ class DPLR(LinearFamily):
             "a": swap_time_and_heads(sum_heads(d_a, heads)),
             "b": swap_time_and_heads(sum_heads(d_b, heads)),
         }
-
-    def run(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        form: Form = RECURRENT,
-    ) -> tuple[Array, Arrays]:
-        o, final = form.forward(self.stream(x, frame), state["state"])
-        return rows_of_states(of_last(o, STEPS)), {"state": final}
-
-    def run_vjp(
-        self,
-        state: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_state: Mapping[str, Array],
-        form: Form = RECURRENT,
-    ) -> tuple[Arrays, Arrays]:
-        stream = self.stream(x, frame)
-        d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), STEPS)
-        d = form.vjp(stream, state["state"], d_o, d_state["state"])
-        return self.gradients(x, d.stream, frame), {"state": d.state}

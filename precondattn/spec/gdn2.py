@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -63,11 +64,7 @@ class GDN2(LinearFamily):
 
     name: ClassVar[str] = "gdn2"
     variants: ClassVar[tuple[str, ...]] = ("gdn2[scale=0.3]",)
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "channel"
-    is_delta: ClassVar[bool] = True
-    erase_name: ClassVar[str] = "k"
-    """The input that b multiplies."""
+    declares = Recurrence("delta", gate="channel", strength="channel", heads="u")
 
     @property
     def inputs(self) -> Inputs:
@@ -80,21 +77,28 @@ class GDN2(LinearFamily):
             w="b s u e in [0, 1]",
         )
 
+    def _key(self) -> str:
+        """The input that b multiplies."""
+        return "k" if self.declares.erase == "written key" else self.erase_name
+
+    def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
+        b = swap_time_and_heads(x["b"])
+        key = repeat_heads(swap_time_and_heads(x[self._key()]), b.shape[1])
+        return {"erase": b * where_valid(key, frame)}
+
+    def erased_vjp(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+        b, of_keys = swap_time_and_heads(x["b"]), x[self._key()]
+        key = repeat_heads(swap_time_and_heads(of_keys), b.shape[1])
+        d_key = sum_heads(where_valid(b * d.erase, frame), of_keys.shape[2])
+        return {"b": swap_time_and_heads(d.erase * key), self._key(): swap_time_and_heads(d_key)}
+
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
-        beta = namespace(x["k"]).ones_like(x["g"][..., 0])
-        stream = super().stream({**x, "beta": beta}, frame)
-        b, w = swap_time_and_heads(x["b"]), swap_time_and_heads(x["w"])
-        erase = repeat_heads(swap_time_and_heads(x[self.erase_name]), b.shape[1])
-        return stream._replace(erase=b * where_valid(erase, frame), v=w * stream.v)
+        stream = super().stream(x, frame)
+        written = swap_time_and_heads(x["w"]) * stream.v
+        return stream._replace(v=written, beta=namespace(written).ones_like(stream.g[..., 0, 0]))
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
-        m = d.k.shape[1]
-        erase, v = (repeat_heads(swap_time_and_heads(x[n]), m) for n in (self.erase_name, "v"))
-        b, w = swap_time_and_heads(x["b"]), swap_time_and_heads(x["w"])
-        own = {"b": swap_time_and_heads(d.erase * erase), "w": swap_time_and_heads(d.v * v)}
-        d_erase = sum_heads(where_valid(b * d.erase, frame), x[self.erase_name].shape[2])
-        d_erase = swap_time_and_heads(d_erase)
-        gradients = super().gradients(x, d._replace(v=w * d.v, beta=None), frame) | own
-        if self.erase_name == "k":
-            return gradients | {"k": gradients["k"] + d_erase}
-        return gradients | {self.erase_name: d_erase}
+        w = swap_time_and_heads(x["w"])
+        v = repeat_heads(swap_time_and_heads(x["v"]), w.shape[1])
+        gradients = super().gradients(x, d._replace(v=w * d.v, beta=None), frame)
+        return gradients | {"w": swap_time_and_heads(d.v * v)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -39,4 +40,4 @@ class GLA(LinearFamily):
 
     name: ClassVar[str] = "gla"
     variants: ClassVar[tuple[str, ...]] = ("gla[scale=0.3]",)
-    gate: ClassVar[str | None] = "channel"
+    declares = Recurrence("add", gate="channel")

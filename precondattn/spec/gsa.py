@@ -20,6 +20,7 @@ from typing import ClassVar
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -66,6 +67,8 @@ class GSA(Stateful):
 
     name: ClassVar[str] = "gsa"
     variants: ClassVar[tuple[str, ...]] = ("gsa[scale=1]",)
+
+    declares = Recurrence("slots", gate="slot")
 
     scale: float | None = positive_or_none()
 

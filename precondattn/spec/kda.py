@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -51,6 +52,4 @@ class KDA(LinearFamily):
 
     name: ClassVar[str] = "kda"
     variants: ClassVar[tuple[str, ...]] = ("kda[scale=0.3]",)
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "channel"
-    is_delta: ClassVar[bool] = True
+    declares = Recurrence("delta", gate="channel", strength="scalar", heads="u")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.options import flag, non_negative
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -64,6 +65,10 @@ class Linear(LinearFamily):
 
     normalize: bool = flag(False)
     eps: float = non_negative(1e-10)
+
+    @property
+    def declares(self) -> Recurrence:
+        return Recurrence("add", normaliser="sum" if self.normalize else None)
 
     def check_together(self) -> None:
         if not self.normalize and self.eps != type(self).eps:

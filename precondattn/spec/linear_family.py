@@ -2,8 +2,8 @@
 
     o = s SᵀQ,    S_t = Γ_t ∘ S_{t−1} + k_t u_tᵀ
 
-A mechanism declares which heads have a state, and where its decay comes from; which states share
-keys, values and queries follows from the heads. At the first token of a packed segment the decay is
+A mechanism declares its `Recurrence`; which states share keys, values and queries follows from the
+heads that have a state. At the first token of a packed segment the decay is
 −∞, so that the state is reset. Gradient: that of the recurrence (`recurrence.py`), summed over the
 heads that share an input.
 """
@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -29,10 +31,13 @@ from precondattn.spec.array_functions import (
     where_valid,
 )
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
+from precondattn.spec.several_steps import at_last, of_last
 from precondattn.spec.stateful import Stateful
 
 GATES = {"head": "in (-inf, 0]", "channel": "d in (-inf, 0]"}
 """The part of the pattern of g after `"b s heads"`."""
+DECAYS = {"head": "head", "channel": "channel", "fixed": "retention"}
+"""What a gate is for the preconditioners around it (`Offers.decay`)."""
 
 
 def queries_of_states(q: Array, heads: int) -> Array:
@@ -77,12 +82,18 @@ def same_segment_as_before(frame: Frame, s: int) -> Array | None:
     return namespace(same).concat([segment[:, :1] == segment[:, :1], same], axis=1)
 
 
+def where_same_segment(x: Array, frame: Frame) -> Array:
+    """x (b, m, s, d), 0 at the first token of every segment but the first."""
+    same = same_segment_as_before(frame, x.shape[2])
+    return x if same is None else namespace(x).where(same[:, None, :, None], x, 0.0)
+
+
 @dataclass(frozen=True)
 class LinearFamily(Stateful):
     """A leaf that is one recurrence on a state (d, e) for each head.
 
-    Subclasses declare `heads`, `gate` and `is_delta`. Where the decay is not an input g, they
-    override `inputs`, `log_decay` and `log_decay_vjp`.
+    Subclasses declare it, as in `declares = Recurrence("delta", gate="head", strength="scalar")`.
+    Those whose decay is not an input g override `inputs`, `log_decay` and `log_decay_vjp`.
 
     Parameters
     ----------
@@ -90,43 +101,55 @@ class LinearFamily(Stateful):
         s; d^{-1/2} by default.
     """
 
-    heads: ClassVar[str] = "n"
-    """The letter of the heads that have a state: n (keys), h (queries) or u (values)."""
-    gate: ClassVar[str | None] = None
-    """Whether there is a gate g, one per `"head"` or one per key `"channel"`."""
-    is_delta: ClassVar[bool] = False
-    """Whether a write follows the delta rule; otherwise it is additive."""
-
     scale: float | None = positive_or_none()
+    erase_name: ClassVar[str] = "erase"
+    """The input that is the key to erase, where that is not k."""
+
+    @cached_property
+    def declares(self) -> Recurrence:
+        """Of a class that declares `heads`, `gate` and `is_delta` instead."""
+        is_delta = getattr(self, "is_delta", False)
+        return Recurrence(
+            "delta" if is_delta else "add",
+            gate=getattr(self, "gate", None),
+            strength="scalar" if is_delta else None,
+            heads=getattr(self, "heads", "n"),
+        )
 
     @property
     def inputs(self) -> Inputs:
-        keys = "h" if self.heads == "u" else "n"
-        values = "u" if self.heads == "u" else "n"
-        unit = " unit row" if self.is_delta else ""
+        r = self.declares
+        keys = "h" if r.heads == "u" else "n"
+        values = "u" if r.heads == "u" else "n"
+        unit = " unit row" if r.rule == "delta" else ""
+        has_own_key = r.erase != "written key"
         declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
-        if self.gate is not None:
-            declared["g"] = f"b s {self.heads} {GATES[self.gate]}"
-        if self.is_delta:
-            declared["beta"] = f"b s {self.heads} in [0, 2]"
+        if r.gate in GATES:
+            declared["g"] = f"b s {r.heads} {GATES[r.gate]}"
+        if r.strength == "scalar":
+            declared["beta"] = f"b s {r.heads} in [0, {1 if has_own_key else 2}]"
+        if has_own_key:
+            declared[self.erase_name] = f"b s {keys} d unit row"
         return Inputs(**declared)
 
     @property
     def output(self) -> str:  # type: ignore[override]
-        return "b t u e" if self.heads == "u" else "b t h e"
+        return "b t u e" if self.declares.heads == "u" else "b t h e"
 
     @property
     def offers(self) -> Offers:
-        return Offers(scale=self.scale, decay=self.gate, unit_keys=self.is_delta)
+        decay = DECAYS.get(self.declares.gate or "")
+        return Offers(scale=self.scale, decay=decay, unit_keys=self.declares.rule == "delta")
 
     def slots(self) -> tuple[Slot, ...]:
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
         history = f"{self.name}.state({written})"
-        return (Slot("state", history, f"b {self.heads} d e", wide=True),)
+        return (Slot("state", history, f"b {self.declares.heads} d e", wide=True),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """The FLOPs of one d × e state for each head that reads one."""
-        each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=self.is_delta)
+        is_delta = not self.declares.is_diagonal
+        each = state_flops(sizes["s"], sizes["d"], sizes["e"], is_delta=is_delta)
         return each.times(state_heads(sizes))
 
     def scale_for(self, d: int) -> float:
@@ -134,27 +157,45 @@ class LinearFamily(Stateful):
 
     def state_heads(self, x: Mapping[str, Array]) -> int:
         """The number of heads with a state."""
-        return int(x["v" if self.heads in "nu" else "q"].shape[2])
+        return int(x["q" if self.declares.heads == "h" else "v"].shape[2])
 
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """The log-decay (b, m, s, 1 or d, 1)."""
-        if self.gate is None:
+        gate = self.declares.gate
+        if gate is None:
             k = x["k"]
             b, s = k.shape[:2]
             shape = (b, self.state_heads(x), s, 1, 1)
             return namespace(k).zeros(shape, dtype=k.dtype, **placement(k))
         g = swap_time_and_heads(x["g"])
-        return g[..., None] if self.gate == "channel" else g[..., None, None]
+        return g[..., None] if gate == "channel" else g[..., None, None]
 
     def log_decay_vjp(self, x: Mapping[str, Array], d_g: Array, frame: Frame) -> Arrays:
         """The gradients of the inputs of `log_decay`, from that of its result."""
-        if self.gate is None:
+        gate = self.declares.gate
+        if gate not in GATES:
             return {}
-        return {"g": swap_time_and_heads(d_g[..., 0] if self.gate == "channel" else d_g[..., 0, 0])}
+        return {"g": swap_time_and_heads(d_g[..., 0] if gate == "channel" else d_g[..., 0, 0])}
 
     def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
         """The keys that are erased (b, h, s, d), by their name in the stream, if not k."""
-        return {}
+        erase = self.declares.erase
+        if erase == "written key":
+            return {}
+        key = swap_time_and_heads(x[self.erase_name])
+        if erase == "own key":
+            return {"erase": key}
+        # At the start of a segment the state before is that of another one.
+        return {"undecayed": where_same_segment(key, frame)}
+
+    def erased_vjp(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+        """The gradients of the inputs of `erased`, from those of the stream."""
+        erase = self.declares.erase
+        if erase == "written key":
+            return {}
+        d_key = d.erase if erase == "own key" else where_same_segment(d.undecayed, frame)
+        d_key = sum_heads(d_key, x[self.erase_name].shape[2])
+        return {self.erase_name: swap_time_and_heads(d_key)}
 
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         """The inputs in the layout of the recurrence."""
@@ -165,7 +206,7 @@ class LinearFamily(Stateful):
             where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame),
             repeat_heads(swap_time_and_heads(x["v"]), m),
             forget_other_segments(self.log_decay(x, frame), frame),
-            swap_time_and_heads(x["beta"]) if self.is_delta else None,
+            swap_time_and_heads(x["beta"]) if self.declares.strength == "scalar" else None,
             **{name: repeat_heads(keys, m) for name, keys in self.erased(x, frame).items()},
         )
 
@@ -179,6 +220,9 @@ class LinearFamily(Stateful):
         }
         if d.beta is not None:
             gradients["beta"] = swap_time_and_heads(d.beta)
+        for name, d_erased in self.erased_vjp(x, d, frame).items():
+            # A key that is both erased and written has two gradients.
+            gradients[name] = gradients[name] + d_erased if name in gradients else d_erased
         return gradients | self.log_decay_vjp(x, d.g, frame)
 
     def run(
@@ -189,7 +233,7 @@ class LinearFamily(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         o, final = form.forward(self.stream(x, frame), state["state"])
-        return rows_of_states(o), {"state": final}
+        return rows_of_states(of_last(o, self.declares.steps)), {"state": final}
 
     def run_vjp(
         self,
@@ -201,6 +245,6 @@ class LinearFamily(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)
-        d_o = queries_of_states(cotangent, stream.k.shape[1])
+        d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.declares.steps)
         d = form.vjp(stream, state["state"], d_o, d_state["state"])
         return self.gradients(x, d.stream, frame), {"state": d.state}

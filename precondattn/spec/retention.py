@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.offers import Offers
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, arange_like, cast, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads, where_valid
@@ -55,11 +55,7 @@ class Retention(LinearFamily):
 
     name: ClassVar[str] = "retention"
     variants: ClassVar[tuple[str, ...]] = ("retention[scale=0.3]",)
-    heads: ClassVar[str] = "h"
-
-    @property
-    def offers(self) -> Offers:
-        return super().offers._replace(decay="retention")
+    declares = Recurrence("add", gate="fixed", heads="h")
 
     @property
     def numbers_heads(self) -> bool:

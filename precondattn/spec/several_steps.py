@@ -35,7 +35,7 @@ def at_first(x: Array, n: int) -> Array:
 
 def of_last(x: Array, n: int) -> Array:
     """(b, m, t n, …) to (b, m, t, …), the transpose of `at_last`."""
-    return separate(x, n)[:, :, :, n - 1, ...]
+    return x if n == 1 else separate(x, n)[:, :, :, n - 1, ...]
 
 
 def of_first(x: Array, n: int) -> Array:

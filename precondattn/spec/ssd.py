@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.options import positive_or_none
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.spec.linear_family import LinearFamily
 
 
@@ -41,7 +42,6 @@ class SSD(LinearFamily):
 
     name: ClassVar[str] = "ssd"
     variants: ClassVar[tuple[str, ...]] = ("ssd[scale=none]",)
-    heads: ClassVar[str] = "u"
-    gate: ClassVar[str | None] = "head"
+    declares = Recurrence("add", gate="head", heads="u")
 
     scale: float | None = positive_or_none(1.0)

@@ -7,12 +7,14 @@ the recurrence is passed in, so that a backend can supply a faster one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Leaf, missing_method
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, Residuals, Shape
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
@@ -29,9 +31,18 @@ class Stateful(Leaf):
         return "g" in self.inputs or self.offers.decay is not None
 
     @property
+    def declares(self) -> Recurrence | None:
+        """The recurrence that its class says it is, or None."""
+        return None
+
+    @cached_property
+    def recurrence(self) -> Recurrence | None:
+        return None if defines_its_own(type(self)) else self.declares
+
+    @property
     def steps_per_token(self) -> int:
         """How many steps of the recurrence a token makes."""
-        return 1
+        return 1 if self.declares is None else self.declares.steps
 
     @property
     def computes_with_states(self) -> bool:
@@ -113,6 +124,26 @@ class Stateful(Leaf):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         return self.run_vjp(past, x, frame, cotangent, d_buffers)
+
+
+DESCRIBED = frozenset(
+    ("name", "role", "variants", "is_base", "offers", "meaning", "flops", "check_together")
+)
+"""What a class may say of itself without other mathematics."""
+OLDER = frozenset(("heads", "gate", "is_delta"))
+"""What members of the linear family had before they had a declaration."""
+
+
+def defines_its_own(leaf: type[Stateful]) -> bool:
+    """Whether a class defines mathematics below the class that declares the recurrence."""
+    fields = {field.name for field in dataclasses.fields(leaf)}  # type: ignore[arg-type]
+    for each in leaf.__mro__:
+        if "declares" in vars(each):
+            return False
+        own = {name for name in vars(each) if not name.startswith("__")}
+        if own - fields - DESCRIBED - OLDER:
+            return True
+    return False
 
 
 @lru_cache(maxsize=KEPT_PLANS)

@@ -197,7 +197,8 @@ class Trial:
         """The bound of a result that has this name."""
         name, m = what.rpartition(" of ")[2], self.mechanism
         is_gradient = name in m.inputs or name in m.program.slots
-        is_delta = any(getattr(leaf, "is_delta", False) for leaf in m.program.leaves)
+        rules = [leaf.declares for leaf in m.program.leaves if isinstance(leaf, pa.Stateful)]
+        is_delta = any(rule is not None and not rule.is_diagonal for rule in rules)
         return bound(
             self.case.dtype,
             self.case.kind,
