@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precondattn_cupy import work
-from precondattn_cupy.work import Size
-from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Work, prediction
+from precondattn_cupy.work import TiledSize
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, KernelWork, prediction
 
 FILE = Path(__file__).with_name("measurements") / "predictions" / "cuda.json"
 HEADS, BATCH = 16, 4
 DEVICES = (H100, H200)
 
 
-class Guess(NamedTuple):
+class CudaGuess(NamedTuple):
     """What the machine code suggests for a kernel at one width."""
 
     call: str
-    work: Callable[[Size], Work]
+    work: Callable[[TiledSize], KernelWork]
     width: int
     pace: float
     """The share of the roof within the loop, on a full GPU."""
@@ -37,32 +37,32 @@ class Guess(NamedTuple):
 
 
 GUESSES = (
-    Guess("lucid_solve", work.lucid_update, 128, 0.40, 2,
+    CudaGuess("lucid_solve", work.lucid_update, 128, 0.40, 2,
           "mma.sync reaches about two thirds of the tensor rate, and a program's loads and stores "
           "of right sides overlap only with the other program"),
-    Guess("lucid_solve", work.lucid_apply, 128, 0.25, 1,
+    CudaGuess("lucid_solve", work.lucid_apply, 128, 0.25, 1,
           "loads for the largest right side in 16 rounds, then up to 8 dependent products"),
-    Guess("lucid_solve", work.lucid_systems, 128, 0.20, 4,
+    CudaGuess("lucid_solve", work.lucid_systems, 128, 0.20, 4,
           "one tile in nine of a row is inverted in float32, 16 rows at a time in sequence"),
-    Guess("lucid_solve", work.lucid_join, 128, 0.10, 4,
+    CudaGuess("lucid_solve", work.lucid_join, 128, 0.10, 4,
           "tiles are loaded and multiplied one after the other, with two barriers each"),
-    Guess("lucid_solve", work.lucid_key_gradient, 128, 0.35, 2,
+    CudaGuess("lucid_solve", work.lucid_key_gradient, 128, 0.35, 2,
           "loads do not overlap with the products of the same program"),
-    Guess("softmax", work.softmax_forward, 128, 0.35, 2,
+    CudaGuess("softmax", work.softmax_forward, 128, 0.35, 2,
           "mma.sync, and 14 other instructions for each"),
-    Guess("softmax", work.softmax_forward, 64, 0.30, 2,
+    CudaGuess("softmax", work.softmax_forward, 64, 0.30, 2,
           "mma.sync, and 16 other instructions for each"),
-    Guess("softmax", work.softmax_query_gradient, 128, 0.35, 2,
+    CudaGuess("softmax", work.softmax_query_gradient, 128, 0.35, 2,
           "loads do not overlap with the products of the same program"),
-    Guess("softmax", work.softmax_key_gradient, 128, 0.30, 2,
+    CudaGuess("softmax", work.softmax_key_gradient, 128, 0.30, 2,
           "tiles of 16 queries, so that two barriers and a wait for loads come with every 64 mma"),
-    Guess("gated_delta", work.delta_prepare, 128, 0.25, 4,
+    CudaGuess("gated_delta", work.delta_prepare, 128, 0.25, 4,
           "the inverse: a chain of 16 rows and 4 products in float32, with barriers between"),
-    Guess("gated_delta", work.carry_states, 128, 0.35, 2,
+    CudaGuess("gated_delta", work.carry_states, 128, 0.35, 2,
           "128 chunks in sequence, each with a wait for its loads and three barriers"),
-    Guess("gated_delta", work.read_chunks, 128, 0.40, 4,
+    CudaGuess("gated_delta", work.read_chunks, 128, 0.40, 4,
           "three loads of shared memory for each mma in tf32; scores are computed four times"),
-    Guess("gated_delta", work.carry_gradients, 128, 0.30, 1,
+    CudaGuess("gated_delta", work.carry_gradients, 128, 0.30, 1,
           "128 chunks in sequence, each with two waits for loads and five barriers"),
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def rows() -> list[dict[str, Any]]:
     for guess in GUESSES:
         for tokens in (8192, 32768) if guess.call != "gated_delta" else (8192,):
             heads = HEADS * (BATCH if guess.call == "gated_delta" else 1)
-            size = Size(heads, tokens, guess.width, guess.width)
+            size = TiledSize(heads, tokens, guess.width, guess.width)
             row = prediction(guess.work(size), size, DEVICES, guess.pace, guess.resident)
             found.append({"call": guess.call, **row, "reason": guess.reason})
     return found

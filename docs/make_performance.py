@@ -16,7 +16,7 @@ from typing import Any
 from cpu_limits import LIMITS
 
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
-from precondattn_conformance.bench.record import TIMED, Record, Row, load
+from precondattn_conformance.bench.record import TIMED, BenchRecord, Row, load
 from precondattn_conformance.bench.table import duration, size
 from precondattn_gpu import pages
 
@@ -68,13 +68,13 @@ CURVES = MEASUREMENTS / "curves"
 """Runs of several mechanisms at many lengths, beside plain attention: a folder for each library."""
 
 
-def load_records() -> dict[str, Record]:
+def load_records() -> dict[str, BenchRecord]:
     """The saved runs by the names of their files, in order; those of GPUs last."""
     saved = {path.stem: load(path) for path in sorted(MEASUREMENTS.glob("*.json"))}
     return {**saved, **pages.records(MEASUREMENTS / "gpu")}
 
 
-def page(records: dict[str, Record]) -> str:
+def page(records: dict[str, BenchRecord]) -> str:
     """The page, as Markdown."""
     if not records:
         return HEAD + NOTHING
@@ -82,7 +82,7 @@ def page(records: dict[str, Record]) -> str:
     return HEAD + ABOUT + "\n" + "\n".join([*curves(), *limits(records), *sections])
 
 
-def limits(records: dict[str, Record]) -> list[str]:
+def limits(records: dict[str, BenchRecord]) -> list[str]:
     """What the cases on a CPU should cost beside their peers, and what they cost."""
     headings = ("case", "peer", "wanted at most", "earlier", "measured", "why it is missed")
     rows = {
@@ -104,13 +104,13 @@ def limits(records: dict[str, Record]) -> list[str]:
     return [ABOUT_LIMITS, table(headings, cells)] if cells else []
 
 
-def load_curves() -> dict[str, Record]:
+def load_curves() -> dict[str, BenchRecord]:
     """By machine and library: its runs, each of some mechanisms and lengths, as one."""
     folders = sorted(path for path in CURVES.glob("*") if path.is_dir())
     return {folder.name: _together(folder) for folder in folders}
 
 
-def _together(folder: Path) -> Record:
+def _together(folder: Path) -> BenchRecord:
     runs = [load(path) for path in sorted(folder.glob("*.json"))]
     return replace(runs[0], rows=[row for run in runs for row in run.rows])
 
@@ -148,7 +148,7 @@ def lengths(of: Mapping[str, list[tuple[int, float]]], text: str | Callable[[flo
     return table(("mechanism", *(f"{c:,}" for c in columns)), rows)
 
 
-def section(name: str, record: Record) -> str:
+def section(name: str, record: BenchRecord) -> str:
     """One run: the machine, its times, its peaks, and what has no time."""
     parts = [f"## {name}\n", machine(record)]
     earlier, alone = EARLIER / f"{name}.json", ALONE / f"{name}.json"
@@ -170,7 +170,7 @@ def section(name: str, record: Record) -> str:
     return "\n".join(parts)
 
 
-def machine(record: Record) -> str:
+def machine(record: BenchRecord) -> str:
     """Where and when."""
     computer = record.machine
     versions = ", ".join(f"{n} {v}" for n, v in computer.get("versions", {}).items())
@@ -228,7 +228,7 @@ def times(rows: list[Row]) -> str:
     return table(headings, cells)
 
 
-def before_and_after(before: Record, rows: list[Row]) -> str:
+def before_and_after(before: BenchRecord, rows: list[Row]) -> str:
     """The times of an earlier version and of this one, each beside the peer's of the same run."""
     headings = ("case", "peer", "time before", "ratio before", "time", "ratio", "times as fast")
     old = {row.case: row for row in before.rows if row.seconds}
@@ -250,7 +250,7 @@ def before_and_after(before: Record, rows: list[Row]) -> str:
     return f"Beside an earlier version, measured {before.date}:\n\n{table(headings, cells)}"
 
 
-def with_a_neighbour(alone: Record, rows: list[Row]) -> str:
+def with_a_neighbour(alone: BenchRecord, rows: list[Row]) -> str:
     """The times and ratios of the same cases without and with busy neighbours."""
     headings = (
         "case",
@@ -305,7 +305,7 @@ def without_time(rows: list[Row]) -> str:
     return "Without a time:\n\n" + "\n".join(lines) + "\n"
 
 
-def draw_figures(records: dict[str, Record]) -> None:
+def draw_figures(records: dict[str, BenchRecord]) -> None:
     """One figure of ratios for each file that has some."""
     from precondattn_conformance.bench.plot import draw_curves, draw_ratios
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, Size, Work, prediction
+from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, KernelWork, Size, prediction
 from precondattn_triton import work
 from precondattn_triton.configurations import REGISTRY, Configuration
 
@@ -23,7 +23,7 @@ HEADS, BATCH = 16, 4
 DEVICES = (H100, H200)
 
 
-class Guess(NamedTuple):
+class TritonGuess(NamedTuple):
     """What the machine code suggests for a kernel at one width."""
 
     call: str
@@ -37,37 +37,37 @@ class Guess(NamedTuple):
 
 
 GUESSES = (
-    Guess("lucid_solve", "update", 128, 0.45, 1,
+    TritonGuess("lucid_solve", "update", 128, 0.45, 1,
           "each program loads and stores 64 KiB of right sides, which nothing overlaps"),
-    Guess("lucid_solve", "update", 64, 0.40, 2,
+    TritonGuess("lucid_solve", "update", 64, 0.40, 2,
           "as at 128, but two programs overlap; exponentials are as near as bandwidth"),
-    Guess("lucid_solve", "apply_inverse", 128, 0.50, 1,
+    TritonGuess("lucid_solve", "apply_inverse", 128, 0.50, 1,
           "up to 8 dependent products, on 128 programs, between two launches of update"),
-    Guess("lucid_solve", "key_gradient", 128, 0.50, 1,
+    TritonGuess("lucid_solve", "key_gradient", 128, 0.50, 1,
           "products of 64 × 64 and 64 × 128; three in a row, with exponentials between"),
-    Guess("lucid_solve", "key_gradient", 64, 0.40, 1,
+    TritonGuess("lucid_solve", "key_gradient", 64, 0.40, 1,
           "446 instructions per tile exceed what a warp scheduler issues beside the products"),
-    Guess("laser", "_close", 128, 0.55, 1,
+    TritonGuess("laser", "_close", 128, 0.55, 1,
           "one program per multiprocessor: softmax of one half overlaps products of the other"),
-    Guess("laser", "_close", 64, 0.45, 2,
+    TritonGuess("laser", "_close", 64, 0.45, 2,
           "as many instructions per exponential as at 128, for half the products"),
-    Guess("laser", "_query_gradient", 128, 0.50, 1,
+    TritonGuess("laser", "_query_gradient", 128, 0.50, 1,
           "products of 64 × 64 and 64 × 128; every tile is masked"),
-    Guess("laser", "_query_gradient", 64, 0.40, 4,
+    TritonGuess("laser", "_query_gradient", 64, 0.40, 4,
           "389 instructions per tile are as long as its products"),
-    Guess("laser", "_key_gradient", 128, 0.40, 1,
+    TritonGuess("laser", "_key_gradient", 128, 0.40, 1,
           "products of 64 × 32, at 255 registers; every tile is masked"),
-    Guess("laser", "_key_gradient", 64, 0.35, 1,
+    TritonGuess("laser", "_key_gradient", 64, 0.35, 1,
           "712 instructions per tile take longer than its products"),
-    Guess("gated_delta", "invert", 128, 0.12, 2,
+    TritonGuess("gated_delta", "invert", 128, 0.12, 2,
           "a chain of 18 products of 32 × 32 with float32's accuracy, by mma and not wgmma"),
-    Guess("gated_delta", "prepare", 128, 0.60, 3,
+    TritonGuess("gated_delta", "prepare", 128, 0.60, 3,
           "two short loops, loads overlap only between programs"),
-    Guess("gated_delta", "carry_states", 128, 0.50, 1,
+    TritonGuess("gated_delta", "carry_states", 128, 0.50, 1,
           "128 chunks in sequence with 16 barriers each; 256 programs on 132 multiprocessors"),
-    Guess("gated_delta", "read", 128, 0.60, 3,
+    TritonGuess("gated_delta", "read", 128, 0.60, 3,
           "one pass over the states; loads of the two halves of the keys overlap"),
-    Guess("gated_delta", "carry_gradients", 128, 0.35, 1,
+    TritonGuess("gated_delta", "carry_gradients", 128, 0.35, 1,
           "128 chunks in sequence with 22 barriers each, and no load ahead: registers are full"),
 )  # fmt: skip
 
@@ -105,7 +105,7 @@ def configuration(name: str, width: int) -> Configuration:
     return REGISTRY.find(name, width, True, architecture="sm_90")
 
 
-def work_of(call: str, name: str, size: Size) -> Work:
+def work_of(call: str, name: str, size: Size) -> KernelWork:
     """The work of a kernel in its configuration for Hopper."""
     at = {
         ("lucid_solve", "apply_inverse"): (work.apply_inverse, "lucid_inverse"),

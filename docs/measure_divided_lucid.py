@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import precondattn as pa
-from precondattn.parallel.layouts import Order, from_layout
+from precondattn.parallel.layouts import TokenOrder, from_layout
 from precondattn.parallel.torch import context_parallel
-from precondattn_conformance.libraries import Torch
+from precondattn_conformance.libraries import TorchLibrary
 from precondattn_conformance.memory import MALLOC_SETTINGS, peak_of
 
 DOCS = Path(__file__).parent
@@ -70,7 +70,7 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
     y = pa.LucidSolve()(keys, values)
     own = [
         part
-        for part in Order.read(layout_of(tokens)).parts_of(tokens, DEVICES)
+        for part in TokenOrder.read(layout_of(tokens)).parts_of(tokens, DEVICES)
         if part.device == dist.get_rank()
     ]
     ends = [part.first + part.tokens for part in own]
@@ -92,7 +92,7 @@ def measured(run: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
         found["out"] = run()
         found["cpu"], found["seconds"] = time.process_time() - cpu, time.perf_counter() - start
 
-    found["peak"] = peak_of(timed, Torch())
+    found["peak"] = peak_of(timed, TorchLibrary())
     everyone: list[Any] = [None] * DEVICES
     out = found.pop("out")
     dist.all_gather_object(everyone, found)

@@ -35,15 +35,15 @@ RECURRENT = (
 GATED_BY_CHANNEL = (pa.KDA, pa.ErasingKDA, pa.GLA)
 
 KERNELS: KernelTable = {
-    pa.UnitRows: "precondattn_cupy.unit_rows:UnitRows",
-    **dict.fromkeys(RECURRENT, "precondattn_cupy.recurrence.leaves:Recurrence"),
+    pa.UnitRows: "precondattn_cupy.unit_rows:UnitRowsKernels",
+    **dict.fromkeys(RECURRENT, "precondattn_cupy.recurrence.leaves:RecurrenceKernels"),
     **dict.fromkeys(GATED_BY_CHANNEL, "precondattn_cupy.recurrence.leaves:ChannelRecurrence"),
-    pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolve",
+    pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolveKernels",
     pa.Softmax: ByOption(
         "read",
         {
-            MEAN: "precondattn_cupy.softmax.leaf:Softmax",
-            LOG_MEAN_EXP: "precondattn_cupy.softmax.laser:Laser",
+            MEAN: "precondattn_cupy.softmax.leaf:SoftmaxKernels",
+            LOG_MEAN_EXP: "precondattn_cupy.softmax.laser:LaserKernels",
         },
     ),
     (pa.LucidSolve, pa.Softmax): "precondattn_cupy.lucid.step:LucidStep",

@@ -35,7 +35,7 @@ SIMULATE = "PRECONDATTN_CUPY_SIMULATE"
 """Environment variable: 1 runs kernels in the simulator, on NumPy arrays."""
 
 
-class Launch(NamedTuple):
+class CudaLaunch(NamedTuple):
     """The record of a launch."""
 
     file: str
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
     shared_bytes: int
 
 
-_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_recorded: ContextVar[list[CudaLaunch] | None] = ContextVar("recorded", default=None)
 
 
 def is_simulated() -> bool:
@@ -55,9 +55,9 @@ def is_simulated() -> bool:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> Iterator[list[CudaLaunch]]:
     """Launches in this context are recorded, and not executed."""
-    result: list[Launch] = []
+    result: list[CudaLaunch] = []
     before = _recorded.set(result)
     try:
         yield result
@@ -95,7 +95,7 @@ def launch(
     values = tuple(_value(kernel, argument, simulated) for argument in arguments)
     launches = _recorded.get()
     if launches is not None:
-        launches.append(Launch(file, kernel, tuple(grid), threads, shared_bytes))
+        launches.append(CudaLaunch(file, kernel, tuple(grid), threads, shared_bytes))
         return
     if simulated:
         function = _simulated(file, kernel, is_precise())

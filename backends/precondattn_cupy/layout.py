@@ -37,7 +37,7 @@ def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     return namespace(like).empty(shape, dtype=dtype, device=array_api_compat.device(like))
 
 
-class Masks(NamedTuple):
+class KernelMasks(NamedTuple):
     """Masks of a frame in the form that kernels read; None where nothing is masked."""
 
     q_valid: Array | None
@@ -50,7 +50,7 @@ class Masks(NamedTuple):
     """(b, s), in 32 bits"""
 
 
-def masks_of(frame: Frame, b: int, t: int) -> Masks:
+def masks_of(frame: Frame, b: int, t: int) -> KernelMasks:
     """Masks of a full call of t queries, which have the positions of the last t keys."""
     q_segment, k_segment = None, frame.k_segment
     if k_segment is not None:
@@ -62,7 +62,7 @@ def masks_of(frame: Frame, b: int, t: int) -> Masks:
         )
         k_segment[:, 1:] = xp.cumulative_sum(xp.astype(is_new, xp.int32), axis=1, dtype=xp.int32)
         q_segment = in_one_piece(k_segment[:, k_segment.shape[1] - t :])
-    return Masks(bytes_of(frame.q_valid, b), bytes_of(frame.k_valid, b), q_segment, k_segment)
+    return KernelMasks(bytes_of(frame.q_valid, b), bytes_of(frame.k_valid, b), q_segment, k_segment)
 
 
 def bytes_of(valid: Array | None, b: int) -> Array | None:

@@ -14,7 +14,7 @@ SIMULATED = 4
 """Processors of a simulated device"""
 
 
-class Past(NamedTuple):
+class FilledSlots(NamedTuple):
     """The number of slots to read, and the validity of slots and of the new token."""
 
     count: int
@@ -27,13 +27,13 @@ class Past(NamedTuple):
     """(b, 1), of bytes"""
 
 
-def past_of(frame: Frame, b: int, capacity: int) -> Past:
+def past_of(frame: Frame, b: int, capacity: int) -> FilledSlots:
     """From the frame of one new token after `capacity` slots."""
     if isinstance(frame, UniformFrame):
-        return Past(frame.held, None, None, None)
+        return FilledSlots(frame.held, None, None, None)
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always marks filled slots.
-    return Past(
+    return FilledSlots(
         capacity,
         bytes_of(valid[:, :capacity], b),
         bytes_of(frame.q_valid, b),

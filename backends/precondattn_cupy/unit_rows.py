@@ -19,7 +19,7 @@ WARPS = 4
 """Warps of a block; each has a row."""
 
 
-class UnitRows:
+class UnitRowsKernels:
     """Algorithm of the leaf `UnitRows`."""
 
     dtypes = ("float16", "bfloat16", "float32", "float64")

@@ -19,7 +19,7 @@ from precondattn.algebra.group import Group, group_of
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import LEAST_EPS
 from precondattn_cupy.backend import Cupy
-from precondattn_cupy.launch import Launch, recorded
+from precondattn_cupy.launch import CudaLaunch, recorded
 from precondattn_cupy.sources import source
 from precondattn_kernel_tools.cuda_compiler import Variant
 
@@ -76,7 +76,7 @@ def variants(target: str) -> Iterator[Variant]:
                             yield _variant(launch, WIDE_SPILLS if max(d, e) > 128 else 0)
 
 
-def _variant(launch: Launch, spill_limit: int) -> Variant:
+def _variant(launch: CudaLaunch, spill_limit: int) -> Variant:
     return Variant(
         launch.kernel,
         source(launch.file),
@@ -89,7 +89,7 @@ def _variant(launch: Launch, spill_limit: int) -> Variant:
 
 def launches(
     expression: str, dtype: str, d: int, e: int, is_step: bool = False, shared: int = 1
-) -> list[Launch]:
+) -> list[CudaLaunch]:
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1

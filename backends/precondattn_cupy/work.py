@@ -12,10 +12,10 @@ from precondattn_cupy.lucid.solve import WIDEST_CHUNK
 from precondattn_cupy.recurrence import chunk_arrays  # noqa: F401  Declares its configurations.
 from precondattn_cupy.softmax.attention import PART
 from precondattn_kernel_tools import roof
-from precondattn_kernel_tools.roof import FULL, HALF, Work, causal_pairs
+from precondattn_kernel_tools.roof import FULL, HALF, KernelWork, causal_pairs
 
 
-class Size(roof.Size):
+class TiledSize(roof.Size):
     """The sizes of a call, and the tiles for them."""
 
     def tiles(self, kernel: str) -> Configuration:
@@ -25,7 +25,7 @@ class Size(roof.Size):
 # ---------------------------------------------------------------------------------------- LUCID
 
 
-def lucid_systems(size: Size) -> Work:
+def lucid_systems(size: TiledSize) -> KernelWork:
     """Tiles of L on and below the diagonals of super-blocks; the programs above return at once.
 
     The inverses of the diagonal tiles are products of float32 and not counted.
@@ -34,7 +34,7 @@ def lucid_systems(size: Size) -> Work:
     rows, block = size.tiles("lucid_inverse")
     count = block // rows
     pairs = t // block * count * (count + 1) // 2
-    return Work(
+    return KernelWork(
         "lucid_systems",
         (t // rows * count * m,),
         half=m * pairs * 2 * rows * rows * d,
@@ -45,7 +45,7 @@ def lucid_systems(size: Size) -> Work:
     )
 
 
-def lucid_join(size: Size) -> Work:
+def lucid_join(size: TiledSize) -> KernelWork:
     """−B⁻¹ C A⁻¹, from blocks of one tile to half a super-block."""
     m, t, _, _ = size
     rows, block = size.tiles("lucid_inverse")
@@ -58,7 +58,7 @@ def lucid_join(size: Size) -> Work:
         moved += joined * count * (count * (count + 1) // 2 * 3 + count) * rows * rows * HALF
         least += joined * 3 * half * half * HALF
         half *= 2
-    return Work(
+    return KernelWork(
         "lucid_join",
         tuple(launches),
         half=m * products * 2 * rows**3,
@@ -69,7 +69,7 @@ def lucid_join(size: Size) -> Work:
     )
 
 
-def lucid_apply(size: Size) -> Work:
+def lucid_apply(size: TiledSize) -> KernelWork:
     """ρ_J = N_J R_J of every super-block, with β; all of R_J is also read for its magnitudes."""
     m, t, _, e = size
     rows, block = size.tiles("lucid_inverse")
@@ -77,7 +77,7 @@ def lucid_apply(size: Size) -> Work:
     products = count * (count + 1) // 2
     written = block * e * 3 * HALF
     read = products * rows * (rows * HALF + e * FULL) + count * block * e * FULL
-    return Work(
+    return KernelWork(
         "lucid_apply",
         (count * m * -(-e // WIDEST_CHUNK),) * blocks,
         half=m * blocks * products * 2 * rows * rows * e,
@@ -88,14 +88,14 @@ def lucid_apply(size: Size) -> Work:
     )
 
 
-def lucid_update(size: Size) -> Work:
+def lucid_update(size: TiledSize) -> KernelWork:
     """R_I −= Φ_IJ y_J for every super-block J, and all later rows I."""
     m, t, d, e = size
     block, rows = size.tiles("lucid_inverse").columns, size.tiles("lucid_update").rows
     later = [t - start - block for start in range(0, t - block, block)]
     pairs, chunks = sum(later) * block, -(-e // WIDEST_CHUNK)
     sides, keys = sum(later) * e * 2 * FULL, sum(later) * d * HALF
-    return Work(
+    return KernelWork(
         "lucid_update",
         tuple(left // rows * m * chunks for left in later),
         half=m * pairs * 2 * (d * chunks + e),
@@ -106,7 +106,7 @@ def lucid_update(size: Size) -> Work:
     )
 
 
-def lucid_key_gradient(size: Size) -> Work:
+def lucid_key_gradient(size: TiledSize) -> KernelWork:
     """dk̂ = −s Σ Φ g k̂ over all pairs, those of tiles on the diagonal twice."""
     m, t, d, e = size
     rows, columns = size.tiles("lucid_gradient")
@@ -115,7 +115,7 @@ def lucid_key_gradient(size: Size) -> Work:
         for a in range(0, t, rows)
     )
     own = t * (2 * d + 2 * e) * HALF
-    return Work(
+    return KernelWork(
         "lucid_key_gradient",
         (t // rows * m,),
         half=m * pairs * 2 * (2 * d + e),
@@ -129,13 +129,13 @@ def lucid_key_gradient(size: Size) -> Work:
 # ------------------------------------------------------------- softmax, and LASER of close heads
 
 
-def softmax_forward(size: Size) -> Work:
+def softmax_forward(size: TiledSize) -> KernelWork:
     """o and λ."""
     m, t, d, e = size
     tiles = size.tiles("softmax_forward")
     pairs, parts = m * causal_pairs(t, *tiles), -(-e // PART)
     own = t * d * HALF + t * e * (HALF + FULL)
-    return Work(
+    return KernelWork(
         "softmax_forward",
         (t // tiles.rows * parts * m,),
         half=pairs * 2 * (d * parts + e),
@@ -146,13 +146,13 @@ def softmax_forward(size: Size) -> Work:
     )
 
 
-def softmax_query_gradient(size: Size) -> Work:
+def softmax_query_gradient(size: TiledSize) -> KernelWork:
     """dq. Widths of at most 128."""
     m, t, d, e = size
     tiles = size.tiles("softmax_query_gradient")
     pairs = m * causal_pairs(t, *tiles)
     own = m * t * (2 * d + e) * HALF
-    return Work(
+    return KernelWork(
         "softmax_query_gradient",
         (t // tiles.rows * m,),
         half=pairs * 2 * (2 * d + e),
@@ -163,13 +163,13 @@ def softmax_query_gradient(size: Size) -> Work:
     )
 
 
-def softmax_key_gradient(size: Size) -> Work:
+def softmax_key_gradient(size: TiledSize) -> KernelWork:
     """dk and dv. Widths of at most 128."""
     m, t, d, e = size
     rows, columns = size.tiles("softmax_key_gradient")
     pairs = m * sum(rows * columns * (t // columns - a // columns) for a in range(0, t, rows))
     own = m * t * 2 * (d + e) * HALF
-    return Work(
+    return KernelWork(
         "softmax_key_gradient",
         (t // rows * m,),
         half=pairs * 2 * (2 * d + 2 * e),
@@ -183,12 +183,12 @@ def softmax_key_gradient(size: Size) -> Work:
 # ---------------------------------------------------------------------------------- gated delta
 
 
-def delta_prepare(size: Size) -> Work:
+def delta_prepare(size: TiledSize) -> KernelWork:
     """Y and W of every chunk; its inverse is products of float32 and not counted."""
     m, t, d, e = size
     chunk = size.tiles("chunk_states").rows
     written = (chunk + d + e) * FULL
-    return Work(
+    return KernelWork(
         "delta_prepare",
         (t // chunk * m,),
         half=0,
@@ -199,13 +199,13 @@ def delta_prepare(size: Size) -> Work:
     )
 
 
-def carry_states(size: Size) -> Work:
+def carry_states(size: TiledSize) -> KernelWork:
     """The states, chunk after chunk, in blocks of value channels."""
     m, t, d, e = size
     chunk, columns = size.tiles("chunk_states")
     blocks = -(-e // columns)
     states, values, keys = t // chunk * d * e * FULL, t * e * 2 * FULL, t * d * (HALF + FULL)
-    return Work(
+    return KernelWork(
         "carry_states",
         (blocks * m,),
         half=0,
@@ -216,13 +216,13 @@ def carry_states(size: Size) -> Work:
     )
 
 
-def read_chunks(size: Size) -> Work:
+def read_chunks(size: TiledSize) -> KernelWork:
     """The outputs of every chunk; its scores are computed for each block of value channels."""
     m, t, d, e = size
     chunk, columns = size.tiles("chunk_states").rows, size.tiles("chunk_blocks").columns
     blocks = -(-e // columns)
     states, values, keys = t // chunk * d * e * FULL, t * e * (FULL + HALF), t * 2 * d * HALF
-    return Work(
+    return KernelWork(
         "read_chunks",
         (t // chunk * blocks * m,),
         half=0,
@@ -233,14 +233,14 @@ def read_chunks(size: Size) -> Work:
     )
 
 
-def carry_gradients(size: Size) -> Work:
+def carry_gradients(size: TiledSize) -> KernelWork:
     """The gradients of the states, from the last chunk to the first."""
     m, t, d, e = size
     chunk, columns = size.tiles("chunk_states")
     blocks = -(-e // columns)
     states, values = t // chunk * d * e * FULL, t * e * (2 * FULL + HALF)
     keys = t * d * (2 * HALF + FULL)
-    return Work(
+    return KernelWork(
         "carry_gradients",
         (blocks * m,),
         half=0,

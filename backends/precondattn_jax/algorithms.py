@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import precondattn as pa
-from precondattn_jax.attention import Attention
+from precondattn_jax.attention import AttentionBlocks
 from precondattn_jax.chunkwise import Chunkwise
-from precondattn_jax.deltaformer import DeltaFormer
-from precondattn_jax.lucid_solve import LucidSolve
+from precondattn_jax.deltaformer import DeltaFormerBlocks
+from precondattn_jax.lucid_solve import LucidSolveBlocks
 from precondattn_jax.mesa_query import SolvingChunkwise
 from precondattn_jax.query_weighted import QueryWeighted
-from precondattn_jax.symmetric_lucid import SymmetricLucidSolve
-from precondattn_jax.windowed import Windowed
+from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
+from precondattn_jax.windowed import WindowedBlocks
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
@@ -56,16 +56,16 @@ TOKEN_WISE = (
 """Leaves whose definition can be compiled: its control flow does not depend on array entries."""
 
 ALGORITHMS: dict[type, Algorithm] = {
-    pa.Softmax: Attention(),
-    pa.Path: Attention(),
-    pa.LucidSolve: LucidSolve(),
-    pa.SymmetricLucidSolve: SymmetricLucidSolve(),
-    pa.DeltaFormer: DeltaFormer(),
+    pa.Softmax: AttentionBlocks(),
+    pa.Path: AttentionBlocks(),
+    pa.LucidSolve: LucidSolveBlocks(),
+    pa.SymmetricLucidSolve: SymmetricLucidSolveBlocks(),
+    pa.DeltaFormer: DeltaFormerBlocks(),
     pa.MesaQuery: MesaQueryAlgorithm(lambda ops: SolvingChunkwise()),
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),
-    pa.Windowed: Windowed(),
+    pa.Windowed: WindowedBlocks(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }

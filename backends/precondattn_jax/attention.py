@@ -26,7 +26,7 @@ def _full_call(leaf: Any, x: Mapping[str, Array], frame: Frame) -> TiledAttentio
     return (GroupedAttention if has_groups(leaf, frame) else TiledAttention)(leaf, x, frame)
 
 
-class Attention(Algorithm):
+class AttentionBlocks(Algorithm):
     """Algorithm of `Softmax` and `Path`."""
 
     def forward(

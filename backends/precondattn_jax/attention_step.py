@@ -15,7 +15,7 @@ from precondattn.frame import Frame
 from precondattn.spec.soft_cap import capped
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product_with_transposed
-from precondattn_jax.past import Past, with_derivative_of_the_definition
+from precondattn_jax.past import BufferedPast, with_derivative_of_the_definition
 from precondattn_jax.tiled_attention import TiledAttention, read_of
 from precondattn_portable.extension import new_tokens
 from precondattn_portable.layout import grouped_bias
@@ -35,7 +35,7 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
     new = TiledAttention(leaf, x, new_frame)
     blocks, n = new.blocks, new.n
     read = read_of(leaf, x)
-    cached = Past(frame, capacity, new.b * n * new.r)
+    cached = BufferedPast(frame, capacity, new.b * n * new.r)
     if leaf.window is not None:
         cached.look_no_further_than(leaf.window)
     position = blocks.of_queries(frame.q_position, axis=1)

@@ -13,7 +13,7 @@ from jax import Array
 
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
 from precondattn_portable import channel_decay
-from precondattn_portable.channel_decay import FIRST, SECOND, Halving
+from precondattn_portable.channel_decay import FIRST, SECOND, HalvedDecay
 from precondattn_portable.head_decay import sums_before, sums_from
 
 
@@ -21,7 +21,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
     """Decays of gates (c, n, C, w), C a power of two."""
 
     @cached_property
-    def halvings(self) -> list[Halving]:
+    def halvings(self) -> list[HalvedDecay]:
         result = []
         since, until = self.g, jnp.zeros_like(self.g)
         half = 1
@@ -29,7 +29,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
             shape = self._blocks(self.g, half)
             since, until = jnp.reshape(since, shape), jnp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
-            result.append(Halving(half, jnp.exp(second), jnp.exp(first)))
+            result.append(HalvedDecay(half, jnp.exp(second), jnp.exp(first)))
             total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
             until = _halves(first + total_of_second, until[SECOND])
             since = _halves(since[FIRST], second + total_of_first)

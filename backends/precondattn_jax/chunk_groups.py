@@ -25,7 +25,7 @@ from precondattn_portable import (
     chunkwise_delta,
     chunkwise_delta_channels,
 )
-from precondattn_portable.chunkwise_additive import Chunks, Group, flat
+from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks, flat
 from precondattn_portable.head_decay import HeadDecay, decayed
 
 
@@ -73,7 +73,7 @@ class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
 class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
     """One decay for each key channel."""
 
-    def __init__(self, ops: Any, x: Chunks) -> None:
+    def __init__(self, ops: Any, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
         self.total = jnp.matrix_transpose(self.decay.total)
 
@@ -81,7 +81,7 @@ class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
 class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
     """One decay for each value channel."""
 
-    def __init__(self, ops: Any, x: Chunks) -> None:
+    def __init__(self, ops: Any, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
         self.total = self.decay.total
 
@@ -91,7 +91,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 
     total: Array | None
 
-    def __init__(self, ops: Any, x: Chunks) -> None:
+    def __init__(self, ops: Any, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
         self.total = self.decay.total
         self.below, self.to_erased = self._of_erased()
@@ -131,7 +131,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
     """The delta rule, with one decay for each key channel."""
 
-    def __init__(self, ops: Any, x: Chunks) -> None:
+    def __init__(self, ops: Any, x: WrittenChunks) -> None:
         self.ops, self.x = ops, x
         self._set(ChannelDecay(ops, x.g))
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
@@ -146,7 +146,7 @@ KINDS: dict[type, type] = {
 }
 
 
-def group_of(x: Stream, chunks: Chunks) -> Group:
+def group_of(x: Stream, chunks: WrittenChunks) -> ChunkGroup:
     """The computation for some chunks of a stream."""
-    result: Group = KINDS[chunkwise.kind_of(x)](JAX, chunks)
+    result: ChunkGroup = KINDS[chunkwise.kind_of(x)](JAX, chunks)
     return result

@@ -13,11 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.spec.recurrence import AllTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.chunk_groups import group_of
 from precondattn_jax.layout import is_known
-from precondattn_portable.chunkwise_additive import Chunks
+from precondattn_portable.chunkwise_additive import WrittenChunks
 
 CHUNK = 64
 """Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
@@ -36,14 +36,14 @@ class Chunkwise(AllTokens):
         return function
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
-        work = Work(x)
+        work = ChunkWork(x)
         last, o = lax.scan(
             self.body(work.read), work.joined(state), (work.written, work.chunks(x.q))
         )
         return work.reads(o), jnp.reshape(last, state.shape)
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
-        work = Work(x)
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
+        work = ChunkWork(x)
         _, before = lax.scan(work.advance, work.joined(state), work.written)
         given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
         first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
@@ -59,7 +59,7 @@ class Chunkwise(AllTokens):
             d_erase,
             d_undecayed,
         )
-        return Gradients(stream, jnp.reshape(first, d_final.shape))
+        return StreamGradients(stream, jnp.reshape(first, d_final.shape))
 
     def reread(
         self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
@@ -69,7 +69,7 @@ class Chunkwise(AllTokens):
         `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
         outputs of queries q in the layout of the group, (c, n, C, r, w).
         """
-        work = Work(x._replace(q=arrays[0]))
+        work = ChunkWork(x._replace(q=arrays[0]))
 
         def of_group(state: Array, given: Any) -> tuple[Array, Array]:
             chunks, *parts = given
@@ -83,7 +83,7 @@ class Chunkwise(AllTokens):
         return work.reads(out), jnp.reshape(last, state.shape)
 
 
-class Work:
+class ChunkWork:
     """A stream in groups of chunks (groups, c, n, C, …), n the heads of all sequences."""
 
     def __init__(self, x: Stream) -> None:
@@ -100,8 +100,8 @@ class Work:
             self.together = -(-count // self.groups)
         g = jnp.reshape(x.g, (self.b, self.m, self.s, -1))
         beta = None if x.beta is None else x.beta[..., None]
-        arrays = Chunks(x.k, x.v, g, beta, x.erase, x.undecayed)
-        self.written = Chunks(*(a if a is None else self.chunks(a) for a in arrays))
+        arrays = WrittenChunks(x.k, x.v, g, beta, x.erase, x.undecayed)
+        self.written = WrittenChunks(*(a if a is None else self.chunks(a) for a in arrays))
 
     def chunks(self, x: Array) -> Array:
         """Chunks of (b, m, s, …) or of the last t tokens, padded with zeros before and after."""
@@ -131,18 +131,18 @@ class Work:
 
     # Bodies of the loops.
 
-    def read(self, state: Array, given: tuple[Chunks, Array]) -> tuple[Array, Array]:
+    def read(self, state: Array, given: tuple[WrittenChunks, Array]) -> tuple[Array, Array]:
         """The state after a group, and the outputs within it."""
         chunks, q = given
         group = group_of(self.x, chunks)
         states = group.states(state)
         return states[-1], group.read(q, states)
 
-    def advance(self, state: Array, chunks: Chunks) -> tuple[Array, Array]:
+    def advance(self, state: Array, chunks: WrittenChunks) -> tuple[Array, Array]:
         """The state after a group, and the one before."""
         return group_of(self.x, chunks).states(state)[-1], state
 
-    def pull(self, d_state: Array, given: Any) -> tuple[Array, tuple[Array, Chunks]]:
+    def pull(self, d_state: Array, given: Any) -> tuple[Array, tuple[Array, WrittenChunks]]:
         """Gradients of the state before a group, of its queries and of its written inputs."""
         state, chunks, q, d_o = given
         group = group_of(self.x, chunks)

@@ -30,7 +30,7 @@ from precondattn_jax.arithmetic import (
     zeros,
 )
 from precondattn_jax.definition import step_as_defined
-from precondattn_jax.layout import Blocks, block_size, heads_first
+from precondattn_jax.layout import QueryBlocks, block_size, heads_first
 from precondattn_jax.masks import Mask
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from precondattn_portable.algorithm import Algorithm
@@ -43,7 +43,7 @@ class Tiles:
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         b, s, h, d = x["q"].shape
         size = block_size(s, b * h, packed=frame.k_segment is not None)
-        self.blocks = blocks = Blocks(s, s, size)
+        self.blocks = blocks = QueryBlocks(s, s, size)
         self.mask = Mask(frame.among_keys(s), blocks, strict=True, of_queries=True)
         self.scale = leaf.scale_for(d)
 
@@ -75,7 +75,7 @@ class Tiles:
         return heads_first(x[:, :, : self.blocks.s])
 
 
-class DeltaFormer(Algorithm):
+class DeltaFormerBlocks(Algorithm):
     """Algorithm of the leaf `DeltaFormer`."""
 
     def forward(

@@ -17,7 +17,7 @@ from precondattn_jax.arithmetic import (
     transposed_product,
     zeros,
 )
-from precondattn_jax.layout import Blocks
+from precondattn_jax.layout import QueryBlocks
 
 Sums = dict[str, Array]
 """Gradients that the tiles add to."""
@@ -26,7 +26,7 @@ Sums = dict[str, Array]
 class DotScores:
     """Queries in blocks (blocks, b, n, r C, d) and keys (b, n, s, d), padded to whole blocks."""
 
-    def __init__(self, blocks: Blocks, q: Array, k: Array) -> None:
+    def __init__(self, blocks: QueryBlocks, q: Array, k: Array) -> None:
         self.blocks, self.q, self.k = blocks, q, k
 
     # Forward: the tile on the diagonal, then the preceding tiles, nearest first.

@@ -15,7 +15,7 @@ from jax import Array
 
 from precondattn.spec import forget_gate
 from precondattn_jax.arithmetic import zeros
-from precondattn_jax.layout import Blocks
+from precondattn_jax.layout import QueryBlocks
 from precondattn_portable.head_decay import sums_from
 
 Sums = dict[str, Array]
@@ -24,7 +24,7 @@ Sums = dict[str, Array]
 class ForgetGate:
     """The decay by gates (b, n, r, s), in whole blocks; `factor` multiplies it."""
 
-    def __init__(self, blocks: Blocks, g: Array, factor: float) -> None:
+    def __init__(self, blocks: QueryBlocks, g: Array, factor: float) -> None:
         self.blocks, self.g, self.factor = blocks, g, factor
         each = jnp.reshape(g, (*g.shape[:3], blocks.keys, blocks.size))
         self.totals = jnp.sum(each, axis=-1)

@@ -30,7 +30,7 @@ from precondattn_jax.arithmetic import (
     zeros,
 )
 from precondattn_jax.dot_scores import Sums
-from precondattn_jax.read_mean import Rows
+from precondattn_jax.read_mean import ReadRows
 from precondattn_jax.tiled_attention import Reads, TiledAttention
 
 Step = Callable[[Any, Array | int], Any]
@@ -43,7 +43,7 @@ def has_groups(leaf: Any, frame: Frame) -> bool:
     return frame.k_segment is not None and not depends_on_more
 
 
-class Group(NamedTuple):
+class BlockGroup(NamedTuple):
     """What belongs to a group of blocks, or, with one more axis in front, to each group."""
 
     first: Array
@@ -119,7 +119,7 @@ class GroupedAttention(TiledAttention):
         is_new = segment[:, 1:] != segment[:, :-1]
         return jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
 
-    def _groups(self) -> Group:
+    def _groups(self) -> BlockGroup:
         """All groups."""
         blocks, mask = self.blocks, self.mask
         run = self._numbers(self.frame.k_segment)[:, blocks.s - blocks.t :]
@@ -131,7 +131,7 @@ class GroupedAttention(TiledAttention):
             return jnp.max(jnp.reshape(each, (self.groups, self.size)), axis=1)
 
         a = blocks.rows
-        return Group(
+        return BlockGroup(
             blocks.first + jnp.arange(self.groups) * self.size,
             most(a - mask.first(a)),
             most(mask.stop(a) - 1 - a),
@@ -141,7 +141,7 @@ class GroupedAttention(TiledAttention):
 
     # -------------------------------------------------------------------------------- tiles
 
-    def _tile(self, group: Group, o: Array | int, k: Array) -> Array:
+    def _tile(self, group: BlockGroup, o: Array | int, k: Array) -> Array:
         """S at distance o, −∞ at masked pairs (G b, n, r C, C)."""
         tile = product_with_transposed(group.q, k)
         if self.cap is not None:
@@ -157,7 +157,7 @@ class GroupedAttention(TiledAttention):
         pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
         return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
 
-    def _at_each_distance(self, group: Group, step: Step, state: Any) -> Any:
+    def _at_each_distance(self, group: BlockGroup, step: Step, state: Any) -> Any:
         """The state after a step at every distance o at which the group attends to keys."""
         if self.leaf.causal:
             state, last = step(state, 0), -1
@@ -172,7 +172,7 @@ class GroupedAttention(TiledAttention):
         assert before is None, "packed calls have no keys outside of the call"
         v = self._keys(v)
 
-        def of_group(group: Group) -> tuple[Array, Array]:
+        def of_group(group: BlockGroup) -> tuple[Array, Array]:
             def add(state: Any, o: Array | int) -> Any:
                 j = group.first + o
                 tile = self._tile(group, o, self._at(self.k, j))
@@ -190,14 +190,14 @@ class GroupedAttention(TiledAttention):
 
     # ----------------------------------------------------------------------------- backward
 
-    def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
+    def _pulled(self, read: Reads, v: Array, rows: ReadRows) -> Sums:
         v = self._keys(v)
         # Blocks after the last one have no weights.
-        of_groups = Rows(
+        of_groups = ReadRows(
             self._rows(rows.log_total, math.inf), self._rows(rows.o), self._rows(rows.d_o)
         )
 
-        def of_group(sums: tuple[Array, Array], x: tuple[Group, Rows]) -> Any:
+        def of_group(sums: tuple[Array, Array], x: tuple[BlockGroup, ReadRows]) -> Any:
             group, own = x
 
             def pull(carry: tuple[Array, Array, Array], o: Array | int) -> Any:

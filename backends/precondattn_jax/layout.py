@@ -67,7 +67,7 @@ def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Ar
     return jnp.pad(x, width, constant_values=value)
 
 
-class Blocks:
+class QueryBlocks:
     """Blocks of t queries, the last of s tokens."""
 
     def __init__(self, t: int, s: int, size: int) -> None:

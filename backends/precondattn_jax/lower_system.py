@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn_jax.arithmetic import product, transposed_product, zeros
-from precondattn_jax.layout import Blocks
+from precondattn_jax.layout import QueryBlocks
 from precondattn_jax.loops import DIFFERENTIABLE
 from precondattn_jax.masks import Mask
 from precondattn_jax.triangular_inverse import unit_lower_inverse
@@ -27,7 +27,7 @@ from precondattn_jax.triangular_inverse import unit_lower_inverse
 class LowerSystem(Protocol):
     """E of a call, one tile at a time; arrays have heads before time, (b, n, s, …)."""
 
-    blocks: Blocks
+    blocks: QueryBlocks
     mask: Mask
 
     def start(self, a: Array) -> Array:

@@ -20,7 +20,7 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 
-class LucidSolve(Algorithm):
+class LucidSolveBlocks(Algorithm):
     """Algorithm of the leaf `LucidSolve`."""
 
     def forward(

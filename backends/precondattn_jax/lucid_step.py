@@ -15,7 +15,7 @@ from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import product, product_with_transposed
 from precondattn_jax.layout import heads_first
 from precondattn_jax.lucid_system import LucidSystem
-from precondattn_jax.past import Past, with_derivative_of_the_definition
+from precondattn_jax.past import BufferedPast, with_derivative_of_the_definition
 from precondattn_portable.extension import new_tokens
 
 
@@ -27,7 +27,7 @@ def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Fr
     k = x["k"] / rms(x["k"], leaf.eps) if leaf.normalize == "keys" else x["k"]
     rows = heads_first(k * scale)
     among = frame.among_keys(t)
-    cached = Past(among, past["key"].shape[1], b * n)
+    cached = BufferedPast(among, past["key"].shape[1], b * n)
     if leaf.window is not None:
         cached.look_no_further_than(leaf.window)
 

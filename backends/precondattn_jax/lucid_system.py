@@ -24,7 +24,7 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import full, product, zeros
 from precondattn_jax.dot_scores import DotScores
-from precondattn_jax.layout import REFLECTIONS, Blocks, block_size, heads_first
+from precondattn_jax.layout import REFLECTIONS, QueryBlocks, block_size, heads_first
 from precondattn_jax.masks import Mask
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_jax.triangular_inverse import unit_lower_inverse
@@ -49,7 +49,7 @@ class LucidSystem:
         b, s, n, d = x["k"].shape
         most = None if leaf.metric == DOT else REFLECTIONS
         size = block_size(s, b * n, most, packed=frame.k_segment is not None)
-        self.blocks = blocks = Blocks(s, s, size)
+        self.blocks = blocks = QueryBlocks(s, s, size)
         self.scale = leaf.scale_for(d)
         self.k = self._of_keys("k")
         unit = self.k / rms(self.k, leaf.eps) if leaf.normalize == "keys" else self.k

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.frame import Frame
-from precondattn_jax.layout import Blocks, is_known
+from precondattn_jax.layout import QueryBlocks, is_known
 
 
 class Spans(NamedTuple):
@@ -45,7 +45,7 @@ class Mask:
     def __init__(
         self,
         frame: Frame,
-        blocks: Blocks,
+        blocks: QueryBlocks,
         *,
         causal: bool = True,
         window: int | None = None,

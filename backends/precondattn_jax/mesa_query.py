@@ -15,7 +15,7 @@ from precondattn.spec.mesa_query import Read
 from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.mesa_query import Problem, Search, Solving
+from precondattn_portable.mesa_query import MesaProblem, Search, Solving
 
 
 def solved(
@@ -28,13 +28,13 @@ def solved(
         return ops.add_multiple(read(p), ridge, p)
 
     def solve(times: Read, right: Array) -> Array:
-        return _by_iteration(ops, leaf, times, Problem.of(leaf, right, diagonal, ridge))
+        return _by_iteration(ops, leaf, times, MesaProblem.of(leaf, right, diagonal, ridge))
 
     result: Array = lax.custom_linear_solve(times, q, solve, symmetric=True)
     return result
 
 
-def _by_iteration(ops: Arithmetic, leaf: Any, times: Read, problem: Problem) -> Array:
+def _by_iteration(ops: Arithmetic, leaf: Any, times: Read, problem: MesaProblem) -> Array:
     most = leaf.most_iterations(problem.right.shape[-1])
 
     def is_open(carry: Any) -> Array:

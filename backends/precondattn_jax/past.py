@@ -21,7 +21,7 @@ from precondattn.frame import Frame
 from precondattn_jax.layout import block_size, heads_first
 
 
-class Past:
+class BufferedPast:
     """Buffers (b, c, n, …), followed by new tokens with `heads` heads (of all sequences)."""
 
     def __init__(self, frame: Frame, capacity: int, heads: int) -> None:

@@ -25,7 +25,7 @@ from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.definition import step_as_defined
 from precondattn_jax.dot_scores import DotScores
-from precondattn_jax.layout import Blocks, block_size, grouped, heads_first
+from precondattn_jax.layout import QueryBlocks, block_size, grouped, heads_first
 from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
@@ -34,7 +34,7 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding
 
 
-class View:
+class QueryWeightedView:
     """The unit queries and keys of a call, in blocks."""
 
     loops: Loops = PLAIN
@@ -42,7 +42,7 @@ class View:
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
         (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
         self.frame, self.tau, self.r = frame, leaf.tau, h // self.n
-        self.blocks = Blocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
+        self.blocks = QueryBlocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
         self.k = self.blocks.of_keys(heads_first(l2_norm(x["k"], leaf.eps)))
         self.q = self.stacked(l2_norm(x["q"], leaf.eps))
         self.contraction = self.stacked(x["contraction"][..., None])
@@ -96,7 +96,7 @@ class QueryWeighted(Algorithm):
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        return View(leaf, x, frame).output(), ()
+        return QueryWeightedView(leaf, x, frame).output(), ()
 
     def backward(
         self,
@@ -108,7 +108,7 @@ class QueryWeighted(Algorithm):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        view = View(leaf, x, frame)
+        view = QueryWeightedView(leaf, x, frame)
         blocks = view.blocks
         cotangents = view.stacked(zero_padding(cotangent, frame))
 

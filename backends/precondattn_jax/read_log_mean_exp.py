@@ -29,7 +29,7 @@ from precondattn_jax.arithmetic import (
     zeros,
 )
 from precondattn_jax.loops import again
-from precondattn_jax.read_mean import MeanRead, Rows
+from precondattn_jax.read_mean import MeanRead, ReadRows
 
 ELEMENTS = 16
 """Keys that are processed element by element at once."""
@@ -83,7 +83,7 @@ class LogMeanExpRead:
         log_sum = finite_or_zero(state.shift) + jnp.log(jnp.where(some, state.sums, 1.0))
         return jnp.where(some, log_sum - log_total, 0.0), log_total
 
-    def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+    def pull(self, tile: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
         """dS, and its contribution to dv."""
         logs = tile - rows.log_total
         d_tile, d_v = lax.cond(is_narrow(v), _pull_factored, _pull_elements, logs, v, rows)
@@ -97,7 +97,7 @@ def _factored(tile: Array, v: Array) -> tuple[Array, Array]:
     return mu + nu, product(jnp.exp(tile - finite_or_zero(mu)), jnp.exp(v - nu))
 
 
-def _pull_factored(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+def _pull_factored(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
     """Σ_c do w and Σ_i do w, w = e^{logs + v − o}, as products of p and g; |g| ≤ |do|, p ≤ e^R."""
     nu = jnp.max(v, axis=-2, keepdims=True)
     most = jnp.max(nu - rows.o, axis=-1, keepdims=True)
@@ -137,7 +137,7 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
     return lax.fori_loop(0, count, again(add), (full(shape, -math.inf, tile), zeros(shape, tile)))
 
 
-def _pull_elements(logs: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
     count, width = _pieces(logs)
 
     def pull(i: Array, result: tuple[Array, Array]) -> tuple[Array, Array]:

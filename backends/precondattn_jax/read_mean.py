@@ -41,7 +41,7 @@ class MeanState(NamedTuple):
     """a (…, rows, e)"""
 
 
-class Rows(NamedTuple):
+class ReadRows(NamedTuple):
     """Arrays of some rows that the gradient needs, each (b, n, rows, …)."""
 
     log_total: Array
@@ -81,7 +81,7 @@ class MeanRead:
         total = jnp.where(some, state.total, 1.0)
         return state.sums / total, jnp.where(some, state.largest + jnp.log(total), 0.0)
 
-    def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+    def pull(self, tile: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
         """dS, and its contribution to dv."""
         return _pulled(tile, v, rows.log_total, rows.d_o, MEAN.d_log_total(rows.o, rows.d_o))
 
@@ -100,7 +100,7 @@ class MeanAndLogSumRead(MeanRead):
         last = jnp.where(state.total != 0, log_total, -math.inf)
         return jnp.concatenate([mean, last], axis=-1), log_total
 
-    def pull(self, tile: Array, v: Array, rows: Rows) -> tuple[Array, Array]:
+    def pull(self, tile: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
         d_log_total = MEAN_AND_LOG_SUM.d_log_total(rows.o, rows.d_o)
         d_mean = rows.d_o[..., :-1]
         d_tile, d_v = _pulled(tile, v[..., :-1], rows.log_total, d_mean, d_log_total)

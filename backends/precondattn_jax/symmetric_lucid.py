@@ -28,7 +28,7 @@ from precondattn_jax.arithmetic import (
     transposed_product,
     zeros,
 )
-from precondattn_jax.layout import Blocks, block_size, heads_first, is_known
+from precondattn_jax.layout import QueryBlocks, block_size, heads_first, is_known
 from precondattn_jax.masks import Mask
 from precondattn_portable import symmetric_lucid
 from precondattn_portable.algorithm import Algorithm
@@ -51,7 +51,7 @@ class Similarities:
     def __init__(self, leaf: Any, unit: Array, frame: Frame) -> None:
         b, n, s, d = unit.shape
         size = block_size(s, b * n, packed=frame.k_segment is not None)
-        self.leaf, self.frame, self.blocks = leaf, frame, Blocks(s, s, size)
+        self.leaf, self.frame, self.blocks = leaf, frame, QueryBlocks(s, s, size)
         self.unit = self.blocks.of_keys(unit)
         self.scale = leaf.scale_for(d)
         self.shift = self.scale * d
@@ -162,7 +162,7 @@ def solved(
     return jnp.where(left.is_small(), x * size, math.nan)
 
 
-class SymmetricLucidSolve(Algorithm):
+class SymmetricLucidSolveBlocks(Algorithm):
     """Algorithm of the leaf `SymmetricLucidSolve`."""
 
     def forward(

@@ -30,7 +30,7 @@ from precondattn_jax.dot_scores import DotScores, Sums
 from precondattn_jax.forget_gate import ForgetGate
 from precondattn_jax.layout import (
     REFLECTIONS,
-    Blocks,
+    QueryBlocks,
     block_size,
     grouped,
     heads_first,
@@ -38,7 +38,7 @@ from precondattn_jax.layout import (
 from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_log_mean_exp import LogMeanExpRead, is_narrow
-from precondattn_jax.read_mean import MeanAndLogSumRead, MeanRead, Rows
+from precondattn_jax.read_mean import MeanAndLogSumRead, MeanRead, ReadRows
 from precondattn_jax.transported_scores import TransportedScores
 from precondattn_portable.layout import grouped_bias, zero_padding
 
@@ -64,7 +64,7 @@ class TiledAttention:
         self.r = h // self.n
         most = None if leaf.metric == DOT else REFLECTIONS
         size = block_size(s, self.b * h, most, packed=frame.k_segment is not None)
-        self.blocks = blocks = Blocks(t, s, size)
+        self.blocks = blocks = QueryBlocks(t, s, size)
         self.mask = Mask(
             frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
         )
@@ -168,7 +168,7 @@ class TiledAttention:
 
     # ----------------------------------------------------------------------------- backward
 
-    def _pulled(self, read: Reads, v: Array, rows: Rows) -> Sums:
+    def _pulled(self, read: Reads, v: Array, rows: ReadRows) -> Sums:
         """The gradients of stacked queries, keys, values, and the other inputs."""
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
@@ -183,7 +183,7 @@ class TiledAttention:
         def of_tile(
             totals: dict[str, Any],
             tile: Array,
-            block_rows: Rows,
+            block_rows: ReadRows,
             a: Array,
             j: Array,
             diagonal: bool,
@@ -205,7 +205,7 @@ class TiledAttention:
             first = mask.first(a)
             stop = a if mask.causal else mask.stop(a)
             trail = scores.trail(a, first)
-            block_rows = Rows(*(blocks.row(stack, a) for stack in rows))
+            block_rows = ReadRows(*(blocks.row(stack, a) for stack in rows))
 
             def pull(i: Array, carry: tuple[dict[str, Any], Array]) -> Any:
                 totals, y = carry
@@ -249,7 +249,7 @@ class TiledAttention:
         if self.frame.q_valid is not None:
             # The output of a padded query is 0, not that of its scores. It has no weights.
             log_total = jnp.where(self.frame.q_valid[:, :, None], log_total, math.inf)
-        rows = Rows(
+        rows = ReadRows(
             # Rows before the first query have no weights.
             self.blocks.stacked(grouped(log_total[..., None], self.n), math.inf),
             self.blocks.stacked(grouped(out, self.n)),
@@ -272,14 +272,14 @@ class TiledAttention:
             gradients["sink"] = sink_vjp(self.x["sink"], log_total, d_log_total)
         return gradients
 
-    def _pulled_exponentials(self, v: Array, rows: Rows) -> Sums:
+    def _pulled_exponentials(self, v: Array, rows: ReadRows) -> Sums:
         """Gradient through the mean A e^{v − ν} = e^{o − ν}, whose own gradient is g."""
         shift = jnp.max(v, axis=2, keepdims=True)
         weights = jnp.exp(v - shift)
         # Only in rows without weights is o − ν not between −R and 0.
         below = jnp.clip(rows.o - shift, -RANGE[dtype_name(v)], 0.0)
         g = rows.d_o * jnp.exp(-below)
-        result = self._pulled(MeanRead(), weights, Rows(rows.log_total, jnp.exp(below), g))
+        result = self._pulled(MeanRead(), weights, ReadRows(rows.log_total, jnp.exp(below), g))
         return result | {"v": weights * result["v"]}
 
     def _gradients(self, result: Sums) -> dict[str, Array]:

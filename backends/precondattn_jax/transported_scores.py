@@ -27,11 +27,11 @@ from precondattn_jax.arithmetic import (
     zeros,
 )
 from precondattn_jax.dot_scores import DotScores, Sums
-from precondattn_jax.layout import Blocks
+from precondattn_jax.layout import QueryBlocks
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 
 
-class Reflections(NamedTuple):
+class BlockReflections(NamedTuple):
     """Matrices of a block (b, n, …), or of all (blocks, b, n, …), that depend on the keys alone."""
 
     keys: Array
@@ -42,14 +42,16 @@ class Reflections(NamedTuple):
     zw: Array
 
 
-def reflections(k: Array, w: Array, beta: Array) -> Reflections:
+def reflections(k: Array, w: Array, beta: Array) -> BlockReflections:
     """Those of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
     scaled = beta * w
     m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
     zw = product(m, scaled)
     identity = jnp.eye(k.shape[-1], dtype=k.dtype)
-    return Reflections(k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw)
+    return BlockReflections(
+        k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw
+    )
 
 
 def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
@@ -64,7 +66,7 @@ def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array
 class TransportedScores(DotScores):
     """Scores of PaTH, with directions w (b, n, s, d) and beta (b, n, s)."""
 
-    def __init__(self, blocks: Blocks, q: Array, k: Array, w: Array, beta: Array) -> None:
+    def __init__(self, blocks: QueryBlocks, q: Array, k: Array, w: Array, beta: Array) -> None:
         super().__init__(blocks, q, k)
         self.w, self.beta = w, beta[..., None]
         self.all = lax.map(lambda j: reflections(*self._own(j)), jnp.arange(blocks.keys))
@@ -134,7 +136,9 @@ class TransportedScores(DotScores):
     def gradients(self, sums: Sums) -> Sums:
         def of_block(carry: Sums, j: Array) -> tuple[Sums, None]:
             _, pull = jax.vjp(reflections, *self._own(j))
-            d_k, d_w, d_beta = pull(Reflections(*(_at(sums[n], j) for n in Reflections._fields)))
+            d_k, d_w, d_beta = pull(
+                BlockReflections(*(_at(sums[n], j) for n in BlockReflections._fields))
+            )
             return {
                 "k": self.blocks.add(carry["k"], j, d_k),
                 "w": self.blocks.add(carry["w"], j, d_w),

@@ -29,7 +29,7 @@ from precondattn.spec import forget_gate
 from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
 from precondattn_jax.layout import grouped, heads_first
-from precondattn_jax.past import Past, with_derivative_of_the_definition
+from precondattn_jax.past import BufferedPast, with_derivative_of_the_definition
 from precondattn_jax.since_flush import SinceFlush
 from precondattn_jax.tiled_attention import read_of
 from precondattn_jax.transported_scores import reflections
@@ -91,7 +91,7 @@ class TransportedStep:
         state = add(state, scores_since_flush, more, since.visible(leaf.window)[:, :, None], v)
 
         far = rows - product(q_w, self.recent.zw)
-        cached = Past(self.frame, since.capacity, b * h)
+        cached = BufferedPast(self.frame, since.capacity, b * h)
         cached.look_before(since.flushed)
         if leaf.window is not None:
             cached.look_no_further_than(leaf.window)

@@ -25,7 +25,7 @@ from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.loops import DIFFERENTIABLE, again
 from precondattn_jax.mesa_query import SolvingChunkwise
-from precondattn_jax.query_weighted import View
+from precondattn_jax.query_weighted import QueryWeightedView
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.stateful import StatefulAlgorithm
@@ -39,7 +39,7 @@ class DifferentiableAttention(TiledAttention):
     loops = DIFFERENTIABLE
 
 
-class DifferentiableView(View):
+class DifferentiableView(QueryWeightedView):
     loops = DIFFERENTIABLE
 
 

@@ -22,10 +22,10 @@ from precondattn.frame import Frame
 from precondattn_jax.arithmetic import full_precision
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import padded
-from precondattn_portable.windowed import Call, WindowedAttention, Windows
+from precondattn_portable.windowed import GatheredWindows, WindowedBlocks, WindowedCall
 
 
-class Grid:
+class TokenGrid:
     """A grid of s tokens, of which the last row may be cut short, and its windows."""
 
     def __init__(self, windows: Any, s: int) -> None:
@@ -99,14 +99,14 @@ def _filled(x: Array, size: int, axis: int) -> Array:
     return padded(x, 0, size - x.shape[axis], axis=axis)
 
 
-class GridCall(Call):
+class GridCall(WindowedCall):
     """The arrays of a call, all windows at once."""
 
     @cached_property
-    def grid(self) -> Grid:
-        return Grid(self.leaf.windows, self.x["k"].shape[1])
+    def grid(self) -> TokenGrid:
+        return TokenGrid(self.leaf.windows, self.x["k"].shape[1])
 
-    def windows(self, together: int) -> Iterator[Windows]:
+    def windows(self, together: int) -> Iterator[GatheredWindows]:
         yield self.some(None, padded(self.x["q"], self.missing, 0, axis=1), self.bias())
 
     def gathered(self, x: Array, part: Any = None) -> Array:
@@ -140,7 +140,7 @@ class GridCall(Call):
         return jnp.reshape(each, (-1, 1, self.slots, self.slots))
 
 
-class Windowed(WindowedAttention):
+class WindowedBlocks(WindowedBlocks):
     """Algorithm of `Windowed`."""
 
     def call(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> GridCall:

@@ -59,16 +59,18 @@ ON_A_GPU = (
 
 KERNELS: dict[str, KernelTable] = {
     CUDA: {
-        pa.LucidSolve: "precondattn_pallas.lucid.solve:LucidSolve",
-        **dict.fromkeys((*RECURRENT, *ON_A_GPU), "precondattn_pallas.recurrence.leaves:Recurrence"),
+        pa.LucidSolve: "precondattn_pallas.lucid.solve:LucidSolveKernels",
+        **dict.fromkeys(
+            (*RECURRENT, *ON_A_GPU), "precondattn_pallas.recurrence.leaves:RecurrenceKernels"
+        ),
         pa.Softmax: ByOption(
             "read",
             {
-                MEAN: "precondattn_pallas.softmax.attention:Attention",
-                LOG_MEAN_EXP: "precondattn_pallas.softmax.laser:Laser",
+                MEAN: "precondattn_pallas.softmax.attention:SoftmaxKernels",
+                LOG_MEAN_EXP: "precondattn_pallas.softmax.laser:LaserKernels",
             },
         ),
-        pa.Windowed: "precondattn_pallas.windowed.leaf:WindowedAttention",
+        pa.Windowed: "precondattn_pallas.windowed.leaf:WindowedKernels",
         (pa.LucidSolve, pa.Softmax): "precondattn_pallas.lucid.step:LucidStep",
     },
     TPU: {

@@ -65,7 +65,7 @@ from precondattn_portable.transported import TransportedScores
 from precondattn_portable.transported_step import transported_step
 
 
-class View(NamedTuple):
+class AttentionView(NamedTuple):
     """Arrays of a call, reordered: heads before time, queries grouped by key head."""
 
     q: Array
@@ -85,18 +85,18 @@ class View(NamedTuple):
     bias: Array | None
     """(b or 1, n or 1, r or 1, t, s)"""
 
-    def group(self, part: Part) -> View:
+    def group(self, part: Part) -> AttentionView:
         """Some sequences and some key heads."""
         cut = [a if a is None else a[part] for a in self[:-1]]
         bias = self.bias
         if bias is not None:
             bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
             bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
-        return View(*cut, bias)
+        return AttentionView(*cut, bias)
 
     def assigned(
-        self, ops: Arithmetic, of_all: View, part: Part, arrays: Mapping[str, Array]
-    ) -> View:
+        self, ops: Arithmetic, of_all: AttentionView, part: Part, arrays: Mapping[str, Array]
+    ) -> AttentionView:
         """With the arrays of some sequences and key heads, as large as those of `of_all`.
 
         Where these are all, they are not copied.
@@ -112,12 +112,12 @@ class View(NamedTuple):
         return self._replace(**whole)
 
 
-class Group(NamedTuple):
+class HeadGroup(NamedTuple):
     """Some heads, and what computes their scores and reads."""
 
     ops: Arithmetic
     part: Part
-    view: View
+    view: AttentionView
     mask: Mask
     scores: Scores
     read: MeanRead | LogMeanExpRead
@@ -154,10 +154,10 @@ READS: dict[Any, Any] = {LOG_MEAN_EXP: LogMeanExpRead, MEAN_AND_LOG_SUM: MeanAnd
 """By the leaf's read, where it is not the mean alone."""
 
 
-class Attention(Algorithm):
+class AttentionBlocks(Algorithm):
     """Algorithm of `Softmax` and `Path`."""
 
-    def _view(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> View:
+    def _view(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> AttentionView:
         n, d = x["k"].shape[2:]
         h = x["q"].shape[2]
         xp = namespace(x["q"])
@@ -173,11 +173,17 @@ class Attention(Algorithm):
             sink = xp.broadcast_to(xp.reshape(x["sink"], (n, h // n)), (q.shape[0], n, h // n))
         if leaf.bias:
             bias = grouped_bias(x["bias"], n)
-        return View(q, k, v, w, beta, g, sink, bias)
+        return AttentionView(q, k, v, w, beta, g, sink, bias)
 
     def _groups(
-        self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
-    ) -> Iterator[Group]:
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        view: AttentionView,
+        frame: Frame,
+        *,
+        gradient: bool = False,
+    ) -> Iterator[HeadGroup]:
         b, n, r, t, _ = view.q.shape
         s = view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
@@ -219,13 +225,13 @@ class Attention(Algorithm):
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
             values = read(ops, part.v, part.sink, gradient=gradient)
             group_mask = mask.of(where[0])
-            yield Group(ops, where, part, group_mask, scores, values, gate, workspace, size)
+            yield HeadGroup(ops, where, part, group_mask, scores, values, gate, workspace, size)
 
-    def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
+    def read(self, group: HeadGroup, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
         """Outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
         return group.read.forward(group.row_block(i0, i1, low, high), low, high)
 
-    def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
+    def keys_of_row_block(self, view: AttentionView, mask: Mask, size: int) -> int:
         """Keys of the widest row block that `read` computes, for blocks of `size` queries."""
         return int(view.k.shape[2])
 
@@ -276,7 +282,7 @@ class Attention(Algorithm):
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
         bias = None if view.bias is None else ops.zeros(view.bias.shape, view.bias)
-        d = View(*[None] * (len(view) - 1), bias)
+        d = AttentionView(*[None] * (len(view) - 1), bias)
         workspace: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
             size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
@@ -307,8 +313,8 @@ class Attention(Algorithm):
     def _pull_beside(
         self,
         ops: Arithmetic,
-        group: Group,
-        d: View,
+        group: HeadGroup,
+        d: AttentionView,
         i0: int,
         i1: int,
         low: int,
@@ -331,7 +337,9 @@ class Attention(Algorithm):
             here = (*where, slice(None), slice(i0, i1), slice(low, high))
             add_at(group.ops, d.bias, here, sum_to(pairs, d.bias[here].shape))
 
-    def _gradients(self, leaf: Any, x: Mapping[str, Array], d: View, missing: int) -> Arrays:
+    def _gradients(
+        self, leaf: Any, x: Mapping[str, Array], d: AttentionView, missing: int
+    ) -> Arrays:
         """Gradients by input, from those of the view."""
         xp = namespace(d.q)
         d_q = ungrouped(d.q)[:, missing:, ...] * leaf.scale_for(x["k"].shape[3])

@@ -19,7 +19,7 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
-from precondattn_portable.attention import Attention
+from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.deltaformer import DeltaFormerBlocks
@@ -31,9 +31,9 @@ from precondattn_portable.preconditioned_delta import PreconditionedDelta, compu
 from precondattn_portable.preconditioned_key import PreconditionedKeyChunks
 from precondattn_portable.query_weighted import QueryWeighted
 from precondattn_portable.stateful import StatefulAlgorithm
-from precondattn_portable.symmetric_lucid import SymmetricLucidSolve
+from precondattn_portable.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_portable.token_wise import AsDefined
-from precondattn_portable.windowed import WindowedAttention
+from precondattn_portable.windowed import WindowedBlocks
 
 STATEFUL = (
     pa.Linear,
@@ -71,10 +71,10 @@ TOKEN_WISE = frozenset(
 """Leaves whose definition is linear in memory and can be traced."""
 
 ALGORITHMS: dict[type, Algorithm] = {
-    pa.Softmax: Attention(),
-    pa.Path: Attention(),
+    pa.Softmax: AttentionBlocks(),
+    pa.Path: AttentionBlocks(),
     pa.LucidSolve: LucidSolveBlocks(),
-    pa.SymmetricLucidSolve: SymmetricLucidSolve(),
+    pa.SymmetricLucidSolve: SymmetricLucidSolveBlocks(),
     pa.DeltaFormer: DeltaFormerBlocks(),
     pa.PreconditionedKey: PreconditionedKeyChunks(),
     pa.ConditionedQuery: ConditionedQueryAlgorithm(),
@@ -82,7 +82,7 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.QueryWeightedQuery: QueryWeighted(),
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),
-    pa.Windowed: WindowedAttention(),
+    pa.Windowed: WindowedBlocks(),
     **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
     Group: PreconditionedDelta(),

@@ -34,7 +34,7 @@ FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)
 """The halves of (c, n, blocks, 2, half, …)."""
 
 
-class Halving(NamedTuple):
+class HalvedDecay(NamedTuple):
     """The decay of tokens from the middle of their block, or until it."""
 
     half: int
@@ -56,7 +56,7 @@ class ChannelDecay:
         self.total = self.reading[:, :, -1:, :]
 
     @cached_property
-    def halvings(self) -> list[Halving]:
+    def halvings(self) -> list[HalvedDecay]:
         """For half blocks of 1, 2, 4 … tokens."""
         xp = namespace(self.g)
         result = []
@@ -66,7 +66,7 @@ class ChannelDecay:
             shape = self._blocks(self.g, half)
             since, until = xp.reshape(since, shape), xp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
-            result.append(Halving(half, xp.exp(second), xp.exp(first)))
+            result.append(HalvedDecay(half, xp.exp(second), xp.exp(first)))
             total_of_first = since[:, :, :, 0, -1:, :]
             until[FIRST] = first + second[..., -1:, :]
             since[SECOND] = second + total_of_first

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from precondattn.arrays import Array, is_traced, namespace
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream
+from precondattn.spec.recurrence import ByTokens, Stream, StreamGradients
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import (
-    Chunks,
-    Group,
+    ChunkGroup,
     HeadAdditive,
     KeyAdditive,
     ValueAdditive,
+    WrittenChunks,
 )
 from precondattn_portable.chunkwise_delta import DeltaRule
 from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
@@ -48,9 +48,9 @@ class Chunkwise:
     def __init__(self, ops: Arithmetic, chunk: int | None = None) -> None:
         self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
 
-    def work(self, x: Stream) -> Work:
+    def work(self, x: Stream) -> ChunkWork:
         """A stream in chunks."""
-        return Work(self.ops, x, self.chunk)
+        return ChunkWork(self.ops, x, self.chunk)
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         (o,), (final,) = self.read([(x, state)], lambda o: (o,))
@@ -127,10 +127,10 @@ class Chunkwise:
         order = [0, *range(2, axis + 1), 1, *range(axis + 1, like.ndim)]
         return namespace(like).permute_dims(result, tuple(order))
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         xp = namespace(state)
         work = self.work(x)
-        done: list[tuple[range, Group, Array]] = []
+        done: list[tuple[range, ChunkGroup, Array]] = []
         last = _joined(state)
         for part in work.parts(work.widest):
             group = work.group(part)
@@ -165,15 +165,15 @@ class Chunkwise:
             d_erase,
             d_undecayed,
         )
-        return Gradients(stream, xp.reshape(first, d_final.shape))
+        return StreamGradients(stream, xp.reshape(first, d_final.shape))
 
 
-def _outputs(group: Group, states: Array, queries: Array) -> Array:
+def _outputs(group: ChunkGroup, states: Array, queries: Array) -> Array:
     return group.read(queries, states)
 
 
 def _read(
-    works: list[Work], part: range, queries: list[Array], lasts: list[Array]
+    works: list[ChunkWork], part: range, queries: list[Array], lasts: list[Array]
 ) -> tuple[list[Array], list[Array]]:
     """The reads of a group of chunks, and the states after it; frees its memory on return."""
     outputs, after = [], []
@@ -193,7 +193,7 @@ def _joined(state: Array) -> Array:
     return namespace(state).reshape(state, (b * m, d, e))
 
 
-class Work:
+class ChunkWork:
     """A stream in chunks and groups of chunks. Results are collected as (b, chunks, C, m, …)."""
 
     def __init__(self, ops: Arithmetic, x: Stream, chunk: int) -> None:
@@ -207,7 +207,7 @@ class Work:
         self.widest = max(x.k.shape[3], x.v.shape[3], self.size)
         beta = None if x.beta is None else x.beta[..., None]
         g = xp.reshape(x.g, (self.b, self.m, self.s, -1))
-        self.written = Chunks(x.k, x.v, g, beta, x.erase, x.undecayed)
+        self.written = WrittenChunks(x.k, x.v, g, beta, x.erase, x.undecayed)
         self.kind = kind_of(x)
         # Streams without decay get a decay of zeros.
         self.decays = g.shape[3] > 1 or is_traced(g) or bool(xp.any(g != 0))
@@ -223,14 +223,16 @@ class Work:
         """The chunks of a group."""
         return max(GROUP // (self.b * self.m * self.size * widest), 1)
 
-    def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
+    def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
         """One group. `known` maps the identity of an array to its chunks, and is extended."""
         known = {} if known is None else known
         arrays = self.written if self.decays else self.written._replace(g=None)
         for array in arrays:
             if array is not None and id(array) not in known:
                 known[id(array)] = self._chunks(array, part, 0)
-        return self.kind(self.ops, Chunks(*(a if a is None else known[id(a)] for a in arrays)))
+        return self.kind(
+            self.ops, WrittenChunks(*(a if a is None else known[id(a)] for a in arrays))
+        )
 
     def of_reads(self, queries: Array, part: range) -> Array:
         """Queries of the last t tokens or their outputs' cotangents, as (c, n, C, r, w); else 0."""
@@ -285,7 +287,7 @@ class Work:
         return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
 
 
-def kind_of(x: Stream) -> type[Group]:
+def kind_of(x: Stream) -> type[ChunkGroup]:
     """The class that computes the chunks of a stream, by its decays and its rule."""
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and columns > 1):

@@ -23,7 +23,7 @@ from precondattn_portable.head_decay import HeadDecay, decayed, sums_before, sum
 from precondattn_portable.in_place import add_kept_at, product_at
 
 
-class Chunks(NamedTuple):
+class WrittenChunks(NamedTuple):
     """The written inputs in chunks (c, n, C, …): chunks first, then the heads of all sequences."""
 
     k: Array
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     """(c, n, C, d), in place of `erase`, if its value is read before the state decays."""
 
 
-class Group:
+class ChunkGroup:
     """Chunks that are computed at once, except for the states between them."""
 
     def states(self, state: Array) -> Array:
@@ -55,7 +55,9 @@ class Group:
         """The gradients of the states (c + 1, n, d, e)."""
         raise NotImplementedError
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         """The gradients of the queries and of the written inputs. Only after `d_states`."""
         raise NotImplementedError
 
@@ -77,13 +79,13 @@ def summed_pairs(pairs: Array) -> Array:
     return summed_rows(namespace(pairs).reshape(pairs, (c, n, size, -1, size)))
 
 
-class Additive(Group):
+class Additive(ChunkGroup):
     """What the variants of decay have in common."""
 
     total: Array | None
     """The factor of the state (c, n, 1 or d, 1 or e); None for 1."""
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x = ops, x
 
     def _written(self) -> tuple[Array, Array]:
@@ -124,7 +126,7 @@ def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
 class HeadAdditive(Additive):
     """One decay for the whole state, or none."""
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)
         self.decay = HeadDecay(ops, x.g, x.k)
         self.total = self.decay.total
@@ -139,7 +141,9 @@ class HeadAdditive(Additive):
         scores = self.decay.among(self.ops.product(flat(q), transpose(self.x.k)))
         return read(self.ops, self.decay, q, states, scores, self.x.v)
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
         rows, d_rows = flat(q), flat(d_o)
         scores = decay.among(ops.product(rows, transpose(k)))
@@ -154,7 +158,7 @@ class HeadAdditive(Additive):
         d_k, written = d_of_written(ops, decay, k, v, d_states)
         d_k = ops.add_product(d_k, transpose(d_scores), rows)
         d_g = decay.d_g(pairs, read, written, kept(decay, states, d_states))
-        return namespace(d_q).reshape(d_q, q.shape), Chunks(d_k, d_v, d_g, None)
+        return namespace(d_q).reshape(d_q, q.shape), WrittenChunks(d_k, d_v, d_g, None)
 
 
 def read(
@@ -203,7 +207,7 @@ def kept(decay: HeadDecay, states: Array, d_states: Array) -> Array:
 class KeyAdditive(Additive):
     """One decay for each key channel: a factor of Q and K."""
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)
         self.decay = ChannelDecay(ops, x.g)
         self.total = transpose(self.decay.total)
@@ -219,7 +223,9 @@ class KeyAdditive(Additive):
         o = self.ops.add_product(o, self.decay.scores(q, self.x.k), self.x.v)
         return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         xp, ops, decay, k, v = namespace(q), self.ops, self.decay, self.x.k, self.x.v
         d_rows = flat(d_o)
         d_v = ops.product(k * decay.writing, d_states[1:, ...])
@@ -233,13 +239,13 @@ class KeyAdditive(Additive):
         d_g = ops.add(d_g, sums_before(written * k))
         overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=-1)[:, :, None, :]
         d_g = ops.add(d_g, overlap * decay.total)
-        return ops.add(d_q, read), Chunks(ops.add(d_k, written), d_v, d_g, None)
+        return ops.add(d_q, read), WrittenChunks(ops.add(d_k, written), d_v, d_g, None)
 
 
 class ValueAdditive(Additive):
     """One decay for each value channel: a factor of O and V."""
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)
         self.decay = ChannelDecay(ops, x.g)
         self.total = self.decay.total
@@ -260,7 +266,9 @@ class ValueAdditive(Additive):
         o = namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
         return self.ops.multiply(o, self.decay.reading[..., None, :])
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         xp, ops, decay, k, v = namespace(q), self.ops, self.decay, self.x.k, self.x.v
         scores = ops.product(flat(q), transpose(k))
         _, d_v, d_g = decay.gradients(scores, d_o, v)
@@ -275,4 +283,4 @@ class ValueAdditive(Additive):
         d_g = ops.add(d_g, sums_before(written * v))
         overlap = xp.sum(states[:-1, ...] * d_states[1:, ...], axis=-2, keepdims=True)
         d_g = ops.add(d_g, overlap * decay.total)
-        return xp.reshape(d_q, q.shape), Chunks(d_k, ops.add(d_v, written), d_g, None)
+        return xp.reshape(d_q, q.shape), WrittenChunks(d_k, ops.add(d_v, written), d_g, None)

@@ -26,8 +26,8 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import (
-    Chunks,
-    Group,
+    ChunkGroup,
+    WrittenChunks,
     d_of_read,
     d_of_written,
     flat,
@@ -41,14 +41,14 @@ from precondattn_portable.in_place import add_kept_at, product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
-class DeltaRule(Group):
+class DeltaRule(ChunkGroup):
     """The delta rule, with one decay for the whole state, or none."""
 
     u: Array
     scores: Array
     d_right: Array
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x = ops, x
         self.decay = HeadDecay(ops, x.g, x.k)
         self.below, self.to_erased = self._of_erased()
@@ -115,7 +115,9 @@ class DeltaRule(Group):
         """A (c, n, C r, C)"""
         return self.decay.among(self.ops.product(flat(q), transpose(self.x.k)))
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         ops, decay, x = self.ops, self.decay, self.x
         d_scores = ops.product(flat(d_o), transpose(self.u))
         pairs = ops.multiply(self.scores, d_scores)
@@ -152,7 +154,7 @@ class DeltaRule(Group):
 
     def _gradients(
         self, d_k: Array, d_v: Array, d_g: Array, d_beta: Array, d_erase: Array | None
-    ) -> Chunks:
+    ) -> WrittenChunks:
         if self.x.undecayed is None:
-            return Chunks(d_k, d_v, d_g, d_beta, d_erase)
-        return Chunks(d_k, d_v, d_g, d_beta, None, d_erase)
+            return WrittenChunks(d_k, d_v, d_g, d_beta, d_erase)
+        return WrittenChunks(d_k, d_v, d_g, d_beta, None, d_erase)

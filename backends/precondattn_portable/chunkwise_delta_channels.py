@@ -17,7 +17,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import previous_token, row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.channel_decay import ChannelDecay
-from precondattn_portable.chunkwise_additive import Chunks, flat, summed_rows
+from precondattn_portable.chunkwise_additive import WrittenChunks, flat, summed_rows
 from precondattn_portable.chunkwise_delta import DeltaRule
 from precondattn_portable.head_decay import decayed, sums_before, sums_from
 from precondattn_portable.triangular_inverse import unit_lower_inverse
@@ -28,7 +28,7 @@ class KeyDeltaRule(DeltaRule):
 
     decay: ChannelDecay  # type: ignore[assignment]
 
-    def __init__(self, ops: Arithmetic, x: Chunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x = ops, x
         self._set(ChannelDecay(ops, x.g))
         self.inverse = unit_lower_inverse(ops, self.among_keys * x.beta)
@@ -58,7 +58,9 @@ class KeyDeltaRule(DeltaRule):
         o = self.ops.add_product(o, self._scores(q), self.u)
         return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
 
-    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> tuple[Array, Chunks]:
+    def vjp(
+        self, q: Array, d_o: Array, states: Array, d_states: Array
+    ) -> tuple[Array, WrittenChunks]:
         xp, ops, decay, x = namespace(q), self.ops, self.decay, self.x
         size, r = q.shape[2:4]
         d_right = self.d_right  # X

@@ -51,7 +51,7 @@ from precondattn_portable.masks import Mask
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
-class Rows:
+class WeightRows:
     """Scores, maps and weights of blocks of rows; arrays have h heads before time."""
 
     def __init__(
@@ -102,7 +102,7 @@ class DeltaFormerBlocks(Algorithm):
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         frame = frame.among_keys(x["k"].shape[1])
-        rows = Rows(ops, leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
+        rows = WeightRows(ops, leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
         o, w, _, log_total = self._solved(ops, rows)
         out = zero_padding(time_first(o), frame)
         return out, (time_first(w), time_first(log_total[..., 0]))
@@ -110,7 +110,7 @@ class DeltaFormerBlocks(Algorithm):
     def _solved(
         self,
         ops: Arithmetic,
-        rows: Rows,
+        rows: WeightRows,
         past_k: Array | None = None,
         past_u: Array | None = None,
     ) -> tuple[Array, Array, Array, Array]:
@@ -162,7 +162,7 @@ class DeltaFormerBlocks(Algorithm):
     ) -> Arrays:
         n, t = x["k"].shape[2], x["k"].shape[1]
         frame = frame.among_keys(t)
-        rows = Rows(ops, leaf, x, Mask(frame, t, 0, strict=True))
+        rows = WeightRows(ops, leaf, x, Mask(frame, t, 0, strict=True))
         w = ops.heads_first(residuals[0])
         log_totals = ops.heads_first(residuals[1])[..., None]
         o, d_o = (ops.heads_first(zero_padding(a, frame)) for a in (out, cotangent))
@@ -220,7 +220,7 @@ class DeltaFormerBlocks(Algorithm):
         t, h = x["q"].shape[1:3]
         known = filled(frame, past["key"].shape[1])
         mask = Mask(known.frame.among_keys(t), known.count + t, known.offset, strict=True)
-        rows = Rows(ops, leaf, x, mask, known.count)
+        rows = WeightRows(ops, leaf, x, mask, known.count)
         past_k = repeat_heads(past_heads(past["key"], known.count), h)
         o, _, u, _ = self._solved(ops, rows, past_k, past_heads(past["solved"], known.count))
         out = zero_padding(time_first(o), mask.frame)

@@ -25,7 +25,7 @@ TOKENS = 64
 """New tokens per call of a leaf's own step: its memory is their number times the cache."""
 
 
-class Filled(NamedTuple):
+class FilledPart(NamedTuple):
     """The filled part of a cache, with the frame of that part and the new tokens."""
 
     count: int
@@ -35,10 +35,10 @@ class Filled(NamedTuple):
     frame: Frame
 
 
-def filled(frame: Frame, capacity: int) -> Filled:
+def filled(frame: Frame, capacity: int) -> FilledPart:
     """From the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
     if isinstance(frame, UniformFrame):
-        return Filled(frame.held, frame.held, frame.trimmed())
+        return FilledPart(frame.held, frame.held, frame.trimmed())
     xp = namespace(frame.q_position)
     count = min(longest_held(frame), capacity)
     part = frame.of_slots(count)
@@ -46,7 +46,7 @@ def filled(frame: Frame, capacity: int) -> Filled:
     is_plain = bool(xp.all(part.k_valid))
     k_valid = None if is_plain else part.k_valid
     filled_frame = Frame(frame.q_position, part.k_position, None, k_valid)
-    return Filled(count, count if is_plain else None, filled_frame)
+    return FilledPart(count, count if is_plain else None, filled_frame)
 
 
 def past_heads(buffer: Array, count: int, first: int = 0) -> Array:
@@ -59,7 +59,7 @@ def past_columns(buffer: Array, count: int, first: int = 0) -> Array:
     return namespace(buffer).permute_dims(upcast(buffer[:, first:count, ...]), (0, 2, 3, 1))
 
 
-def bias_of_filled(bias: Array, frame: Frame, known: Filled) -> Array:
+def bias_of_filled(bias: Array, frame: Frame, known: FilledPart) -> Array:
     """Columns of bias (b or 1, h or 1, t, capacity) at the filled slots and the new tokens."""
     if known.offset is not None:
         return bias[..., : known.offset + frame.q_position.shape[1]]

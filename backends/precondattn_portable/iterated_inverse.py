@@ -15,7 +15,7 @@ from precondattn.spec.iterated_inverse import largest_sum
 from precondattn_portable.arithmetic import Arithmetic
 
 
-class Step(NamedTuple):
+class InverseStep(NamedTuple):
     """What the gradient of Z' = ¼ Z P reads."""
 
     z: Array
@@ -23,7 +23,9 @@ class Step(NamedTuple):
     p: Array
 
 
-def steps(ops: Arithmetic, a: Array, iterations: int, *, of_all: bool) -> tuple[Array, list[Step]]:
+def steps(
+    ops: Arithmetic, a: Array, iterations: int, *, of_all: bool
+) -> tuple[Array, list[InverseStep]]:
     """Z ≈ A⁺ of matrices (…, m, m), and the steps to it."""
     c, _ = largest_sum(a, of_all=of_all)
     z, done, one = transpose(a) / c, [], identity_like(a)
@@ -32,12 +34,14 @@ def steps(ops: Arithmetic, a: Array, iterations: int, *, of_all: bool) -> tuple[
         p = ops.product(x, 7.0 * one - x)
         p = ops.product(x, 15.0 * one - p)
         p = 13.0 * one - p
-        done.append(Step(z, x, p))
+        done.append(InverseStep(z, x, p))
         z = 0.25 * ops.product(z, p)
     return z, done
 
 
-def steps_vjp(ops: Arithmetic, a: Array, done: list[Step], d_z: Array, *, of_all: bool) -> Array:
+def steps_vjp(
+    ops: Arithmetic, a: Array, done: list[InverseStep], d_z: Array, *, of_all: bool
+) -> Array:
     """The gradient of A, from that of Z."""
     xp = namespace(a)
     d_a = ops.zeros(a.shape, a)

@@ -38,13 +38,13 @@ ROW_BLOCK_ENTRIES = 2**22
 """Entries of the row blocks that are processed together: 16 MiB in float32."""
 
 
-class Sharing(threading.local):
+class ThreadShare(threading.local):
     """Of each thread: how many threads divide a call, and the memory that one may use."""
 
     count = 1
 
 
-SHARING = Sharing()
+SHARING = ThreadShare()
 
 
 def budget(entries: int) -> int:

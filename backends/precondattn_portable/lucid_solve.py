@@ -42,7 +42,13 @@ from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.extension import Filled, filled, new_tokens, past_heads, step_as_defined
+from precondattn_portable.extension import (
+    FilledPart,
+    filled,
+    new_tokens,
+    past_heads,
+    step_as_defined,
+)
 from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
     ROW_BLOCK_ENTRIES,
@@ -73,7 +79,7 @@ Scores of normalised keys are at most the shift, and e³² is far from overflow 
 """
 
 
-class View(NamedTuple):
+class LucidView(NamedTuple):
     """A call with heads before time, padded to whole blocks."""
 
     k: Array
@@ -86,18 +92,18 @@ class View(NamedTuple):
     w: Array | None
     path_beta: Array | None
 
-    def group(self, part: Part) -> View:
-        return View(*(a if a is None else a[part] for a in self))
+    def group(self, part: Part) -> LucidView:
+        return LucidView(*(a if a is None else a[part] for a in self))
 
 
-class System:
+class LucidMatrix:
     """The matrix of a group of heads, one row block at a time."""
 
     def __init__(
         self,
         ops: Arithmetic,
         leaf: Any,
-        view: View,
+        view: LucidView,
         mask: Mask,
         size: int,
         height: int,
@@ -262,13 +268,13 @@ class PastSystem:
         leaf: Any,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
-        known: Filled,
+        known: FilledPart,
     ) -> None:
         self.ops, count, xp = ops, known.count, namespace(x["k"])
         d = x["k"].shape[3]
         scale = leaf.scale_for(d)
         self.shift = scale * d
-        # As in `System`: a factor of the products, where its reciprocal is not large.
+        # As in `LucidMatrix`: a factor of the products, where its reciprocal is not large.
         self.factor = 1.0
         if self.shift <= FACTORED:
             self.shift, self.factor = 0.0, math.exp(-self.shift)
@@ -311,7 +317,7 @@ class LucidSolveBlocks(Algorithm):
 
     def _view(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, size: int
-    ) -> View:
+    ) -> LucidView:
         missing = -x["k"].shape[1] % size
         names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
         inputs = {name: padded(ops.heads_first(x[name]), 0, missing) for name in names}
@@ -325,15 +331,15 @@ class LucidSolveBlocks(Algorithm):
                 valid = valid & padded(frame.k_valid, 0, missing, axis=1)
             one = xp.ones_like(k[..., :1]) if beta is None else beta
             beta = zero_where_not(valid[:, None, :, None], one)
-        return View(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
+        return LucidView(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
 
     def _size(self, leaf: Any, s: int) -> int:
         """Tokens of a block."""
         return chunk_size(s) if isinstance(leaf.metric, Transported) else block_size(s)
 
     def _systems(
-        self, ops: Arithmetic, leaf: Any, view: View, frame: Frame, *, gradient: bool = False
-    ) -> Iterator[tuple[Part, System]]:
+        self, ops: Arithmetic, leaf: Any, view: LucidView, frame: Frame, *, gradient: bool = False
+    ) -> Iterator[tuple[Part, LucidMatrix]]:
         b, n, s, _ = view.k.shape
         size = self._size(leaf, s)
         frame = _padded_frame(frame, s)
@@ -348,7 +354,7 @@ class LucidSolveBlocks(Algorithm):
             # The first group is the largest.
             workspace = workspace or ops.scratch(_row_block_size(group, height), view.k)
             given = (ops, leaf, group, group_mask, size, height, workspace)
-            yield part, System(*given, gradient=gradient)
+            yield part, LucidMatrix(*given, gradient=gradient)
 
     def forward(
         self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
@@ -393,7 +399,7 @@ class LucidSolveBlocks(Algorithm):
         missing = -s % size
         y = padded(ops.heads_first(out), 0, missing)
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
-        d = View(*(None if a is None else ops.zeros(a.shape, a) for a in view))
+        d = LucidView(*(None if a is None else ops.zeros(a.shape, a) for a in view))
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
             workspace = ops.scratch(_row_block_size(system.view, system.height), view.k)
             for i0, i1, low in system.rows(reverse=True):
@@ -420,7 +426,7 @@ class LucidSolveBlocks(Algorithm):
         self,
         ops: Arithmetic,
         leaf: Any,
-        system: System,
+        system: LucidMatrix,
         i0: int,
         i1: int,
         low: int,
@@ -498,7 +504,7 @@ class LucidSolveBlocks(Algorithm):
         leaf: Any,
         x: Mapping[str, Array],
         right: Array,
-        known: Filled,
+        known: FilledPart,
         frame: Frame,
     ) -> Array:
         """y of new tokens (b, t, n, e), from v minus the contribution of the cache (b, n, t, e)."""
@@ -516,7 +522,7 @@ class LucidSolveBlocks(Algorithm):
 
     @staticmethod
     def _of_diagonal(
-        leaf: Any, system: System, i0: int, i1: int, low: int, d_v: Array, y: Array
+        leaf: Any, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
     ) -> Array:
         """The gradient of the scores through δ and through the row maximum."""
         column = arange_like(i1, y)[low:]
@@ -540,7 +546,7 @@ def _blocks_per_row_block(leaf: Any, size: int, s: int, gradient: bool) -> int:
     return 1 if isinstance(leaf.metric, Transported) or (gradient and long) else 2
 
 
-def _row_block_size(view: View, rows: int) -> int:
+def _row_block_size(view: LucidView, rows: int) -> int:
     """Entries of a row block of these heads, with all keys."""
     return math.prod(view.k.shape[:3]) * rows
 

@@ -41,7 +41,7 @@ class NystromKernels(WholeSequenceAlgorithm):
         q_valid: Array | None,
         k_valid: Array | None,
     ) -> Array:
-        call = Call(ops, leaf, x, q_valid, k_valid)
+        call = NystromCall(ops, leaf, x, q_valid, k_valid)
         outs = []
         for part in call.parts():
             read = ops.product(call.from_landmarks(part), call.v[part])
@@ -61,11 +61,11 @@ class NystromKernels(WholeSequenceAlgorithm):
         k_valid: Array | None,
         cotangent: Array,
     ) -> Arrays:
-        call, n = Call(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
+        call, n = NystromCall(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
         d_out = swap_time_and_heads(cotangent)
         d_o = call.flat(d_out)
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
-        of = Gradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
+        of = NystromGradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
         d_a = steps_vjp(ops, call.a, call.steps, of.z, of_all=leaf.start == "batch")
         d_a = ops.softmax_vjp(call.a, d_a)
         d_q_mean = ops.add_product(of.q_mean, d_a, call.k_mean)
@@ -88,7 +88,7 @@ class NystromKernels(WholeSequenceAlgorithm):
         }
 
 
-class Gradients(NamedTuple):
+class NystromGradients(NamedTuple):
     """Of some heads: of the rows of tokens, of the landmarks (divided by the scale) and of Z."""
 
     q: Array
@@ -99,7 +99,7 @@ class Gradients(NamedTuple):
     z: Array
 
 
-class Call:
+class NystromCall:
     """A call; its arrays have one axis for sequences and heads, (b h, tokens, ·), where not stated.
 
     Scores are products with landmarks that are multiplied by the scale.
@@ -185,7 +185,7 @@ class Call:
         weights = softmax(scores)
         return weights if is_row is None else zero_where_not(is_row[part][:, :, None], weights)
 
-    def pulled(self, part: Any, d_o: Array) -> Gradients:
+    def pulled(self, part: Any, d_o: Array) -> NystromGradients:
         ops, q, k, v = self.ops, self.q[part], self.k[part], self.v[part]
         z = self.z[part]
         b, f = self.from_landmarks(part), self.to_landmarks(part)
@@ -195,7 +195,7 @@ class Call:
         d_v = ops.product(transpose(b), d_read)
         d_f = ops.softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
         d_b = ops.softmax_vjp(b, ops.product(d_read, transpose(v)))
-        return Gradients(
+        return NystromGradients(
             ops.product(d_f, self.scaled_k_mean[part]),
             ops.product(transpose(d_b), self.scaled_q_mean[part]),
             d_v,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn.spec.recurrence import ByTokens, Gradients, Stream, erased, recurrent_vjp
+from precondattn.spec.recurrence import ByTokens, Stream, StreamGradients, erased, recurrent_vjp
 from precondattn_portable.arithmetic import Arithmetic
 
 
@@ -51,5 +51,5 @@ class OneToken:
         return function(*arrays)
 
     @staticmethod
-    def vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         return recurrent_vjp(x, state, d_o, d_final)

@@ -22,8 +22,8 @@ from precondattn.limits import KEPT
 from precondattn.spec.recurrence import Stream
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.chunkwise import CHUNK, Chunkwise, Work
-from precondattn_portable.chunkwise_additive import Group
+from precondattn_portable.chunkwise import CHUNK, Chunkwise, ChunkWork
+from precondattn_portable.chunkwise_additive import ChunkGroup
 from precondattn_portable.in_place import stored
 from precondattn_portable.layout import blocks
 from precondattn_portable.preconditioned_key import (
@@ -61,11 +61,11 @@ class _Form(Chunkwise):
         super().__init__(ops)
         self.key, self.x, self.frame = key, x, frame
 
-    def work(self, x: Stream) -> Work:
+    def work(self, x: Stream) -> ChunkWork:
         return _Work(self, x)
 
 
-class _Work(Work):
+class _Work(ChunkWork):
     """A stream in chunks, which makes its written keys from those that it erases with."""
 
     def __init__(self, form: _Form, x: Stream) -> None:
@@ -81,7 +81,7 @@ class _Work(Work):
         self.keys = PreconditionedChunks(self.ops, form.key, form.x, g, beta, self.together, self.p)
         self.squares = self.ops.zeros((heads, 1, x.k.shape[3]), x.k)
 
-    def group(self, part: range, known: dict[int, Array] | None = None) -> Group:
+    def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
         xp, erase = namespace(self.squares), self.written.erase
         assert erase is not None  # The rules have one.
         k = self._chunks(erase, part, 0)

@@ -103,7 +103,7 @@ class Similarities:
         return -self.scale * total
 
 
-class SymmetricLucidSolve(Algorithm):
+class SymmetricLucidSolveBlocks(Algorithm):
     """Algorithm of `SymmetricLucidSolve`."""
 
     def _groups(

@@ -32,7 +32,7 @@ from precondattn_portable.layout import at, at_chunk, padded
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
-class Chunk(NamedTuple):
+class TransportedChunk(NamedTuple):
     """The matrices of one chunk (…) or of all chunks (b, n, chunks, …)."""
 
     k: Array
@@ -110,7 +110,9 @@ class TransportedScores:
         result[...] = 0.0
         return result
 
-    def _matrices(self, q: Array, k: Array, w: Array, beta: Array, workspace: Scratch) -> Chunk:
+    def _matrices(
+        self, q: Array, k: Array, w: Array, beta: Array, workspace: Scratch
+    ) -> TransportedChunk:
         """The matrices of all chunks, stacked."""
         ops, xp, size = self.ops, namespace(k), self.size
         b, n, _, d = self.shape
@@ -133,13 +135,13 @@ class TransportedScores:
         start = ops.add_product(q + 0, q_w, zw, -1.0)
         local = ops.product(q, transpose(k), workspace.shaped(each, "local"))
         local = ops.add_product(local, q_w, zr, -1.0)
-        return Chunk(k, w, beta, m, zr, zw, keys, whole, q, q_w, start, local)
+        return TransportedChunk(k, w, beta, m, zr, zw, keys, whole, q, q_w, start, local)
 
     def _at(self, a: int) -> Any:
         return at(a * self.size, (a + 1) * self.size)
 
-    def _chunk(self, a: int) -> Chunk:
-        return Chunk(*(x[at_chunk(a)] for x in self.all))
+    def _chunk(self, a: int) -> TransportedChunk:
+        return TransportedChunk(*(x[at_chunk(a)] for x in self.all))
 
     def _lower(self, x: Array) -> Array:
         """tril of each query head's rows (…, r size, size)."""
@@ -294,7 +296,7 @@ class TransportedScores:
             y = d_x
         return y
 
-    def _pull_chunk(self, a: int, chunk: Chunk, d_zr: Array, d_zw: Array) -> None:
+    def _pull_chunk(self, a: int, chunk: TransportedChunk, d_zr: Array, d_zw: Array) -> None:
         """Propagate from Z R and Z w to k, w and β."""
         xp, ops = namespace(chunk.k), self.ops
         m_t, here = transpose(chunk.m), self._at(a)

@@ -42,13 +42,13 @@ from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import ROW_BLOCK_ENTRIES, budget, padded, zero_padding
-from precondattn_portable.windows import Part, Partition, partition
+from precondattn_portable.windows import Partition, WindowPart, partition
 
 
-class Windows(NamedTuple):
+class GatheredWindows(NamedTuple):
     """Some windows of a call: queries, keys and values (b windows, heads, w, ·)."""
 
-    part: Part
+    part: WindowPart
     scale: float
     q: Array
     """Multiplied by the scale."""
@@ -62,7 +62,7 @@ class Windows(NamedTuple):
     """Whether it is known that each slot has a visible key."""
 
 
-def masked_scores(ops: Arithmetic, windows: Windows) -> Array:
+def masked_scores(ops: Arithmetic, windows: GatheredWindows) -> Array:
     """S (b windows, h, w, w), −∞ at masked pairs."""
     scores = ops.product(windows.q, transpose(windows.k))
     if windows.bias is not None:
@@ -70,7 +70,7 @@ def masked_scores(ops: Arithmetic, windows: Windows) -> Array:
     return scores if windows.visible is None else ops.keep(scores, windows.visible, -math.inf)
 
 
-def weights(ops: Arithmetic, windows: Windows) -> Array:
+def weights(ops: Arithmetic, windows: GatheredWindows) -> Array:
     """A (b windows, h, w, w); 0 in rows without a key."""
     visible = windows.visible
     if visible is None or windows.all_have_keys:
@@ -81,17 +81,19 @@ def weights(ops: Arithmetic, windows: Windows) -> Array:
     return ops.keep(ops.softmax(masked_scores(ops, given)), has_keys, 0.0)
 
 
-class WindowedAttention(Algorithm):
+class WindowedBlocks(Algorithm):
     """Algorithm of `Windowed`."""
 
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 
-    def call(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Call:
+    def call(
+        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+    ) -> WindowedCall:
         """The arrays of a call, gathered by window."""
-        return Call(ops, leaf, x, frame)
+        return WindowedCall(ops, leaf, x, frame)
 
-    def read(self, ops: Arithmetic, leaf: Any, windows: Windows) -> Array:
+    def read(self, ops: Arithmetic, leaf: Any, windows: GatheredWindows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
         if leaf.read != MEAN:
             out: Array = leaf.read.forward(*log_softmax(masked_scores(ops, windows)), windows.v)
@@ -99,7 +101,12 @@ class WindowedAttention(Algorithm):
         return ops.product(weights(ops, windows), windows.v)
 
     def pull(
-        self, ops: Arithmetic, leaf: Any, windows: Windows, out: Array | None, cotangent: Array
+        self,
+        ops: Arithmetic,
+        leaf: Any,
+        windows: GatheredWindows,
+        out: Array | None,
+        cotangent: Array,
     ) -> tuple[Array, Array, Array, Array]:
         """The gradients of scores, queries, keys and values of some windows."""
         v = windows.v
@@ -167,7 +174,7 @@ class WindowedAttention(Algorithm):
         return gradients
 
 
-class Call:
+class WindowedCall:
     """The arrays of a call, gathered by window."""
 
     def __init__(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
@@ -179,7 +186,7 @@ class Call:
     def all(self) -> Partition:
         return partition(self.leaf.windows, self.x["k"].shape[1])
 
-    def windows(self, together: int) -> Iterator[Windows]:
+    def windows(self, together: int) -> Iterator[GatheredWindows]:
         """All windows, in groups of at most so many scores."""
         leaf, x = self.leaf, self.x
         b, _, h, _ = x["q"].shape
@@ -193,13 +200,13 @@ class Call:
                 part = kind.some(start, start + step)
                 yield self.some(part, q, bias)
 
-    def some(self, part: Part, q: Array, bias: Array | None) -> Windows:
+    def some(self, part: WindowPart, q: Array, bias: Array | None) -> GatheredWindows:
         """Some windows, from queries of all tokens."""
         h, scale = q.shape[2], self.leaf.scale_for(q.shape[3])
         rows = self.ops.multiply(self.gathered(q, part), scale)
         k, v = (repeat_heads(self.gathered(self.x[name], part), h) for name in ("k", "v"))
         visible, have_keys = self.visible(part), not self.is_masked and self.is_filled(part)
-        return Windows(part, scale, rows, k, v, bias, visible, have_keys)
+        return GatheredWindows(part, scale, rows, k, v, bias, visible, have_keys)
 
     @property
     def is_masked(self) -> bool:
@@ -207,7 +214,7 @@ class Call:
         frame = self.frame
         return bool(self.missing) or frame.q_valid is not None or frame.k_valid is not None
 
-    def is_filled(self, part: Part) -> bool:
+    def is_filled(self, part: WindowPart) -> bool:
         """Whether all slots have a token."""
         return part.hidden is None or not part.hidden.diagonal(axis1=1, axis2=2).any()
 
@@ -216,7 +223,7 @@ class Call:
         like = self.x["q"]
         return namespace(like).asarray(numbers, **placement(like))
 
-    def gathered(self, x: Array, part: Part) -> Array:
+    def gathered(self, x: Array, part: WindowPart) -> Array:
         """The tokens of some windows: (b, s, heads, ·) as (b windows, heads, w, ·)."""
         xp, w = namespace(x), part.tokens.shape[1]
         slots = xp.take(x, self.index(part.tokens.reshape(-1)), axis=1)
@@ -232,7 +239,7 @@ class Call:
         """The table's entry of each pair of slots, (w w,)."""
         return self.index(self.all.entries)
 
-    def visible(self, part: Part) -> Array | None:
+    def visible(self, part: WindowPart) -> Array | None:
         """Which pairs are visible (b windows, 1, w, w); None for all."""
         xp, b = namespace(self.x["q"]), self.x["q"].shape[0]
         visible = self.never_hidden(part)
@@ -251,7 +258,7 @@ class Call:
             valid = arange_like(count - self.missing, self.x["q"])[None, :] >= 0
         return None if valid is None else padded(valid, self.missing, 0, axis=1)
 
-    def never_hidden(self, part: Part) -> Array | None:
+    def never_hidden(self, part: WindowPart) -> Array | None:
         """Which pairs are visible without masks (b windows, 1, w, w); None for all."""
         if part.hidden is None:
             return None

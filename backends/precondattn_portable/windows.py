@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from precondattn.limits import KEPT
-from precondattn.spec.grid_windows import Windows
+from precondattn.spec.grid_windows import GridWindows
 
 
-class Part(NamedTuple):
+class WindowPart(NamedTuple):
     """Windows of the same kind. The arrays are NumPy's."""
 
     tokens: np.ndarray
@@ -25,16 +25,16 @@ class Part(NamedTuple):
     """Which pairs do not attend to each other (windows, w, w); None where all do. A slot without a
     token has no pair."""
 
-    def some(self, start: int, stop: int) -> Part:
+    def some(self, start: int, stop: int) -> WindowPart:
         """The windows start … stop − 1."""
         hidden = None if self.hidden is None else self.hidden[start:stop]
-        return Part(self.tokens[start:stop], hidden)
+        return WindowPart(self.tokens[start:stop], hidden)
 
 
 class Partition(NamedTuple):
     """The windows of a call, and where each token is."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WindowPart, ...]
     slots: np.ndarray
     """(s,): the slot of each token, over all parts."""
     entries: np.ndarray
@@ -42,7 +42,7 @@ class Partition(NamedTuple):
 
 
 @lru_cache(maxsize=KEPT)
-def partition(windows: Windows, s: int) -> Partition:
+def partition(windows: GridWindows, s: int) -> Partition:
     """The windows of a grid of s tokens."""
     shape = (s,) if windows.columns is None else (-(-s // windows.columns), windows.columns)
     whole = tuple(-(-n // w) * w for n, w in zip(shape, windows.size, strict=True))
@@ -69,13 +69,13 @@ def partition(windows: Windows, s: int) -> Partition:
     first = np.take_along_axis(tokens, is_token.argmax(axis=1)[:, None], axis=1)
     tokens = np.where(is_token, tokens, first)
     plain = len(tokens) - int(at_border.sum())
-    parts = Part(tokens[:plain], None), Part(tokens[plain:], hidden[plain:])
+    parts = WindowPart(tokens[:plain], None), WindowPart(tokens[plain:], hidden[plain:])
     return Partition(
         tuple(part for part in parts if len(part.tokens)), slots, _entries(windows.size)
     )
 
 
-def _cut(grid: np.ndarray, windows: Windows) -> np.ndarray:
+def _cut(grid: np.ndarray, windows: GridWindows) -> np.ndarray:
     """A grid, rolled by the shift, as (windows, w)."""
     rolled = np.roll(grid, [-shift for shift in windows.shift], tuple(range(grid.ndim)))
     sides = [side for n, w in zip(grid.shape, windows.size, strict=True) for side in (n // w, w)]

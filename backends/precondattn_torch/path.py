@@ -13,18 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precondattn_portable.attention import Attention, Group, View
+from precondattn_portable.attention import AttentionBlocks, AttentionView, HeadGroup
 from precondattn_portable.masks import Mask
 from precondattn_portable.transported import TransportedScores
 
 
-class PathAttention(Attention):
+class PathAttention(AttentionBlocks):
     """Algorithm of `Path` with values read by mean."""
 
-    def keys_of_row_block(self, view: View, mask: Mask, size: int) -> int:
+    def keys_of_row_block(self, view: AttentionView, mask: Mask, size: int) -> int:
         return size if _fits(view, mask) else super().keys_of_row_block(view, mask, size)
 
-    def read(self, group: Group, i0: int, i1: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self, group: HeadGroup, i0: int, i1: int, low: int, high: int
+    ) -> tuple[Tensor, Tensor]:
         if not (0 < i0 < high and _fits(group.view, group.mask)):
             return super().read(group, i0, i1, low, high)
         assert isinstance(group.scores, TransportedScores)
@@ -39,7 +41,7 @@ class PathAttention(Attention):
         return own.addcmul_(past, (past_log - log_total).exp_()), log_total
 
 
-def _fits(view: View, mask: Mask) -> bool:
+def _fits(view: AttentionView, mask: Mask) -> bool:
     """Whether every key before a row block is visible, and the kernel supports the call."""
     plain = mask.window is None and mask.frame.k_valid is None and mask.frame.k_segment is None
     is_alone = view.g is None and view.bias is None

@@ -34,7 +34,7 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.sink import sink_vjp
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.attention import Attention
+from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
 from precondattn_torch.arithmetic import TORCH
 from precondattn_torch.twice_differentiable import twice_differentiable
@@ -110,7 +110,7 @@ def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | Non
     return zero_padding(scaled_dot_product(leaf, q, k, v), frame)
 
 
-class KernelAttention(Attention):
+class KernelAttention(AttentionBlocks):
     """Algorithm of `Softmax`: the kernel where it fits, row blocks elsewhere."""
 
     def forward(

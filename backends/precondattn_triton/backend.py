@@ -39,12 +39,12 @@ RECURRENT = (
 SHARING = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
 """Backbones that iterate over the same keys whose moments CCQ's query has."""
 
-_RECURRENCE = "precondattn_triton.recurrence.leaves:Recurrence"
+_RECURRENCE = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
 _CONDITIONED_READ = "precondattn_triton.ccq.conditioned_read:ConditionedRead"
 
 KERNELS: KernelTable = {
-    pa.UnitRows: "precondattn_triton.unit_rows:UnitRows",
-    pa.LucidSolve: "precondattn_triton.lucid.solve:LucidSolve",
+    pa.UnitRows: "precondattn_triton.unit_rows:UnitRowsKernels",
+    pa.LucidSolve: "precondattn_triton.lucid.solve:LucidSolveKernels",
     pa.ConditionedQuery: ByOption(
         "decay",
         {"none": "precondattn_triton.ccq.conditioned_read:RunningCovariance"},
@@ -52,15 +52,15 @@ KERNELS: KernelTable = {
     ),
     **dict.fromkeys(RECURRENT, _RECURRENCE),
     pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
-    pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:Laser"}),
-    pa.Path: "precondattn_triton.path.leaf:Path",
-    pa.Windowed: "precondattn_triton.windowed.leaf:WindowedAttention",
+    pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:LaserKernels"}),
+    pa.Path: "precondattn_triton.path.leaf:PathKernels",
+    pa.Windowed: "precondattn_triton.windowed.leaf:WindowedKernels",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
     (
         pa.Softmax,
         pa.Softmax,
         pa.Difference,
-    ): "precondattn_triton.softmax.differential:Differential",
+    ): "precondattn_triton.softmax.differential:DifferentialKernels",
     **{(pa.ConditionedQuery, backbone): _CONDITIONED_READ for backbone in SHARING},
     **{(pa.ConditionedQuery, pa.L2Norm, backbone): _CONDITIONED_READ for backbone in SHARING},
 }

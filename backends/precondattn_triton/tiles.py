@@ -154,7 +154,7 @@ def load_rows(array, head, tokens, start, ROWS: tl.constexpr, WIDTH: tl.constexp
     return tl.load(array + rows[:, None] * STEP + first + tl.arange(0, WIDTH)[None, :])
 
 
-class Masks(NamedTuple):
+class KernelMasks(NamedTuple):
     """Validity and segments of a frame, as kernels read them; None where nothing is masked."""
 
     q_valid: torch.Tensor | None
@@ -165,14 +165,14 @@ class Masks(NamedTuple):
     """(b, 2, s), 32 bits: the first token of the segment of each token, and the last one plus 1"""
 
 
-def masks_of(frame: Frame, b: int) -> Masks:
+def masks_of(frame: Frame, b: int) -> KernelMasks:
     """The masks of a full call, whose queries have the positions of the last keys."""
 
     def bytes_of(valid: torch.Tensor | None) -> torch.Tensor | None:
         return None if valid is None else valid.expand(b, -1).contiguous().view(torch.uint8)
 
     segment = None if frame.k_segment is None else segments_of(frame.k_segment)
-    return Masks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), segment)
+    return KernelMasks(bytes_of(frame.q_valid), bytes_of(frame.k_valid), segment)
 
 
 def segments_of(ids: torch.Tensor) -> torch.Tensor:

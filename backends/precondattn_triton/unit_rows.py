@@ -92,7 +92,7 @@ def unit_rows_vjp(
     tl.store(at, gradient.to(d_o.dtype.element_ty), mask=inside)
 
 
-class UnitRows:
+class UnitRowsKernels:
     """The leaf `UnitRows`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:

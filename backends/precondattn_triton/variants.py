@@ -16,7 +16,7 @@ from precondattn.algebra.group import Group, group_of
 from precondattn.frame import Frame
 from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
-from precondattn_kernel_tools.triton_launches import Launch, recorded
+from precondattn_kernel_tools.triton_launches import TritonLaunch, recorded
 from precondattn_triton.backend import WIDEST_ON_AMD, Triton
 from precondattn_triton.target import compiling_for
 
@@ -143,7 +143,7 @@ def variants(target: str) -> Iterator[Variant]:
                         yield _variant(launch, mechanism, dtype, d, e)
 
 
-def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int) -> Variant:
+def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e: int) -> Variant:
     width = str(d) if d == e else f"{d}x{e}"
     packed = " packed" if _is_packed(launch) else ""
     named = f"{mechanism} {str(dtype).removeprefix('torch.')} {width}{packed}{_way(launch)}"
@@ -155,17 +155,17 @@ def _variant(launch: Launch, mechanism: str, dtype: torch.dtype, d: int, e: int)
     return launch.variant(named)._replace(spill_limit=limit)
 
 
-def _first_dtype(launch: Launch) -> torch.dtype:
+def _first_dtype(launch: TritonLaunch) -> torch.dtype:
     """The dtype of the first array: operands may be in the call's dtype or in another."""
     arrays = (a for a in launch.arguments.values() if isinstance(a, torch.Tensor))
     return next(arrays).dtype
 
 
-def _is_packed(launch: Launch) -> bool:
+def _is_packed(launch: TritonLaunch) -> bool:
     return any(launch.arguments.get(name) is not None for name in ("segment", "segments"))
 
 
-def _way(launch: Launch) -> str:
+def _way(launch: TritonLaunch) -> str:
     """The part of a name that distinguishes a kernel's launches within one call."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
     decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
@@ -185,7 +185,7 @@ def launches(
     e: int,
     is_step: bool = False,
     is_packed: bool = False,
-) -> list[Launch]:
+) -> list[TritonLaunch]:
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1

@@ -7,7 +7,7 @@ with those that the interpreter counts. T tokens, m heads of all sequences, widt
 
 from __future__ import annotations
 
-from precondattn_kernel_tools.roof import FULL, HALF, Size, Work, causal_pairs
+from precondattn_kernel_tools.roof import FULL, HALF, KernelWork, Size, causal_pairs
 from precondattn_triton.configurations import Configuration
 
 EXACT = 3
@@ -17,7 +17,7 @@ EXACT = 3
 # ---------------------------------------------------------------------------------------- LUCID
 
 
-def apply_inverse(size: Size, tiles: Configuration) -> Work:
+def apply_inverse(size: Size, tiles: Configuration) -> KernelWork:
     """ρ_J = N_J R_J of every super-block: the lower triangle of N, in tiles."""
     m, t, _, e = size
     rows, block = tiles.rows, min(tiles.columns, t)
@@ -27,7 +27,7 @@ def apply_inverse(size: Size, tiles: Configuration) -> Work:
     read = products * rows * (rows * HALF + e * FULL)
     written = block * e * 3 * HALF
     least = block * (block // 2 * HALF + e * FULL) + written
-    return Work(
+    return KernelWork(
         "apply_inverse",
         (count * m,) * blocks,
         half=m * blocks * products * 2 * rows * rows * e,
@@ -38,7 +38,7 @@ def apply_inverse(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def update(size: Size, tiles: Configuration, block: int) -> Work:
+def update(size: Size, tiles: Configuration, block: int) -> KernelWork:
     """R_I −= Φ_IJ y_J for every super-block J of `block` tokens, and all later rows I."""
     m, t, d, e = size
     block = min(block, t)
@@ -46,7 +46,7 @@ def update(size: Size, tiles: Configuration, block: int) -> Work:
     pairs = sum(later) * block
     sides = sum(later) * e * 2 * FULL
     keys = sum(later) * d * HALF
-    return Work(
+    return KernelWork(
         "update",
         tuple(rows // tiles.rows * m for rows in later),
         half=m * pairs * 2 * (d + e),
@@ -57,7 +57,7 @@ def update(size: Size, tiles: Configuration, block: int) -> Work:
     )
 
 
-def key_gradient(size: Size, tiles: Configuration) -> Work:
+def key_gradient(size: Size, tiles: Configuration) -> KernelWork:
     """dk̂ = −s Σ Φ g k̂ over all pairs, those of tiles on the diagonal twice."""
     m, t, d, e = size
     rows, columns = tiles.rows, tiles.columns
@@ -66,7 +66,7 @@ def key_gradient(size: Size, tiles: Configuration) -> Work:
         for a in range(0, t, rows)
     )
     own = t * (2 * d + 2 * e) * HALF
-    return Work(
+    return KernelWork(
         "key_gradient",
         (t // rows * m,),
         half=m * pairs * 2 * (2 * d + e),
@@ -83,12 +83,12 @@ SUMS = 16
 """Columns of the product that sums rows (`softmax/row_sums.py`)."""
 
 
-def close(size: Size, tiles: Configuration) -> Work:
+def close(size: Size, tiles: Configuration) -> KernelWork:
     """o and λ of close heads."""
     m, t, d, e = size
     pairs = causal_pairs(t, *tiles[:2])
     own = t * d * HALF + t * e * (HALF + FULL)
-    return Work(
+    return KernelWork(
         "_close",
         (t // tiles.rows * m,),
         half=m * pairs * 2 * (d + e + SUMS),
@@ -99,12 +99,12 @@ def close(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def laser_query_gradient(size: Size, tiles: Configuration) -> Work:
+def laser_query_gradient(size: Size, tiles: Configuration) -> KernelWork:
     """dq of close heads."""
     m, t, d, e = size
     pairs = causal_pairs(t, *tiles[:2])
     own = t * (2 * d + e) * HALF
-    return Work(
+    return KernelWork(
         "_query_gradient",
         (t // tiles.rows * m,),
         half=m * pairs * 2 * (2 * d + e),
@@ -115,7 +115,7 @@ def laser_query_gradient(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def laser_key_gradient(size: Size, tiles: Configuration) -> Work:
+def laser_key_gradient(size: Size, tiles: Configuration) -> KernelWork:
     """dk and dv of close heads; a tile of keys meets all later queries."""
     m, t, d, e = size
     rows, columns = tiles.rows, tiles.columns
@@ -123,7 +123,7 @@ def laser_key_gradient(size: Size, tiles: Configuration) -> Work:
         rows * columns * ((t - a // columns * columns) // columns) for a in range(0, t, rows)
     )
     own = t * 2 * (d + e) * HALF
-    return Work(
+    return KernelWork(
         "_key_gradient",
         (t // rows * m,),
         half=m * pairs * 2 * (2 * d + 2 * e),
@@ -137,13 +137,13 @@ def laser_key_gradient(size: Size, tiles: Configuration) -> Work:
 # ---------------------------------------------------------------------------------- gated delta
 
 
-def invert(size: Size, tiles: Configuration) -> Work:
+def invert(size: Size, tiles: Configuration) -> KernelWork:
     """M of every chunk: its halves in registers, then the corner."""
     m, t, d, _ = size
     half, chunks = tiles.rows // 2, t // tiles.rows * m
     levels = half.bit_length() - 2
     inverse = (2 * 2 * levels + 2) * 2 * half**3
-    return Work(
+    return KernelWork(
         "invert",
         (chunks,),
         half=chunks * 3 * 2 * half * half * d,
@@ -154,11 +154,11 @@ def invert(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def prepare(size: Size, tiles: Configuration) -> Work:
+def prepare(size: Size, tiles: Configuration) -> KernelWork:
     """Y and W of every chunk."""
     m, t, d, e = size
     moved = m * t * (tiles.rows * FULL + (d + e) * (HALF + FULL))
-    return Work(
+    return KernelWork(
         "prepare",
         (t // tiles.rows * m,),
         half=0,
@@ -169,14 +169,14 @@ def prepare(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def carry_states(size: Size, tiles: Configuration) -> Work:
+def carry_states(size: Size, tiles: Configuration) -> KernelWork:
     """The states, chunk after chunk, in blocks of value channels."""
     m, t, d, e = size
     blocks = e // min(tiles.columns, e)
     states = t // tiles.rows * d * e * FULL
     values = t * e * 2 * FULL
     keys = t * d * (HALF + FULL)
-    return Work(
+    return KernelWork(
         "carry_states",
         (blocks * m,),
         half=0,
@@ -187,14 +187,14 @@ def carry_states(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def read(size: Size, tiles: Configuration) -> Work:
+def read(size: Size, tiles: Configuration) -> KernelWork:
     """The outputs of every chunk, in blocks of value channels."""
     m, t, d, e = size
     chunk, blocks = tiles.rows, e // min(tiles.columns, e)
     states = t // chunk * d * e * FULL
     values = t * e * (FULL + HALF)
     keys = t * 2 * d * HALF
-    return Work(
+    return KernelWork(
         "read",
         (t // chunk * blocks * m,),
         half=m * t * blocks * 2 * chunk * d,
@@ -205,14 +205,14 @@ def read(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def carry_gradients(size: Size, tiles: Configuration) -> Work:
+def carry_gradients(size: Size, tiles: Configuration) -> KernelWork:
     """The gradients of the states, from the last chunk to the first."""
     m, t, d, e = size
     blocks = e // min(tiles.columns, e)
     states = t // tiles.rows * d * e * FULL
     values = t * e * (2 * FULL + HALF)
     keys = t * d * (2 * HALF + FULL)
-    return Work(
+    return KernelWork(
         "carry_gradients",
         (blocks * m,),
         half=0,
@@ -229,12 +229,12 @@ SUB = 16
 """Tokens of a sub-chunk (`recurrence/channel_decay.py`)."""
 
 
-def channel_scores(size: Size, tiles: Configuration) -> Work:
+def channel_scores(size: Size, tiles: Configuration) -> KernelWork:
     """The pairs of one row per token, by sub-chunks: of queries, or of the keys that are erased."""
     m, t, d, _ = size
     chunk = tiles.rows
     rows, scores = t * d * (HALF + FULL), t * chunk * FULL
-    return Work(
+    return KernelWork(
         "channel_scores",
         (t // SUB * m,),
         half=0,
@@ -245,12 +245,12 @@ def channel_scores(size: Size, tiles: Configuration) -> Work:
     )
 
 
-def channel_gradient(size: Size, tiles: Configuration) -> Work:
+def channel_gradient(size: Size, tiles: Configuration) -> KernelWork:
     """The gradients of one row per token, of the keys and of the gates, by sub-chunks."""
     m, t, d, _ = size
     chunk, subs = tiles.rows, tiles.rows // SUB
     moved = t * d * (2 * HALF + FULL) + t * chunk * FULL + t * d * 3 * FULL
-    return Work(
+    return KernelWork(
         "channel_gradient",
         (t // SUB * (d // min(tiles.columns, d)) * m,),
         half=0,

@@ -30,7 +30,7 @@ LISTED = 8
 """The largest number of earlier cases that the details list; the record has all."""
 
 
-class Process(Protocol):
+class CaseProcess(Protocol):
     """A process that runs cases one after another (`isolation.Worker`)."""
 
     def run(self, case: Case) -> Outcome: ...
@@ -41,7 +41,9 @@ class Process(Protocol):
 class Alone:
     """Replays the first failures of a run, and says which of them depend on earlier calls."""
 
-    def __init__(self, start: Callable[[], Process], backend: Backend, device: str | None) -> None:
+    def __init__(
+        self, start: Callable[[], CaseProcess], backend: Backend, device: str | None
+    ) -> None:
         self.start, self.backend, self.device = start, backend, device
         self.left, self.seconds = REPLAYED, SECONDS
 

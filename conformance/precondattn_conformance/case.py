@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Case:
     mechanism: str
     library: str
     dtype: str
-    layout: Layout
+    layout: CallLayout
     kind: str
 
     @property

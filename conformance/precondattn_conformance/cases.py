@@ -14,7 +14,7 @@ from precondattn_conformance.design.chosen import rows
 from precondattn_conformance.design.rows import design
 from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, LEVELS, data
-from precondattn_conformance.inputs import KINDS, Layout
+from precondattn_conformance.inputs import KINDS, CallLayout
 from precondattn_conformance.layout_names import layout_named
 from precondattn_conformance.sharing import Sharing
 
@@ -187,7 +187,7 @@ def makes_sense(case: Case) -> bool:
 
 
 @cache
-def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind: str) -> bool:
+def _makes_sense(check: str, expression: str, library: str, layout: CallLayout, kind: str) -> bool:
     """The answer is the same for every dtype."""
     if not has_result(expression, layout, kind):
         return False
@@ -195,7 +195,7 @@ def _makes_sense(check: str, expression: str, library: str, layout: Layout, kind
 
 
 @cache
-def has_result(expression: str, layout: Layout, kind: str) -> bool:
+def has_result(expression: str, layout: CallLayout, kind: str) -> bool:
     """Whether a mechanism has a well-defined result for this data."""
     if kind in HARMFUL and not is_bounded(mechanism_of(expression)):
         return False
@@ -210,7 +210,7 @@ def has_result(expression: str, layout: Layout, kind: str) -> bool:
     return True
 
 
-def _is_refused(expression: str, layout: Layout) -> bool:
+def _is_refused(expression: str, layout: CallLayout) -> bool:
     """Whether a leaf refuses calls of this size or with these masks."""
     masks = frozenset({"segment_ids"} if layout.has("segment_ids") else ())
     try:

@@ -21,7 +21,7 @@ from precondattn_conformance.progress import Progress
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
-from precondattn_conformance.report.record import Recording
+from precondattn_conformance.report.record import RecordWriter
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Outcome, Report
 from precondattn_conformance.session import Session
@@ -51,7 +51,7 @@ def conformance(
     expectations = session.expectations(todo)
     if session.device is not None:
         libraries.require_device((case.library for case in todo), session.device)
-    recording = Recording(
+    recording = RecordWriter(
         record,
         backends=session.backend,
         level=session.level,
@@ -91,7 +91,7 @@ def _run(
     session: Session,
     todo: list[Case],
     expectations: Expectations,
-    recording: Recording,
+    recording: RecordWriter,
     report: Report,
     console: Console,
 ) -> None:

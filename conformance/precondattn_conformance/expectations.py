@@ -26,7 +26,7 @@ class ExpectationError(ValueError):
 
 
 @dataclass(frozen=True)
-class Line:
+class ExpectationLine:
     """One line of such a file."""
 
     pattern: str
@@ -43,8 +43,8 @@ class Line:
 class Expectations:
     """The cases that are expected to fail, and those that are not run."""
 
-    xfail: tuple[Line, ...] = ()
-    skip: tuple[Line, ...] = ()
+    xfail: tuple[ExpectationLine, ...] = ()
+    skip: tuple[ExpectationLine, ...] = ()
 
     @classmethod
     def read(cls, xfail: str | Path | None, skip: str | Path | None) -> Expectations:
@@ -52,7 +52,7 @@ class Expectations:
         return cls(_read(xfail), _read(skip))
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[ExpectationLine, ...]:
         return self.xfail + self.skip
 
     def require_true(self, level_cases: Iterable[Case]) -> None:
@@ -99,11 +99,11 @@ def name_of(expression: str) -> str:
     return re.split(r"[\[(]", expression, maxsplit=1)[0]
 
 
-def _first(lines: Sequence[Line], case: Case) -> Line | None:
+def _first(lines: Sequence[ExpectationLine], case: Case) -> ExpectationLine | None:
     return next((line for line in lines if line.matches(case)), None)
 
 
-def _read(path: str | Path | None) -> tuple[Line, ...]:
+def _read(path: str | Path | None) -> tuple[ExpectationLine, ...]:
     if path is None:
         return ()
     lines = []
@@ -121,5 +121,5 @@ def _read(path: str | Path | None) -> tuple[Line, ...]:
         # Brackets in an expression are literal, not a character class.
         escaped = pattern.strip().replace("[", "[[]")
         compiled = re.compile(translate(escaped))
-        lines.append(Line(pattern.strip(), reason.strip(), place, compiled))
+        lines.append(ExpectationLine(pattern.strip(), reason.strip(), place, compiled))
     return tuple(lines)

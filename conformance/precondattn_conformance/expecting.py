@@ -18,7 +18,7 @@ import numpy as np
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.inputs import KINDS, Layout, make_inputs
+from precondattn_conformance.inputs import KINDS, CallLayout, make_inputs
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.tolerance import BOUND, error
 
@@ -45,7 +45,7 @@ def expected_by(case: Case, backend: str | tuple[str, ...] | None) -> str:
     return BLOCKED if is_certified(case.mechanism, shortened(case.layout), case.kind) else REFERENCE
 
 
-def shortened(layout: Layout) -> Layout:
+def shortened(layout: CallLayout) -> CallLayout:
     """The same with fewer keys, and as many keys more than queries; a single query stays one."""
     queries = SHORT - (layout.s - layout.t)
     t = 1 if layout.t == 1 else max(queries, 1)
@@ -53,7 +53,7 @@ def shortened(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=256)
-def is_certified(mechanism: str, layout: Layout, kind: str) -> bool:
+def is_certified(mechanism: str, layout: CallLayout, kind: str) -> bool:
     """Whether the blocked algorithms give what the reference gives of this call, in float64."""
     m = mechanism_of(mechanism)
     inputs, masks = make_inputs(m, layout, kind), layout.masks()

@@ -30,7 +30,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn_conformance.harmless_keys import with_different_keys
-from precondattn_conformance.inputs import Arrays, Layout, make_inputs
+from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs
 
 SATURATED = ("huge_logits", "tied_logits")
 EXTREMES = (
@@ -102,7 +102,7 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
     return attends
 
 
-def at_an_extreme(mechanism: pa.Mechanism, layout: Layout, kind: str, dtype: str) -> Arrays:
+def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype: str) -> Arrays:
     """The inputs of a mechanism at one of these extremes."""
     arrays = make_inputs(mechanism, layout, "duplicate" if kind == "tied_logits" else "random")
     arrays = with_different_keys(mechanism, arrays)

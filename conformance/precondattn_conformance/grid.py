@@ -14,34 +14,36 @@ from __future__ import annotations
 from precondattn.algebra import registry
 from precondattn_conformance.declared import derived
 from precondattn_conformance.extremes import EXTREMES
-from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout
 from precondattn_conformance.libraries import HALF, WIDE
 
 LEVELS = ("smoke", "full", "stress")
 
-PLAIN = Layout("plain")
-RAGGED = Layout("ragged", mask="lengths", broadcast="bh")
-PACKED = Layout("packed", mask="segment_ids")
-MASKED = Layout("masked", mask="key_mask", broadcast="bh")
-SINGLE = Layout("single_token", t=1, s=1)
-FEWER = Layout("fewer_queries", t=3, s=9)
-OWN_HEADS = Layout("own_kv_heads", h=3, n=3, values_per_head=1)
-LESS_ONE = Layout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8)
-AND_ONE = Layout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8)
+PLAIN = CallLayout("plain")
+RAGGED = CallLayout("ragged", mask="lengths", broadcast="bh")
+PACKED = CallLayout("packed", mask="segment_ids")
+MASKED = CallLayout("masked", mask="key_mask", broadcast="bh")
+SINGLE = CallLayout("single_token", t=1, s=1)
+FEWER = CallLayout("fewer_queries", t=3, s=9)
+OWN_HEADS = CallLayout("own_kv_heads", h=3, n=3, values_per_head=1)
+LESS_ONE = CallLayout("block_less_one", b=1, t=63, s=63, h=2, n=1, d=16, e=8)
+AND_ONE = CallLayout("block_and_one", b=1, t=65, s=65, h=2, n=1, d=68, e=8)
 REAL_SHORT = REAL_GROUPED._replace(name="real_short", t=64, s=64)
 REAL_128 = REAL._replace(name="real_128", t=128, s=128)
-BLOCKS = Layout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
-PACKED_BLOCKS = Layout("packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids")
-FEWER_RAGGED = Layout("fewer_ragged", t=5, s=9, mask="lengths")
-FEWER_PACKED = Layout("fewer_packed", t=3, s=9, mask="segment_ids")
-FEWER_MASKED = Layout("fewer_masked", t=3, s=9, mask="key_mask")
-WRITTEN_TWICE = Layout("written_twice", t=9, s=9, d=16)
-WRITTEN_FAR = Layout("written_far", b=1, t=161, s=161, h=2, n=1, d=16)
-LAST_OF_161 = Layout("last_of_161", b=1, t=3, s=161, h=2, n=1, d=16)
-TWO_OF_33 = Layout("two_of_33", t=33, s=33, h=2, n=1, d=16, e=24)
-LEAK = Layout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
-THREADS = Layout("threads", b=2, t=161, s=161, h=1, n=1, d=8, e=4)
-LONG = Layout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
+BLOCKS = CallLayout("blocks", b=1, t=257, s=257, h=2, n=1, d=16, e=8)
+PACKED_BLOCKS = CallLayout(
+    "packed_blocks", b=1, t=130, s=130, h=2, n=1, d=16, e=8, mask="segment_ids"
+)
+FEWER_RAGGED = CallLayout("fewer_ragged", t=5, s=9, mask="lengths")
+FEWER_PACKED = CallLayout("fewer_packed", t=3, s=9, mask="segment_ids")
+FEWER_MASKED = CallLayout("fewer_masked", t=3, s=9, mask="key_mask")
+WRITTEN_TWICE = CallLayout("written_twice", t=9, s=9, d=16)
+WRITTEN_FAR = CallLayout("written_far", b=1, t=161, s=161, h=2, n=1, d=16)
+LAST_OF_161 = CallLayout("last_of_161", b=1, t=3, s=161, h=2, n=1, d=16)
+TWO_OF_33 = CallLayout("two_of_33", t=33, s=33, h=2, n=1, d=16, e=24)
+LEAK = CallLayout("leak", b=32, t=64, s=64, h=8, n=8, d=32, e=32, values_per_head=1)
+THREADS = CallLayout("threads", b=2, t=161, s=161, h=1, n=1, d=8, e=4)
+LONG = CallLayout("long", b=1, t=2048, s=2048, h=2, n=2, d=32, e=32, m=16, values_per_head=1)
 
 LAYOUTS = {
     layout.name: layout
@@ -53,7 +55,7 @@ LAYOUTS = {
     )
 }
 
-Data = tuple[tuple[Layout, str], ...]
+Data = tuple[tuple[CallLayout, str], ...]
 
 SMOKE: Data = (
     (PLAIN, "clustered"),

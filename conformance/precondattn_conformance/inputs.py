@@ -29,7 +29,7 @@ KINDS = ("random", "clustered", "duplicate", "zero", "real")
 Arrays = dict[str, np.ndarray]
 
 
-class Layout(NamedTuple):
+class CallLayout(NamedTuple):
     """The sizes of a call, and its masks."""
 
     name: str
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
         return masks(self.mask, self.b, self.s, self.block)
 
 
-def make_inputs(mechanism: pa.Mechanism, layout: Layout, kind: str, seed: int = 0) -> Arrays:
+def make_inputs(mechanism: pa.Mechanism, layout: CallLayout, kind: str, seed: int = 0) -> Arrays:
     """The declared inputs of a mechanism, with one kind of keys."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     arrays: Arrays = {}
@@ -156,14 +156,14 @@ def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return tuple(arrays[name].astype(np.float64) for name in "qkv")  # type: ignore[return-value]
 
 
-REAL = Layout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
+REAL = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
 """Nine heads of a trained model, three of each of the layers 0, 2 and 5, on 252 tokens."""
 
 REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
 """The same with grouped queries: a layer's three query heads share its first key/value head."""
 
 
-def real_heads(name: str, shape: tuple[int, ...], layout: Layout) -> np.ndarray:
+def real_heads(name: str, shape: tuple[int, ...], layout: CallLayout) -> np.ndarray:
     """q, k or v of the trained model, sliced to a shape (b, time, heads, width).
 
     The model has nine heads. If three are requested, they are the first of each layer; if more

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.masks import PATTERNS
 from precondattn_conformance.memory_order import ORDERS
 
@@ -22,7 +22,7 @@ VALUES_PER_HEAD = 1
 """The default of these layouts."""
 
 
-def named(layout: Layout) -> Layout:
+def named(layout: CallLayout) -> CallLayout:
     """The layout with its name."""
     b, t, s, h, n, d, e = (getattr(layout, letter) for letter in "btshnde")
     name = f"b{b}t{t}s{s}h{h}n{n}d{d}e{e}"
@@ -35,12 +35,12 @@ def named(layout: Layout) -> Layout:
     return layout._replace(name=".".join([name, *words]))
 
 
-def layout_named(name: str) -> Layout | None:
+def layout_named(name: str) -> CallLayout | None:
     """The layout of such a name; None if the name has another form."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    layout = Layout(
+    layout = CallLayout(
         name,
         **{letter: int(match[letter]) for letter in "btshnde"},
         values_per_head=int(match["u"] or VALUES_PER_HEAD),

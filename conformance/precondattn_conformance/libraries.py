@@ -126,7 +126,7 @@ class Library:
         """Called between two cases: empty the library's caches if they have become too large."""
 
 
-class Strict(Library):
+class StrictLibrary(Library):
     """array_api_strict with every optional feature off, on a device that is not the default one."""
 
     name = "array_api_strict"
@@ -165,7 +165,7 @@ class Strict(Library):
         return array_api_strict.permute_dims(array, axes)
 
 
-class Torch(Library):
+class TorchLibrary(Library):
     name = "torch"
     module = "torch"
     dtypes = WIDE + HALF
@@ -254,7 +254,7 @@ def _compiled(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
     return torch.compile(function, backend="aot_eager")
 
 
-class Jax(Library):
+class JaxLibrary(Library):
     name = "jax"
     module = "jax"
     dtypes = WIDE + HALF
@@ -315,7 +315,7 @@ def mapped_regions() -> int:
     return regions.read_bytes().count(b"\n") if regions.exists() else 0
 
 
-class CuPy(Library):
+class CuPyLibrary(Library):
     name = "cupy"
     module = "cupy"
     dtypes = WIDE + HALF
@@ -347,7 +347,7 @@ class CuPy(Library):
         return array.get().astype(np.float64)
 
 
-ALL: tuple[type[Library], ...] = (Library, Strict, Torch, Jax, CuPy)
+ALL: tuple[type[Library], ...] = (Library, StrictLibrary, TorchLibrary, JaxLibrary, CuPyLibrary)
 
 
 def installed() -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import Library
 
 WARM_TOKENS = 80
@@ -50,7 +50,7 @@ class MeasuredCall:
     """A call whose peak memory is measured: forward, or forward and backward."""
 
     mechanism: str
-    layout: Layout
+    layout: CallLayout
     library: str
     dtype: str
     has_backward: bool = True
@@ -88,7 +88,7 @@ def peak_bytes(call: MeasuredCall) -> float:
 def main(text: str) -> None:
     """Print the peak in bytes. Runs in the process of the call."""
     fields = json.loads(text)
-    layout = Layout(*fields.pop("layout"))
+    layout = CallLayout(*fields.pop("layout"))
     call = MeasuredCall(layout=layout, **fields)
     library = libraries.named(call.library, call.device)
     with library.precision(call.dtype):
@@ -109,7 +109,7 @@ def _forward(call: MeasuredCall) -> Callable[[dict[str, Any]], Any]:
 
 
 def _prepared(
-    call: MeasuredCall, library: Library, layout: Layout
+    call: MeasuredCall, library: Library, layout: CallLayout
 ) -> tuple[Callable[[], Any], int]:
     """A function that runs the call, and the size of its inputs in bytes."""
     inputs, cotangent = _arrays(call, library, layout)
@@ -129,7 +129,7 @@ def _prepared(
     return both, size + int(cotangent.nbytes)
 
 
-def _arrays(call: MeasuredCall, library: Library, layout: Layout) -> tuple[dict[str, Any], Any]:
+def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[dict[str, Any], Any]:
     """Inputs, and a cotangent of the output."""
     m = pa.parse(call.mechanism)
     arrays = with_harmless_keys(m, make_inputs(m, layout, "clustered"))

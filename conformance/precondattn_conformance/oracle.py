@@ -25,7 +25,7 @@ from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.expecting import HELPED, REFERENCE
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import Arrays, Layout, make_inputs
+from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs
 from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
@@ -54,7 +54,9 @@ class Oracle:
     """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
-def oracle(mechanism: str, layout: Layout, kind: str, dtype: str, by: str = REFERENCE) -> Oracle:
+def oracle(
+    mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
+) -> Oracle:
     """The reference in float64 on NumPy, or who else is expected to be right."""
     return _kept(mechanism, layout, kind, dtype, by)
 
@@ -65,7 +67,7 @@ def keep_all() -> None:
     _kept = cache(_computed)
 
 
-def _computed(mechanism: str, layout: Layout, kind: str, dtype: str, by: str) -> Oracle:
+def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str) -> Oracle:
     m = mechanism_of(mechanism)
     inputs = inputs_of(mechanism, layout, kind, dtype)
     masks = layout.masks()
@@ -97,7 +99,7 @@ def _computed(mechanism: str, layout: Layout, kind: str, dtype: str, by: str) ->
     return Oracle(inputs, masks, out, cotangent, gradients, terms)
 
 
-def is_certifying(layout: Layout) -> bool:
+def is_certifying(layout: CallLayout) -> bool:
     """Whether the oracle's gradients are compared with central differences at this layout.
 
     They are at the named layouts. Those of the design are wide and long: there the differences are
@@ -110,7 +112,7 @@ _kept = lru_cache(maxsize=256)(_computed)
 
 
 @lru_cache(maxsize=256)
-def inputs_of(mechanism: str, layout: Layout, kind: str, dtype: str) -> Arrays:
+def inputs_of(mechanism: str, layout: CallLayout, kind: str, dtype: str) -> Arrays:
     """The inputs of a case, rounded to the dtype, in float64."""
     m = mechanism_of(mechanism)
     if kind in EXTREMES:

@@ -22,7 +22,7 @@ from precondattn_conformance.checks import Measured
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.isolation import Worker
 from precondattn_conformance.report.page import write_page
-from precondattn_conformance.report.record import Recording
+from precondattn_conformance.report.record import RecordWriter
 from precondattn_conformance.runner import Outcome, run_case
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import COMPARED, OUTCOME
@@ -40,7 +40,7 @@ class PytestRun:
             raise pytest.UsageError(str(error)) from None
         self.outcomes: list[Outcome] = []
         self.below: list[str] = []
-        self.recording = Recording(
+        self.recording = RecordWriter(
             record,
             backends=session.backend,
             level=session.level,

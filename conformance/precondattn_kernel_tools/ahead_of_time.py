@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from precondattn_kernel_tools.resources import Resources, line
 
 
-class Task(NamedTuple):
+class CompileTask(NamedTuple):
     """A variant to compile for a target."""
 
     name: str
@@ -102,7 +102,7 @@ def print_names(pairs: Iterable[tuple[Any, str]]) -> None:
 
 def compiled_in_processes(
     compile_one: Callable[..., Resources],
-    tasks: Iterable[Task | Resources],
+    tasks: Iterable[CompileTask | Resources],
     jobs: int,
     known: Mapping[str, Resources],
 ) -> Iterator[Resources]:
@@ -111,7 +111,7 @@ def compiled_in_processes(
     Tasks are submitted as the iterable yields them. A process that dies is a failure of the
     variant that killed it, and of no other.
     """
-    running: list[tuple[Task | None, Resources | None, Future[Resources] | None]] = []
+    running: list[tuple[CompileTask | None, Resources | None, Future[Resources] | None]] = []
     with _processes(jobs) as pool:
         for task in tasks:
             if isinstance(task, Resources):
@@ -132,7 +132,7 @@ def compiled_in_processes(
             yield resources
 
 
-def _compiled_alone(compile_one: Callable[..., Resources], task: Task) -> Resources:
+def _compiled_alone(compile_one: Callable[..., Resources], task: CompileTask) -> Resources:
     with _processes(1) as pool:
         try:
             return pool.submit(compile_one, *task.arguments).result()
@@ -155,7 +155,7 @@ def known_resources(path: Path | None) -> dict[str, Resources]:
 def run(
     given: argparse.Namespace,
     compile_one: Callable[..., Resources],
-    tasks: Iterable[Task | Resources],
+    tasks: Iterable[CompileTask | Resources],
     versions: Mapping[str, str],
 ) -> int:
     """Compile, print a line for each variant, save the report; 1 when a variant failed."""

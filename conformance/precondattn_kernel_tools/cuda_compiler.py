@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from precondattn_kernel_tools import nvrtc
 from precondattn_kernel_tools.ahead_of_time import (
-    Task,
+    CompileTask,
     key_of,
     parsed,
     print_names,
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingToolError as error:
         parser.error(str(error))
     tasks = [
-        Task(variant.name, target, key_of_variant(variant, target), (variant, target))
+        CompileTask(variant.name, target, key_of_variant(variant, target), (variant, target))
         for variant, target in pairs
     ]
     return run(given, compile_variant, tasks, {"nvrtc": version})

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
-    Task,
+    CompileTask,
     key_of,
     parsed,
     print_names,
@@ -59,7 +59,7 @@ class Variant(NamedTuple):
     """Bytes that a thread may spill."""
 
 
-class Kernel(NamedTuple):
+class LoweredKernel(NamedTuple):
     """A lowered kernel of a variant."""
 
     name: str
@@ -71,7 +71,7 @@ class Kernel(NamedTuple):
     spill_limit: int
 
 
-def kernels_of(variant: Variant, target: str) -> list[Kernel]:
+def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
     """The kernels that it launches on a target, in order, each once.
 
     Raises
@@ -95,7 +95,7 @@ def kernels_of(variant: Variant, target: str) -> list[Kernel]:
         number = f" {counts[name]}" if counts[name] > 1 else ""
         text = _as_text(code) if platform == "cuda" else ""
         full = f"{variant.name} {name}{number}"
-        kernels.append(Kernel(full, text, options, variant.spill_limit))
+        kernels.append(LoweredKernel(full, text, options, variant.spill_limit))
     return kernels
 
 
@@ -152,13 +152,13 @@ def _as_text(code: bytes) -> str:
     return text
 
 
-def compile_kernel(kernel: Kernel, target: str) -> Resources:
+def compile_kernel(kernel: LoweredKernel, target: str) -> Resources:
     """For an NVIDIA GPU; an error of the compiler is a failure."""
     limit = kernel.spill_limit
     return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
 
-def _compiled(kernel: Kernel, target: str) -> Any:
+def _compiled(kernel: LoweredKernel, target: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -170,7 +170,7 @@ def _compiled(kernel: Kernel, target: str) -> Any:
         return triton.compile(str(path), target=machine, options=dict(kernel.options))
 
 
-def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[Task | Resources]:
+def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Resources]:
     """Every kernel of each (variant, target), in that order.
 
     A kernel that variants of one target share is compiled once. For a TPU, lowering is all.
@@ -196,7 +196,7 @@ def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[Task | Resources]
             key = key_of(kernel.code, kernel.options, kernel.spill_limit, target, *versions)
             if key not in seen:
                 seen.add(key)
-                yield Task(kernel.name, target, key, (kernel, target))
+                yield CompileTask(kernel.name, target, key, (kernel, target))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def causal_pairs(t: int, rows: int, columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """All launches of a kernel in one call."""
 
     kernel: str
@@ -103,7 +103,7 @@ class Roof:
     limit: str
 
 
-def roof(work: Work, device: Device) -> Roof:
+def roof(work: KernelWork, device: Device) -> Roof:
     """The longest of the times that each unit takes."""
     times = {
         "tensor cores": work.half / device.half + work.tf32 / device.tf32,
@@ -114,21 +114,21 @@ def roof(work: Work, device: Device) -> Roof:
     return Roof(times[limit], limit)
 
 
-def filled(work: Work, device: Device, resident: int) -> float:
+def filled(work: KernelWork, device: Device, resident: int) -> float:
     """The share of the multiprocessors that is occupied, with `resident` programs on each."""
     at_a_time = device.multiprocessors * resident
     taken = sum(math.ceil(programs / at_a_time) * at_a_time for programs in work.launches)
     return sum(work.launches) / taken
 
 
-def predicted(work: Work, device: Device, pace: float, resident: int) -> float:
+def predicted(work: KernelWork, device: Device, pace: float, resident: int) -> float:
     """Seconds of all launches."""
     seconds = roof(work, device).seconds / (pace * filled(work, device, resident))
     return seconds + len(work.launches) * LAUNCH_GAP
 
 
 def prediction(
-    work: Work, size: Size, devices: tuple[Device, ...], pace: float, resident: int
+    work: KernelWork, size: Size, devices: tuple[Device, ...], pace: float, resident: int
 ) -> dict[str, Any]:
     """The work of a kernel and, for each device, its roof and the predicted time: a row of JSON."""
     at = {}

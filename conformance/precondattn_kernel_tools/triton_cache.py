@@ -48,7 +48,7 @@ class StubDriver:
 
 
 @dataclass
-class Kernels:
+class LaunchedKernels:
     """What became of the launches, by the kernel's folder in the cache."""
 
     compiled: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def filled(
     target: str,
     until: float = float("inf"),
     host_code: Callable[[Any], None] | None = None,
-) -> Iterator[Kernels]:
+) -> Iterator[LaunchedKernels]:
     """Launches are compiled for a target such as "sm_90", into a folder, and not run.
 
     After `until`, on the clock `time.monotonic`, they are only counted. `host_code` is called with
@@ -76,7 +76,7 @@ def filled(
     from triton.runtime.jit import JITFunction
 
     run, active = JITFunction.run, driver._active
-    kernels = Kernels()
+    kernels = LaunchedKernels()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
         if time.monotonic() >= until:

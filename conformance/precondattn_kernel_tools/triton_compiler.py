@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
-    Task,
+    CompileTask,
     key_of,
     parsed,
     print_names,
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_names(pairs)
         return 0
     tasks = [
-        Task(
+        CompileTask(
             variant.name,
             target,
             key_of_variant(variant, target),

@@ -36,10 +36,10 @@ from triton.runtime.autotuner import Autotuner
 try:
     from precondattn_kernel_tools.triton_memory import (
         BFLOAT16,
-        Memory,
         OutOfBoundsError,
         RaceError,
         Watch,
+        WatchedMemory,
     )
 except ModuleNotFoundError as missing:
     if missing.name != "ml_dtypes":
@@ -75,9 +75,9 @@ def patch_interpreter() -> None:
             "kernels are not interpreted: TRITON_INTERPRET=1 has to be in the environment before "
             "Triton is imported"
         )
-    if isinstance(interpreter._interpreter, Memory):
+    if isinstance(interpreter._interpreter, WatchedMemory):
         return
-    interpreter._interpreter = Memory(interpreter._interpreter)
+    interpreter._interpreter = WatchedMemory(interpreter._interpreter)
     _patch_types()
     _patch_products()
     _patch_masked_loads()
@@ -108,7 +108,7 @@ def checked(seed: int | None = None) -> Iterator[None]:
         memory.watch = before
 
 
-def _patch_launches(memory: Memory) -> None:
+def _patch_launches(memory: WatchedMemory) -> None:
     """The watch, if there is one, is notified of each launch, its tensors, grid and programs."""
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     launch, convert = executor.__call__, interpreter._implicit_cvt

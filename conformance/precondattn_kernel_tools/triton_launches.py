@@ -33,7 +33,7 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
 
 
-class Launch(NamedTuple):
+class TritonLaunch(NamedTuple):
     """One call of a kernel."""
 
     function: Any
@@ -72,18 +72,18 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> Iterator[list[TritonLaunch]]:
     """Launches are appended to the list, and nothing is run."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
-    launches: list[Launch] = []
+    launches: list[TritonLaunch] = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         arguments = dict(zip(self.arg_names, args, strict=False)) | named
         size = grid(arguments) if callable(grid) else grid
-        launches.append(Launch(self, tuple(map(int, size)), arguments, options))
+        launches.append(TritonLaunch(self, tuple(map(int, size)), arguments, options))
 
     JITFunction.run = record
     try:

@@ -134,7 +134,7 @@ class Watch:
         return tuple(map(int, np.unravel_index(program, self.grid)))
 
 
-class Memory:
+class WatchedMemory:
     """The interpreter's loads and stores, checked while there is a watch.
 
     They support NumPy's own types only, so they move the bits.

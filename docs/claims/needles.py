@@ -89,7 +89,7 @@ def accuracy(model: Any, length: int, needles: int, count: int = 32) -> float:
     return round((found == values).float().mean().item(), 4)
 
 
-class Seen:
+class KeepingInputs:
     """A mechanism that keeps the inputs of its last call."""
 
     def __init__(self, mechanism: Any) -> None:
@@ -107,7 +107,7 @@ def inputs_of(model: Any, tokens: Any) -> dict[str, Any]:
 
     attention = model.blocks[0].attention
     plan = attention.plan
-    seen = Seen(plan.mechanism)
+    seen = KeepingInputs(plan.mechanism)
     attention.plan = replace(plan, mechanism=seen)
     with torch.no_grad():
         model(tokens)

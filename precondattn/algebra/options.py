@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from precondattn.arrays import is_finite_number
 
 
-class Kind(NamedTuple):
+class OptionKind(NamedTuple):
     """The type of an option: what it accepts, and how it is parsed."""
 
     expected: str
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     """All accepted settings, where there are only a few."""
 
 
-def option(default: Any, kind: Kind) -> Any:
+def option(default: Any, kind: OptionKind) -> Any:
     """A dataclass field for an option of this kind."""
     return dataclasses.field(default=default, metadata={"kind": kind})
 
@@ -84,8 +84,8 @@ def _read_count(text: str) -> Any:
         return text
 
 
-def _or_none(kind: Kind) -> Kind:
-    return Kind(
+def _or_none(kind: OptionKind) -> OptionKind:
+    return OptionKind(
         f"{kind.expected}, or None",
         lambda value: None if value is None else kind.accept(value),
         lambda text: None if text == "none" else kind.read(text),
@@ -94,13 +94,13 @@ def _or_none(kind: Kind) -> Kind:
 
 def flag(default: bool) -> Any:
     """True or False."""
-    return option(default, Kind("true or false", _flag, _read_flag, (True, False)))
+    return option(default, OptionKind("true or false", _flag, _read_flag, (True, False)))
 
 
 def number(default: float) -> Any:
     """A finite number."""
     return option(
-        default, Kind("a finite number", _number(-math.inf, inclusive=True), _read_number)
+        default, OptionKind("a finite number", _number(-math.inf, inclusive=True), _read_number)
     )
 
 
@@ -111,28 +111,28 @@ def positive_or_none(default: float | None = None) -> Any:
 
 def positive(default: float) -> Any:
     """A finite number above 0."""
-    kind = Kind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
+    kind = OptionKind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
     return option(default, kind)
 
 
 def non_negative(default: float) -> Any:
     """A finite number, 0 or above."""
-    kind = Kind("a finite number, 0 or above", _number(0.0, inclusive=True), _read_number)
+    kind = OptionKind("a finite number, 0 or above", _number(0.0, inclusive=True), _read_number)
     return option(default, kind)
 
 
 def count(default: int, highest: int | None = None) -> Any:
     """A whole number, 1 or above, and at most `highest` if that is given."""
     expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
-    return option(default, Kind(expected, partial(_count, highest=highest), _read_count))
+    return option(default, OptionKind(expected, partial(_count, highest=highest), _read_count))
 
 
 def count_or_none(default: int | None = None) -> Any:
     """A whole number, 1 or above, or None."""
-    return option(default, _or_none(Kind("a whole number, 1 or above", _count, _read_count)))
+    return option(default, _or_none(OptionKind("a whole number, 1 or above", _count, _read_count)))
 
 
-def _few_counts(lowest: int) -> Kind:
+def _few_counts(lowest: int) -> OptionKind:
     def accept(value: Any) -> tuple[int, ...]:
         numbers = value if isinstance(value, tuple | list) else (value,)
         numbers = [_python_number(number) for number in numbers]
@@ -146,7 +146,9 @@ def _few_counts(lowest: int) -> Kind:
         words = text.split("/")
         return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
 
-    return Kind(f"a whole number, {lowest} or above, or two of them such as 7/8", accept, read)
+    return OptionKind(
+        f"a whole number, {lowest} or above, or two of them such as 7/8", accept, read
+    )
 
 
 def counts(default: tuple[int, ...]) -> Any:
@@ -186,7 +188,7 @@ def choice(default: str, *others: str) -> Any:
     def accept(value: Any) -> str:
         return value if isinstance(value, str) and value in words else str(_reject(value))
 
-    return option(default, Kind("one of " + ", ".join(map(repr, words)), accept, str, words))
+    return option(default, OptionKind("one of " + ", ".join(map(repr, words)), accept, str, words))
 
 
 def one_of(default: Any, *others: Any) -> Any:
@@ -200,7 +202,7 @@ def one_of(default: Any, *others: Any) -> Any:
     expected = "one of " + ", ".join(objects)
     return option(
         default,
-        Kind(expected, accept, lambda text: objects.get(text, text), tuple(objects.values())),
+        OptionKind(expected, accept, lambda text: objects.get(text, text), tuple(objects.values())),
     )
 
 
@@ -215,7 +217,7 @@ def names(default: tuple[str, ...]) -> Any:
         is_valid = are_names and value and len(set(value)) == len(value)
         return tuple(value) if is_valid else _reject(value)
 
-    return option(default, Kind("different names, such as q/k", accept, str))
+    return option(default, OptionKind("different names, such as q/k", accept, str))
 
 
 def fields_of(mechanism: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -226,7 +228,7 @@ def fields_of(mechanism: Any) -> dict[str, dataclasses.Field[Any]]:
 def check_options(mechanism: Any) -> None:
     """Convert every option to canonical form, or raise a ValueError that names it."""
     for name, field in fields_of(mechanism).items():
-        kind: Kind = field.metadata["kind"]
+        kind: OptionKind = field.metadata["kind"]
         value = getattr(mechanism, name)
         try:
             canonical = kind.accept(value)
@@ -249,7 +251,7 @@ def _shown(value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """An option's text in an expression; the inverse of `Kind.read`."""
+    """An option's text in an expression; the inverse of `OptionKind.read`."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):

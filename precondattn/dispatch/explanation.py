@@ -8,7 +8,7 @@ from typing import Any
 from precondattn.algebra.program import Program
 from precondattn.backend import Request
 from precondattn.dispatch.discovery import REFERENCE, Discovered
-from precondattn.dispatch.plan import Considered, Plan
+from precondattn.dispatch.plan import CallPlan, Considered
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Explanation:
     mechanism: str
     program: Program
     request: Request
-    plan: Plan
+    plan: CallPlan
     discovered: Discovered
     batches: tuple[tuple[int, int], ...] = ()
     """The batches that the segments of a packed call are divided into, as numbers of sequences and

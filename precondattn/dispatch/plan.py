@@ -66,7 +66,7 @@ class Considered(NamedTuple):
     support: Support
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """The calls to run, in order."""
 
     calls: tuple[PlannedCall, ...]
@@ -79,7 +79,7 @@ def make_plan(
     request: Request,
     capacity: int | None = None,
     allowed: tuple[str, ...] | None = None,
-) -> Plan:
+) -> CallPlan:
     """The plan for a request, whose shapes are those of the mechanism's inputs.
 
     Raises
@@ -99,7 +99,7 @@ def uncached_plan(
     request: Request,
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
-) -> Plan:
+) -> CallPlan:
     """The plan for a request, without a warning, and not kept for later calls."""
     return _plan.__wrapped__(mechanism, request, capacity, allowed, discover())[0]
 
@@ -127,13 +127,13 @@ def _plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None,
     discovered: Discovered,
-) -> tuple[Plan, str | None]:
+) -> tuple[CallPlan, str | None]:
     program = mechanism.program
     if is_empty(shape for _, shape in request.shapes):
         every = frozenset(range(len(program.calls)))
         support = EMPTY.supports(mechanism, request)
         call = _planned(program, every, *_piece(program, every), EMPTY, support)
-        return Plan((call,), program.out, ()), None
+        return CallPlan((call,), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
         backends = tuple(b for b in discovered.backends if not getattr(b, "only_by_name", False))
@@ -163,7 +163,7 @@ def _plan(
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
-    plan = Plan(tuple(planned), program.out, tuple(considered))
+    plan = CallPlan(tuple(planned), program.out, tuple(considered))
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
@@ -318,7 +318,7 @@ def _refusal(
 
 
 def _passed_over(
-    mechanism: Piece, request: Request, plan: Plan, backends: Iterable[Backend]
+    mechanism: Piece, request: Request, plan: CallPlan, backends: Iterable[Backend]
 ) -> str | None:
     """The warning about a backend for this device and library that runs no part of the call."""
     used = {call.backend.name for call in plan.calls}

@@ -42,7 +42,7 @@ from precondattn.execution.masks import (
     is_contiguous,
     zero_padding,
 )
-from precondattn.execution.preparation import Prepared, prepared
+from precondattn.execution.preparation import PreparedCall, prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.frame import Frame, UniformFrame, extending_frame, full_frame
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 class BoundCall(NamedTuple):
     """The checked arguments of a call."""
 
-    prepared: Prepared
+    prepared: PreparedCall
     inputs: dict[str, Array]
     frame: Frame
     lengths: Array | None = None
@@ -93,7 +93,7 @@ EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new on
 
 def bind(
     call: GivenCall,
-    ready: Prepared,
+    ready: PreparedCall,
     *,
     segment_ids: Array | None,
     cu_seqlens: Any,
@@ -160,7 +160,7 @@ def _segments(
 
 def bind_extension(
     call: GivenCall,
-    ready: Prepared,
+    ready: PreparedCall,
     *,
     lengths: Any,
     key_mask: Array | None,
@@ -227,7 +227,9 @@ def _held_by_all(lengths: list[int] | None, t: int, capacity: int) -> int | None
     return held if held >= 0 and (not capacity or held + t <= capacity) else None
 
 
-def _inputs(call: GivenCall, ready: Prepared) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
+def _inputs(
+    call: GivenCall, ready: PreparedCall
+) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
     """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
     given = (*call.arrays, *call.named.values())
     inputs = {name: given[i] for name, i in ready.order}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from precondattn.algebra.options import Kind, fields_of
+from precondattn.algebra.options import OptionKind, fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.execution.input_names import CALL_OPTIONS
@@ -75,7 +75,7 @@ def _values_of_options(cls: Any) -> Iterator[tuple[str, Any]]:
     own, of_base = options_of(cls)
     for owner, names in ((cls, own), (_base_of(cls), of_base)):
         for name in names:
-            kind: Kind = fields_of(owner)[name].metadata["kind"]
+            kind: OptionKind = fields_of(owner)[name].metadata["kind"]
             yield from ((name, value) for value in kind.settings)
 
 

@@ -26,13 +26,13 @@ from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.cache.kinds import holding
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
-from precondattn.dispatch.plan import Plan, PlannedCall, has_step_backward, request_for
+from precondattn.dispatch.plan import CallPlan, PlannedCall, has_step_backward, request_for
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 
 
-def forward(plan: Plan, call: BoundCall) -> Array:
+def forward(plan: CallPlan, call: BoundCall) -> Array:
     """The output; differentiable by the arrays' own framework."""
     values = dict(call.inputs)
     for planned in plan.calls:
@@ -41,7 +41,7 @@ def forward(plan: Plan, call: BoundCall) -> Array:
     return finished(values[plan.out], call)
 
 
-def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
+def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the function from its cotangent to the gradients by input name."""
     values = dict(call.inputs)
     trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
@@ -70,7 +70,7 @@ def vjp(plan: Plan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
 
 
 def gradients_from_lse(
-    plan: Plan, call: BoundCall, out: Array, lse: Array, cotangent: Array
+    plan: CallPlan, call: BoundCall, out: Array, lse: Array, cotangent: Array
 ) -> Arrays | None:
     """The gradients of softmax attention whose output and log-sum-exp are known by other means.
 
@@ -100,7 +100,7 @@ class ExecutedStep(NamedTuple):
 
 
 def _steps(
-    plan: Plan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
+    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
 ) -> tuple[Array, dict[str, Any], list[ExecutedStep]]:
     """The output, the update of every buffer, and the executed steps."""
     values = dict(call.inputs)
@@ -119,7 +119,7 @@ def _steps(
 
 
 def extend(
-    plan: Plan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
+    plan: CallPlan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
     run = _plain_step
@@ -143,14 +143,14 @@ def _new_length(length: Array, count: Array, held: int | None) -> Array:
     return length + count if held is None else namespace(length).full_like(length, held + count)
 
 
-def _shares_buffers(plan: Plan) -> bool:
+def _shares_buffers(plan: CallPlan) -> bool:
     """Whether several calls read one buffer, which none of them may then overwrite."""
     keys = [key for planned in plan.calls for _, key in planned.buffers]
     return len(set(keys)) < len(keys)
 
 
 def extend_vjp(
-    plan: Plan, call: BoundCall, cache: Cache, count: Array
+    plan: CallPlan, call: BoundCall, cache: Cache, count: Array
 ) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
     """`extend`, and its pullback.
 

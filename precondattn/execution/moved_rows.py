@@ -18,7 +18,7 @@ from precondattn.arrays import (
 )
 
 
-class Rows(NamedTuple):
+class MovedRows(NamedTuple):
     """Where each row comes from. No row is moved to two places that have a source."""
 
     sources: Any
@@ -30,14 +30,14 @@ class Rows(NamedTuple):
     """None where all are."""
 
     @property
-    def back(self) -> Rows:
-        return Rows(self.slots, self.is_moved, self.sources, self.has_source)
+    def back(self) -> MovedRows:
+        return MovedRows(self.slots, self.is_moved, self.sources, self.has_source)
 
-    def on_device_of(self, like: Array) -> Rows:
-        return Rows(*(None if a is None else on_device_of(like, a) for a in self))
+    def on_device_of(self, like: Array) -> MovedRows:
+        return MovedRows(*(None if a is None else on_device_of(like, a) for a in self))
 
 
-def moved(array: Array, rows: Rows) -> Array:
+def moved(array: Array, rows: MovedRows) -> Array:
     """The rows (first axis) of an array, moved."""
     if library_of(array) == "torch" and wants_gradient(array):
         from precondattn.execution.torch.moved_rows import differentiable
@@ -46,7 +46,7 @@ def moved(array: Array, rows: Rows) -> Array:
     return taken(array, rows)
 
 
-def taken(array: Array, rows: Rows) -> Array:
+def taken(array: Array, rows: MovedRows) -> Array:
     xp = namespace(array)
     result = xp.take(array, rows.sources, axis=0)
     if rows.has_source is None:

@@ -34,9 +34,9 @@ from precondattn.arrays import (
     on_device_of,
     split_rows,
 )
-from precondattn.dispatch.plan import Plan
+from precondattn.dispatch.plan import CallPlan
 from precondattn.execution import evaluation
-from precondattn.execution.moved_rows import Rows, moved
+from precondattn.execution.moved_rows import MovedRows, moved
 from precondattn.execution.preparation import prepared_part
 from precondattn.execution.torch import autocast
 from precondattn.frame import full_frame, runs
@@ -73,11 +73,11 @@ class Split(NamedTuple):
     """The batches of a packed call, one after another, and which token each of their slots has."""
 
     batches: tuple[Batch, ...]
-    tokens: Rows | None
+    tokens: MovedRows | None
     """From tokens (b s) to slots; None where both have the same order."""
 
 
-def divided(mechanism: Piece, call: BoundCall) -> Divided | None:
+def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
     """The batches of a call; None where it is computed as it is."""
     segments, plan = call.segments, call.prepared.plan
     if segments is None or not _wants_batches(plan) or not _is_divisible(mechanism):
@@ -91,10 +91,10 @@ def divided(mechanism: Piece, call: BoundCall) -> Divided | None:
     if call.lengths is not None and valid is None:
         return None
     split = _split(segments, valid)
-    return None if split is None else Divided(mechanism, call, split)
+    return None if split is None else DividedPacking(mechanism, call, split)
 
 
-def _wants_batches(plan: Plan) -> bool:
+def _wants_batches(plan: CallPlan) -> bool:
     """Whether a piece that relates pairs of tokens runs on a backend that does not skip any."""
     return any(
         getattr(planned.backend, "segments_as_batch", False) and _relates_pairs(planned.piece)
@@ -156,14 +156,14 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
     return sorted(groups, key=lambda group: int(group[0]))
 
 
-def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> Rows | None:
+def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows | None:
     """Slot i has token `tokens[i]`, or padding where `are_tokens[i]` is false."""
     if len(tokens) == count and (tokens == np.arange(count)).all():
         return None
     slots, is_moved = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
     slots[tokens[are_tokens]] = np.flatnonzero(are_tokens)
     is_moved[tokens[are_tokens]] = True
-    return Rows(
+    return MovedRows(
         tokens,
         None if are_tokens.all() else are_tokens,
         slots,
@@ -174,7 +174,7 @@ def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> Rows | Non
 # ------------------------------------------------------------------------------------ calls
 
 
-class Divided:
+class DividedPacking:
     """A packed call and its batches, each of which is an ordinary bound call."""
 
     def __init__(self, mechanism: Piece, call: BoundCall, split: Split) -> None:
@@ -252,7 +252,7 @@ class Divided:
         return xp.reshape(tokens, (b, tokens.shape[0] // b, *rest))
 
 
-def forward(divided: Divided, evaluate: Callable[[BoundCall], Array]) -> Array:
+def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> Array:
     """The output of the packed call, by `evaluate` of each batch."""
     out = divided.returned([evaluate(call) for call in divided.calls()])
     with autocast.off(out):
@@ -260,7 +260,8 @@ def forward(divided: Divided, evaluate: Callable[[BoundCall], Array]) -> Array:
 
 
 def vjp(
-    divided: Divided, evaluate: Callable[[BoundCall], tuple[Array, Callable[[Array], Arrays]]]
+    divided: DividedPacking,
+    evaluate: Callable[[BoundCall], tuple[Array, Callable[[Array], Arrays]]],
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of the packed call and its pullback, by those of each batch."""
     outputs, pulls = zip(*(evaluate(call) for call in divided.calls()), strict=True)

@@ -24,7 +24,7 @@ from precondattn.backend import Request
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.dispatch.discovery import Discovered, allowed_backends, discover
 from precondattn.dispatch.empty import is_empty
-from precondattn.dispatch.plan import Plan, make_plan
+from precondattn.dispatch.plan import CallPlan, make_plan
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
 from precondattn.execution.cache_checks import (
     check_buffers,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 
-class Prepared(NamedTuple):
+class PreparedCall(NamedTuple):
     """The checks and the plan of a call."""
 
     order: tuple[tuple[str, int], ...]
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
     examined: Mapping[str, Pattern]
     """The inputs whose NaN or infinities could reach other outputs."""
     request: Request
-    plan: Plan
+    plan: CallPlan
     is_direct: bool
     """Whether the methods of backends are called directly: nothing differentiates, traces,
     transforms or counts the call."""
@@ -72,13 +72,13 @@ class Prepared(NamedTuple):
     discovered: Discovered
 
 
-_prepared: dict[Hashable | None, Prepared] = {}
+_prepared: dict[Hashable | None, PreparedCall] = {}
 
 SAME_MASK = {"cu_seqlens": "segment_ids"}
 """Masks that are another way to write one that backends know."""
 
 
-def prepared(call: GivenCall, signature: Hashable | None) -> Prepared:
+def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     """The preparation of a call, found by its signature or made; it is made where that is None.
 
     Raises
@@ -159,7 +159,7 @@ def _checked_extension(call: GivenCall) -> _Checked:
     return _Checked(inputs, library, sizes, masks, past, patterns)
 
 
-def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prepared:
+def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> PreparedCall:
     mechanism, inputs, sizes = call.mechanism, checked.inputs, checked.sizes
     masks = (mask for mask in call.masks.values() if mask is not None)
     others = (*checked.others, *(m for m in masks if library_of(m) == checked.library))
@@ -167,7 +167,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
     allowed, discovered = allowed_backends(call.backend), discover()
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
-    return Prepared(
+    return PreparedCall(
         order=tuple((name, numbers[name]) for name in inputs),
         sizes=sizes,
         library=checked.library,
@@ -183,8 +183,8 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
 
 
 def prepared_part(
-    mechanism: Piece, whole: Prepared, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
-) -> Prepared:
+    mechanism: Piece, whole: PreparedCall, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
+) -> PreparedCall:
     """The preparation of a call on parts of the tokens of another."""
     shapes = tuple(shapes_of(inputs).items())
     request = dataclasses.replace(whole.request, shapes=shapes, masks=masks)

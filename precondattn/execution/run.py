@@ -22,7 +22,7 @@ from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import refuse_parts
-from precondattn.execution.unchanged import Unchanged, countable
+from precondattn.execution.unchanged import UnchangedArguments, countable
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
@@ -77,7 +77,7 @@ def vjp(
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
     given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
-    unchanged = Unchanged.of(given)
+    unchanged = UnchangedArguments.of(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
@@ -192,7 +192,7 @@ def extend_vjp(
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     given = countable(given)
     bound, cache = contained_after(mechanism, _bound(given, signature), given.cache)
-    unchanged, count = Unchanged.of(given), new_token_count(bound, cache)
+    unchanged, count = UnchangedArguments.of(given), new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
     new_store, spoiled = dict(extended.store), bound.spoiled

@@ -39,7 +39,7 @@ class GivenCall(NamedTuple):
     """For extensions."""
 
 
-class Kind(NamedTuple):
+class ArgumentKind(NamedTuple):
     """What can be read of the arguments of one type."""
 
     describe: Callable[[Any], Hashable]
@@ -109,13 +109,13 @@ def _of_sequence(numbers: Any) -> Hashable:
     return "numbers"
 
 
-_kinds: dict[type, Kind | None] = {
-    list: Kind(_of_sequence),
-    tuple: Kind(_of_sequence),
+_kinds: dict[type, ArgumentKind | None] = {
+    list: ArgumentKind(_of_sequence),
+    tuple: ArgumentKind(_of_sequence),
 }
 
 
-def _learned(argument: Any) -> Kind | None:
+def _learned(argument: Any) -> ArgumentKind | None:
     """The kind of a type that is seen for the first time; None for calls without a signature."""
     cls = type(argument)
     if cls not in _kinds:
@@ -123,14 +123,14 @@ def _learned(argument: Any) -> Kind | None:
     return _kinds[cls]
 
 
-def _kind_of(argument: Any) -> Kind | None:
+def _kind_of(argument: Any) -> ArgumentKind | None:
     library, cls = library_of(argument), type(argument)
     if library == "torch":
         torch = sys.modules["torch"]
         is_plain = cls in (torch.Tensor, torch.nn.Parameter)
-        return Kind(_of_torch, _state_of_torch) if is_plain else None
+        return ArgumentKind(_of_torch, _state_of_torch) if is_plain else None
     if library == "jax":
-        return Kind(_of_jax) if cls.__name__ == "ArrayImpl" else None
+        return ArgumentKind(_of_jax) if cls.__name__ == "ArrayImpl" else None
     if library == "numpy":
-        return Kind(_of_numpy)
-    return None if library is None else Kind(_of_any)
+        return ArgumentKind(_of_numpy)
+    return None if library is None else ArgumentKind(_of_any)

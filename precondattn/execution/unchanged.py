@@ -52,7 +52,7 @@ def _arguments(call: GivenCall) -> Arrays:
     return arguments
 
 
-class Unchanged(NamedTuple):
+class UnchangedArguments(NamedTuple):
     """What is known of the arguments at the time of the call."""
 
     tensors: Arrays
@@ -62,7 +62,7 @@ class Unchanged(NamedTuple):
     """The buffers of the cache, which are removed from it where it is donated in place."""
 
     @classmethod
-    def of(cls, call: GivenCall) -> Unchanged:
+    def of(cls, call: GivenCall) -> UnchangedArguments:
         tensors = {
             name: array
             for name, array in _arguments(call).items()

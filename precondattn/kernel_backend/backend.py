@@ -15,7 +15,7 @@ from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in
 from precondattn.kernel_backend.ledger import (
     TRUST,
-    Entry,
+    LedgerEntry,
     entries,
     family_of,
     is_trusting,
@@ -82,11 +82,11 @@ class KernelBackend(Backend):
         """`"module:Class"` of a leaf or group; None where the backend has none."""
         return entry_in(self.table, mechanism)
 
-    def ledger_entry(self, mechanism: Any, request: Request) -> Entry:
+    def ledger_entry(self, mechanism: Any, request: Request) -> LedgerEntry:
         """What the ledger must have for these kernels to be chosen by default."""
         kernel_class = self.kernel_class(mechanism)
         assert kernel_class is not None
-        return Entry(
+        return LedgerEntry(
             family_of(mechanism, kernel_class),
             request.verb,
             request.dtype,

@@ -28,7 +28,7 @@ SELECTING = ("metric", "decay")
 """Options of leaves for which a class has other kernels."""
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """A kernel that ran and agreed with the oracle."""
 
     family: str
@@ -73,10 +73,10 @@ def width_of(request: Request) -> int:
 
 
 @cache
-def entries(package: str) -> frozenset[Entry]:
+def entries(package: str) -> frozenset[LedgerEntry]:
     """The entries of a backend's package; none where it has no ledger."""
     spec = find_spec(package)
     path = Path(spec.origin).with_name(FILE) if spec is not None and spec.origin else None
     if path is None or not path.exists():
         return frozenset()
-    return frozenset(Entry(**each) for each in json.loads(path.read_text(encoding="utf-8")))
+    return frozenset(LedgerEntry(**each) for each in json.loads(path.read_text(encoding="utf-8")))

@@ -28,7 +28,7 @@ from precondattn.spec.linear_family import (
     queries_of_states,
     rows_of_states,
 )
-from precondattn.spec.recurrence import Form, Gradients, Stream
+from precondattn.spec.recurrence import Form, Stream, StreamGradients
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
@@ -110,7 +110,7 @@ class Rounded:
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         return self.form.forward(self._rounded(x), state)
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         return self.form.vjp(self._rounded(x), state, cast(d_o, self.dtype), d_final)
 
     def _rounded(self, x: Stream) -> Stream:

@@ -25,7 +25,7 @@ TOGETHER = 16
 """Windows that a program of the table's gradient sums over."""
 
 
-class Grid(NamedTuple):
+class WindowGrid(NamedTuple):
     """The windows of a call."""
 
     windows: int
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
     first_column: int
 
 
-class Size(NamedTuple):
+class WindowSize(NamedTuple):
     """Rows and columns of a window."""
 
     rows: int
@@ -53,16 +53,16 @@ class Size(NamedTuple):
         return (self.rows,) if self.columns == 1 else (self.rows, self.columns)
 
 
-def grid_of(windows: Any, s: int) -> tuple[Grid, Size]:
+def grid_of(windows: Any, s: int) -> tuple[WindowGrid, WindowSize]:
     """The windows (`spec.grid_windows.Windows`) of s tokens."""
     is_sequence = windows.columns is None
-    size = Size(*windows.size, *((1,) if is_sequence else ()))
+    size = WindowSize(*windows.size, *((1,) if is_sequence else ()))
     shift = (*windows.shift, *((0,) if is_sequence else ()))
     columns = 1 if is_sequence else windows.columns
     first = [-((w - by) % w) for w, by in zip(size, shift, strict=True)]
     lengths = -(-s // columns), columns
     counts = [-(-(n - at) // w) for n, at, w in zip(lengths, first, size, strict=True)]
-    return Grid(counts[0] * counts[1], counts[1], columns, *first), size
+    return WindowGrid(counts[0] * counts[1], counts[1], columns, *first), size
 
 
 def declined_windows(leaf: Any, request: Request) -> str | None:

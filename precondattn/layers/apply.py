@@ -11,13 +11,13 @@ from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
 from precondattn.layers.parameters import Weights
-from precondattn.layers.plan import OUT, PROJECTION, Entry, Plan
-from precondattn.layers.recipe import Tokens
+from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, PlanEntry
+from precondattn.layers.recipe import RecipeTokens
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
-from precondattn.layers.segments import Segments
+from precondattn.layers.segments import CallSegments
 
 
-class Divided(Protocol):
+class DividedLayerCall(Protocol):
     """A call whose tokens are divided among devices: what it needs to know of the others'."""
 
     @property
@@ -29,7 +29,7 @@ class Divided(Protocol):
 
 
 def apply(
-    plan: Plan,
+    plan: LayerPlan,
     weights: Weights,
     x: Array,
     *,
@@ -37,9 +37,9 @@ def apply(
     mask: Array | None = None,
     positions: Array | None = None,
     cache: Cache | None = None,
-    segments: Segments | None = None,
+    segments: CallSegments | None = None,
     donate: bool = False,
-    divided: Divided | None = None,
+    divided: DividedLayerCall | None = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Cache | None]:
@@ -104,7 +104,7 @@ def apply(
     return (y if tokens is None else tokens.unpacked(y)), after
 
 
-def _positions(x: Array, cache: Cache | None, segments: Segments | None) -> Array:
+def _positions(x: Array, cache: Cache | None, segments: CallSegments | None) -> Array:
     """The positions of new tokens, (b, t) or (1, t)."""
     if segments is not None:
         return segments.place
@@ -113,14 +113,14 @@ def _positions(x: Array, cache: Cache | None, segments: Segments | None) -> Arra
 
 
 def _made(
-    entry: Entry,
+    entry: PlanEntry,
     weights: Weights,
     x: Array,
     rotation_of: Callable[[int, float], tuple[Array, Array]],
     values: dict[str, Array],
     histories: Histories,
     depth: Any,
-    divided: Divided | None,
+    divided: DividedLayerCall | None,
 ) -> Array:
     def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:
         if divided is not None:
@@ -129,5 +129,5 @@ def _made(
         return causal_convolution(before, weight, bias, histories.place)
 
     read = {own: values[value] for own, value in entry.reads}
-    tokens = Tokens(x, rotation_of, read, convolved, depth)
+    tokens = RecipeTokens(x, rotation_of, read, convolved, depth)
     return entry.recipe.make(tokens, weights[entry.name])

@@ -9,14 +9,14 @@ from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespac
 from precondattn.cache import Cache
 from precondattn.execution.array_checks import check_stored
 from precondattn.layers.histories import ROWS
-from precondattn.layers.plan import Plan
+from precondattn.layers.plan import LayerPlan
 
 OWN = {"key_mask", "first_token"}
 """Buffers that a mechanism's cache may have besides those of its leaves."""
 
 
 def check_call(
-    plan: Plan,
+    plan: LayerPlan,
     weight: Array,
     x: Any,
     mask: Any,
@@ -72,7 +72,7 @@ def check_batch(batch: Any) -> None:
         raise ValueError(f"batch must be a whole number, 0 or above; found {batch!r}")
 
 
-def _check_cache(plan: Plan, cache: Any, b: int) -> None:
+def _check_cache(plan: LayerPlan, cache: Any, b: int) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be from init_cache; found {type(cache).__name__}")
     if cache.kinds and not cache.store:

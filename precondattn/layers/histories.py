@@ -19,12 +19,12 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Cache
 from precondattn.cache.kinds import STATE, Kinds
-from precondattn.layers.plan import Plan
+from precondattn.layers.plan import LayerPlan
 
 ROWS = "convolution of "
 
 
-def with_rows(cache: Cache, plan: Plan, dtype: object) -> Cache:
+def with_rows(cache: Cache, plan: LayerPlan, dtype: object) -> Cache:
     """The empty cache of a mechanism, and rows of 0 for each convolution."""
     store, kinds = dict(cache.store), dict(cache.kinds)
     xp, b = namespace(cache.length), cache.length.shape[0]
@@ -34,7 +34,7 @@ def with_rows(cache: Cache, plan: Plan, dtype: object) -> Cache:
     return Cache(cache.length, store, kinds)
 
 
-def split(cache: Cache, plan: Plan) -> tuple[Cache, Arrays]:
+def split(cache: Cache, plan: LayerPlan) -> tuple[Cache, Arrays]:
     """The cache of the mechanism, and the rows before each convolution."""
     if not plan.histories:
         return cache, {}

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from precondattn.arrays import Array, Shape, namespace
-from precondattn.layers.parameters import Draw, Start
+from precondattn.layers.parameters import Draw, FirstValues
 
 HEADS = ("heads", "kv_heads")
 """The usual names of axes of heads."""
@@ -22,7 +22,7 @@ class Weight(NamedTuple):
     """One parameter of a layer."""
 
     shape: Shape
-    start: Start
+    start: FirstValues
     names: tuple[str | None, ...]
     """The usual names of its axes, for sharding."""
     grain: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ class Stored:
     def declared_shape(self) -> Shape:
         return self.map.outer if self.is_bias else (*self.map.inner, *self.map.outer)
 
-    def weight(self, start: Start) -> Weight:
+    def weight(self, start: FirstValues) -> Weight:
         """The parameter of the module, whose first values are drawn by the declared axes."""
         inner, outer, names = self.map.inner, self.map.outer, self.map.names
         of_x = (prod(inner), names[0], prod(inner[1:]))
@@ -119,14 +119,14 @@ class Stored:
             of_y = (prod(outer), names[len(inner) + first], prod(outer) // outer[first])
         axes = [of_y] if self.is_bias else [of_y, of_x] if self.outer_first else [of_x, of_y]
         sizes, usual, grains = zip(*axes, strict=True)
-        return Weight(sizes, Drawn(start, self), usual, grains)
+        return Weight(sizes, DrawnValues(start, self), usual, grains)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnValues:
     """First values that are drawn by the declared axes, and stored as a module has them."""
 
-    start: Start
+    start: FirstValues
     stored: Stored
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:

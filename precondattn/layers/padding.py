@@ -11,7 +11,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, as_index, namespace, take_tokens, zero_where_not
 
 
-class Packing(NamedTuple):
+class TokenPacking(NamedTuple):
     """The order of the tokens of each sequence, and where each of them has gone."""
 
     mask: Array
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
         return zero_where_not(valid, take_tokens(y, self.place))
 
 
-def packing(mask: Array) -> Packing:
+def packing(mask: Array) -> TokenPacking:
     """Where each token goes."""
     xp = namespace(mask)
     kept = xp.astype(mask, xp.int32)
@@ -44,4 +44,4 @@ def packing(mask: Array) -> Packing:
     among_others = (1 - kept).cumsum(1) - 1 + count[:, None]
     place = as_index(xp.astype(xp.where(mask, among_valid, among_others), xp.int32))
     order = as_index(xp.argsort(place, axis=1))
-    return Packing(mask, count, order, place)
+    return TokenPacking(mask, count, order, place)

@@ -43,7 +43,7 @@ class Draw(Protocol):
         """Draws of arrays of another shape."""
 
 
-class Start(Protocol):
+class FirstValues(Protocol):
     """The distribution of a parameter's first values."""
 
     def __call__(self, draw: Draw, shape: Shape) -> Array: ...
@@ -57,7 +57,7 @@ class Parameter(NamedTuple):
     """
 
     shape: str
-    start: Start
+    start: FirstValues
     summed: int = 0
     """How many of its axes the linear map sums over; 0 for an array that is no linear map."""
     bias: str = ""

@@ -24,7 +24,7 @@ PROJECTION = "projection"
 """The weight of the last linear map, among those of `out`."""
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """One value of a layer, and how it is made."""
 
     name: str
@@ -36,12 +36,12 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """Everything about a layer but its weights. Hashable; the same for both frameworks."""
 
     mechanism: Mechanism
     width: int
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     """In the order in which they are made; `out` is the last."""
     weights: tuple[tuple[str, tuple[tuple[str, Weight], ...]], ...]
     """For each entry, its parameters by name, as its recipe declares them."""
@@ -89,7 +89,7 @@ def plan_for(
     value_dim: int | None,
     slots: int | None,
     recipes: Mapping[str, Recipe] | None,
-) -> Plan:
+) -> LayerPlan:
     """The plan of a layer.
 
     Raises
@@ -106,11 +106,13 @@ def plan_for(
     return plan_of(mechanism, width, _in_order(_entries(mechanism, dict(recipes or {}))), sizes)
 
 
-def plan_of(mechanism: Mechanism, width: int, entries: tuple[Entry, ...], sizes: Sizes) -> Plan:
+def plan_of(
+    mechanism: Mechanism, width: int, entries: tuple[PlanEntry, ...], sizes: Sizes
+) -> LayerPlan:
     """The plan of a layer whose recipes and sizes are known."""
     shapes = {entry.name: _shape(mechanism, entry, sizes) for entry in entries}
     weights = tuple((entry.name, tuple(_weights(entry, sizes))) for entry in entries)
-    return Plan(
+    return LayerPlan(
         mechanism,
         width,
         entries,
@@ -128,7 +130,7 @@ def plan_of(mechanism: Mechanism, width: int, entries: tuple[Entry, ...], sizes:
     )
 
 
-def _shape(mechanism: Mechanism, entry: Entry, sizes: Sizes) -> Shape:
+def _shape(mechanism: Mechanism, entry: PlanEntry, sizes: Sizes) -> Shape:
     axes = [axis for axis in entry.pattern.axes if axis.letter not in "bts"]
     unknown = [axis.letter for axis in axes if axis.letter not in sizes.of]
     if unknown:
@@ -139,7 +141,7 @@ def _shape(mechanism: Mechanism, entry: Entry, sizes: Sizes) -> Shape:
     return tuple(axis.size(sizes.of) for axis in axes)
 
 
-def _history_shape(entry: Entry, sizes: Sizes, of_input: Shape) -> Shape:
+def _history_shape(entry: PlanEntry, sizes: Sizes, of_input: Shape) -> Shape:
     text = entry.recipe.history_shape()
     if text is None:
         return of_input
@@ -147,9 +149,9 @@ def _history_shape(entry: Entry, sizes: Sizes, of_input: Shape) -> Shape:
     return tuple(axis.size(sizes.of) for axis in axes)
 
 
-def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[Entry]:
+def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
     program = mechanism.program
-    entries: dict[str, Entry] = {}
+    entries: dict[str, PlanEntry] = {}
     made, chosen_helpers = meanings(program), {*given}
     for name, (call, formal) in made.items():
         table = recipes_for(call.leaf)
@@ -191,18 +193,18 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[Entry]:
     return [*entries.values()]
 
 
-def _entry(name: str, recipe: Recipe, pattern: Pattern, names: Mapping[str, str]) -> Entry:
+def _entry(name: str, recipe: Recipe, pattern: Pattern, names: Mapping[str, str]) -> PlanEntry:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipes: that of {name} must be a Recipe; found {recipe!r}")
     reads = tuple((own, names.get(own, own)) for own in recipe.reads)
-    return Entry(name, recipe, pattern, reads)
+    return PlanEntry(name, recipe, pattern, reads)
 
 
-def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def _in_order(entries: Iterable[PlanEntry]) -> tuple[PlanEntry, ...]:
     """Each entry after those that it reads; `out` is made by the mechanism, and is the last."""
     waiting = {entry.name: entry for entry in entries}
     out = waiting.pop(OUT)
-    ordered: list[Entry] = []
+    ordered: list[PlanEntry] = []
     while waiting:
         ready = [e for e in waiting.values() if not any(value in waiting for _, value in e.reads)]
         if not ready:
@@ -212,7 +214,7 @@ def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return (*ordered, out)
 
 
-def _declared(entry: Entry) -> dict[str, Parameter]:
+def _declared(entry: PlanEntry) -> dict[str, Parameter]:
     declared = dict(entry.recipe.parameters())
     if entry.name == OUT:
         bias = AFTER_PROJECTION if AFTER_PROJECTION in declared else ""
@@ -220,7 +222,7 @@ def _declared(entry: Entry) -> dict[str, Parameter]:
     return declared
 
 
-def _weights(entry: Entry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
+def _weights(entry: PlanEntry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
     for name, parameter in _declared(entry).items():
         axes = parameter.axes(entry.pattern, sizes.roles)
         shape = tuple(axis.size(sizes.of) for axis in axes)
@@ -228,7 +230,7 @@ def _weights(entry: Entry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
 
 
 def _maps(
-    entries: tuple[Entry, ...], weights: Mapping[str, Mapping[str, Weight]]
+    entries: tuple[PlanEntry, ...], weights: Mapping[str, Mapping[str, Weight]]
 ) -> tuple[Map, ...]:
     maps: dict[str, Map] = {}
     for entry in entries:

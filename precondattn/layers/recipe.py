@@ -2,7 +2,7 @@
 
 A recipe is a frozen dataclass. Its fields are options, its docstring is the equation and its
 source, `parameters()` declares its weights and `make` computes the input, with array functions of
-any library. What it may read of a call is a `Tokens`.
+any library. What it may read of a call is a `RecipeTokens`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
 
 
-class Tokens(NamedTuple):
+class RecipeTokens(NamedTuple):
     """What the recipe of one input may read."""
 
     x: Array
@@ -52,7 +52,7 @@ class Recipe:
         """The shape of such a row, as that of a `Parameter`; None for that of the input."""
         return None
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """The input, from the weights `p`."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.masks import INTEGERS, ValueChecks, check_mask, is_contiguous
 
 
-class Segments(NamedTuple):
+class CallSegments(NamedTuple):
     """The segments of one call."""
 
     masks: dict[str, Any]
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
     """(b, t), False for the padding after the last sequence of `cu_seqlens`; None without it."""
 
 
-def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> Segments | None:
+def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> CallSegments | None:
     """The segments of x (b, t, width); None without any.
 
     Raises
@@ -58,7 +58,7 @@ def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> Segm
         good = is_contiguous(ids if on_host is None else on_host)
         checks.require(good, "segment_ids must be contiguous: each id in one run")
     place = _place(ids) if on_host is None else on_device_of(x, _place(on_host))
-    return Segments(masks, place, valid)
+    return CallSegments(masks, place, valid)
 
 
 def _place(ids: Array) -> Array:

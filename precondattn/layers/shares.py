@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.layers.maps import HEADS, Weight
-from precondattn.layers.plan import Entry, Plan, plan_of
+from precondattn.layers.plan import LayerPlan, PlanEntry, plan_of
 from precondattn.parallel.heads import refusal, share
 
 EVEN = ("mlp", "vocab")
@@ -60,7 +60,7 @@ def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
     return Share(axis, slice(own.start * grain, own.stop * grain), count % devices == 0)
 
 
-def plan_of_device(plan: Plan, devices: int) -> Plan:
+def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
     """The plan of the layer that each device computes: that of its heads.
 
     Raises
@@ -81,7 +81,7 @@ def plan_of_device(plan: Plan, devices: int) -> Plan:
     return plan_of(plan.mechanism, plan.width, plan.entries, sizes._replace(of=few))
 
 
-def _check_recipe(plan: Plan, entry: Entry, devices: int) -> None:
+def _check_recipe(plan: LayerPlan, entry: PlanEntry, devices: int) -> None:
     joins = entry.recipe.joins
     of_keys = plan.sizes.of[plan.mechanism.inputs["k"].axes[-2].letter]
     if devices > 1 and (joins == "all" or (joins == "keys" and of_keys % devices)):

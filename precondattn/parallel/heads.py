@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Axes(NamedTuple):
+class HeadAxes(NamedTuple):
     """Those of one array that matter here; None where it has none."""
 
     time: int | None
@@ -32,7 +32,7 @@ class Axes(NamedTuple):
     """Heads, where there is more than one."""
 
     @classmethod
-    def of(cls, pattern: Pattern, shape: Shape) -> Axes:
+    def of(cls, pattern: Pattern, shape: Shape) -> HeadAxes:
         letters = pattern.letters
         time = pattern.time_axis
         if time is not None and pattern.axes[time].broadcasts and shape[time] == 1:
@@ -96,7 +96,7 @@ def elements_sent(
     """
     sent = {}
     for name, shape in shapes.items():
-        heads = Axes.of(inputs[name], shape).heads
+        heads = HeadAxes.of(inputs[name], shape).heads
         count = 1 if heads is None else shape[heads]
         # Others get all of one head each, or each their share.
         sent[name] = prod(shape) // min(count, devices) * (devices - 1)

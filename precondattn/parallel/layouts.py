@@ -26,7 +26,7 @@ ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
 """What a layout can be, besides `heads`, which has no order of tokens."""
 
 
-class Part(NamedTuple):
+class TokenPart(NamedTuple):
     """Consecutive tokens that one device has."""
 
     device: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenOrder:
     """A layout that divides tokens. A device's parts are in the order of the sequence."""
 
     name: str
@@ -49,7 +49,7 @@ class Order:
     """The tokens of a part; only of `cyclic`"""
 
     @classmethod
-    def read(cls, text: str) -> Order:
+    def read(cls, text: str) -> TokenOrder:
         """From its text.
 
         Raises
@@ -121,7 +121,7 @@ class Order:
             return 2 * devices - 1 - part
         return part % devices
 
-    def parts(self, counts: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, counts: Sequence[int]) -> tuple[TokenPart, ...]:
         """All parts in the order of the sequence, where device r has `counts[r]` tokens.
 
         In `contiguous` and `zigzag` devices may have different numbers of tokens.
@@ -159,7 +159,7 @@ class Order:
             )
         return parts
 
-    def parts_of(self, tokens: int, devices: int) -> tuple[Part, ...]:
+    def parts_of(self, tokens: int, devices: int) -> tuple[TokenPart, ...]:
         """All parts of a sequence of so many tokens, in its order.
 
         Raises
@@ -170,13 +170,15 @@ class Order:
         parts, _ = self._placed(self.sizes(tokens, devices), devices)
         return parts
 
-    def _placed(self, sizes: Sequence[int], devices: int) -> tuple[tuple[Part, ...], list[int]]:
+    def _placed(
+        self, sizes: Sequence[int], devices: int
+    ) -> tuple[tuple[TokenPart, ...], list[int]]:
         """Parts of these sizes, and how many tokens each device has of them."""
-        parts: list[Part] = []
+        parts: list[TokenPart] = []
         had, first = [0] * devices, 0
         for number, size in enumerate(sizes):
             device = self.device_of(number, devices)
-            parts.append(Part(device, slice(had[device], had[device] + size), first))
+            parts.append(TokenPart(device, slice(had[device], had[device] + size), first))
             had[device], first = had[device] + size, first + size
         return tuple(parts), had
 
@@ -208,7 +210,7 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> to_layout(np.arange(7), "cyclic[block=2]", 2, axis=0)
     array([0, 1, 4, 5, 2, 3, 6])
     """
-    parts = Order.read(layout).parts_of(x.shape[axis], devices)
+    parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     by_device = sorted(parts, key=lambda part: (part.device, part.first))
     return _joined(x, [(part.first, part.tokens) for part in by_device], axis)
 
@@ -222,7 +224,7 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
     >>> from_layout(np.asarray([0, 1, 6, 7, 2, 3, 4, 5]), "zigzag", 2, axis=0)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    parts = Order.read(layout).parts_of(x.shape[axis], devices)
+    parts = TokenOrder.read(layout).parts_of(x.shape[axis], devices)
     counts = [0] * devices
     for part in parts:
         counts[part.device] += part.tokens
@@ -239,7 +241,7 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
     >>> tokens_of("zigzag", 8, devices=2, device=0)
     [0, 1, 6, 7]
     """
-    parts = Order.read(layout).parts_of(tokens, devices)
+    parts = TokenOrder.read(layout).parts_of(tokens, devices)
     own = [part for part in parts if part.device == device]
     return [position for part in own for position in range(part.first, part.first + part.tokens)]
 

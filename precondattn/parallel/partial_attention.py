@@ -59,7 +59,7 @@ def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Any) -> tuple
     >>> bool(np.allclose(out, full(q, k, v)))
     True
     """
-    call = _Call(mechanism, arrays, named)
+    call = _CallWithLse(mechanism, arrays, named)
     with call.without_autocast():
         return call.split(call.mechanism(**call.inputs, **call.others))
 
@@ -80,7 +80,7 @@ def with_lse_vjp(
     >>> sorted(pullback(np.zeros_like(out), np.ones_like(lse)))
     ['k', 'q', 'v']
     """
-    call = _Call(mechanism, arrays, named)
+    call = _CallWithLse(mechanism, arrays, named)
     with call.without_autocast():
         packed, pull = call.mechanism.vjp(**call.inputs, **call.others)
     out, lse = call.split(packed)
@@ -157,7 +157,7 @@ def part_vjp(
     return pull(d_own, namespace(out).sum(d_own * (own - out), axis=-1))
 
 
-class _Call:
+class _CallWithLse:
     """A call of a mechanism, with one more channel for the log-sum-exp."""
 
     def __init__(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 
 
 class Rectangle(NamedTuple):
@@ -61,7 +61,7 @@ class Rectangle(NamedTuple):
         return namespace(x).reshape(whole, (x.shape[0], self.groups, self.stride, *x.shape[2:]))
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """What queries see of another device's keys."""
 
     always: tuple[Rectangle, ...]
@@ -70,21 +70,21 @@ class Seen(NamedTuple):
     after: tuple[Rectangle, ...]
 
 
-def seen(order: Order, tokens: int, *, causal: bool) -> Seen:
+def seen(order: TokenOrder, tokens: int, *, causal: bool) -> SeenKeys:
     """Of devices with so many tokens each."""
     every = Rectangle.of(tokens)
     if not causal:
-        return Seen((every,), (), ())
+        return SeenKeys((every,), (), ())
     if order.name == "contiguous":
-        return Seen((), (every,), ())
+        return SeenKeys((), (every,), ())
     if order.name == "zigzag":
         half = tokens // 2
         first = Rectangle.of(tokens, keys=slice(0, half))
         second = Rectangle.of(tokens, queries=slice(half, tokens))
-        return Seen((), (first,), (second,))
+        return SeenKeys((), (first,), (second,))
     part = order.part_of(tokens)
     same = slice(0, part)
-    return Seen(
+    return SeenKeys(
         tuple(_triangle(tokens // part, part)),
         (Rectangle(0, tokens // part, part, same, same),),
         (),

@@ -32,7 +32,7 @@ Attended = tuple[Array, Array]
 """Output (b, t, h, e) and log-sum-exp of the scores (b, t, h)"""
 
 
-class Whole(NamedTuple):
+class WholeRows(NamedTuple):
     """What is known of some queries when their gradient is computed."""
 
     out: Array
@@ -41,7 +41,7 @@ class Whole(NamedTuple):
     d_out: Array
 
     @classmethod
-    def of(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> Whole:
+    def of(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> WholeRows:
         """For a part that some queries (b, t) see; None if all may."""
         sees = lse > -math.inf
         if seen_by is not None:
@@ -64,7 +64,7 @@ class MeanOfParts:
         out, lse = merge(*zip(first, second, strict=True))
         return out, lse
 
-    def pulled(self, tokens: Sequence[Array], whole: Whole) -> dict[str, Array]:
+    def pulled(self, tokens: Sequence[Array], whole: WholeRows) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""
         inputs = dict(zip("qkv", tokens, strict=True))
         return part_vjp(self.softmax, inputs, *whole, **self.options)
@@ -93,7 +93,7 @@ class LaserOfParts:
         out = xp.logaddexp(*logs) - finite_or_zero(lse)[..., None]
         return finite_or_zero(out), lse
 
-    def pulled(self, tokens: Sequence[Array], whole: Whole) -> dict[str, Array]:
+    def pulled(self, tokens: Sequence[Array], whole: WholeRows) -> dict[str, Array]:
         """The gradients of q, k and v of a part."""
         out, pull = self.softmax.vjp(*tokens, **self.options)
         (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)

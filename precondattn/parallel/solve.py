@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, upcast
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm
@@ -22,7 +22,7 @@ BLOCK = 512
 """The most tokens that are solved before they are given away."""
 
 
-def refusal(leaf: Leaf, order: Order) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """Why a solve can not be divided; None where it can."""
     assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
     if leaf.metric is not DOT:

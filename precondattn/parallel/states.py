@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from precondattn.arrays import Array, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.spec.array_functions import identity_like, transpose
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.gsa import GSA
@@ -59,14 +59,14 @@ def is_scaled(leaf: Leaf) -> bool:
     return isinstance(leaf, SUMS)
 
 
-def refusal(leaf: Leaf, order: Order) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """Why the states of a leaf have no scan; None where they have."""
     if order.name != "contiguous":
         return f"gives a device tokens that are not consecutive, as {leaf} needs them"
     return None
 
 
-class Step(NamedTuple):
+class StateMap(NamedTuple):
     """S_end = T S_begin + F, of some consecutive tokens."""
 
     transition: Array | None
@@ -78,11 +78,11 @@ class Step(NamedTuple):
     is_open: Array | None = None
     """Whether all tokens are of the segment of the one before them (b,), so that T is not 0"""
 
-    def after(self, earlier: Step) -> Step:
+    def after(self, earlier: StateMap) -> StateMap:
         """Both, the earlier tokens first."""
         both = None if earlier.transition is None else self.times(earlier.transition)
         is_open = None if self.is_open is None else self.is_open & earlier.is_open
-        return Step(both, self.on(earlier.state), self.is_scaled, is_open)
+        return StateMap(both, self.on(earlier.state), self.is_scaled, is_open)
 
     def on(self, state: Array) -> Array:
         """S_end of a state S_begin."""
@@ -95,14 +95,14 @@ class Step(NamedTuple):
             x = self.transition @ x if is_product else self.transition * x
         return kept(x, self.is_open)
 
-    def adjoint(self, gradient: Array) -> Step:
+    def adjoint(self, gradient: Array) -> StateMap:
         """λ ↦ Tᵀ λ + g, g the gradient of S_begin from the outputs."""
         if self.is_scaled or self.transition is None or self.transition.shape[-1] == 1:
             return self._replace(state=gradient)
-        return Step(transpose(self.transition), gradient, is_open=self.is_open)
+        return StateMap(transpose(self.transition), gradient, is_open=self.is_open)
 
 
-class Borders(NamedTuple):
+class SegmentBorders(NamedTuple):
     """Where segments end, by device: both are (devices, b)."""
 
     continues: Array
@@ -111,7 +111,7 @@ class Borders(NamedTuple):
     """Whether all tokens are"""
 
     @classmethod
-    def of(cls, segments: Sequence[Array]) -> Borders:
+    def of(cls, segments: Sequence[Array]) -> SegmentBorders:
         """From the segments (b, tokens) of every device. Each is consecutive."""
         xp = namespace(segments[0])
         firsts, lasts = ([ids[:, at] for ids in segments] for at in (0, -1))
@@ -180,15 +180,15 @@ def with_transition(state: Array, e: int) -> Array:
     return xp.concat([state[..., :e], one + 0 * state[..., e:]], axis=-1)
 
 
-def step_of(state: Array, e: int) -> Step:
+def step_of(state: Array, e: int) -> StateMap:
     """From the state after the call that computes both."""
     transition = state[..., e:]
-    return Step(transition if transition.shape[-1] else None, state[..., :e])
+    return StateMap(transition if transition.shape[-1] else None, state[..., :e])
 
 
 def steps_of_tokens(
     leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
-) -> dict[str, Step]:
+) -> dict[str, StateMap]:
     """T and F of some tokens, of each state by its name in a cache."""
     cache = leaf.init_cache(**inputs)
     if not is_scaled(leaf):
@@ -198,12 +198,12 @@ def steps_of_tokens(
     xp = namespace(out)
     ones = {key: xp.ones_like(state) for key, state in cache.store.items()}
     _, factors = pull(xp.zeros_like(out), ones)
-    return {key: Step(factors[key], state, True) for key, state in cache.store.items()}
+    return {key: StateMap(factors[key], state, True) for key, state in cache.store.items()}
 
 
 def step_of_tokens(
     leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
-) -> Step:
+) -> StateMap:
     """T and F of some tokens."""
     e = inputs["v"].shape[-1]
     columns = columns_of_transition(leaf, inputs["k"].shape[-1])

@@ -13,11 +13,11 @@ from precondattn.algebra.options import choice, flag, non_negative
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
-from precondattn.spec.norm import Norm
+from precondattn.spec.norm import RowNorm
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.softmax import Softmax
 
-NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
+NORMS: dict[str, type[RowNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2Norm}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from precondattn.arrays import Array, namespace, running_maximum
 from precondattn.frame import Frame
 
 
-class Windows(NamedTuple):
+class GridWindows(NamedTuple):
     """Windows along each axis of a grid, which has one axis or two."""
 
     size: tuple[int, ...]

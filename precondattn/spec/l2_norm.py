@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from precondattn.arrays import Array, namespace, stop_gradient
 from precondattn.spec.array_functions import row_sum
-from precondattn.spec.norm import Norm
+from precondattn.spec.norm import RowNorm
 
 
 def _scaled(x: Array, eps: float) -> tuple[Array, Array, Array]:
@@ -54,7 +54,7 @@ def l2_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class L2Norm(Norm):
+class L2Norm(RowNorm):
     """L2(x), row by row; with `gain` times an input `gain` (d).
 
     Source: CCQ (arXiv 2606.01294) 3; gated DeltaNet (arXiv 2412.06464) 3.4.

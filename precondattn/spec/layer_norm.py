@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.norm import Norm
+from precondattn.spec.norm import RowNorm
 from precondattn.spec.rms_norm import rms_norm, rms_norm_vjp
 
 
@@ -28,7 +28,7 @@ def _centred(x: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class LayerNorm(Norm):
+class LayerNorm(RowNorm):
     """LN(x), row by row; with `gain` times an input `gain` (d). There is no bias.
 
     Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4.

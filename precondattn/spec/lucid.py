@@ -66,7 +66,7 @@ from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import metric_option
 
 
-class System(NamedTuple):
+class TriangularSystem(NamedTuple):
     """The triangular system of one call: rows are the t tokens whose y is computed."""
 
     strict: Array
@@ -179,7 +179,7 @@ class LucidSolve(Leaf):
         """The number r by which every key is divided in the scores (b, n, s, 1)."""
         return rms(k, self.eps) if self.normalize == "keys" else namespace(k).ones_like(k[..., :1])
 
-    def _system(self, x: Mapping[str, Array], scores: Array, frame: Frame) -> System:
+    def _system(self, x: Mapping[str, Array], scores: Array, frame: Frame) -> TriangularSystem:
         """The system from the unscaled scores (b, n, t, s) of the keys."""
         xp = namespace(scores)
         d = x["k"].shape[3]
@@ -192,7 +192,7 @@ class LucidSolve(Leaf):
         if self.has_unit_diagonal:
             shifted = mask_scores(below, scores - self.scale_for(d) * d)
             beta = swap_time_and_heads(x["lucid_beta"])[..., None] if self.beta else one
-            return System(xp.exp(shifted), one, zero_where_not(valid, beta), None)
+            return TriangularSystem(xp.exp(shifted), one, zero_where_not(valid, beta), None)
 
         t, s = scores.shape[-2:]
         on_diagonal = (arange_like(t, scores)[:, None] + (s - t)) == arange_like(s, scores)
@@ -207,11 +207,11 @@ class LucidSolve(Leaf):
         diagonal = row_sum(zero_where_not(on_diagonal, weights))
         # In a row of padding everything is masked; a unit diagonal keeps the system regular.
         diagonal = xp.where(valid, diagonal, 1.0)
-        return System(
+        return TriangularSystem(
             zero_where_not(below, weights), diagonal, zero_where_not(valid, one), at_maximum
         )
 
-    def _full_system(self, x: Mapping[str, Array], frame: Frame) -> System:
+    def _full_system(self, x: Mapping[str, Array], frame: Frame) -> TriangularSystem:
         k = swap_time_and_heads(x["k"])
         normed = k / self._rms(k)
         frame = frame.among_keys(k.shape[2])

@@ -17,7 +17,7 @@ from precondattn.spec.array_functions import sum_rows
 
 
 @dataclass(frozen=True)
-class Norm(TokenWise):
+class RowNorm(TokenWise):
     """A norm N of rows; subclasses define `normalized` and `normalized_vjp`."""
 
     eps: float = non_negative(1e-6)

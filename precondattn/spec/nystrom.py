@@ -47,7 +47,7 @@ from precondattn.spec.segment_means import Means, segment_means
 from precondattn.spec.whole_sequence import WholeSequence
 
 
-class Kernels(NamedTuple):
+class LandmarkKernels(NamedTuple):
     """Landmarks (b, h, m, d) and the three kernels."""
 
     q: Array
@@ -159,12 +159,12 @@ class Nystrom(WholeSequence):
 
     def _kernels(
         self, q: Array, k: Array, means: tuple[Means, Means], k_valid: Array | None
-    ) -> Kernels:
+    ) -> LandmarkKernels:
         s, (of_queries, of_keys) = self.scale_for(q.shape[-1]), means
         q_mean, k_mean = of_queries.matrix @ q, of_keys.matrix @ k
         q_any, k_any = of_queries.is_any[:, None, :, None], of_keys.is_any[:, None, None, :]
         seen = q_any if k_valid is None else q_any & k_valid[:, None, None, :]
-        return Kernels(
+        return LandmarkKernels(
             q_mean,
             k_mean,
             softmax(mask_scores(k_any, s * (q @ transpose(k_mean)))),

@@ -58,7 +58,7 @@ class Stream(NamedTuple):
     """The same, in place of `erase`, if its value is read before the state decays."""
 
 
-class Gradients(NamedTuple):
+class StreamGradients(NamedTuple):
     """The gradients of a stream and of the initial state."""
 
     stream: Stream
@@ -83,7 +83,7 @@ def recurrent(x: Stream, state: Array) -> tuple[Array, Array]:
     return o[:, :, o.shape[TIME] - x.q.shape[TIME] :, ...], state
 
 
-def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
     """The gradients, from those of the outputs and of the final state."""
     xp = namespace(x.k)
     t, s = x.q.shape[TIME], x.k.shape[TIME]
@@ -127,7 +127,7 @@ def recurrent_vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradie
         d_k, d_erase = d_k + d_erase, None
     d_g = sum_to(d_decayed * decayed, x.g.shape)
     d_q = d_q[:, :, s - t :, ...]
-    return Gradients(Stream(d_q, d_k, d_v, d_g, d_beta, d_erase, d_undecayed), d_first)
+    return StreamGradients(Stream(d_q, d_k, d_v, d_g, d_beta, d_erase, d_undecayed), d_first)
 
 
 ByTokens = Callable[..., tuple[Array, ...]]
@@ -140,7 +140,7 @@ class Form(Protocol):
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         """The outputs (b, m, t, r, e), and the final state (b, m, d, e)."""
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         """The gradients, from those of the outputs and of the final state."""
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = TIME) -> tuple[Array, ...]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import row_sum
-from precondattn.spec.norm import Norm
+from precondattn.spec.norm import RowNorm
 
 
 def rms(x: Array, eps: float) -> Array:
@@ -37,7 +37,7 @@ def rms_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class RMSNorm(Norm):
+class RMSNorm(RowNorm):
     """RN(x), row by row; with `gain` times an input `gain` (d).
 
     Source: LUCID 3.2; Zhang and Sennrich 2019 (arXiv 1910.07467) Eq. 4.

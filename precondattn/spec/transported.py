@@ -34,7 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import CHUNK, Flops
-from precondattn.algebra.options import Kind, option
+from precondattn.algebra.options import OptionKind, option
 from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
@@ -49,13 +49,13 @@ from precondattn.spec.array_functions import (
 from precondattn.spec.metric import DOT, Dot, Extra, Metric
 
 
-class Tokens(NamedTuple):
+class TokenPositions(NamedTuple):
     """Positions (b or 1, s) and, in packed sequences, segments (b, s) of tokens."""
 
     position: Array
     segment: Array | None
 
-    def follow(self, other: Tokens, *, strict: bool) -> Array:
+    def follow(self, other: TokenPositions, *, strict: bool) -> Array:
         """The mask (b or 1, 1, t, s): is token i at or after token j of `other`?
 
         After, and not at, if `strict`. Both must be in the same segment.
@@ -72,7 +72,7 @@ class Reflections(NamedTuple):
 
     w: Array
     beta: Array
-    tokens: Tokens
+    tokens: TokenPositions
 
     def overlap(self) -> Array:
         """G = stril(w wᵀ)."""
@@ -89,7 +89,7 @@ def _product(left: Array, right: Array, mask: Array) -> Array:
 
 
 def _scores(
-    q: Array, q_tokens: Tokens, k: Array, k_tokens: Tokens, reflections: Reflections
+    q: Array, q_tokens: TokenPositions, k: Array, k_tokens: TokenPositions, reflections: Reflections
 ) -> Array:
     """A = q kᵀ − B Z R."""
     w, w_tokens = reflections.w, reflections.tokens
@@ -197,7 +197,7 @@ class Transported:
             w = xp.concat([past["pending_w"], w], axis=2)
             beta = xp.concat([past["pending_beta"][..., None], beta], axis=2)
             position = xp.concat([slot, position], axis=1)
-        return Reflections(w, beta, Tokens(position, None))
+        return Reflections(w, beta, TokenPositions(position, None))
 
     def _pending(
         self, since_flush: Reflections, frame: Frame, length: Array, flushed: Array
@@ -216,11 +216,11 @@ class Transported:
         return zero_where_not(is_present, w), zero_where_not(is_present, beta)
 
 
-def _tokens(frame: Frame) -> tuple[Tokens, Tokens]:
+def _tokens(frame: Frame) -> tuple[TokenPositions, TokenPositions]:
     """The tokens of the queries and those of the keys."""
     return (
-        Tokens(frame.q_position, frame.q_segment),
-        Tokens(frame.k_position, frame.k_segment),
+        TokenPositions(frame.q_position, frame.q_segment),
+        TokenPositions(frame.k_position, frame.k_segment),
     )
 
 
@@ -251,7 +251,7 @@ def metric_option(default: Metric) -> Any:
         return value
 
     expected = "one of dot, transported, transported/2, transported/3 …"
-    return option(default, Kind(expected, accept, read))
+    return option(default, OptionKind(expected, accept, read))
 
 
 def product_form(q: Array, k: Array, w: Array, beta: Array) -> Array:

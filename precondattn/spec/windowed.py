@@ -46,7 +46,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
-from precondattn.spec.grid_windows import Windows, each_axis, positions
+from precondattn.spec.grid_windows import GridWindows, each_axis, positions
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read
 
@@ -132,10 +132,10 @@ class Windowed(Leaf):
             )
 
     @property
-    def windows(self) -> Windows:
+    def windows(self) -> GridWindows:
         axes = 1 if self.grid is None else 2
         columns = None if self.grid is None else self.grid[-1]
-        return Windows(each_axis(self.size, axes), each_axis(self.shift, axes), columns)
+        return GridWindows(each_axis(self.size, axes), each_axis(self.shift, axes), columns)
 
     @property
     def inputs(self) -> Inputs:

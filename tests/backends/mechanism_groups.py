@@ -16,7 +16,7 @@ from precondattn_conformance.status import FAILED
 
 
 @dataclass(frozen=True)
-class Group:
+class MechanismGroup:
     """The cases of one mechanism on one library, which are made when the test runs."""
 
     mechanism: str
@@ -42,7 +42,7 @@ def groups(level, library, dtypes, checks=()):
     for expression in expressions():
         chosen = "smoke" if expression in derived() else level
         make = partial(of_named_layouts, chosen, expression, (library,), checks or CHECKS, dtypes)
-        yield from parameters(Group(expression, library, make))
+        yield from parameters(MechanismGroup(expression, library, make))
 
 
 def parameters(group):
@@ -98,7 +98,7 @@ def groups_of(library, dtype, data):
     for expression in expressions():
         if expression not in derived():
             make = partial(cases_of_data, expression, library, dtype, data)
-            yield from parameters(Group(expression, library, make))
+            yield from parameters(MechanismGroup(expression, library, make))
 
 
 def cases_of_data(expression, library, dtype, data):

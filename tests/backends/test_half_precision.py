@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_nearly_equal_maps_in_bfloat16_are_subtracted_before_they_are_rounded(li
     xp = pytest.importorskip(library)
     m = pa.parse(f"differential({base})")
     rng = np.random.default_rng(0)
-    x = make_inputs(m, Layout("test", t=32, s=32), "random")
+    x = make_inputs(m, CallLayout("test", t=32, s=32), "random")
     for name in m.paired:
         x[f"{name}2"] = x[name] + 0.05 * rng.normal(size=x[name].shape)
     x["lam"] = np.asarray(0.8)

@@ -15,7 +15,7 @@ from rich.console import Console
 from precondattn_conformance import progress
 from precondattn_conformance.bench import command
 from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.progress import Progress
+from precondattn_conformance.bench.progress import BenchProgress
 from precondattn_conformance.bench.record import TIMED, load
 from precondattn_conformance.progress import CLEAR
 
@@ -41,14 +41,14 @@ class Clock:
 
 @pytest.mark.thorough
 def test_an_interrupted_run_prints_and_saves_what_was_measured(tmp_path, monkeypatch):
-    at_round = Progress.at_round
+    at_round = BenchProgress.at_round
 
     def in_the_second_case(self, number, of):
         at_round(self, number, of)
         if self.number == 2 and number == 2:
             interrupt()
 
-    monkeypatch.setattr(Progress, "at_round", in_the_second_case)
+    monkeypatch.setattr(BenchProgress, "at_round", in_the_second_case)
     printed, path = io.StringIO(), tmp_path / "rows.json"
     code = command.bench(
         names=("numpy_lucid", "numpy_softmax"),
@@ -90,7 +90,7 @@ def test_other_errors_leave_the_run():
 
 def test_the_time_left_counts_rounds_and_the_cases_after_them():
     clock = Clock()
-    of = Progress(Console(file=io.StringIO()), 3, clock)
+    of = BenchProgress(Console(file=io.StringIO()), 3, clock)
     of.starts("lucid")
     assert str(of) == "lucid (case 1 of 3): checked first"
     clock.now = 4.0
@@ -131,7 +131,7 @@ def test_a_pipe_gets_a_line_at_a_time(monkeypatch):
     assert progress.EVERY_TEN_SECONDS == 10
     monkeypatch.setattr(progress, "EVERY_TEN_SECONDS", 0.01)
     console = Console(file=io.StringIO(), width=60)
-    text = written(Progress(console, 1), console, "first\n")
+    text = written(BenchProgress(console, 1), console, "first\n")
     assert text.splitlines()[0] == "lucid (case 1 of 1): checked first"
     assert "\x1b" not in text
 
@@ -139,7 +139,7 @@ def test_a_pipe_gets_a_line_at_a_time(monkeypatch):
 def test_a_terminal_has_one_line_that_changes(monkeypatch):
     monkeypatch.setattr(progress, "EVERY_SECOND", 0.01)
     console = Console(file=io.StringIO(), width=60, force_terminal=True)
-    text = written(Progress(console, 1), console, "first" + CLEAR)
+    text = written(BenchProgress(console, 1), console, "first" + CLEAR)
     assert "\n" not in text
     assert text.startswith(CLEAR + "lucid (case 1 of 1)")
     assert text.endswith(CLEAR)

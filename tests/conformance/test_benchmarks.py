@@ -34,7 +34,7 @@ from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
 from precondattn_conformance.bench.peers import PEERS, peers_of
 from precondattn_conformance.bench.plot import draw_curves
-from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row, load
+from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
@@ -448,7 +448,7 @@ def a_row(median=1.0, spread_=0.01, **changed):
 
 
 def verdict(old, new):
-    (change,) = changes(Record("", {}, rows=[old]), Record("", {}, rows=[new]), 0.1)
+    (change,) = changes(BenchRecord("", {}, rows=[old]), BenchRecord("", {}, rows=[new]), 0.1)
     return change.verdict
 
 
@@ -462,14 +462,14 @@ def test_compare_reports_a_regression_but_not_noise():
     large = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 4e6]}
     assert verdict(a_row(**small), a_row(**large)) == REGRESSED
     assert verdict(a_row(**small), a_row(**small)) == SAME
-    result = changes(Record("", {}), Record("", {}, rows=[a_row()]), 0.1)
+    result = changes(BenchRecord("", {}), BenchRecord("", {}, rows=[a_row()]), 0.1)
     assert [change.verdict for change in result] == [NEW]
 
 
 def test_the_exit_code_of_compare_tells_whether_there_is_a_regression(tmp_path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    Record("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
-    Record("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
+    BenchRecord("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
+    BenchRecord("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
     printed = io.StringIO()
     console = Console(file=printed, width=200)
     assert command.compare(old, new, 0.1, console) == 1
@@ -530,14 +530,14 @@ def test_plots_are_written(tmp_path):
         a_row(t / 64, sizes={"t": t}, ratios={"sdpa": peer}, peak_tokens=[t], peak_bytes=[64.0 * t])
         for t in (64, 128)
     ]
-    written = plot.draw(Record("", {}, rows=rows), tmp_path)
+    written = plot.draw(BenchRecord("", {}, rows=rows), tmp_path)
     assert {path.name for path in written} == {
         f"{name}.{kind}"
         for name in ("time", "memory", "ratios", "beside_plain")
         for kind in ("svg", "png")
     }
     assert all(path.stat().st_size > 1000 for path in written)
-    assert not plot.draw(Record("", {}), tmp_path)
+    assert not plot.draw(BenchRecord("", {}), tmp_path)
 
 
 def test_peak_memory_is_that_of_the_call():
@@ -618,7 +618,7 @@ def test_the_performance_page_is_generated_from_the_saved_files():
     peer = {"median": 2.345, "q1": 2.3, "q3": 2.4, "rounds": 9, "seconds": 0.5, "error": 1e-7}
     row = a_row(0.0123, error=1e-6, bound=1e-4, backends=["torch"], ratios={"sdpa": peer})
     machine = {"processor": "a processor", "cores": 2, "threads": 2, "versions": {"torch": "9"}}
-    text = maker["page"]({"run": Record("2026-01-01", machine, rows=[row])})
+    text = maker["page"]({"run": BenchRecord("2026-01-01", machine, rows=[row])})
     for measured in ("12.3 ms", "2.35 (2.30–2.40)", "a processor", "2026-01-01", "torch 9"):
         assert measured in text
 
@@ -626,7 +626,7 @@ def test_the_performance_page_is_generated_from_the_saved_files():
 def test_the_page_shows_ratios_without_and_with_a_neighbour(tmp_path):
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
     alone, busy = (
-        Record("2026-01-01", {}, rows=[a_row(seconds, ratios={"sdpa": {"median": ratio}})])
+        BenchRecord("2026-01-01", {}, rows=[a_row(seconds, ratios={"sdpa": {"median": ratio}})])
         for seconds, ratio in ((0.01, 2.5), (0.03, 29.7))
     )
     text = maker["with_a_neighbour"](alone, busy.rows)
@@ -647,7 +647,7 @@ def test_curves_are_ratios_to_plain_attention_at_the_same_length(tmp_path):
     maker = runpy.run_path(str(DOCS / "make_performance.py"))
     text = maker["lengths"]({"gla": [(16, 0.5)], "lucid": [(32, 2.0)]}, "{:.2f}")
     assert "| `gla` | 0.50 | – |" in text
-    draw_curves(Record("2026-01-01", {}, rows=rows), tmp_path / "curves.svg")
+    draw_curves(BenchRecord("2026-01-01", {}, rows=rows), tmp_path / "curves.svg")
     assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
 
 

@@ -16,7 +16,7 @@ from precondattn_conformance.checks import CHECK, Check
 from precondattn_conformance.declared import compositions
 from precondattn_conformance.design.chosen import DRAWN
 from precondattn_conformance.design.rows import design
-from precondattn_conformance.inputs import REAL, REAL_GROUPED, Layout, real_heads
+from precondattn_conformance.inputs import REAL, REAL_GROUPED, CallLayout, real_heads
 from precondattn_conformance.layout_names import layout_named
 from precondattn_conformance.oracle import oracle
 from precondattn_conformance.runner import run_case, run_cases
@@ -51,7 +51,7 @@ def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
 
 
 def outcome(expression, check="outputs", kind="clustered", **named):
-    layout = Layout("fault", **named)
+    layout = CallLayout("fault", **named)
     return run_case(Case(check, expression, "torch", "float64", layout, kind), "faulty")
 
 
@@ -183,7 +183,9 @@ BROKEN_OPERATIONS = {
 @pytest.mark.parametrize("name", BROKEN_OPERATIONS)
 def test_a_broken_operation_on_caches_is_detected(monkeypatch, name):
     place, expression, broken = BROKEN_OPERATIONS[name]
-    case = Case("cache_operations", expression, "numpy", "float64", Layout("plain"), "clustered")
+    case = Case(
+        "cache_operations", expression, "numpy", "float64", CallLayout("plain"), "clustered"
+    )
     assert run_case(case, "reference").status == "passed"
     monkeypatch.setattr(f"precondattn.cache.{place}", broken)
     assert run_case(case, "reference").status == FAILED
@@ -217,13 +219,13 @@ def test_a_backend_that_refuses_is_unsupported_with_its_own_reason(faulty, monke
     result = outcome("softmax")
     assert result.status == UNSUPPORTED
     assert "on Sundays" in result.reason
-    layout = Layout("fault")
+    layout = CallLayout("fault")
     report = run_cases([Case("outputs", "softmax", "torch", "float64", layout, "random")], "faulty")
     assert not report.is_good
 
 
 def test_a_backend_that_runs_nothing_itself_has_no_coverage(third_party):
-    layout = Layout("helped")
+    layout = CallLayout("helped")
     helped = ("third_party", "reference")
     result = run_case(Case("outputs", "laser", "numpy", "float64", layout, "random"), helped)
     assert result.status == UNSUPPORTED
@@ -306,7 +308,7 @@ def test_one_wrong_element_fails():
 def test_the_error_of_a_sum_whose_terms_cancel_is_relative_to_the_terms():
     assert error(np.asarray([1.001]), np.asarray([1.0]), terms=20.0) < 1e-4
     assert error(np.asarray([1.01]), np.asarray([1.0]), terms=20.0) > 1e-4
-    layout = Layout("cancelling", t=33, s=33)
+    layout = CallLayout("cancelling", t=33, s=33)
     result = oracle("temperature[per=head]", layout, "clustered", "float64")
     d_tau = np.max(np.abs(result.gradients["tau"]))
     assert d_tau < result.terms["tau"] < 100 * d_tau

@@ -11,12 +11,12 @@ from precondattn_conformance.cases import case_of, cases, designed
 from precondattn_conformance.checks.ragged import calls, rows_of
 from precondattn_conformance.design.chosen import DRAWN, rows
 from precondattn_conformance.design.coverage import pairs, total
-from precondattn_conformance.design.covering import Array, pairs_of
+from precondattn_conformance.design.covering import CoveringArray, pairs_of
 from precondattn_conformance.design.factors import APART, FACTORS, TRIPLES, Apartness
 from precondattn_conformance.design.first import DENSE
 from precondattn_conformance.design.options import options_of, together
 from precondattn_conformance.design.rows import design
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import FAILED, PASSED
 
@@ -27,7 +27,7 @@ def test_every_pair_and_every_triple_that_goes_together_is_in_a_row():
     def goes(one, other):
         return {one, other} != {("a", "0"), ("b", "1")}
 
-    made = Array({f: tuple(chosen) for f, chosen in levels.items()}, goes, ("a", "b", "c"))
+    made = CoveringArray({f: tuple(chosen) for f, chosen in levels.items()}, goes, ("a", "b", "c"))
     wanted = {
         ((f, x), (g, y))
         for f, g in combinations(levels, 2)
@@ -73,7 +73,7 @@ def test_the_first_rows_and_a_tenth_of_the_others_have_half_of_the_pairs():
 def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_smoke():
     levels = {"a": "012", "b": "012", "c": "01"}
     first = [{"a": "1", "b": "2", "c": "1"}, {"c": "0", "unknown": "level", "b": "0"}]
-    made = Array(
+    made = CoveringArray(
         {f: tuple(chosen) for f, chosen in levels.items()},
         lambda one, other: {one, other} != {("b", "2"), ("c", "1")},
         first=first,
@@ -135,7 +135,7 @@ def test_declared_blocks_place_the_levels():
 
 
 def test_each_sequence_of_a_ragged_batch_gets_its_tokens_and_the_first_is_not_the_longest():
-    layout = Layout("x", b=3, t=9, s=9, mask="lengths")
+    layout = CallLayout("x", b=3, t=9, s=9, mask="lengths")
     lengths = layout.masks()["lengths"]
     assert lengths.argmax() == 2
     made = calls(layout, [3, 4, 5, 9])

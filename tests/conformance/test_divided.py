@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import precondattn as pa
 from precondattn.command_line import commands
 from precondattn_conformance.division.cases import case_of, divided_cases, sizes_of
-from precondattn_conformance.division.parts import ORDERS, Parts
+from precondattn_conformance.division.parts import ORDERS, ProcessParts
 from precondattn_conformance.division.run import run_divided
 from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.report.record import load
@@ -115,7 +115,7 @@ def test_devices_of_jax_compare_refuse_and_are_found_wrong(monkeypatch):
 def test_parts_put_together_are_the_whole(order, devices, library):
     for words in ("uneven", "one_token_each", "one_key_head", "long"):
         sizes = sizes_of(words, order, devices, library)
-        parts = Parts.of(order, sizes, devices)
+        parts = ProcessParts.of(order, sizes, devices)
         assert all(len(of) for of in parts.tokens["t"])
         assert library == "torch" or len({len(of) for of in parts.tokens["t"]}) == 1
         m = pa.parse("delta_product")

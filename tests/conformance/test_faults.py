@@ -12,8 +12,8 @@ from precondattn_conformance.faults.fault import FORWARD, Fault
 from precondattn_conformance.faults.selftest import (
     SMOKE,
     SMOKE_SHARE,
+    FaultVerdict,
     SelfTest,
-    Verdict,
     missing_faults,
     planting,
     run_fault,
@@ -152,8 +152,8 @@ def test_a_fault_that_never_runs_does_not_count_as_detected():
 
 
 def test_the_exit_code_is_0_only_if_all_faults_are_detected():
-    good = SelfTest(SMOKE, [Verdict("one", SMOKE)])
+    good = SelfTest(SMOKE, [FaultVerdict("one", SMOKE)])
     console = Console(file=io.StringIO())
     assert show(good, console) == 0
     assert "smoke caught 100.0 %" in console.file.getvalue()
-    assert show(SelfTest(SMOKE, [Verdict("one", "full")]), console) == 1
+    assert show(SelfTest(SMOKE, [FaultVerdict("one", "full")]), console) == 1

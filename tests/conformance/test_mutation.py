@@ -21,7 +21,7 @@ from precondattn_conformance.mutation.planting import Planter
 from precondattn_conformance.mutation.python_mutants import python_mutants
 from precondattn_conformance.mutation.target import targets
 from precondattn_conformance.mutation.touched import touched
-from precondattn_conformance.mutation.trial import KILLED, SURVIVED, Trial
+from precondattn_conformance.mutation.trial import KILLED, SURVIVED, MutationTrial
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).parent / "mutants"
@@ -180,7 +180,7 @@ def test_what_is_no_module_of_a_package_is_refused(module):
 def trial(kernel, only_the_reference, tmp_path, monkeypatch):
     """The mutants of the kernel in this process."""
     monkeypatch.setattr(oracle, "keep_all", lambda: None)
-    return Trial(targets(KERNEL), "blocked_kernel", None, None, tmp_path)
+    return MutationTrial(targets(KERNEL), "blocked_kernel", None, None, tmp_path)
 
 
 def test_a_mutant_that_a_weak_case_leaves_is_killed_by_a_better_one(trial):

@@ -39,7 +39,7 @@ CODE = "import numpy as np; from precondattn.arrays import upcast; print(upcast(
 
 def test_a_mutant_is_planted_in_a_process_and_no_file_is_written(tmp_path):
     drawn = next(
-        draw.Drawn("precondattn/arrays.py", mutant.key, mutant.kind)
+        draw.DrawnMutant("precondattn/arrays.py", mutant.key, mutant.kind)
         for mutant in draw.python_mutants((draw.ROOT / "precondattn/arrays.py").read_text())
         if mutant.function == "upcast" and mutant.kind == "comparison"
     )

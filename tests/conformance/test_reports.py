@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 import precondattn_conformance.report.record as record_module
-from precondattn_conformance.bench.record import Record as BenchRecord
+from precondattn_conformance.bench.record import BenchRecord
 from precondattn_conformance.cases import cases
 from precondattn_conformance.command import _print_pairs, _print_verdict
 from precondattn_conformance.design.coverage import Pairs
@@ -31,7 +31,7 @@ from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import page, write_page
 from precondattn_conformance.report.printable import printable
-from precondattn_conformance.report.record import Recording, is_record, load
+from precondattn_conformance.report.record import RecordWriter, is_record, load
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.runner import Report, run_cases
@@ -107,7 +107,7 @@ def of_every_status(**changed):
 def recorded(outcomes, path=None, *, backends=("mine",), **changed):
     """The record of these outcomes, written to and read from the file if there is one."""
     options = {"level": "smoke", "device": None, "filters": {"mechanism": ("lucid",)}, **changed}
-    with Recording(path, backends=backends, **options) as recording:
+    with RecordWriter(path, backends=backends, **options) as recording:
         for outcome in outcomes:
             recording.started(outcome.case)
             recording.add(outcome)
@@ -254,7 +254,7 @@ def test_an_interrupted_run_keeps_all_outcomes_so_far(tmp_path):
     path = tmp_path / "record.json"
 
     def run():
-        with Recording(path, backends=(), level="full", device=None, filters={}) as recording:
+        with RecordWriter(path, backends=(), level="full", device=None, filters={}) as recording:
             for outcome in of_every_status()[:3]:
                 recording.started(outcome.case)
                 recording.add(outcome)
@@ -271,7 +271,7 @@ def test_an_interrupted_run_keeps_all_outcomes_so_far(tmp_path):
 
 def test_the_file_is_replaced_about_once_a_second(tmp_path):
     now, written = 0.0, []
-    recording = Recording(
+    recording = RecordWriter(
         tmp_path / "record.json",
         backends=(), level="full", device=None, filters={}, clock=lambda: now,
     )  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_record_that_can_not_be_written_is_an_error_before_any_case_runs(tmp_p
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ValueError, match="no record can be written to"),
-        Recording(tmp_path / "file" / "r", backends=(), level="", device=None, filters={}),
+        RecordWriter(tmp_path / "file" / "r", backends=(), level="", device=None, filters={}),
     ):
         pass
 

@@ -164,7 +164,7 @@ def printed(snippet):
     return console.getvalue(), failed
 
 
-class Carrier(Leaves):
+class TraceableDefinition(Leaves):
     """The definition of a leaf, which PyTorch's compiler can trace."""
 
     def residual_shapes(self, mechanism, inputs, frame):
@@ -180,7 +180,7 @@ class Carrier(Leaves):
 
 @pytest.fixture
 def carrier():
-    carrier = Carrier()
+    carrier = TraceableDefinition()
     pa.register_backend(carrier)
     yield carrier
     pa.unregister_backend(carrier.name)

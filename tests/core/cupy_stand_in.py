@@ -44,17 +44,17 @@ import numpy as np
 SCALARS = (bool, int, float, complex, np.generic)
 
 
-class Device:
+class StandInDevice:
     """The one device. Devices are compared, never hashed: like CuPy's, it has no `__hash__`."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device)
+        return isinstance(other, StandInDevice)
 
     def __repr__(self) -> str:
         return "<stand-in for CUDA Device 0>"
 
 
-class Array:
+class StandInArray:
     """A NumPy array that behaves like one of CuPy's."""
 
     __array_ufunc__ = None  # NumPy's operators then defer to the methods of this class.
@@ -68,9 +68,9 @@ class Array:
     shape = property(lambda self: self._data.shape)
     ndim = property(lambda self: self._data.ndim)
     size = property(lambda self: self._data.size)
-    T = property(lambda self: Array(self._data.T))
-    mT = property(lambda self: Array(self._data.mT))  # noqa: N815
-    device = property(lambda self: Device())
+    T = property(lambda self: StandInArray(self._data.T))
+    mT = property(lambda self: StandInArray(self._data.mT))  # noqa: N815
+    device = property(lambda self: StandInDevice())
 
     def __array_namespace__(self, api_version: str | None = None) -> Namespace:
         return namespace
@@ -79,8 +79,8 @@ class Array:
         """The explicit transfer out: a copy."""
         return self._data.copy()
 
-    def copy(self, order: str = "C") -> Array:
-        return Array(self._data.copy(order))
+    def copy(self, order: str = "C") -> StandInArray:
+        return StandInArray(self._data.copy(order))
 
     def __repr__(self) -> str:
         return f"cupy_stand_in.{self._data!r}"
@@ -109,8 +109,8 @@ class Array:
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, index: Any) -> Array:
-        return Array(self._data[_index(index)])
+    def __getitem__(self, index: Any) -> StandInArray:
+        return StandInArray(self._data[_index(index)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = _index(index)
@@ -125,17 +125,17 @@ def _index(index: Any) -> tuple[Any, ...]:
     parts = index if isinstance(index, tuple) else (index,)
     for part in parts:
         whole = isinstance(part, int | np.integer) and not isinstance(part, bool)
-        if not (whole or part is None or part is ... or isinstance(part, slice | Array)):
+        if not (whole or part is None or part is ... or isinstance(part, slice | StandInArray)):
             raise TypeError(f"an index of {type(part)} would be copied to the device: use asarray")
-    if sum(isinstance(part, Array) and part.dtype == bool for part in parts) > 1:
+    if sum(isinstance(part, StandInArray) and part.dtype == bool for part in parts) > 1:
         raise IndexError("CuPy does not support more than one boolean mask in an index")
-    actual = tuple(part._data if isinstance(part, Array) else part for part in parts)
+    actual = tuple(part._data if isinstance(part, StandInArray) else part for part in parts)
     return actual if any(part is ... for part in parts) else (*actual, ...)
 
 
 def _operand(value: Any) -> Any:
     """An array or a scalar, for NumPy."""
-    if isinstance(value, Array):
+    if isinstance(value, StandInArray):
         return value._data
     if isinstance(value, SCALARS):
         return value
@@ -145,7 +145,7 @@ def _operand(value: Any) -> Any:
 def _argument(value: Any) -> Any:
     """A positional argument that is, or may be, an array: or a sequence of arrays."""
     if isinstance(value, list | tuple):
-        if not all(isinstance(each, Array) for each in value):
+        if not all(isinstance(each, StandInArray) for each in value):
             raise TypeError(f"Unsupported type {type(value)}, unless all in it are arrays")
         return [each._data for each in value]
     return value if value is None or isinstance(value, type | np.dtype) else _operand(value)
@@ -154,13 +154,13 @@ def _argument(value: Any) -> Any:
 def _keyword(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         raise TypeError(f"{name}: Unsupported type {type(value)}")
-    return value._data if isinstance(value, Array) and name != "axis" else value
+    return value._data if isinstance(value, StandInArray) and name != "axis" else value
 
 
 def _result(value: Any) -> Any:
     """The result of NumPy, with arrays and scalars moved to the device."""
     if isinstance(value, np.ndarray | np.generic):
-        return Array(np.asarray(value))
+        return StandInArray(np.asarray(value))
     if isinstance(value, list | tuple):
         results = map(_result, value)
         return type(value)(*results) if hasattr(value, "_fields") else tuple(results)
@@ -168,7 +168,7 @@ def _result(value: Any) -> Any:
 
 
 def _checked_device(device: Any) -> None:
-    if not (device is None or isinstance(device, Device)):
+    if not (device is None or isinstance(device, StandInDevice)):
         raise ValueError(f"device must be that of an array, or None; found {device!r}")
 
 
@@ -214,7 +214,7 @@ def _ruled(name: str, function: Any) -> Any:
         if name in WITHOUT_ARRAYS:
             given = list(arguments)
         elif name in ONE_ARRAY_FIRST:
-            given = [arguments[0]._data if isinstance(arguments[0], Array) else None]
+            given = [arguments[0]._data if isinstance(arguments[0], StandInArray) else None]
             given += arguments[1:]
         else:
             given = [_argument(argument) for argument in arguments]
@@ -232,21 +232,21 @@ def _ruled(name: str, function: Any) -> Any:
 def asarray(obj: Any, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None) -> Any:
     """An array on the device: the explicit transfer in of scalars, lists and NumPy arrays."""
     _checked_device(device)
-    if not isinstance(obj, Array):
+    if not isinstance(obj, StandInArray):
         if copy is False:
             raise ValueError("Unable to avoid copy while creating an array as requested")
-        return Array(np.array(obj, dtype=dtype))
-    return Array(host_namespace.asarray(obj._data, dtype=dtype, copy=copy))
+        return StandInArray(np.array(obj, dtype=dtype))
+    return StandInArray(host_namespace.asarray(obj._data, dtype=dtype, copy=copy))
 
 
-def solve(a: Array, b: Array, /) -> Array:
+def solve(a: StandInArray, b: StandInArray, /) -> StandInArray:
     """x with a x = b, for stacks (…, m, m) and (…, m, k) of equal batch shape."""
     if a.ndim != b.ndim or a.shape[:-1] != b.shape[:-1]:
         raise ValueError(
             f"a must have shape (..., M, M) and b (..., M, K); found {a.shape} and {b.shape}"
         )
     try:
-        return Array(host_namespace.linalg.solve(_operand(a), _operand(b)))
+        return StandInArray(host_namespace.linalg.solve(_operand(a), _operand(b)))
     except np.linalg.LinAlgError:
         return namespace.full_like(b, float("nan"))
 
@@ -259,7 +259,7 @@ namespace.fft = Namespace("cupy_stand_in.fft", host_namespace.fft)
 
 
 def _operator(apply: Any, *, reflected: bool = False, in_place: bool = False) -> Any:
-    def method(self: Array, *other: Any) -> Array:
+    def method(self: StandInArray, *other: Any) -> StandInArray:
         operands = (*other, self) if reflected else (self, *other)
         with np.errstate(all="ignore"):
             result = _result(apply(*map(_operand, operands)))
@@ -269,9 +269,9 @@ def _operator(apply: Any, *, reflected: bool = False, in_place: bool = False) ->
 
 
 for _name in UNARY + COMPARISONS:
-    setattr(Array, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
+    setattr(StandInArray, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
 for _name in ARITHMETIC + BITWISE:
     _apply, _apply_in_place = (getattr(operator, f"__{i}{_name}__") for i in ("", "i"))
-    setattr(Array, f"__{_name}__", _operator(_apply))
-    setattr(Array, f"__r{_name}__", _operator(_apply, reflected=True))
-    setattr(Array, f"__i{_name}__", _operator(_apply_in_place, in_place=True))
+    setattr(StandInArray, f"__{_name}__", _operator(_apply))
+    setattr(StandInArray, f"__r{_name}__", _operator(_apply, reflected=True))
+    setattr(StandInArray, f"__i{_name}__", _operator(_apply_in_place, in_place=True))

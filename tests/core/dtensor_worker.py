@@ -20,10 +20,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import context_parallel
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 WORLD = 2
-PLAIN = Layout("test", t=5, s=5)
+PLAIN = CallLayout("test", t=5, s=5)
 MECHANISMS = {
     "softmax": PLAIN,
     "softmax[bias=true]": PLAIN._replace(broadcast="bh"),

@@ -25,7 +25,7 @@ import precondattn as pa
 from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel, solve, solve_blocks
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 MECHANISMS = (
     *("softmax", "softmax[bias=true]", "softmax[causal=false]", "softmax[forget=unscaled]"),
@@ -62,7 +62,7 @@ def layout_of(world, **changed):
     """An odd number of tokens, of which the last process has fewer."""
     heads = {1: (2, 1), 2: (4, 2), 3: (6, 3), 4: (4, 4), 8: (8, 8)}[world]
     h, n = changed.pop("heads", heads)
-    return Layout("test", t=5 * world - 1, s=5 * world - 1, h=h, n=n)._replace(**changed)
+    return CallLayout("test", t=5 * world - 1, s=5 * world - 1, h=h, n=n)._replace(**changed)
 
 
 def whole(expression, layout, kind="clustered"):

@@ -13,7 +13,7 @@ import torch
 
 import precondattn as pa
 from precondattn.algebra import registry
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 LAYOUTS = (None, "heads", "contiguous", "zigzag", "cyclic[block=1]")
 OURS = [m for m in registry.registered().values() if m.__module__.startswith("precondattn.")]
@@ -35,7 +35,7 @@ def mesh():
 
 def inputs_of(mechanism):
     """Of four heads, and two sequences of four tokens."""
-    layout = Layout("test", t=4, s=4, h=4, n=4)
+    layout = CallLayout("test", t=4, s=4, h=4, n=4)
     return make_inputs(mechanism, layout, "random")
 
 

@@ -12,7 +12,7 @@ from precondattn.execution.torch import autocast
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.runner import run_case
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,7 +25,7 @@ def under(dtype=torch.bfloat16, **options):
 
 
 def tensors_of(expression, dtype=torch.float32, **options):
-    made = make_inputs(pa.parse(expression), Layout("test", t=6, s=6), "clustered")
+    made = make_inputs(pa.parse(expression), CallLayout("test", t=6, s=6), "clustered")
     return {name: torch.tensor(array, dtype=dtype, **options) for name, array in made.items()}
 
 
@@ -141,13 +141,13 @@ def test_a_compiled_call_equals_the_plain_one(expression, backend, where):
 
 def test_a_saved_graph_computes_in_float32_under_autocast():
     q, k, v = qkv()
-    program = torch.export.export(_Call(), (q, k, v))
+    program = torch.export.export(_CallingModule(), (q, k, v))
     expected = program.module()(q, k, v)
     with under():
         torch.testing.assert_close(program.module()(q, k, v), expected, rtol=0, atol=0)
 
 
-class _Call(torch.nn.Module):
+class _CallingModule(torch.nn.Module):
     def forward(self, q, k, v):
         return pa.Linear()(q, k, v)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("test", t=4, s=4, h=4, n=2, d=3, e=2)
+LAYOUT = CallLayout("test", t=4, s=4, h=4, n=2, d=3, e=2)
 
 
 @pytest.mark.parametrize(

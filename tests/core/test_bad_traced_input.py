@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 TRACED = ["softmax", "softmax[window=2]", "lucid", "lucid[normalize=rows]", "laser", "lucid(laser)"]
 TRACED += ["path[flush=3]", "lucid(path)"]
@@ -23,7 +23,7 @@ def assert_only_sequence_one_is_nan(out, expected):
 
 
 def traced_inputs(mechanism):
-    layout = Layout("traced", b=3, t=4, s=4, h=2, n=2, d=3, e=3)
+    layout = CallLayout("traced", b=3, t=4, s=4, h=2, n=2, d=3, e=3)
     return {n: jnp.asarray(a) for n, a in make_inputs(mechanism, layout, "random").items()}
 
 

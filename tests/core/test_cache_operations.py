@@ -14,7 +14,7 @@ import pytest
 import precondattn as pa
 from precondattn.cache import sequences
 from precondattn_conformance import libraries
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 LENGTH, CAPACITY = 9, 12
 MECHANISMS = ["lucid(laser)", "gla", "path", "softmax[forget=unscaled]", "ccq(softmax)"]
@@ -24,7 +24,7 @@ CROPPED = pa.Lucid()
 def cache_of(m, library="numpy", dtype="float64", held=6):
     """The inputs, and a cache of the first `held` tokens; computed in NumPy, as it is fastest."""
     lib = libraries.named(library)
-    x = make_inputs(m, Layout("test", b=3, t=LENGTH, s=LENGTH), "random")
+    x = make_inputs(m, CallLayout("test", b=3, t=LENGTH, s=LENGTH), "random")
     cache = m.init_cache(**x, capacity=CAPACITY)
     _, cache = m.extend(cache, **slice_tokens(m, x, 0, held))
     x, arrays = (

@@ -5,7 +5,7 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 LENGTH, WINDOW = 60, 9
 ROWS, SPARE = 12, 2
@@ -22,7 +22,7 @@ PLAIN = pa.parse(MECHANISMS[0])
 
 def inputs_of(m, library="numpy", dtype="float64", b=3):
     lib = libraries.named(library)
-    x = make_inputs(m, Layout("test", b=b, t=LENGTH, s=LENGTH), "random")
+    x = make_inputs(m, CallLayout("test", b=b, t=LENGTH, s=LENGTH), "random")
     return {name: lib.array(array, dtype) for name, array in x.items()}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import precondattn as pa
 from precondattn.frame import UniformFrame, extending_frame
 from precondattn_conformance.declared import expressions
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from tests.representatives import CACHED
 
 EVERY = [
@@ -22,7 +22,7 @@ LENGTH = 12
 
 
 def inputs_of(m, kind="clustered", **sizes):
-    return make_inputs(m, Layout("test", t=LENGTH, s=LENGTH, **sizes), kind)
+    return make_inputs(m, CallLayout("test", t=LENGTH, s=LENGTH, **sizes), kind)
 
 
 @given(data=st.data())
@@ -98,7 +98,7 @@ def test_outputs_depend_neither_on_the_future_nor_on_other_sequences(expression)
     x = inputs_of(m)
     out = m(**x)
     changed = {name: array.copy() for name, array in x.items()}
-    other = make_inputs(m, Layout("test", t=LENGTH, s=LENGTH), "clustered", seed=1)
+    other = make_inputs(m, CallLayout("test", t=LENGTH, s=LENGTH), "clustered", seed=1)
     for name, array in changed.items():
         if m.inputs[name].time_axis is not None:
             array[:, 8:] = other[name][:, 8:]
@@ -148,7 +148,7 @@ def test_the_work_of_a_decoded_token_grows_linearly_with_the_context(expression)
     m = pa.parse(expression)
     products = []
     for context in (64, 128, 256):
-        layout = Layout("test", t=context, s=context, d=16, e=16)
+        layout = CallLayout("test", t=context, s=context, d=16, e=16)
         x = {n: torch.tensor(a) for n, a in make_inputs(m, layout, "random").items()}
         cache = m.init_cache(**x, capacity=context)
         _, cache = m.extend(cache, **slice_tokens(m, x, 0, context - 1))
@@ -197,7 +197,7 @@ def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t
 
 
 def test_arguments_are_checked_again_when_their_type_changes():
-    x = make_inputs(pa.Lucid(), Layout("test", t=2, s=2), "random")
+    x = make_inputs(pa.Lucid(), CallLayout("test", t=2, s=2), "random")
     cache = pa.Lucid().init_cache(**x, capacity=8)
     pa.Lucid().extend(cache, **x)
     with pytest.raises(TypeError, match="one dtype"):

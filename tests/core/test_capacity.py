@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 HELD, SMALL, LARGE = 64, 256, 8192
 
@@ -57,7 +57,7 @@ class Largest(TorchDispatchMode):
 
 
 def prompt_and_token(mechanism, library):
-    layout = Layout("test", b=2, t=HELD + 1, s=HELD + 1)
+    layout = CallLayout("test", b=2, t=HELD + 1, s=HELD + 1)
     x = {name: library(a) for name, a in make_inputs(mechanism, layout, "random").items()}
     return x, *(slice_tokens(mechanism, x, *ends) for ends in ((0, HELD), (HELD, HELD + 1)))
 

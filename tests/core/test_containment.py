@@ -7,10 +7,10 @@ import precondattn as pa
 from precondattn.arrays import running_maximum
 from precondattn.execution.containment import examined
 from precondattn_conformance import libraries
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 T, BAD = 9, 5
-LAYOUT = Layout("short", b=2, t=T, s=T, h=4, n=2, d=4, e=3, values_per_head=2)
+LAYOUT = CallLayout("short", b=2, t=T, s=T, h=4, n=2, d=4, e=3, values_per_head=2)
 SEGMENTS = np.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, 2]])
 LIBRARIES = ("numpy", "torch", "jax")
 MECHANISMS = ("lucid", "gated_delta", "path", "linear")

@@ -36,7 +36,7 @@ BLOCKS = ((0, 2), (2, 3), (3, 5))
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3}
 
 
-class Library(NamedTuple):
+class DeviceLibrary(NamedTuple):
     """An array library that keeps its arrays on a device."""
 
     name: str
@@ -50,14 +50,14 @@ class Library(NamedTuple):
         return {name: self.on_device(value) for name, value in values.items()}
 
 
-STAND_IN = Library("cupy_stand_in", cupy_stand_in.namespace)
+STAND_IN = DeviceLibrary("cupy_stand_in", cupy_stand_in.namespace)
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
+def library() -> DeviceLibrary:
     if reason_not_to_use_cupy() is not None:
         return STAND_IN
-    return Library("cupy", importlib.import_module("array_api_compat.cupy"))
+    return DeviceLibrary("cupy", importlib.import_module("array_api_compat.cupy"))
 
 
 def reason_not_to_use_cupy() -> str | None:
@@ -73,7 +73,7 @@ def reason_not_to_use_cupy() -> str | None:
     return None if count else "CuPy finds no GPU"
 
 
-def test_a_gpu_with_cupy_is_not_left_for_the_stand_in(library: Library) -> None:
+def test_a_gpu_with_cupy_is_not_left_for_the_stand_in(library: DeviceLibrary) -> None:
     if Path("/dev/nvidiactl").exists() and find_spec("cupy"):
         assert library.name == "cupy", reason_not_to_use_cupy()
 
@@ -153,7 +153,7 @@ MASKS: dict[str, Arrays] = {
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_outputs_and_gradients_equal_numpys(library: Library, expression: str) -> None:
+def test_outputs_and_gradients_equal_numpys(library: DeviceLibrary, expression: str) -> None:
     """With every mask, fewer queries, inputs that broadcast, and narrower dtypes."""
     mechanism = pa.parse(expression)
     inputs, ragged = make_inputs(mechanism), {"lengths": LENGTHS}
@@ -181,7 +181,7 @@ def narrowed(mechanism: Mechanism, inputs: Arrays) -> Arrays:
 
 
 def check_full_calls(
-    library: Library, mechanism: Mechanism, inputs: Arrays, masks: Mapping[str, Any]
+    library: DeviceLibrary, mechanism: Mechanism, inputs: Arrays, masks: Mapping[str, Any]
 ) -> None:
     before = copy.deepcopy(inputs | dict(masks))
     given, given_masks = library.all_on_device(inputs), library.all_on_device(masks)
@@ -230,7 +230,7 @@ EXTENSIONS = {
 
 @pytest.mark.parametrize("expression", CACHED)
 def test_extending_in_three_blocks_equals_numpys(
-    library: Library, expression: str, monkeypatch: pytest.MonkeyPatch
+    library: DeviceLibrary, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library is STAND_IN:
         write_in_place(monkeypatch)
@@ -305,7 +305,7 @@ def tokens(mechanism: Mechanism, inputs: Arrays, start: int, stop: int) -> Array
 @pytest.mark.parametrize(
     "expression", ["lucid", "softmax[window=3]", "path", "gated_delta", "lucid(path)"]
 )
-def test_cache_operations_equal_numpys(library: Library, expression: str) -> None:
+def test_cache_operations_equal_numpys(library: DeviceLibrary, expression: str) -> None:
     """Tokens, a window, rows that later tokens rewrite, and states."""
     mechanism = pa.parse(expression)
     inputs = make_extension_inputs(mechanism)
@@ -351,7 +351,7 @@ def on_host(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def assert_equal_numpys(library: Library, actual: Arrays, expected: Arrays) -> None:
+def assert_equal_numpys(library: DeviceLibrary, actual: Arrays, expected: Arrays) -> None:
     assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
         array = actual[name]
@@ -377,17 +377,17 @@ def assert_unchanged(arrays: Arrays, before: Arrays) -> None:
 HOST = np.ones((2, 3))
 
 
-def test_the_library_recognises_the_arrays_by_their_namespace(library: Library) -> None:
+def test_the_library_recognises_the_arrays_by_their_namespace(library: DeviceLibrary) -> None:
     assert library_of(library.on_device(HOST)) == library.name
 
 
-def test_numpy_arrays_beside_device_arrays_are_refused_by_name(library: Library) -> None:
+def test_numpy_arrays_beside_device_arrays_are_refused_by_name(library: DeviceLibrary) -> None:
     inputs = make_inputs(pa.Softmax())
     with pytest.raises(TypeError, match="one library"):
         pa.Softmax()(library.on_device(inputs["q"]), inputs["k"], inputs["v"])
 
 
-def test_asarray_and_get_cross_and_copy(library: Library) -> None:
+def test_asarray_and_get_cross_and_copy(library: DeviceLibrary) -> None:
     host = HOST.copy()
     x = library.on_device(host)
     host[0, 0] = 5.0
@@ -395,7 +395,7 @@ def test_asarray_and_get_cross_and_copy(library: Library) -> None:
     np.testing.assert_array_equal(x.get(), HOST)
 
 
-def test_numpy_does_not_convert_device_arrays(library: Library) -> None:
+def test_numpy_does_not_convert_device_arrays(library: DeviceLibrary) -> None:
     x = library.on_device(HOST)
     for given in (x, [x, x]):
         with pytest.raises(TypeError, match="Implicit conversion"):
@@ -416,13 +416,13 @@ MIXTURES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def test_device_arrays_do_not_mix_with_numpys_or_lists(library: Library) -> None:
+def test_device_arrays_do_not_mix_with_numpys_or_lists(library: DeviceLibrary) -> None:
     for mixture, mix in MIXTURES.items():
         with named(mixture), pytest.raises(TypeError):
             mix(library.namespace, library.on_device(HOST))
 
 
-def test_scalars_of_python_and_numpy_mix_with_device_arrays(library: Library) -> None:
+def test_scalars_of_python_and_numpy_mix_with_device_arrays(library: DeviceLibrary) -> None:
     xp, x = library.namespace, library.on_device(HOST.astype(np.float32))
     for scalar in (2, 2.0, True, np.float32(2.0)):
         assert (x * scalar).dtype == (scalar * x).dtype == np.float32
@@ -430,14 +430,14 @@ def test_scalars_of_python_and_numpy_mix_with_device_arrays(library: Library) ->
     assert xp.where(x > 0, x, 0.0).dtype == np.float32
 
 
-def test_zero_dimensional_results_stay_on_the_device(library: Library) -> None:
+def test_zero_dimensional_results_stay_on_the_device(library: DeviceLibrary) -> None:
     xp, x = library.namespace, library.on_device(HOST)
     for result in (xp.sum(x), xp.all(x > 0), xp.max(x), x[0, 0], x[0, 0] + 1, xp.exp(x[0, 0])):
         assert library_of(result) == library.name
         assert result.shape == ()
 
 
-def test_explicit_conversion_of_zero_dimensional_arrays_is_allowed(library: Library) -> None:
+def test_explicit_conversion_of_zero_dimensional_arrays_is_allowed(library: DeviceLibrary) -> None:
     xp, x = library.namespace, library.on_device(HOST)
     assert bool(xp.all(x > 0)) is True
     assert int(xp.sum(x)) == 6
@@ -446,7 +446,7 @@ def test_explicit_conversion_of_zero_dimensional_arrays_is_allowed(library: Libr
         bool(x > 0)
 
 
-def test_arrays_and_devices_are_not_hashable(library: Library) -> None:
+def test_arrays_and_devices_are_not_hashable(library: DeviceLibrary) -> None:
     x = library.on_device(HOST)
     assert x.device == library.on_device(HOST).device
     for unhashable in (x, x.device):
@@ -454,13 +454,13 @@ def test_arrays_and_devices_are_not_hashable(library: Library) -> None:
             hash(unhashable)
 
 
-def test_arrays_are_created_on_the_device_of_another(library: Library) -> None:
+def test_arrays_are_created_on_the_device_of_another(library: DeviceLibrary) -> None:
     xp, x = library.namespace, library.on_device(HOST)
     assert xp.zeros((2,), dtype=xp.int32, device=x.device).device == x.device
     assert xp.asarray([1, 2], dtype=xp.int32, device=x.device).device == x.device
 
 
-def test_solve_does_not_broadcast_the_stack(library: Library) -> None:
+def test_solve_does_not_broadcast_the_stack(library: DeviceLibrary) -> None:
     xp = library.namespace
     matrices, right = xp.broadcast_to(xp.eye(3), (4, 3, 3)), xp.ones((1, 3, 2))
     with pytest.raises(ValueError, match="a must have"):
@@ -469,7 +469,7 @@ def test_solve_does_not_broadcast_the_stack(library: Library) -> None:
     np.testing.assert_array_equal(xp.linalg.solve(matrices, right).get(), right.get())
 
 
-def test_assignment_writes_through_to_a_view(library: Library) -> None:
+def test_assignment_writes_through_to_a_view(library: DeviceLibrary) -> None:
     xp = library.namespace
     x = xp.zeros((2, 3))
     x[0][1] = 5.0
@@ -478,7 +478,7 @@ def test_assignment_writes_through_to_a_view(library: Library) -> None:
     np.testing.assert_array_equal(x.get(), [[-1.0, 5.0, -1.0], [6.0, -1.0, 7.0]])
 
 
-def test_in_place_operators_change_the_array_itself(library: Library) -> None:
+def test_in_place_operators_change_the_array_itself(library: DeviceLibrary) -> None:
     x = library.on_device(HOST)
     same = x
     x += 1.0
@@ -486,13 +486,13 @@ def test_in_place_operators_change_the_array_itself(library: Library) -> None:
     np.testing.assert_array_equal(same.get(), HOST + 1.0)
 
 
-def test_an_overflow_does_not_warn(library: Library) -> None:
+def test_an_overflow_does_not_warn(library: DeviceLibrary) -> None:
     xp = library.namespace
     assert float(xp.exp(xp.asarray(1e4))) == float("inf")
     assert bool(xp.isnan(xp.asarray(0.0) / 0.0))
 
 
-def test_indices_broadcast_along_other_axes_as_numpys(library: Library) -> None:
+def test_indices_broadcast_along_other_axes_as_numpys(library: DeviceLibrary) -> None:
     x = np.arange(24.0).reshape(2, 3, 4)
     index = np.asarray([[[3, 0, 0]]])
     actual = library.namespace.take_along_axis(
@@ -584,14 +584,16 @@ class PortableOnStandIn(Portable):
 
 
 @pytest.fixture
-def blocked(small_blocks: None) -> Iterator[Library]:
+def blocked(small_blocks: None) -> Iterator[DeviceLibrary]:
     pa.register_backend(PortableOnStandIn)
     yield STAND_IN
     pa.unregister_backend(PortableOnStandIn.name)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_blocked_outputs_and_gradients_equal_numpys(blocked: Library, expression: str) -> None:
+def test_blocked_outputs_and_gradients_equal_numpys(
+    blocked: DeviceLibrary, expression: str
+) -> None:
     mechanism = pa.parse(expression)
     inputs = make_inputs(mechanism)
     for masks in ("no_mask", "all_masks"):
@@ -607,7 +609,7 @@ def test_blocked_outputs_and_gradients_equal_numpys(blocked: Library, expression
 
 @pytest.mark.parametrize("expression", CACHED)
 def test_blocked_extensions_equal_numpys(
-    blocked: Library, expression: str, monkeypatch: pytest.MonkeyPatch
+    blocked: DeviceLibrary, expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_in_place(monkeypatch)
     mechanism = pa.parse(expression)

@@ -7,11 +7,11 @@ import pytest
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 def inputs_of(expression, kind="clustered", **sizes):
-    return make_inputs(pa.parse(expression), Layout("test", **sizes), kind)
+    return make_inputs(pa.parse(expression), CallLayout("test", **sizes), kind)
 
 
 def test_backends_are_discovered_by_entry_points_and_a_broken_one_is_listed_with_its_error(

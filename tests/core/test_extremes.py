@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import named
 
 
@@ -78,7 +78,7 @@ def test_lasers_gradient_beside_outputs_of_0_and_across_segments(library, backen
         (pa.Laser(pa.Path()), 2, [1.0, 1.0, 1.0, 1.0, 1.0], {}),
         (pa.Laser(pa.Path()), 2, [1.0, -1.0, 1.0, -1.0, 1.0], {}),
     ):
-        x = make_inputs(m, Layout("high", b=1, t=tokens, s=5, h=1, n=1, d=2, e=1), "random")
+        x = make_inputs(m, CallLayout("high", b=1, t=tokens, s=5, h=1, n=1, d=2, e=1), "random")
         x["v"] = rng.normal(size=x["v"].shape) + HIGH[dtype] * np.reshape(values, (1, 5, 1, 1))
         x = {name: array.astype(dtype).astype(np.float64) for name, array in x.items()}
         expected, pullback = m.vjp(**x, **masks, backend="reference")

@@ -6,11 +6,11 @@ import pytest
 import precondattn as pa
 from precondattn.arrays import cast, dtype_name
 from precondattn.dispatch.reference import Reference
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import named
 
 
-class Kernels(pa.Backend):
+class HalfKernels(pa.Backend):
     """Two leaves as kernels for half precision compute them: all arrays are in the call's dtype."""
 
     name = "kernels"
@@ -54,7 +54,7 @@ class Kernels(pa.Backend):
 
 @pytest.fixture
 def kernels():
-    backend = Kernels()
+    backend = HalfKernels()
     pa.register_backend(backend)
     yield
     pa.unregister_backend(backend.name)
@@ -62,7 +62,7 @@ def kernels():
 
 def with_zero_rows(m, library):
     """Inputs in float16 whose first three values are 0, and so are the first three outputs."""
-    x = make_inputs(m, Layout("zeros"), "random")
+    x = make_inputs(m, CallLayout("zeros"), "random")
     x["v"][:, :3] = 0
     return {name: library.array(array, "float16") for name, array in x.items()}
 

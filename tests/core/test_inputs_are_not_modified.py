@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.core.bad_input import refuses
 
 
@@ -18,7 +18,7 @@ class Given:
         q, k, v, g = rng.normal(size=(4, 2, 4, 2, 3))
         for array in (q, k, v):
             array[0, 3:] = np.nan
-        layout = Layout("given", t=4, s=4, h=2, n=2, d=3, e=3)
+        layout = CallLayout("given", t=4, s=4, h=2, n=2, d=3, e=3)
         extra = make_inputs(mechanism, layout, "random")
         convert = pytest.importorskip(library).asarray
         self.mechanism = mechanism

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 import precondattn as pa
 from precondattn.dispatch.reference import Reference
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 def arrays_of(expression, **sizes):
-    made = make_inputs(pa.parse(expression), Layout("test", **sizes), "clustered")
+    made = make_inputs(pa.parse(expression), CallLayout("test", **sizes), "clustered")
     return {name: jnp.asarray(array) for name, array in made.items()}
 
 
@@ -147,7 +147,7 @@ def kernels_of_steps():
     pa.unregister_backend(backend.name)
 
 
-class TestAnotherBackend:
+class TestAnotherBackendInJax:
     """The out-of-tree backend claims lucid_solve."""
 
     @pytest.mark.thorough(but=("masks1",))

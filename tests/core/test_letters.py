@@ -9,7 +9,7 @@ import pytest
 import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def low_rank(toys):
 def test_a_letter_of_three_steps_becomes_three_letters_without_a_rule(toys, base):
     """Value heads must be multiples of key heads; ranks, here 3, 5 and 7, need not."""
     m, inner = low_rank(toys)(base=pa.parse(base)), pa.parse(base)
-    x = make_inputs(inner, Layout("test", t=5, s=5, h=2, n=1, d=4, e=6), "random")
+    x = make_inputs(inner, CallLayout("test", t=5, s=5, h=2, n=1, d=4, e=6), "random")
     rng = np.random.default_rng(0)
     for name, width, rank in (("q", 4, 3), ("k", 4, 5), ("v", 6, 7)):
         x[f"{name}_down"], x[f"{name}_up"] = (
@@ -139,7 +139,7 @@ def test_a_fixed_width_of_a_piece_holds_for_the_whole_mechanism(toys):
 def test_inputs_of_a_second_map_must_have_the_calls_dtype(name):
     torch = pytest.importorskip("torch")
     m = pa.Differential(pa.Delta())
-    x = make_inputs(m, Layout("test", t=3, s=3), "random")
+    x = make_inputs(m, CallLayout("test", t=3, s=3), "random")
     tensors = {n: torch.tensor(a, dtype=torch.bfloat16) for n, a in x.items()}
     m(**tensors | {"beta": tensors["beta"].float()})
     with pytest.raises(TypeError, match="inputs of one dtype expected"):

@@ -13,7 +13,7 @@ import pytest
 import precondattn as pa
 from precondattn.execution import preparation
 from precondattn.limits import NESTED
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 def nested(depth, preconditioner="elu1", base="linear"):
@@ -24,7 +24,7 @@ def test_the_deepest_composition_works():
     text = nested(NESTED)
     mechanism = pa.parse(text)
     assert str(mechanism) == text
-    x = make_inputs(mechanism, Layout("test", t=5, s=5), "random")
+    x = make_inputs(mechanism, CallLayout("test", t=5, s=5), "random")
     expected = mechanism(**x, backend="reference")
     np.testing.assert_allclose(mechanism(**x), expected, rtol=1e-9, atol=1e-12)
     again = pickle.loads(pickle.dumps(mechanism))
@@ -73,7 +73,7 @@ def calls_of(function):
 def test_the_work_of_a_composition_is_at_most_quadratic_in_its_depth(base):
     def work(depth):
         mechanism = pa.parse(nested(depth, base=base))
-        x = make_inputs(mechanism, Layout("test", t=3, s=3), "random")
+        x = make_inputs(mechanism, CallLayout("test", t=3, s=3), "random")
         mechanism(**x)
 
     work(11)  # What the first call imports.
@@ -95,7 +95,7 @@ def test_no_cache_of_mechanisms_grows_without_limit():
     def use(number):
         scaled = pa.Softmax(scale=1 + number / 1024)
         for mechanism in (pa.Lucid(pa.Laser(scaled)), pa.CCQ(pa.GLA(scale=1 + number / 1024))):
-            x = make_inputs(mechanism, Layout("test", t=3, s=3), "random")
+            x = make_inputs(mechanism, CallLayout("test", t=3, s=3), "random")
             out, pullback = mechanism.vjp(**x)
             pullback(out)
             mechanism.extend(mechanism.init_cache(**x, capacity=4), **x)

@@ -5,10 +5,10 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance.declared import expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.representatives import REPRESENTATIVES
 
-LAYOUT = Layout("test", b=2, t=6, s=6)
+LAYOUT = CallLayout("test", b=2, t=6, s=6)
 
 
 def with_nan(m, x, is_masked):
@@ -120,7 +120,7 @@ def test_the_gradient_of_a_shared_bias_has_the_shape_of_the_bias(masks):
 
 def test_a_padded_block_as_long_as_the_cache_uses_the_bias_of_past_keys():
     m = pa.Softmax(bias=True)
-    x = make_inputs(m, Layout("test", b=1, t=4, s=4), "random")
+    x = make_inputs(m, CallLayout("test", b=1, t=4, s=4), "random")
     expected = m(**x)
     cache = m.init_cache(**{name: x[name] for name in "qkv"}, capacity=4)
     for done in range(4):

@@ -13,8 +13,8 @@ import torch
 import precondattn as pa
 from precondattn.execution import evaluation
 from precondattn.frame import full_frame
-from precondattn_conformance.inputs import Layout, make_inputs
-from precondattn_jax.layout import Blocks
+from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_jax.layout import QueryBlocks
 from precondattn_jax.masks import Mask
 
 LENGTHS = (3, 40, 2, 41, 1, 3, 19, 40)
@@ -38,7 +38,7 @@ MECHANISMS = (
 
 def inputs_of(text, b=1, seed=0):
     mechanism = pa.parse(text)
-    layout = Layout("packed", b=b, t=T, s=T, h=2, n=1, d=4, e=5)
+    layout = CallLayout("packed", b=b, t=T, s=T, h=2, n=1, d=4, e=5)
     return mechanism, make_inputs(mechanism, layout, "random", seed)
 
 
@@ -223,7 +223,9 @@ FOUR = np.asarray([0, 1, 4])
 def padded(text):
     """A mechanism, its inputs with NaN in the padding, and the output and gradients without it."""
     mechanism = pa.parse(text)
-    inputs = make_inputs(mechanism, Layout("padded", b=1, t=6, s=6, h=2, n=2, d=4, e=4), "random")
+    inputs = make_inputs(
+        mechanism, CallLayout("padded", b=1, t=6, s=6, h=2, n=2, d=4, e=4), "random"
+    )
     of_tokens = {n for n, pattern in mechanism.inputs.items() if {*"ts"} & {*pattern.letters}}
     x = {n: np.array(a) for n, a in inputs.items()}
     without = {n: a[:, :4] if n in of_tokens else a for n, a in x.items()}
@@ -332,7 +334,7 @@ def test_cu_seqlens_are_for_one_row_of_a_full_call_and_without_segment_ids():
 def test_jax_computes_the_blocks_of_keys_of_the_segments_of_a_block_of_queries():
     ids = jnp.asarray(np.repeat([0, 1, 2], [100, 60, 96])[None])
     frame = full_frame(256, 256, ids, segment_ids=ids)
-    mask = Mask(frame, Blocks(256, 256, 32))
+    mask = Mask(frame, QueryBlocks(256, 256, 32))
     rows = jnp.arange(8)
     assert [int(mask.first(a)) for a in rows] == [0, 0, 0, 0, 3, 5, 5, 5]
     assert [int(mask.stop(a)) for a in rows] == [4, 4, 4, 5, 5, 8, 8, 8]

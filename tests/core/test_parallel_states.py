@@ -8,7 +8,7 @@ import torch
 
 import precondattn as pa
 from precondattn.parallel.states import step_of_tokens
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 DEVICES = 64
 
@@ -27,7 +27,7 @@ def scanned(steps):
 
 def problem(expression, keys):
     m = pa.parse(expression)
-    layout = Layout("test", b=1, t=DEVICES * 8, s=DEVICES * 8, d=16, e=12)
+    layout = CallLayout("test", b=1, t=DEVICES * 8, s=DEVICES * 8, d=16, e=12)
     return m, {n: torch.tensor(a) for n, a in make_inputs(m, layout, keys).items()}
 
 

@@ -9,9 +9,9 @@ import precondattn as pa
 from precondattn.dispatch.discovery import register_backend, unregister_backend
 from precondattn.dispatch.reference import Reference
 from precondattn.execution import preparation
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("test", b=2, t=6, s=6, h=2, n=2, d=4, e=4)
+LAYOUT = CallLayout("test", b=2, t=6, s=6, h=2, n=2, d=4, e=4)
 
 
 def arrays_of(mechanism, library, layout=LAYOUT):

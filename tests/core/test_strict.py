@@ -9,7 +9,7 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 strict = pytest.importorskip("array_api_strict")
 
@@ -35,7 +35,7 @@ EXPRESSIONS = (
 @pytest.mark.parametrize("backend", ["reference", None], ids=["reference", "default"])
 def test_only_the_array_api_standard_is_used_and_arrays_stay_on_their_device(backend, expression):
     m = pa.parse(expression)
-    layout = Layout("test", t=5, s=5)
+    layout = CallLayout("test", t=5, s=5)
     made = make_inputs(m, layout, "clustered")
     device = strict.Device("device1")
     flags = strict.ArrayAPIStrictFlags(

@@ -11,9 +11,9 @@ import precondattn as pa
 from precondattn.execution.torch.autograd import backward, forward, inference
 from precondattn.frame import full_frame
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("test", t=6, s=6)
+LAYOUT = CallLayout("test", t=6, s=6)
 
 
 def tensors_of(expression, *, requires_grad=True, kind="clustered", layout=LAYOUT):
@@ -51,7 +51,7 @@ def test_a_compiled_call_takes_masks_and_another_length():
     torch.compiler.reset()
     compiled = torch.compile(pa.Lucid(), fullgraph=True, backend="aot_eager")
     for t in (6, 9, 11):
-        x = tensors_of("lucid", layout=Layout("test", t=t, s=t))
+        x = tensors_of("lucid", layout=CallLayout("test", t=t, s=t))
         lengths = torch.tensor([t - 2, t])
         torch.testing.assert_close(compiled(**x, lengths=lengths), pa.Lucid()(**x, lengths=lengths))
 
@@ -105,7 +105,7 @@ def test_a_call_compiles_with_the_default_compiler():
 
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "lucid(laser)"])
 def test_the_reference_has_higher_derivatives_forward_mode_and_vmap(expression):
-    m, x = pa.parse(expression), tensors_of(expression, layout=Layout("test", b=1, t=3, s=3))
+    m, x = pa.parse(expression), tensors_of(expression, layout=CallLayout("test", b=1, t=3, s=3))
     torch.autograd.gradgradcheck(lambda q, k, v: m(q, k, v, backend="reference"), tuple(x.values()))
     tangents = tuple(torch.ones_like(a) for a in x.values())
     out, moved = torch.func.jvp(lambda q, k, v: m(q, k, v), tuple(x.values()), tangents)
@@ -117,11 +117,11 @@ def test_the_reference_has_higher_derivatives_forward_mode_and_vmap(expression):
     torch.testing.assert_close(mapped[1], m(2 * x["q"], x["k"], x["v"]))
 
 
-class TestAnotherBackend:
+class TestAnotherBackendInPytorch:
     """The out-of-tree backend claims lucid_solve."""
 
     def test_gradcheck(self, third_party):
-        x = tensors_of("lucid", layout=Layout("test", b=1, t=4, s=4))
+        x = tensors_of("lucid", layout=CallLayout("test", b=1, t=4, s=4))
         assert torch.autograd.gradcheck(pa.Lucid(), tuple(x.values()))
         assert "backward of lucid_solve" in third_party.calls
 
@@ -191,7 +191,7 @@ class TestAnotherBackend:
 
     @pytest.mark.thorough
     def test_second_derivatives(self, third_party):
-        x = tensors_of("lucid", layout=Layout("test", b=1, t=3, s=3))
+        x = tensors_of("lucid", layout=CallLayout("test", b=1, t=3, s=3))
         assert torch.autograd.gradgradcheck(pa.Lucid(), tuple(x.values()))
         assert "backward of lucid_solve" in third_party.calls
 

@@ -19,14 +19,14 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks import run
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_torch.backend import Torch
 
 SIZES = [(2, 9), (3, 17), (5, 40), (4, 11)]
 
 
 def tensors_of(m, b, t, *, requires_grad=True):
-    made = make_inputs(m, Layout("test", b=b, t=t, s=t), "clustered")
+    made = make_inputs(m, CallLayout("test", b=b, t=t, s=t), "clustered")
     return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
 
 
@@ -146,7 +146,7 @@ def test_mamba2_in_the_graph(counted):
     assert counted.frame_count == 2
 
 
-class Layer(torch.nn.Module):
+class CompiledLayer(torch.nn.Module):
     def __init__(self, m):
         super().__init__()
         self.m, self.project = m, torch.nn.Linear(8, 24)
@@ -158,7 +158,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("m", [pa.Softmax(), pa.Lucid(pa.Laser())], ids=str)
 def test_an_exported_program_has_a_dynamic_batch_and_length(m, tmp_path):
-    layer = Layer(m)
+    layer = CompiledLayer(m)
     dims = ({0: torch.export.Dim("b"), 1: torch.export.Dim("t")},)
     program = torch.export.export(layer, (torch.randn(2, 9, 8),), dynamic_shapes=dims)
     torch.export.save(program, tmp_path / "layer.pt2")
@@ -170,7 +170,7 @@ def test_an_exported_program_has_a_dynamic_batch_and_length(m, tmp_path):
 
 @pytest.mark.thorough
 def test_an_exported_program_loads_in_another_process(tmp_path):
-    program = torch.export.export(Layer(pa.Lucid()), (torch.randn(2, 9, 8),))
+    program = torch.export.export(CompiledLayer(pa.Lucid()), (torch.randn(2, 9, 8),))
     torch.export.save(program, tmp_path / "layer.pt2")
     code = (
         "import torch, precondattn.torch_operators;"

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 
 import precondattn as pa
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("test", t=5, s=5)
+LAYOUT = CallLayout("test", t=5, s=5)
 WHOLE = [e for e in sorted({*expressions()} - derived()) if "[" not in e]
 
 

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import precondattn as pa
 from precondattn_conformance.bench.cost import flops
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("test", t=6, s=6)
+LAYOUT = CallLayout("test", t=6, s=6)
 WHOLE = [e for e in sorted({*expressions()} - derived()) if "[" not in e]
 
 

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import precondattn as pa
 from precondattn.execution.torch import vmap as torch_vmap
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 # PyTorch maps the gradient of its own attention call by call, and says that this is slow.
 pytestmark = pytest.mark.filterwarnings("ignore:.*_scaled_dot_product:UserWarning")
 
-LAYOUT = Layout("test", t=5, s=5)
+LAYOUT = CallLayout("test", t=5, s=5)
 PER_HEAD = {"softmax[sink=true]", "mesa", "windowed[bias=true]", "hedgehog[factor=2,per=head](gla)"}
 DECLARED = [
     pytest.param(expression, marks=pytest.mark.slow)
@@ -205,7 +205,7 @@ def test_older_maps_within_each_other():
 @pytest.mark.parametrize("expression", ["lucid", "linear", "laser", "softmax[window=2]"])
 def test_second_derivatives_of_several_cotangents(expression):
     m = pa.parse(expression)
-    x = tuple(tensors_of("softmax", layout=Layout("test", b=1, t=3, s=3)).values())
+    x = tuple(tensors_of("softmax", layout=CallLayout("test", b=1, t=3, s=3)).values())
     x = tuple(a.requires_grad_() for a in x)
     assert torch.autograd.gradcheck(m, x, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(m, x, check_batched_grad=True)
@@ -214,7 +214,7 @@ def test_second_derivatives_of_several_cotangents(expression):
 @pytest.mark.parametrize("function", ["jacobian", "hessian"])
 def test_vectorized_derivatives_are_the_others(function):
     derivative = getattr(torch.autograd.functional, function)
-    x = tensors_of("lucid", layout=Layout("test", b=1, t=3, s=3))
+    x = tensors_of("lucid", layout=CallLayout("test", b=1, t=3, s=3))
 
     def call(q):
         out = pa.lucid(**x | {"q": q})

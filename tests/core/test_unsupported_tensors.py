@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import precondattn as pa
 from precondattn import arrays
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of .* prototype:UserWarning"),
@@ -135,7 +135,7 @@ def test_jit_trace_is_refused_and_its_advice_records_any_number_of_tokens():
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "linear", "gated_delta"])
 def test_make_fx_records_calls_steps_and_gradients_without_reading_entries(expression):
     m = pa.parse(expression)
-    made = make_inputs(m, Layout("test", t=4, s=4), "clustered")
+    made = make_inputs(m, CallLayout("test", t=4, s=4), "clustered")
     x = {name: torch.tensor(array) for name, array in made.items()}
     cache = m.init_cache(**x, capacity=8)
     lengths = torch.tensor([3, 4])

@@ -7,7 +7,9 @@ from precondattn_gpu import shipped
 from precondattn_triton import variants
 
 
-def launched(call: shipped.Call, tokens: int, batch: int, heads: int) -> set[tuple[object, ...]]:
+def launched(
+    call: shipped.ShippedCall, tokens: int, batch: int, heads: int
+) -> set[tuple[object, ...]]:
     """What distinguishes the launches of a call, as in the list of variants."""
     variants.TOKENS, variants.BATCH, variants.HEADS = tokens, batch, heads
     dtype = getattr(torch, call.dtype)

@@ -15,20 +15,22 @@ from precondattn_conformance import runner
 from precondattn_conformance.status import PASSED
 from precondattn_gpu import call as of_gpu
 from precondattn_gpu import shipped, warm_calls
-from precondattn_kernel_tools.triton_launches import Launch, recorded
+from precondattn_kernel_tools.triton_launches import TritonLaunch, recorded
 from precondattn_triton import backend
 from precondattn_triton.target import compiling_for
 
 CALLS = (
-    shipped.Call("triton", "gla", "bfloat16", 64, 64),
-    shipped.Call("triton", "lucid_solve", "float32", 64, 64),
-    shipped.Call("triton", "windowed[size=7,shift=3,grid=64/64,bias=true]", "float16", 32, 32),
-    shipped.Call("triton", "path[flush=64]", "bfloat16", 64, 64, is_step=True),
-    shipped.Call("triton", "gated_delta", "bfloat16", 64, 64, is_step=True),
+    shipped.ShippedCall("triton", "gla", "bfloat16", 64, 64),
+    shipped.ShippedCall("triton", "lucid_solve", "float32", 64, 64),
+    shipped.ShippedCall(
+        "triton", "windowed[size=7,shift=3,grid=64/64,bias=true]", "float16", 32, 32
+    ),
+    shipped.ShippedCall("triton", "path[flush=64]", "bfloat16", 64, 64, is_step=True),
+    shipped.ShippedCall("triton", "gated_delta", "bfloat16", 64, 64, is_step=True),
 )
 
 
-def kernels(launches: list[Launch]) -> set[str]:
+def kernels(launches: list[TritonLaunch]) -> set[str]:
     """What Triton compiles for launches."""
     variants = [launch.variant(launch.function.module) for launch in launches]
     return {
@@ -38,7 +40,7 @@ def kernels(launches: list[Launch]) -> set[str]:
     }
 
 
-def of_call(call: shipped.Call) -> set[str]:
+def of_call(call: shipped.ShippedCall) -> set[str]:
     """The kernels of the stage `alive`."""
     given = argparse.Namespace(
         backend="triton", mechanism=call.expression, dtype=call.dtype, d=call.d, e=call.e,
@@ -63,7 +65,7 @@ def of_call(call: shipped.Call) -> set[str]:
     return kernels(launches)
 
 
-def of_warm(call: shipped.Call) -> set[str]:
+def of_warm(call: shipped.ShippedCall) -> set[str]:
     """The kernels that are compiled for it."""
     with warm_calls.as_on_a_gpu(), recorded() as launches:
         warm_calls.run(warm_calls.of_alive(call))

@@ -7,15 +7,15 @@ import pytest
 
 from precondattn_gpu.driver import RESERVE, outcome_of, run_stage
 from precondattn_gpu.dry_run import Pretending, dry_run
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.results import Results
 from precondattn_gpu.stages import STAGES, Stage
-from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Finished, Outcome, Task
+from precondattn_gpu.task import INTERRUPTED, PASSED, TIMED_OUT, Finished, ProcessTask, TaskOutcome
 
 
-def tasks(*seconds: float, timeout: float = 1000.0) -> list[Task]:
+def tasks(*seconds: float, timeout: float = 1000.0) -> list[ProcessTask]:
     return [
-        Task(f"task {i}", (), lambda finished: Outcome(PASSED), each, timeout)
+        ProcessTask(f"task {i}", (), lambda finished: TaskOutcome(PASSED), each, timeout)
         for i, each in enumerate(seconds)
     ]
 
@@ -84,8 +84,8 @@ def test_a_task_longer_than_a_call_is_tried_all_the_same(tmp_path):
 
 def test_what_passed_is_not_run_again_and_what_did_not_is_on_request(tmp_path):
     results = Results("alive")
-    results.add("task 0", Outcome(PASSED), 1.0)
-    results.add("task 1", Outcome("wrong", "off by 3"), 1.0)
+    results.add("task 0", TaskOutcome(PASSED), 1.0)
+    results.add("task 1", TaskOutcome("wrong", "off by 3"), 1.0)
     launcher = Pretending()
     run_stage(results, tasks(1.0, 1.0), launcher, tmp_path)
     assert launcher.order == []
@@ -99,7 +99,7 @@ def test_a_result_that_can_not_be_read_is_a_failure_with_the_output(tmp_path):
         raise KeyError("rows")
 
     results = Results("alive")
-    todo = [Task("task", (), unreadable, 1.0)]
+    todo = [ProcessTask("task", (), unreadable, 1.0)]
 
     class Real(Pretending):
         def start(self, task):
@@ -115,7 +115,7 @@ def test_a_result_that_can_not_be_read_is_a_failure_with_the_output(tmp_path):
 def test_what_a_task_saved_before_it_was_stopped_is_kept(tmp_path):
     result = tmp_path / "result.json"
     result.write_text("{}")
-    task = Task("task", (), lambda finished: Outcome(PASSED, data={"row": 1}), 1.0)
+    task = ProcessTask("task", (), lambda finished: TaskOutcome(PASSED, data={"row": 1}), 1.0)
     outcome = outcome_of(task, Finished(None, "output", result, 45.0))
     assert (outcome.status, outcome.data) == (TIMED_OUT, {"row": 1})
 
@@ -123,7 +123,7 @@ def test_what_a_task_saved_before_it_was_stopped_is_kept(tmp_path):
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dry")
-    return dry_run(STAGES, Options(cores=16), folder, 470.0), folder
+    return dry_run(STAGES, RunOptions(cores=16), folder, 470.0), folder
 
 
 @pytest.mark.thorough
@@ -143,10 +143,10 @@ def test_a_dry_run_of_all_stages_keeps_order_time_and_sizes(dry):
 
 def test_a_dry_run_says_when_a_stage_makes_no_progress(tmp_path, monkeypatch):
     stage = Stage("alive", "", "alone")
-    endless = [Task("endless", (), lambda finished: Outcome(PASSED), 10_000.0, 10_000.0)]
+    endless = [ProcessTask("endless", (), lambda finished: TaskOutcome(PASSED), 10_000.0, 10_000.0)]
     monkeypatch.setattr(Stage, "tasks", lambda self, options: endless)
     with pytest.raises(RuntimeError, match="alive: no task ends within 100 s"):
-        dry_run([stage], Options(), tmp_path, 100.0)
+        dry_run([stage], RunOptions(), tmp_path, 100.0)
 
 
 def test_a_result_of_another_format_is_refused(tmp_path):

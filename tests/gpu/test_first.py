@@ -8,12 +8,12 @@ from precondattn_gpu import first, first_command, first_headline, second
 from precondattn_gpu.alive_parts import bundled, is_first, others
 from precondattn_gpu.alive_parts import first as of_a
 from precondattn_gpu.dry_run import Pretending
-from precondattn_gpu.options import PTXAS, Options
+from precondattn_gpu.options import PTXAS, RunOptions
 from precondattn_gpu.results import Results
 from precondattn_gpu.shipped import calls
-from precondattn_gpu.task import PASSED, WRONG, Outcome
+from precondattn_gpu.task import PASSED, WRONG, TaskOutcome
 
-GPU = Options(cores=16, ptxas="/carried/ptxas")
+GPU = RunOptions(cores=16, ptxas="/carried/ptxas")
 
 
 def empty():
@@ -91,9 +91,9 @@ def test_headlines_share_one_process_and_wait_for_compiled_peers():
 
 def failed_results():
     results = empty()
-    results["alive"].add("triton laser bfloat16 128", Outcome(WRONG, "off by 3\nmore"), 1.0)
-    results["alive"].add("cupy softmax float32 64", Outcome(PASSED), 1.0)
-    results[first.BUNDLED].add("triton path bfloat16 128", Outcome(WRONG, "off"), 1.0)
+    results["alive"].add("triton laser bfloat16 128", TaskOutcome(WRONG, "off by 3\nmore"), 1.0)
+    results["alive"].add("cupy softmax float32 64", TaskOutcome(PASSED), 1.0)
+    results[first.BUNDLED].add("triton path bfloat16 128", TaskOutcome(WRONG, "off"), 1.0)
     return results
 
 
@@ -114,7 +114,7 @@ def test_what_failed_runs_under_memcheck_where_that_starts_else_alone():
     ]
     assert [task.environment.get(PTXAS) for task in alone] == ["/carried/ptxas", None]
     assert not any(task.worker or task.prefix for task in alone)
-    results[second.FILE].add(second.PROBE, Outcome(PASSED), 1.0)
+    results[second.FILE].add(second.PROBE, TaskOutcome(PASSED), 1.0)
     assert all(task.prefix[0] == "compute-sanitizer" for task in again.tasks(results))
 
 
@@ -129,7 +129,7 @@ def test_headlines_that_the_first_run_did_not_reach_are_in_the_second():
     results = empty()
     names = [task.name for task in first_headline.ready(GPU, [])]
     for name in names[:-1]:
-        results["first_headline"].add(name, Outcome(PASSED), 1.0)
+        results["first_headline"].add(name, TaskOutcome(PASSED), 1.0)
     part = second.parts(GPU)[0]
     assert [task.name for task in part.tasks(results)] == names[-1:]
 

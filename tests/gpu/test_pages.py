@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from precondattn.kernel_backend.configurations import Key
-from precondattn_conformance.bench.record import Record, Row
+from precondattn_conformance.bench.record import BenchRecord, Row
 from precondattn_gpu import ledger, pages, winners
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import Outcome
+from precondattn_gpu.task import TaskOutcome
 
 DOCS = Path(__file__).parents[2] / "docs"
 MACHINE = {"device": "NVIDIA H200", "python": "3.12.3", "versions": {"torch": "2.11.0"}}
@@ -34,33 +34,33 @@ def measured(tmp_path):
               {"t": 8192}, "triton,torch", ["triton", "torch"], "timed",
               seconds={"median": 0.00321, "q1": 0.003, "q3": 0.004, "rounds": 20})  # fmt: skip
     computer = {"processor": "a processor", "cores": 16, "threads": 16, "versions": {}}
-    record = Record("2027-01-01", computer, [], [row])
+    record = BenchRecord("2027-01-01", computer, [], [row])
     record.save(tmp_path / "record.json")
     saved = json.loads((tmp_path / "record.json").read_text())
     outcomes = {
         "alive": {
-            "triton lucid bfloat16 64": Outcome("passed"),
-            "cupy laser float16 64": Outcome("wrong", "off | by 3\nmore"),
+            "triton lucid bfloat16 64": TaskOutcome("passed"),
+            "cupy laser float16 64": TaskOutcome("wrong", "off | by 3\nmore"),
         },
-        "headline": {"triton lucid": Outcome("passed", data={"record": saved})},
+        "headline": {"triton lucid": TaskOutcome("passed", data={"record": saved})},
         "profile": {
-            "both": Outcome("passed", data={
+            "both": TaskOutcome("passed", data={
                 **CALL, "work": "forward_backward", "kernels": [KERNEL] * 4 + [GRADIENT]}),
-            "forward": Outcome("passed", data={
+            "forward": TaskOutcome("passed", data={
                 **CALL, "work": "forward", "kernels": [KERNEL] * 2}),
         },
         "tuning": {
-            "lucid_update 128": Outcome("passed", data={
+            "lucid_update 128": TaskOutcome("passed", data={
                 "kernel": "lucid_update", "width": 128, "winner": [64, 64, 4, 3]}),
-            "laser_forward 128": Outcome("passed", data={
+            "laser_forward 128": TaskOutcome("passed", data={
                 "kernel": "laser_forward", "width": 128, "winner": None}),
         },
     }  # fmt: skip
     replays = {"forward_lucid": {"precondattn": {"median": 0.0025}, "flash_sdpa": "no graph"}}
-    outcomes["roof"] = {"rates": Outcome("passed", "790 TFLOP/s in a product, 4.30 TB/s")}
-    outcomes["alive_bundled"] = {"triton lucid bfloat16 64": Outcome("wrong", "off by 2")}
+    outcomes["roof"] = {"rates": TaskOutcome("passed", "790 TFLOP/s in a product, 4.30 TB/s")}
+    outcomes["alive_bundled"] = {"triton lucid bfloat16 64": TaskOutcome("wrong", "off by 2")}
     outcomes["first_headline"] = {
-        "first": Outcome("passed", data={"record": saved, "replays": replays})
+        "first": TaskOutcome("passed", data={"record": saved, "replays": replays})
     }
     for stage, tasks in outcomes.items():
         results = Results(stage, MACHINE)
@@ -152,7 +152,7 @@ def test_winners_become_configurations_of_the_device(measured, tmp_path, monkeyp
 
 
 def entry(**changed) -> dict:
-    known = ledger.Entry("laser:Laser", "vjp", "bfloat16", 128, "9.0", "ptxas 13.1", "abc")
+    known = ledger.LedgerEntry("laser:Laser", "vjp", "bfloat16", 128, "9.0", "ptxas 13.1", "abc")
     return known._replace(**changed)._asdict()
 
 
@@ -160,7 +160,7 @@ def test_what_agreed_is_in_the_ledger_and_what_also_disagreed_is_not(tmp_path, m
     results, bundled = Results("alive", MACHINE), Results("alive_bundled", MACHINE)
 
     def add(to, name, status, *entries, backend="triton"):
-        to.add(name, Outcome(status, data={"backend": backend, "ledger": list(entries)}), 1.0)
+        to.add(name, TaskOutcome(status, data={"backend": backend, "ledger": list(entries)}), 1.0)
 
     add(results, "good", "passed", entry(), entry(verb="forward"))
     add(results, "disagrees", "wrong", entry(verb="forward"))

@@ -8,21 +8,21 @@ import time
 import pytest
 
 from precondattn_gpu.driver import run_stage
-from precondattn_gpu.processes import Processes
+from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import CRASHED, INTERRUPTED, PASSED, TIMED_OUT, Outcome, Task
+from precondattn_gpu.task import CRASHED, INTERRUPTED, PASSED, TIMED_OUT, ProcessTask, TaskOutcome
 
 
-def task(code: str, **more) -> Task:
+def task(code: str, **more) -> ProcessTask:
     def read(finished):
-        return Outcome(PASSED, finished.output, json.loads(finished.result.read_text()))
+        return TaskOutcome(PASSED, finished.output, json.loads(finished.result.read_text()))
 
-    return Task("task", ("-c", code, "{result}"), read, 0.1, **more)
+    return ProcessTask("task", ("-c", code, "{result}"), read, 0.1, **more)
 
 
 def run(tmp_path, each, limit=60.0) -> dict:
     results = Results("alive")
-    with Processes() as launcher:
+    with TaskProcesses() as launcher:
         run_stage(results, [each], launcher, tmp_path, limit=limit)
     return results.tasks["task"]
 

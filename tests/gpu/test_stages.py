@@ -11,14 +11,14 @@ import pytest
 
 import precondattn as pa
 from precondattn_gpu import alive, full, headline, sanitizer, shipped, tuning
-from precondattn_gpu.options import BACKENDS, Options
+from precondattn_gpu.options import BACKENDS, RunOptions
 from precondattn_gpu.profile import farthest, kernels_of
 from precondattn_gpu.profile import read as read_profile
 from precondattn_gpu.stages import STAGES, named
 from precondattn_gpu.suite import read_benchmark, read_conformance
 from precondattn_gpu.task import Finished
 
-GPU, CPU = Options(cores=16), Options("cpu", cores=2)
+GPU, CPU = RunOptions(cores=16), RunOptions("cpu", cores=2)
 
 
 @pytest.mark.thorough
@@ -93,7 +93,7 @@ def test_an_unknown_stage_is_named():
 
 
 def test_a_selection_by_name():
-    tasks = named("smoke").tasks(Options(match="triton lucid"))
+    tasks = named("smoke").tasks(RunOptions(match="triton lucid"))
     assert [task.name for task in tasks][:2] == ["triton lucid", "triton lucid[beta=true]"]
     assert all("triton lucid" in task.name for task in tasks)
 
@@ -188,13 +188,13 @@ def test_the_profiler_s_page_is_read(tmp_path):
 def test_a_record_of_conformance_is_counted(tmp_path):
     """A real record of a small run."""
     from precondattn_conformance.case import Case
-    from precondattn_conformance.inputs import Layout
-    from precondattn_conformance.report.record import Recording
+    from precondattn_conformance.inputs import CallLayout
+    from precondattn_conformance.report.record import RecordWriter
     from precondattn_conformance.runner import Outcome
 
-    case = Case("outputs", "lucid", "torch", "float32", Layout("plain"), "clustered")
+    case = Case("outputs", "lucid", "torch", "float32", CallLayout("plain"), "clustered")
     path = tmp_path / "result.json"
-    with Recording(path, backends=(), level="smoke", device=None, filters={}) as recording:
+    with RecordWriter(path, backends=(), level="smoke", device=None, filters={}) as recording:
         recording.add(Outcome(case, "passed"))
         recording.add(Outcome(case, "failed", reason="off by 3"))
     outcome = read_conformance(Finished(1, "", path, 1.0))

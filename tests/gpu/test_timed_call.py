@@ -12,13 +12,13 @@ import torch
 import precondattn as pa
 from precondattn_conformance.bench.computation import ours
 from precondattn_conformance.bench.correct import WrongResultError
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_gpu import device_inputs, first_tokens
 from precondattn_gpu.device_clock import TorchClock, in_turns
 from precondattn_gpu.device_inputs import OnDevice
 from precondattn_gpu.first_tokens import FirstTokens, check_step
 
-LAYOUT = Layout("headline", b=2, t=24, s=24, h=4, n=2, d=8, e=8, m=4, values_per_head=1)
+LAYOUT = CallLayout("headline", b=2, t=24, s=24, h=4, n=2, d=8, e=8, m=4, values_per_head=1)
 
 
 def inputs(name, dtype="float32", layout=LAYOUT):

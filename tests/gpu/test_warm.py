@@ -39,6 +39,6 @@ def test_every_shipped_call_and_every_headline_is_compiled_in_the_order_of_the_f
 
 def test_a_windowed_call_has_the_tokens_of_its_grid():
     listed = "windowed[size=7,shift=3,grid=64/64,bias=true]"
-    call = shipped.Call("triton", listed, "bfloat16", 128, 128)
+    call = shipped.ShippedCall("triton", listed, "bfloat16", 128, 128)
     assert (call.expression, call.tokens) == (listed.replace("64/64", "16/16"), 16 * 16)
     assert listed in call.name

@@ -8,28 +8,28 @@ import pytest
 from precondattn_gpu import alive
 from precondattn_gpu.__main__ import ENVIRONMENT
 from precondattn_gpu.driver import run_stage
-from precondattn_gpu.processes import Processes
+from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG, Outcome, Task
+from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG, ProcessTask, TaskOutcome
 
 HERE = str(Path(__file__).parent)
 
 
 def read(finished):
     if not finished.result.exists():
-        return Outcome(FAILED, finished.output)
+        return TaskOutcome(FAILED, finished.output)
     result = json.loads(finished.result.read_text())
-    return Outcome(result["status"], finished.output, result)
+    return TaskOutcome(result["status"], finished.output, result)
 
 
-def stub(name: str, what: str, **more) -> Task:
+def stub(name: str, what: str, **more) -> ProcessTask:
     arguments = ("-m", "stub_call", what, "{result}")
-    return Task(name, arguments, read, 0.1, worker="stub", **({"timeout": 60.0} | more))
+    return ProcessTask(name, arguments, read, 0.1, worker="stub", **({"timeout": 60.0} | more))
 
 
 def run(tasks, tmp_path, jobs=1):
     results = Results("alive")
-    with Processes(ENVIRONMENT | {"PYTHONPATH": HERE}) as launcher:
+    with TaskProcesses(ENVIRONMENT | {"PYTHONPATH": HERE}) as launcher:
         summary = run_stage(results, tasks, launcher, tmp_path, jobs=jobs, limit=120.0)
     assert summary.is_complete
     return results.tasks
@@ -46,7 +46,7 @@ def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
 @pytest.mark.thorough
 def test_every_process_computes_with_one_thread(tmp_path):
     """Fourteen processes of sixteen threads each would take twice the time."""
-    alone = Task(**{**vars(stub("alone", "passes")), "worker": ""})
+    alone = ProcessTask(**{**vars(stub("alone", "passes")), "worker": ""})
     entries = run([stub("shared", "passes"), alone], tmp_path)
     assert entries["shared"]["data"]["threads"] == entries["alone"]["data"]["threads"] == ["1", "1"]
 
@@ -90,7 +90,7 @@ def test_a_task_that_hangs_beside_others_does_not_delay_them(tmp_path):
 
 def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
     results = Results("alive")
-    with Processes({"PYTHONPATH": HERE, "PYTHONSTARTUP": ""}) as launcher:
+    with TaskProcesses({"PYTHONPATH": HERE, "PYTHONSTARTUP": ""}) as launcher:
         launcher.environment["PYTHONHOME"] = str(tmp_path / "nowhere")
         run_stage(results, [stub("one", "passes")], launcher, tmp_path, limit=60.0)
     entry = results.tasks["one"]
@@ -101,7 +101,7 @@ def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
 def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
     """`alive` reads the output of a task in a worker as that of a process of its own."""
     task = stub("call", "raises")
-    entries = run([Task(**{**vars(task), "read": alive.read})], tmp_path)
+    entries = run([ProcessTask(**{**vars(task), "read": alive.read})], tmp_path)
     assert entries["call"]["status"] == CRASHED
     assert "exit code 1 after the launch of none" in entries["call"]["message"]
 

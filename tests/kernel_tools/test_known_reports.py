@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from precondattn_kernel_tools.ahead_of_time import Task, compiled_in_processes
+from precondattn_kernel_tools.ahead_of_time import CompileTask, compiled_in_processes
 from precondattn_kernel_tools.cuda_compiler import without_comments
 from precondattn_kernel_tools.resources import Resources
 from precondattn_kernel_tools.triton_code import code_of
@@ -143,14 +143,14 @@ def failing(name, target):
 
 
 def test_a_variant_without_a_key_is_always_compiled():
-    tasks = [Task("first", "sm_80", "", ("first", "sm_80"))]
+    tasks = [CompileTask("first", "sm_80", "", ("first", "sm_80"))]
     (compiled,) = compiled_in_processes(failing, tasks, 1, {"other": Resources("other", "sm_80")})
     assert compiled.failures == ["does not compile"]
 
 
 def test_variants_of_one_key_keep_their_names():
     known = {"same": Resources("saved", "sm_80", registers=7, key="same")}
-    tasks = [Task(name, "sm_80", "same", (name, "sm_80")) for name in ("first", "second")]
+    tasks = [CompileTask(name, "sm_80", "same", (name, "sm_80")) for name in ("first", "second")]
     reported = list(compiled_in_processes(failing, tasks, 1, known))
     assert [(r.name, r.registers, r.failures) for r in reported] == [
         ("first", 7, []),

@@ -29,7 +29,7 @@ MIXED = ["gated_delta", "lucid", {"mechanism": "softmax", "kv_heads": 1}]
 B, T, STEPS, VOCABULARY = 4, 24, 3, 12
 
 
-class Trained(NamedTuple):
+class DividedTraining(NamedTuple):
     """A model of this process, and its tokens."""
 
     model: torch.nn.Module
@@ -90,7 +90,9 @@ def trained(shape, layers, layout, seed=0):
         divide_tokens(model, mesh["cp"], layout=layout)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=of_weights["shards"])
-    return Trained(model, torch.optim.AdamW(model.parameters(), lr=0.01), before, after, shape)
+    return DividedTraining(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), before, after, shape
+    )
 
 
 def assert_trains_as_alone(shape, layers, layout):

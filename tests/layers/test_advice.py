@@ -13,7 +13,7 @@ from precondattn.layers.recipes import Learned
 from precondattn.layers.torch import Attention, Decoder, VisionTransformer, from_earlier
 
 
-class Advice(NamedTuple):
+class LayerAdvice(NamedTuple):
     """A refused call, what its message advises, and the call that does that."""
 
     says: str
@@ -63,59 +63,59 @@ def vision(mechanism, **options):
 
 
 ADVICE = [
-    Advice(
+    LayerAdvice(
         "give padding a segment of its own instead",
         lambda: attention()(X, mask=IDS == 0, segment_ids=IDS),
         padding_is_a_segment,
     ),
-    Advice(
+    LayerAdvice(
         "use torch.nested.to_padded_tensor(x, 0.0), and give a mask",
         lambda: attention()(RAGGED),
         padded_from_nested,
     ),
-    Advice(
+    LayerAdvice(
         "segment_ids and cu_seqlens mean the same: give one of them",
         lambda: attention()(X[:1], segment_ids=IDS[:1], cu_seqlens=[0, 2, 4]),
         lambda: torch.testing.assert_close(
             attention()(X[:1], segment_ids=IDS[:1]), attention()(X[:1], cu_seqlens=[0, 2, 4])
         ),
     ),
-    Advice(
+    LayerAdvice(
         "cache must be from init_cache",
         lambda: attention()(X, cache={}),
         lambda: attention()(X, cache=attention().init_cache(2, capacity=4)),
     ),
-    Advice(
+    LayerAdvice(
         "or head_dim be given",
         lambda: attention(width=9),
         lambda: attention(width=9, head_dim=4),
     ),
-    Advice(
+    LayerAdvice(
         "pass recipes={'bias': ...}",
         lambda: attention("softmax[bias=true]"),
         lambda: attention("softmax[bias=true]", recipes={"bias": Learned(0.0)}),
     ),
-    Advice(
+    LayerAdvice(
         "needs the optimizer that it is for",
         lambda: from_earlier(torch.optim.SGD(attention().parameters()).state_dict(), attention()),
         with_the_optimizer,
     ),
-    Advice(
+    LayerAdvice(
         "caches must be from init_caches, one for each of 1 blocks; found 0",
         lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=()),
         lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=decoder_caches()),
     ),
-    Advice(
+    LayerAdvice(
         "caches must be from init_caches",
         lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=[]),
         lambda: Decoder(9, 8, heads=2, layers=["lucid"])(IDS, caches=decoder_caches()),
     ),
-    Advice(
+    LayerAdvice(
         "use lucid(laser(softmax[causal=false])), or pool='mean'",
         lambda: vision("lucid(laser)"),
         lambda: [vision("lucid(laser(softmax[causal=false]))"), vision("lucid", pool="mean")],
     ),
-    Advice(
+    LayerAdvice(
         "use another mechanism, or pool='mean'",
         lambda: vision("ccq(gla)"),
         lambda: [vision("cross_covariance"), vision("ccq(gla)", pool="mean")],

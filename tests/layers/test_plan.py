@@ -5,7 +5,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.layers.plan import plan_for
-from precondattn.layers.recipe import Tokens
+from precondattn.layers.recipe import RecipeTokens
 from precondattn.layers.recipes import (
     Convolution,
     LogSigmoid,
@@ -76,7 +76,7 @@ def test_lambda_starts_as_published():
         recipe = recipes_of("differential")["lam"]
         zeros = dict.fromkeys(("q1", "q2", "k1", "k2"), np.zeros(4))
         for index in (depth, np.asarray(depth)):
-            tokens = Tokens(None, None, {}, None, index)
+            tokens = RecipeTokens(None, None, {}, None, index)
             assert np.isclose(recipe.make(tokens, zeros), expected)
 
 

@@ -29,7 +29,7 @@ def double():
         yield
 
 
-class Trained(NamedTuple):
+class TrainedDecoder(NamedTuple):
     """A decoder on a mesh of data, context and tensor parallelism, or on one device."""
 
     graph: nnx.GraphDef
@@ -66,7 +66,7 @@ def trained(shape, seed=0):
         graph, weights = nnx.split(model)
         state = {"weights": weights, "moments": OPTIMIZER.init(weights)}
         state, tokens = jax.device_put((state, tokens), jax.devices()[0])  # As a restored state is.
-        return Trained(graph, state, tokens[:, :-1], tokens[:, 1:], ALONE)
+        return TrainedDecoder(graph, state, tokens[:, :-1], tokens[:, 1:], ALONE)
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
     divide_tokens(model, mesh, "cp")
     graph, weights = nnx.split(model)
@@ -81,7 +81,7 @@ def trained(shape, seed=0):
     moments = OPTIMIZER.init(weights)
     moments = jax.tree.map(lambda x: x if x.ndim else placed(x), moments)
     of_tokens = (placed(x, "dp", "cp") for x in (tokens[:, :-1], tokens[:, 1:]))
-    return Trained(graph, {"weights": weights, "moments": moments}, *of_tokens, mesh)
+    return TrainedDecoder(graph, {"weights": weights, "moments": moments}, *of_tokens, mesh)
 
 
 def restored(path, shape):

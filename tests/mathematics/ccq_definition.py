@@ -85,7 +85,7 @@ def keys(kind, rng, shape):
     return k
 
 
-class Problem:
+class DeclaredProblem:
     """Random inputs of any mechanism, of the shapes and in the ranges that it declares."""
 
     def __init__(self, rng, *, t, s=None, n=1, group=1, values=1, d=3, b=2, kind="random"):
@@ -118,7 +118,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, longest=7, kinds=KEYS, values=2):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return DeclaredProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         t=s if square else draw(st.integers(1, s)),
         s=s,

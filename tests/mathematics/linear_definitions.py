@@ -77,7 +77,7 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-class Problem:
+class LinearProblem:
     """Random inputs and states of everything in `LAYERS`."""
 
     def __init__(self, rng, *, s, t=None, n=1, group=1, multiple=1, d=3, e=2, m=4, b=2):
@@ -129,7 +129,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, longest=7, heads=3):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return LinearProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         s=s,
         t=s if square else draw(st.integers(1, s)),

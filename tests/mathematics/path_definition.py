@@ -80,7 +80,7 @@ def make_betas(rng, kind, shape):
     return np.full(shape, {"zeros": 0.0, "ones": 1.0, "twos": 2.0}[kind])
 
 
-class Problem:
+class PathProblem:
     """Random q, v and forget gates, and keys, directions and β of chosen kinds."""
 
     def __init__(self, rng, keys="random", directions="unit", betas="random", **sizes):
@@ -112,7 +112,7 @@ def problems(
     draw, square=True, keys=KEYS, directions=DIRECTIONS, betas=BETAS, longest=8, grouped=True
 ):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return PathProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         draw(st.sampled_from(keys)),
         draw(st.sampled_from(directions)),

@@ -12,7 +12,14 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from tests.mathematics.linear_definitions import Problem, bare, close, of_heads, outer, tensors
+from tests.mathematics.linear_definitions import (
+    LinearProblem,
+    bare,
+    close,
+    of_heads,
+    outer,
+    tensors,
+)
 
 LAYERS = [
     "atk",
@@ -29,7 +36,7 @@ LAYERS = [
 
 def problem(layer, **sizes):
     """A problem, and all inputs of the layer."""
-    p = Problem(np.random.default_rng(0), **{"s": 7, "group": 2, "multiple": 2, **sizes})
+    p = LinearProblem(np.random.default_rng(0), **{"s": 7, "group": 2, "multiple": 2, **sizes})
     x = p.x(bare(layer))
     heads = x["k"].shape[:3]
     x |= {"g_atk": -(p.rng.normal(size=heads) ** 2), "beta_atk": p.rng.uniform(size=heads)}
@@ -146,7 +153,7 @@ def test_with_a_constant_a_the_key_that_is_written_is_rescaled(text):
 
 def test_a_rule_that_writes_with_a_shorter_key_reads_a_shorter_query():
     rule = pa.ErasingGatedDelta()
-    x = Problem(np.random.default_rng(0), s=6, group=2, multiple=2).x(pa.GatedDelta())
+    x = LinearProblem(np.random.default_rng(0), s=6, group=2, multiple=2).x(pa.GatedDelta())
     written = rule(**x | {"k": 0.7 * x["k"]}, erase=x["k"])
     close(written, rule(**x | {"q": 0.7 * x["q"]}, erase=0.7 * x["k"]))
 
@@ -154,7 +161,7 @@ def test_a_rule_that_writes_with_a_shorter_key_reads_a_shorter_query():
 @pytest.mark.parametrize("text", ["delta", "gated_delta", "kda", "gdn2"])
 def test_a_rule_that_erases_what_it_writes_is_the_rule_without_an_erase_key(text):
     layer = pa.parse(text)
-    x = Problem(np.random.default_rng(0), s=6, group=2, multiple=2).x(layer)
+    x = LinearProblem(np.random.default_rng(0), s=6, group=2, multiple=2).x(layer)
     close(pa.parse(f"erasing_{text}")(**x, erase=x["k"]), layer(**x))
 
 

@@ -22,7 +22,7 @@ from tests.mathematics.ccq_definition import (
     LAYERS,
     PIECES,
     RUNNING,
-    Problem,
+    DeclaredProblem,
     assert_is,
     assert_output_and_gradients,
     conditioned,
@@ -85,7 +85,10 @@ def test_output_and_gradients_are_those_of_the_loop(layer, p):
 
 @pytest.mark.parametrize("layer", ["ccq(gated_delta)", "ccq[covariance=decayed](gla)"])
 def test_a_longer_sequence_and_its_gradients(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), t=71, s=83, n=2, group=2, d=5)
+    layer, p = (
+        pa.parse(layer),
+        DeclaredProblem(np.random.default_rng(0), t=71, s=83, n=2, group=2, d=5),
+    )
     assert_output_and_gradients(layer, p, p.x(layer), naive)
 
 
@@ -100,7 +103,7 @@ def test_a_longer_sequence_and_its_gradients(layer):
     ],
 )
 def test_gradients_are_those_of_central_differences(layer):
-    p = Problem(np.random.default_rng(1), t=3, s=4, n=2, group=2, d=3, b=1)
+    p = DeclaredProblem(np.random.default_rng(1), t=3, s=4, n=2, group=2, d=3, b=1)
     layer = pa.parse(layer)
     x = p.x(layer)
     assert_gradients_are_central_differences(layer, x, p.like(layer(**x)), tolerance=1e-6)
@@ -159,7 +162,7 @@ def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
     ],
 )
 def test_keys_are_normalised_for_the_delta_rule_only(layer, unit_keys):
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=6, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
     factors = p.rng.uniform(0.2, 3, size=(*x["k"].shape[:3], 1))
@@ -180,7 +183,7 @@ def test_the_length_of_a_query_does_not_matter(layer, p):
 
 def test_ccq_inside_a_feature_map_conditions_its_features_and_outside_its_inputs():
     """Inside, features are computed from q^c; outside, the features of queries are conditioned."""
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=6, n=2, group=2)
     outside = pa.parse("hedgehog(ccq(gla))")
     x = p.x(outside)
     features = {

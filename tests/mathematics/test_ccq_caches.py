@@ -15,7 +15,7 @@ import precondattn as pa
 from tests.mathematics.ccq_definition import (
     LAYERS,
     PIECES,
-    Problem,
+    DeclaredProblem,
     assert_is,
     conditioned,
     conditioned_for,
@@ -30,7 +30,7 @@ from tests.mathematics.identities import assert_close, part
 
 
 def test_the_cache_stores_sums_over_the_keys():
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=6, n=2, group=2)
     for layer, decayed in [("ccq(gla)", "running"), ("ccq[covariance=decayed](gla)", "decayed")]:
         layer = pa.parse(layer)
         x = p.x(layer)
@@ -76,7 +76,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
 @pytest.mark.parametrize("masked", [[], [1, 5]], ids=["all", "masked"])
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if "window" not in layer])
 def test_a_ragged_batch_equals_each_sequence_alone(layer, masked):
-    p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=7, n=2, group=2)
     layer, mask = pa.parse(layer), np.ones((2, 7), dtype=bool)
     x, mask[0, masked] = p.x(layer), False
     cache, outs = layer.init_cache(**x, capacity=7, key_mask=True), []
@@ -226,7 +226,7 @@ def test_gradients_through_the_states(layer, p, past):
 
 @pytest.mark.parametrize("layer", STATES)
 def test_chained_pullbacks_of_pieces_give_the_gradient_of_the_full_call(layer):
-    p = Problem(np.random.default_rng(0), t=9, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=9, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
     out, full_pullback = layer.vjp(**x)
@@ -247,7 +247,7 @@ def test_chained_pullbacks_of_pieces_give_the_gradient_of_the_full_call(layer):
 @pytest.mark.parametrize("masks", ["lengths", "key_mask"])
 @pytest.mark.parametrize("layer", STATES)
 def test_masked_tokens_have_no_effect_on_gradients_through_states(layer, masks):
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=6, n=2, group=2)
     layer = pa.parse(layer)
     x = p.x(layer)
     _, cache = layer.extend(layer.init_cache(**x), **part(x, slice(0, 2)))

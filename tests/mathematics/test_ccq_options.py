@@ -11,7 +11,7 @@ from hypothesis import given
 import precondattn as pa
 from tests.mathematics.ccq_definition import (
     LAYERS,
-    Problem,
+    DeclaredProblem,
     assert_is,
     assert_output_and_gradients,
     in_torch,
@@ -69,7 +69,7 @@ def test_text_and_mechanism_are_inverse(text):
 
 @pytest.mark.parametrize("base", ["gated_delta", "ssd"])
 def test_a_decayed_covariance_needs_one_gate_for_each_query_head(base):
-    p = Problem(np.random.default_rng(0), t=4, n=2, values=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=4, n=2, values=2)
     running = pa.parse(f"ccq({base})")
     x = p.x(running)
     assert x["v"].shape[2] == 2 * x["q"].shape[2]
@@ -82,7 +82,7 @@ def test_a_decayed_covariance_needs_one_gate_for_each_query_head(base):
 
 @pytest.mark.parametrize("wrong", [(2, 4), (2, 5, 4), (2, 4, 2), (2, 4, 4, 1), (1, 4, 4), ()])
 def test_a_contraction_of_the_wrong_shape_is_refused_by_name(wrong):
-    p = Problem(np.random.default_rng(0), t=4, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=4, n=2, group=2)
     for layer in ("ccq(gla)", "ccq[covariance=query_weighted](linear)"):
         layer = pa.parse(layer)
         with pytest.raises(pa.ShapeError, match="contraction"):
@@ -90,7 +90,7 @@ def test_a_contraction_of_the_wrong_shape_is_refused_by_name(wrong):
 
 
 def test_a_missing_contraction_is_refused():
-    p = Problem(np.random.default_rng(0), t=4)
+    p = DeclaredProblem(np.random.default_rng(0), t=4)
     layer = pa.parse("ccq(gla)")
     x = p.x(layer)
     del x["contraction"]
@@ -119,7 +119,7 @@ def test_the_gate_is_the_logistic_of_a_linear_map(eps, p):
 
 
 def test_gradients_of_the_gate_are_those_of_central_differences():
-    p, step = Problem(np.random.default_rng(0), t=3, n=2, d=3), 1e-6
+    p, step = DeclaredProblem(np.random.default_rng(0), t=3, n=2, d=3), 1e-6
     x = p.x(pa.ContractionGate())
     out, pullback = pa.ContractionGate().vjp(**x)
     cotangent = p.like(out)
@@ -133,7 +133,7 @@ def test_gradients_of_the_gate_are_those_of_central_differences():
 
 
 def test_the_gate_starts_at_a_tenth():
-    x = Problem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
+    x = DeclaredProblem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
     out = pa.contraction_gate(x["q"], weight=0 * x["weight"], bias=np.full(2, np.log(0.1 / 0.9)))
     assert out.shape == x["q"].shape[:3]
     assert_close(out, np.full(out.shape, 0.1))
@@ -141,7 +141,7 @@ def test_the_gate_starts_at_a_tenth():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_saturated_gate_is_1_or_0_and_its_gradients_are_finite(sign):
-    x = Problem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
+    x = DeclaredProblem(np.random.default_rng(0), t=3, n=2).x(pa.ContractionGate())
     out, pullback = pa.ContractionGate().vjp(**(x | {"bias": np.full(2, sign * 1e4)}))
     assert_close(out, np.full(out.shape, (1 + sign) / 2), size=1)
     assert all(np.all(np.isfinite(gradient)) for gradient in pullback(0 * out + 1).values())
@@ -149,7 +149,7 @@ def test_a_saturated_gate_is_1_or_0_and_its_gradients_are_finite(sign):
 
 def test_gradients_flow_through_the_query_and_through_its_gate():
     """λ is computed from the query and then used by CCQ: q has a gradient along both paths."""
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=6, n=2, group=2)
     layer, of_gate = pa.parse("ccq(gated_delta)"), pa.ContractionGate()
     x, gate_inputs = p.x(layer), p.x(of_gate)
     gate_inputs["q"] = x["q"]

@@ -16,7 +16,7 @@ from tests.mathematics.ccq_definition import (
     DECAYED,
     LAYERS,
     PIECES,
-    Problem,
+    DeclaredProblem,
     assert_is,
     key_for,
     keys,
@@ -232,7 +232,7 @@ def test_at_a_high_temperature_all_keys_have_equal_weight(p):
 
 
 def test_at_a_low_temperature_one_key_dominates_and_the_covariance_is_zero():
-    p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
+    p = DeclaredProblem(np.random.default_rng(0), t=7, n=2, group=2)
     x = p.x(pa.ConditionedQuery())
     cold = pa.QueryWeightedQuery(tau=1e-5, eps=0.0)(**x)
     assert_close(cold, of_length_1(x["q"]))
@@ -303,7 +303,7 @@ def test_without_the_sigmoid_a_query_may_flip_and_grow(rho, lam, flips, amplifie
 
 @pytest.mark.parametrize("logit", [-1e3, -2.197, 0.0, 30.0, 1e3])
 def test_with_the_gate_the_bound_holds_for_any_weights_and_lengths(logit):
-    p = Problem(np.random.default_rng(0), t=200, d=4)
+    p = DeclaredProblem(np.random.default_rng(0), t=200, d=4)
     x = p.x(pa.ConditionedQuery())
     lam = pa.contraction_gate(x["q"], weight=np.full((1, 4), logit), bias=np.full(1, logit))
     out = pa.ConditionedQuery()(**(x | {"contraction": lam}))

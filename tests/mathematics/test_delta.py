@@ -12,7 +12,7 @@ import precondattn as pa
 from tests.mathematics.identities import assert_close
 from tests.mathematics.linear_definitions import (
     DELTA,
-    Problem,
+    LinearProblem,
     close,
     close_to_definition,
     of_tokens,
@@ -34,7 +34,7 @@ KEYS = {
 @pytest.mark.parametrize("betas", [[0.0], [1.0], [2.0], [0.0, 2.0]])
 @pytest.mark.parametrize("layer", DELTA)
 def test_the_delta_rule_with_extreme_betas_and_keys_is_that_of_the_definition(layer, betas, keys):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
+    layer, p = pa.parse(layer), LinearProblem(np.random.default_rng(0), s=70, group=2, multiple=2)
     x = p.x(layer)
     x["k"] = KEYS[keys](x["k"])
     for name in {"beta", "b"} & set(x):
@@ -71,7 +71,7 @@ def test_the_delta_rule_contracts_where_beta_times_the_squared_key_is_at_most_2(
 @pytest.mark.parametrize("reach", [0.0, 0.5, 1.0, 1.9, 2.0, 2.5, 4.0])
 def test_along_a_repeated_key_a_state_is_multiplied_by_one_minus_beta_of_its_square(reach, gate):
     """With zero values k · S_t = (e^g (1 − β ‖k‖²))^t k · S_0, which grows outside of [0, 2]."""
-    p, layer = Problem(np.random.default_rng(0), s=70, multiple=2), pa.GatedDelta(scale=1.0)
+    p, layer = LinearProblem(np.random.default_rng(0), s=70, multiple=2), pa.GatedDelta(scale=1.0)
     x = p.x(layer)
     k = np.broadcast_to(3 * x["k"][:, :1], x["k"].shape).copy()
     x |= {"q": k, "k": k, "v": 0 * x["v"], "g": 0 * x["g"] + gate, "beta": 0 * x["g"] + reach / 9}

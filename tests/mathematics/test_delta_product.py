@@ -6,11 +6,11 @@ import pytest
 pytest.importorskip("torch")
 
 import precondattn as pa
-from tests.mathematics.linear_definitions import Problem, close, unit
+from tests.mathematics.linear_definitions import LinearProblem, close, unit
 
 
 def problem(steps, *, s=6, t=None, group=2, multiple=2):
-    p = Problem(np.random.default_rng(0), s=s, t=t, group=group, multiple=multiple)
+    p = LinearProblem(np.random.default_rng(0), s=s, t=t, group=group, multiple=multiple)
     x = {"q": p.rng.normal(size=p.shape("b t h d"))}
     lead = [*p.shape("b s"), steps]
     x["k"] = unit(p.rng.normal(size=[*lead, *p.shape("h d")]))

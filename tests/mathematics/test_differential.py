@@ -48,7 +48,7 @@ def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-class Problem:
+class DifferentialProblem:
     """Random inputs of two maps of scores, and λ in its three shapes."""
 
     def __init__(self, rng, *, t, s=None, n=1, group=1, d=3, b=2, height=1.0):
@@ -78,7 +78,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, longest=7, heights=(1.0,)):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return DifferentialProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         t=s if square else draw(st.integers(1, s)),
         s=s,
@@ -281,7 +281,7 @@ def test_the_shapes_of_lambda_agree_for_equal_numbers(p):
 
 
 def test_heads_and_tokens_have_their_own_lambda():
-    p = Problem(np.random.default_rng(0), t=4, n=2, group=2)
+    p = DifferentialProblem(np.random.default_rng(0), t=4, n=2, group=2)
     for per, place in [("head", (2,)), ("token", (1, 3, 2))]:
         layer = pa.Differential(per=per)
         changed = p.lams[per].copy()
@@ -311,7 +311,7 @@ def test_the_two_maps_share_what_is_not_paired():
 
 
 def test_directions_of_the_second_map_matter_only_where_they_are_paired():
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = DifferentialProblem(np.random.default_rng(0), t=5, n=2, group=2)
     shared = pa.parse("differential(path)")
     paired = pa.parse("differential[paired=q/k/w/beta](path)")
     both = p.x(paired, w2=p.w, beta2=p.beta)
@@ -353,7 +353,7 @@ def test_over_laser_shifted_values_shift_the_output_by_one_minus_lambda_times_th
 
 
 def test_over_laser_a_shift_by_the_full_constant_is_wrong_by_lambda():
-    p = Problem(np.random.default_rng(0), t=5)
+    p = DifferentialProblem(np.random.default_rng(0), t=5)
     layer = pa.Differential(pa.Laser())
     x = p.x(layer, lam=np.asarray(0.5))
     out, shifted = layer(**x), layer(**(x | {"v": p.v + 100.0}))
@@ -396,7 +396,7 @@ def test_over_lucid_each_map_solves_with_its_own_keys(p):
 
 
 def test_over_lucid_the_second_map_does_not_use_the_first_solve():
-    p = Problem(np.random.default_rng(0), t=6, d=2)
+    p = DifferentialProblem(np.random.default_rng(0), t=6, d=2)
     layer, plain = pa.Differential(pa.Lucid()), pa.Softmax()
     y = solved_values(p.k, p.v)
     wrong = plain(p.q, p.k, y) - p.lams["layer"] * plain(p.q2, p.k2, y)
@@ -408,7 +408,7 @@ def test_over_lucid_the_second_map_does_not_use_the_first_solve():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
-    p = Problem(np.random.default_rng(len(layer)), t=3, n=2, group=2, d=2)
+    p = DifferentialProblem(np.random.default_rng(len(layer)), t=3, n=2, group=2, d=2)
     layer = pa.parse(layer)
     assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
@@ -489,12 +489,12 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
     ],
 )
 def test_the_cache_holds_what_the_maps_share_once(layer, stored):
-    p, layer = Problem(np.random.default_rng(0), t=4), pa.parse(layer)
+    p, layer = DifferentialProblem(np.random.default_rng(0), t=4), pa.parse(layer)
     assert sorted(layer.init_cache(**p.x(layer), capacity=4).store) == stored
 
 
 def test_the_cache_of_lucid_and_path_holds_what_each_map_needs():
-    p = Problem(np.random.default_rng(0), t=4, d=3)
+    p = DifferentialProblem(np.random.default_rng(0), t=4, d=3)
     stores = {
         text: pa.parse(text).init_cache(**p.x(pa.parse(text)), capacity=4).store
         for text in [
@@ -553,7 +553,7 @@ def test_per_must_be_one_of_three_names():
 
 @pytest.mark.parametrize("per", PER)
 def test_a_lambda_of_another_shape_is_refused(per):
-    p, layer = Problem(np.random.default_rng(0), t=4, n=3), pa.Differential(per=per)
+    p, layer = DifferentialProblem(np.random.default_rng(0), t=4, n=3), pa.Differential(per=per)
     for other in PER:
         if other != per:
             with pytest.raises(pa.ShapeError, match="lam"):

@@ -22,7 +22,7 @@ sampled = settings(
 )
 
 
-class Problem(AttentionProblem):
+class LaserProblem(AttentionProblem):
     """`size` bounds the scores and values whose rounding enters an output."""
 
     def __init__(self, rng, **sizes):
@@ -38,7 +38,9 @@ class Problem(AttentionProblem):
         return pa.Laser(self.biased_base)
 
 
-problems = partial(attention_problems, Problem, spreads=(1.0, 30.0), heights=(1.0, 10.0, 300.0))
+problems = partial(
+    attention_problems, LaserProblem, spreads=(1.0, 30.0), heights=(1.0, 10.0, 300.0)
+)
 
 
 def laser_by_rows(q, k, v, visible, bias=None):
@@ -98,7 +100,7 @@ def test_output_is_the_log_of_attention_over_exponentials(p):
 
 
 def test_one_token_returns_its_value():
-    p = Problem(np.random.default_rng(1), t=1, s=1, n=2, group=2)
+    p = LaserProblem(np.random.default_rng(1), t=1, s=1, n=2, group=2)
     assert_close(p.layer(p.q, p.k, p.v), np.repeat(p.v, 2, axis=2), size=p.size)
 
 
@@ -240,7 +242,7 @@ def test_no_future_query_or_key_changes_a_bit_of_past_outputs(p, past):
 
 @pytest.mark.parametrize("height", [120.0, 1e3, 1e5])
 def test_a_peak_in_the_future_costs_past_outputs_and_gradients_no_accuracy(height):
-    p = Problem(np.random.default_rng(0), t=8, s=8)
+    p = LaserProblem(np.random.default_rng(0), t=8, s=8)
     v = p.v.copy()
     v[:, 5:] += height
     out, pullback = p.layer.vjp(p.q, p.k, v)
@@ -428,7 +430,7 @@ def test_key_gradients_cancel_because_a_common_shift_is_neutral(p):
 @pytest.mark.parametrize("score_height", [0.5, 1.0, 1.5])
 def test_opposing_spikes_of_scores_and_values_stay_exact(height, score_height):
     """The largest value has the smallest weight and vice versa: 0·1 + 1·0 in floating point."""
-    p = Problem(np.random.default_rng(0), t=8, s=8, n=2, group=2)
+    p = LaserProblem(np.random.default_rng(0), t=8, s=8, n=2, group=2)
     spike = np.where(np.arange(8) % 3 == 1, height, 0.0)[:, None, None]
     p.v = p.v + spike
     p.q[..., 0] = np.sqrt(3)

@@ -24,7 +24,7 @@ from tests.mathematics.linear_definitions import (
     LAYERS,
     OWN,
     SHAPES,
-    Problem,
+    LinearProblem,
     alone,
     bare,
     close,
@@ -52,13 +52,13 @@ def test_outputs_and_gradients_are_those_of_the_definition(layer, p):
 @pytest.mark.parametrize("t", [1, 70, 131])
 def test_long_sequences_are_those_of_the_definition(layer, t):
     layer = pa.parse(layer)
-    p = Problem(np.random.default_rng(t), s=131, t=t, n=1, group=2, multiple=2, d=5, e=3)
+    p = LinearProblem(np.random.default_rng(t), s=131, t=t, n=1, group=2, multiple=2, d=5, e=3)
     close_to_definition(layer, p, p.x(layer))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
-    p = Problem(np.random.default_rng(0), s=4, t=3, group=2, multiple=2, d=2, b=1)
+    p = LinearProblem(np.random.default_rng(0), s=4, t=3, group=2, multiple=2, d=2, b=1)
     layer = pa.parse(layer)
     x = p.x(layer)
     assert_gradients_are_central_differences(layer, x, p.like(layer(**x)))
@@ -115,7 +115,10 @@ def test_outputs_are_those_of_the_parallel_form(layer, p):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_torch_differentiates_a_call(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(1), s=6, t=4, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(1), s=6, t=4, group=2, multiple=2),
+    )
     x = p.x(layer)
     inputs = tensors(x, grad=True)
     out = layer(**inputs)
@@ -136,7 +139,7 @@ def test_torch_differentiates_a_call(layer):
 )
 def test_gates_may_be_open_or_closed_or_mixed(layer, gates):
     layer = pa.parse(layer)
-    p = Problem(np.random.default_rng(len(gates)), s=75, group=2, multiple=2, d=3)
+    p = LinearProblem(np.random.default_rng(len(gates)), s=75, group=2, multiple=2, d=3)
     x = p.x(layer)
     x["g"] = p.rng.choice(gates, size=x["g"].shape)
     close_to_definition(layer, p, x)
@@ -148,7 +151,7 @@ def test_gates_may_be_open_or_closed_or_mixed(layer, gates):
 def test_a_nearly_closed_gate_costs_later_outputs_no_accuracy(layer, border):
     """Values of 1e15 before the gate are of size 1e-7 after it; other outputs stay accurate."""
     layer = pa.parse(layer)
-    p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
+    p = LinearProblem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
     x = p.x(layer)
     x["g"] /= 10
     x["g"][:, border] = -50
@@ -166,7 +169,7 @@ def test_a_nearly_closed_gate_costs_later_outputs_no_accuracy(layer, border):
 def test_a_nearly_closed_gate_costs_earlier_gradients_no_accuracy(layer, border):
     """Cotangents of 1e15 after the gate are about 1e-7 before it; other gradients stay accurate."""
     layer = pa.parse(layer)
-    p = Problem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
+    p = LinearProblem(np.random.default_rng(border), s=75, group=2, multiple=2, d=3)
     x = p.x(layer)
     x["g"] /= 10
     x["g"][:, border] = -50
@@ -180,7 +183,7 @@ def test_a_nearly_closed_gate_costs_earlier_gradients_no_accuracy(layer, border)
 
 @pytest.mark.parametrize("layer", ["linear", "retention", "ssd", "gla", "gsa"])
 def test_equal_keys_and_zero_keys_give_the_output_of_the_definition(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=70, group=2, multiple=2)
+    layer, p = pa.parse(layer), LinearProblem(np.random.default_rng(0), s=70, group=2, multiple=2)
     x = p.x(layer)
     x["k"][:, 10:40] = x["k"][:, :1]
     x["k"][:, 30:] *= (np.arange(40) % 2)[:, None, None]
@@ -334,7 +337,7 @@ def test_eps_is_added_to_the_sum_of_the_scaled_weights():
 def test_a_row_without_weights_is_zero_without_eps_and_so_is_its_gradient():
     layer, p = (
         pa.parse("elu1(linear[normalize=true,eps=0])"),
-        Problem(np.random.default_rng(0), s=4),
+        LinearProblem(np.random.default_rng(0), s=4),
     )
     x, is_visible = p.x(layer), np.asarray([[False, False, True, True]] * 2)
     out, pullback = layer.vjp(**x, key_mask=is_visible)
@@ -548,7 +551,10 @@ def test_eps_without_normalisation_is_refused():
     ],
 )
 def test_a_wrong_shape_is_refused_by_name(layer, name, shape):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=5, n=2, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(0), s=5, n=2, group=2, multiple=2),
+    )
     x = p.x(layer)
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         layer(**(x | {name: np.zeros(shape)}))

@@ -45,7 +45,7 @@ def make_keys(rng, kind, shape):
     return k
 
 
-class Problem:
+class LucidProblem:
     """Random q, v and β, and keys of a chosen kind."""
 
     def __init__(self, rng, kind, *, s, t=None, n=1, group=1, d=3, b=2):
@@ -62,7 +62,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, kinds=KEYS, longest=9, grouped=True):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return LucidProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         draw(st.sampled_from(kinds)),
         s=s,
@@ -222,7 +222,7 @@ def test_over_laser_the_solved_values_are_read_by_laser(p):
 
 @pytest.mark.parametrize("normalize", ["keys", "rows"])
 def test_for_one_token_y_is_its_value(normalize):
-    p = Problem(np.random.default_rng(0), "random", s=1, n=2, group=2)
+    p = LucidProblem(np.random.default_rng(0), "random", s=1, n=2, group=2)
     out = pa.Lucid(normalize=normalize)(p.q, p.k, p.v)
     assert_close(out, np.repeat(p.v, 2, axis=2))
 
@@ -391,7 +391,7 @@ def test_a_large_scale_does_not_change_values_of_distinct_directions(p, order):
 
 
 def test_a_constant_value_is_not_preserved():
-    p = Problem(np.random.default_rng(0), "clustered", s=6)
+    p = LucidProblem(np.random.default_rng(0), "clustered", s=6)
     assert not np.allclose(pa.Lucid()(p.q, p.k, np.ones_like(p.v)), 1.0, atol=0.1)
 
 
@@ -649,7 +649,7 @@ def test_gradient_of_the_solve_is_one_transposed_solve(normalize, p):
 
 
 def test_detaching_the_row_maximum_drops_its_gradient_only():
-    p = Problem(np.random.default_rng(0), "random", s=6)
+    p = LucidProblem(np.random.default_rng(0), "random", s=6)
     y, pullback = pa.LucidSolve(normalize="rows").vjp(p.k, p.v)
     detached_y, detached_pullback = pa.LucidSolve(normalize="rows", detach_max=True).vjp(p.k, p.v)
     np.testing.assert_array_equal(y, detached_y)

@@ -12,7 +12,7 @@ from tests.mathematics.path_definition import (
     DIRECTIONS,
     FLUSHES,
     UNIT,
-    Problem,
+    PathProblem,
     assert_close,
     assert_gradients,
     decode,
@@ -127,7 +127,7 @@ def test_long_directions_exceed_the_bound():
 
 @pytest.mark.parametrize("flush", FLUSHES)
 def test_a_cache_stores_the_norm_of_the_original_key(flush):
-    p = Problem(np.random.default_rng(0), "clustered", "keys", s=11, n=2, group=2)
+    p = PathProblem(np.random.default_rng(0), "clustered", "keys", s=11, n=2, group=2)
     p.beta = np.full_like(p.beta, 0.5)  # Directions along the keys: they shrink by half each time.
     layer = pa.Lucid(pa.Path(flush=flush))
     out, cache = decode(layer, p.inputs, [1] * 11)
@@ -142,13 +142,13 @@ def test_a_cache_stores_the_norm_of_the_original_key(flush):
 @pytest.mark.parametrize("betas", BETAS)
 @pytest.mark.parametrize("directions", DIRECTIONS)
 def test_gradient_of_lucid_is_that_of_the_definition(directions, betas):
-    p = Problem(np.random.default_rng(0), "random", directions, betas, s=4, group=2, d=2, b=1)
+    p = PathProblem(np.random.default_rng(0), "random", directions, betas, s=4, group=2, d=2, b=1)
     assert_gradients(pa.Lucid(pa.Path()), lucid_by_loops, p.inputs)
 
 
 @pytest.mark.parametrize("keys", ["clustered", "duplicate"])
 def test_gradient_of_lucid_with_every_option_is_that_of_the_definition(keys):
-    p = Problem(np.random.default_rng(0), keys, s=4, n=2, group=2, d=3, b=1)
+    p = PathProblem(np.random.default_rng(0), keys, s=4, n=2, group=2, d=3, b=1)
     options = {"window": 3, "forget": "scaled", "scale": 0.6}
     layer = pa.Lucid(pa.Path(**options), scale=0.8, beta=True)
     inputs = p.gated | {"lucid_beta": p.rng.uniform(0, 2, size=p.beta.shape)}
@@ -157,7 +157,7 @@ def test_gradient_of_lucid_with_every_option_is_that_of_the_definition(keys):
 
 @pytest.mark.parametrize("normalize", ["queries_and_keys", "rows", "none"])
 def test_gradient_of_every_normalisation_is_that_of_the_definition(normalize):
-    p = Problem(np.random.default_rng(0), s=4, d=2, b=1)
+    p = PathProblem(np.random.default_rng(0), s=4, d=2, b=1)
 
     def by_loops(**inputs):
         return lucid_by_loops(**inputs, normalize=normalize)

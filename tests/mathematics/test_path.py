@@ -20,7 +20,7 @@ from tests.mathematics.path_definition import (
     DIRECTIONS,
     KEYS,
     UNIT,
-    Problem,
+    PathProblem,
     assert_close,
     assert_gradients,
     at,
@@ -117,7 +117,7 @@ def test_output_is_the_definition_written_as_loops(p, scale):
 @pytest.mark.parametrize("directions", DIRECTIONS)
 @pytest.mark.parametrize("betas", BETAS)
 def test_output_is_the_definition_for_every_kind_of_input(keys, directions, betas):
-    p = Problem(np.random.default_rng(0), keys, directions, betas, s=7, n=2, group=2)
+    p = PathProblem(np.random.default_rng(0), keys, directions, betas, s=7, n=2, group=2)
     assert_close(pa.Path()(**p.inputs), path_by_loops(**p.inputs))
 
 
@@ -155,7 +155,7 @@ def test_the_last_queries_alone_have_the_same_masks(layer, p, count, first):
 
 
 def test_a_bias_is_added_to_the_scaled_logits():
-    p = Problem(np.random.default_rng(0), s=6, t=4, group=2)
+    p = PathProblem(np.random.default_rng(0), s=6, t=4, group=2)
     bias = p.rng.normal(size=(2, 2, 4, 6))
     out = pa.Path(bias=True)(**p.inputs, bias=bias)
     assert_close(out, path_by_loops(**p.inputs, bias=bias))
@@ -299,13 +299,13 @@ def test_enormous_reflections_of_the_future_change_no_bit_of_past_outputs(layer,
 @pytest.mark.parametrize("betas", BETAS)
 @pytest.mark.parametrize("directions", DIRECTIONS)
 def test_gradient_is_that_of_the_definition(directions, betas):
-    p = Problem(np.random.default_rng(0), "random", directions, betas, s=4, t=3, group=2, d=2)
+    p = PathProblem(np.random.default_rng(0), "random", directions, betas, s=4, t=3, group=2, d=2)
     assert_gradients(pa.Path(), path_by_loops, p.inputs)
 
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_gradient_is_that_of_the_definition_for_keys_of_every_kind(keys):
-    p = Problem(np.random.default_rng(1), keys, "unit", "mixed", s=5, n=2, group=2, d=3, b=1)
+    p = PathProblem(np.random.default_rng(1), keys, "unit", "mixed", s=5, n=2, group=2, d=3, b=1)
     assert_gradients(
         pa.Path(window=3, scale=0.7), lambda **x: path_by_loops(**x, window=3, scale=0.7), p.inputs
     )
@@ -314,7 +314,7 @@ def test_gradient_is_that_of_the_definition_for_keys_of_every_kind(keys):
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("forget", ["unscaled", "scaled"])
 def test_gradient_with_a_forget_gate_is_that_of_the_definition(forget, t):
-    p = Problem(np.random.default_rng(0), s=4, t=t, group=2, d=2)
+    p = PathProblem(np.random.default_rng(0), s=4, t=t, group=2, d=2)
     layer = pa.Path(forget=forget)
     assert_gradients(layer, lambda **x: path_by_loops(**x, forget=forget), p.gated)
     extreme = p.gated | {"g": p.rng.choice([-1e4, 0.0], size=p.g.shape)}
@@ -322,7 +322,7 @@ def test_gradient_with_a_forget_gate_is_that_of_the_definition(forget, t):
 
 
 def test_gradient_at_beta_of_zero_agrees_with_finite_differences():
-    p = Problem(np.random.default_rng(0), betas="zeros", s=5, group=2)
+    p = PathProblem(np.random.default_rng(0), betas="zeros", s=5, group=2)
     cotangent, step = p.like_output(), 1e-6
     _, pullback = pa.Path().vjp(**p.inputs)
     gradient = pullback(cotangent)["beta"]

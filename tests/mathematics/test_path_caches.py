@@ -12,7 +12,7 @@ from tests.mathematics.identities import causal_mask
 from tests.mathematics.path_definition import (
     DIRECTIONS,
     FLUSHES,
-    Problem,
+    PathProblem,
     assert_close,
     at,
     decode,
@@ -44,7 +44,7 @@ LAYERS = ["path[{}]", "path[{}, window=3]", "path[{}, forget=unscaled]", "lucid(
 @settings(sampled, max_examples=10)
 @given(widths=splits(), p=problems(longest=1), seed=st.integers(0, 2**32 - 1))
 def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, flush, widths, p, seed):
-    p = Problem(
+    p = PathProblem(
         np.random.default_rng(seed),
         betas="mixed" if seed % 2 else "random",
         s=sum(widths),
@@ -65,7 +65,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, flush, width
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 def test_decoding_one_by_one_over_many_flushes_is_the_definition(layer, flush, directions):
     length = max(6, 3 * flush + 1)
-    p = Problem(np.random.default_rng(0), "clustered", directions, "mixed", s=length, group=2)
+    p = PathProblem(np.random.default_rng(0), "clustered", directions, "mixed", s=length, group=2)
     out, _ = decode(with_flush(layer, flush), p.inputs, [1] * length)
     by_loops = path_by_loops if layer.startswith("path") else lucid_by_loops
     assert_close(out, by_loops(**p.inputs))
@@ -86,7 +86,7 @@ def valid(cache, flush):
 @settings(sampled, max_examples=8)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
 def test_the_cache_does_not_depend_on_how_it_was_filled(layer, flush, widths, seed):
-    p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
+    p = PathProblem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     layer, length = with_flush(layer, flush), sum(widths)
     stores = [
@@ -102,7 +102,7 @@ def test_the_cache_does_not_depend_on_how_it_was_filled(layer, flush, widths, se
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 @pytest.mark.parametrize("flush", FLUSHES)
 def test_the_cache_stores_keys_as_of_the_last_flush_and_the_reflections_since(layer, flush):
-    p = Problem(np.random.default_rng(0), s=8, n=2)
+    p = PathProblem(np.random.default_rng(0), s=8, n=2)
     for length in range(1, 9):
         _, cache = decode(
             with_flush(layer, flush), at(p.inputs, slice(None), slice(length)), [length]
@@ -127,7 +127,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, flush, data, seed):
     blocks, fed = [], [[], [], []]
     for _ in range(data.draw(st.integers(1, 6))):
         width = data.draw(st.integers(1, 4))
-        p = Problem(rng, b=3, s=width, group=2)
+        p = PathProblem(rng, b=3, s=width, group=2)
         lengths = np.array([data.draw(st.integers(0, width)) for _ in range(3)])
         blocks.append((p.gated if gated else p.inputs, lengths))
     cache = layer.init_cache(*(blocks[0][0][x] for x in "qkv"), capacity=24)
@@ -156,7 +156,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, flush, data, seed):
 @settings(sampled, max_examples=10)
 @given(widths=splits(), seed=st.integers(0, 2**32 - 1))
 def test_masked_keys_in_a_cache_neither_reflect_nor_are_attended_to(layer, flush, widths, seed):
-    p = Problem(np.random.default_rng(seed), s=sum(widths), group=2)
+    p = PathProblem(np.random.default_rng(seed), s=sum(widths), group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     windowed, layer = "window" in layer, with_flush(layer, flush)
     mask = p.rng.random((2, sum(widths))) < 0.6
@@ -178,7 +178,7 @@ def test_masked_keys_in_a_cache_neither_reflect_nor_are_attended_to(layer, flush
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("flush", [1, 3])
 def test_donating_a_cache_or_keeping_it_gives_the_same_output(layer, flush):
-    p = Problem(np.random.default_rng(0), s=11, group=2)
+    p = PathProblem(np.random.default_rng(0), s=11, group=2)
     inputs = p.gated if "forget" in layer else p.inputs
     layer, widths = with_flush(layer, flush), [4, 1, 1, 2, 1, 2]
     kept, donated = (decode(layer, inputs, widths, donate=donate) for donate in (False, True))
@@ -190,7 +190,7 @@ def test_donating_a_cache_or_keeping_it_gives_the_same_output(layer, flush):
 @pytest.mark.parametrize("flush", [1, 3])
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 def test_two_continuations_of_one_cache_are_independent(layer, flush):
-    p = Problem(np.random.default_rng(0), s=8)
+    p = PathProblem(np.random.default_rng(0), s=8)
     layer = with_flush(layer, flush)
     cache = layer.init_cache(p.q, p.k, p.v, capacity=6)
     _, cache = layer.extend(cache, **at(p.inputs, slice(None), slice(4)))
@@ -234,7 +234,7 @@ def forward_substitution_by_rows(below, v):
 
 @pytest.mark.parametrize("lucid", [False, True])
 def test_the_reference_for_long_sequences_is_the_definition(lucid):
-    p = Problem(np.random.default_rng(0), s=9)
+    p = PathProblem(np.random.default_rng(0), s=9)
     expected = (lucid_by_loops if lucid else path_by_loops)(**p.inputs)
     assert_close(long_reference(**p.inputs, lucid=lucid), expected)
 
@@ -243,7 +243,7 @@ def test_the_reference_for_long_sequences_is_the_definition(lucid):
 @pytest.mark.parametrize("flush", [1, 7])
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 def test_hundreds_of_single_steps_in_single_precision_stay_accurate(layer, flush, betas):
-    p = Problem(np.random.default_rng(0), betas=betas, s=300, d=8)
+    p = PathProblem(np.random.default_rng(0), betas=betas, s=300, d=8)
     inputs = {name: x.astype(np.float32) for name, x in p.inputs.items()}
     out, _ = decode(with_flush(layer, flush), inputs, [1] * 300, donate=True)
     assert out.dtype == np.float32
@@ -255,7 +255,7 @@ def test_hundreds_of_single_steps_in_single_precision_stay_accurate(layer, flush
 @pytest.mark.parametrize("how", ["at once", "one by one"])
 @pytest.mark.parametrize("forget", ["unscaled", "scaled"])
 def test_a_closed_gate_in_single_precision_leaves_later_gates_accurate(forget, how):
-    p = Problem(np.random.default_rng(0), s=12)
+    p = PathProblem(np.random.default_rng(0), s=12)
     p.g[:, 3] = -1e4
     layer, inputs = pa.Path(forget=forget), {n: x.astype(np.float32) for n, x in p.gated.items()}
     out = layer(**inputs) if how == "at once" else decode(layer, inputs, [1] * 12)[0]
@@ -268,7 +268,7 @@ def test_a_closed_gate_in_single_precision_leaves_later_gates_accurate(forget, h
 @pytest.mark.parametrize("layer", ["path[{}]", "lucid(path[{}])"])
 def test_many_single_steps_in_bfloat16_stay_accurate(layer, flush, half):
     torch = pytest.importorskip("torch")
-    p = Problem(np.random.default_rng(0), s=200, d=8)
+    p = PathProblem(np.random.default_rng(0), s=200, d=8)
     inputs = {
         name: torch.tensor(x).to(torch.bfloat16 if half == "all" or name in half else torch.float32)
         for name, x in p.inputs.items()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import precondattn as pa
 from tests.mathematics.path_definition import (
-    Problem,
+    PathProblem,
     assert_close,
     assert_gradients,
     decode,
@@ -45,7 +45,7 @@ def differential_by_loops(q, k, v, w, beta, q2, k2, lam):
     ],
 )
 def test_decoding_a_composition_gives_the_output_of_the_full_call(layer, flush):
-    p = Problem(np.random.default_rng(0), s=10, n=2, group=2)
+    p = PathProblem(np.random.default_rng(0), s=10, n=2, group=2)
     inputs, composition = p.inputs, with_flush(layer, flush)
     if layer.startswith("differential"):
         second = {"q2": p.rng.normal(size=p.q.shape), "k2": p.rng.normal(size=p.k.shape)}
@@ -80,7 +80,7 @@ def test_differential_path_is_the_definition(p, lam):
 
 
 def test_gradients_of_compositions_are_those_of_their_definitions():
-    p = Problem(np.random.default_rng(0), s=4, group=2, d=2, b=1)
+    p = PathProblem(np.random.default_rng(0), s=4, group=2, d=2, b=1)
     assert_gradients(pa.Laser(pa.Path()), laser_by_loops, p.inputs)
     detached = pa.RowNormalized(pa.Path(), detach=False)
     assert_gradients(detached, row_normalized_by_loops, p.inputs)

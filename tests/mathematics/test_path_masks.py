@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import precondattn as pa
 from tests.mathematics.identities import causal_mask
 from tests.mathematics.path_definition import (
-    Problem,
+    PathProblem,
     assert_close,
     at,
     problems,
@@ -82,7 +82,7 @@ def test_padded_and_packed_sequences_are_independent(layer, p, data):
 
 
 def test_long_directions_of_one_segment_do_not_affect_the_next():
-    p = Problem(np.random.default_rng(0), s=9)
+    p = PathProblem(np.random.default_rng(0), s=9)
     first = np.arange(9) < 4
     p.w = np.where(first[:, None, None], 1e3 * p.w, p.w)
     packed, pullback = pa.Path().vjp(**p.inputs, segment_ids=np.tile(1 - first, (2, 1)))

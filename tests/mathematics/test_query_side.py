@@ -54,7 +54,7 @@ LAYERS = [
 NORMS = ["rms", "layer"]
 
 
-class Problem:
+class QuerySideProblem:
     """Random inputs of everything in `LAYERS`."""
 
     def __init__(self, rng, *, t, s=None, n=1, group=1, d=3, b=2):
@@ -84,7 +84,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, longest=7, narrowest=1):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return QuerySideProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         t=s if square else draw(st.integers(1, s)),
         s=s,
@@ -251,7 +251,7 @@ def test_low_temperatures_select_the_best_key_and_high_ones_give_the_mean(p):
 
 
 def test_a_bias_is_not_divided_by_the_temperature():
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=5, n=2, group=2)
     bias = p.rng.normal(size=(2, 4, 5, 5))
     out = pa.Temperature(pa.Softmax(bias=True))(p.q, p.k, p.v, bias=bias, tau=np.asarray(4.0))
     expected = read_causal(dot_scores(p.q, p.k) / (4 * np.sqrt(3)) + bias, p.v)
@@ -332,7 +332,7 @@ def test_gradient_of_the_scales_contains_their_logistic(normalize, p):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("values", [(1e3, 1e3, 1e3), (-1e3, -1e3, -1e3), (1e3, 0.0, -1e3)])
 def test_enormous_scales_stay_finite_and_exact(values, normalize):
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=5, n=2, group=2)
     per_dim, layer = np.array(values), pa.PerDimScale(normalize=normalize)
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         out, pullback = layer.vjp(p.q, p.k, p.v, per_dim=per_dim)
@@ -348,7 +348,7 @@ def test_enormous_scales_stay_finite_and_exact(values, normalize):
 @pytest.mark.parametrize("value", [1e3, -1e3])
 def test_torch_differentiates_enormous_scales(value):
     torch = pytest.importorskip("torch")
-    p = Problem(np.random.default_rng(0), t=5)
+    p = QuerySideProblem(np.random.default_rng(0), t=5)
     q, k, v = (torch.tensor(x) for x in (p.q, p.k, p.v))
     per_dim = torch.full((3,), value, dtype=torch.float64, requires_grad=True)
     pa.PerDimScale()(q, k, v, per_dim=per_dim).sum().backward()
@@ -399,7 +399,7 @@ def test_the_mean_of_a_query_and_of_a_key_does_not_matter_to_the_layer_norm(eps,
 
 
 def test_the_mean_matters_to_the_rms_norm():
-    p, layer = Problem(np.random.default_rng(0), t=5), pa.QKNorm()
+    p, layer = QuerySideProblem(np.random.default_rng(0), t=5), pa.QKNorm()
     assert np.abs(layer(p.q + 3, p.k, p.v) - layer(p.q, p.k, p.v)).max() > 0.01
     assert np.abs(pa.QKNorm(norm="layer")(p.q, p.k, p.v) - layer(p.q, p.k, p.v)).max() > 0.01
 
@@ -447,7 +447,7 @@ def test_a_gain_of_one_is_neutral_and_only_the_product_of_gains_matters(norm, p)
 @pytest.mark.parametrize("zero", ["q", "k", "qk"])
 @pytest.mark.parametrize("text", ["qk_norm", "lucid(qk_norm)", "qk_norm(path)"])
 def test_zero_queries_and_keys_have_scores_of_zero_and_finite_gradients(text, zero, eps, norm):
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=6, n=2, group=2)
     layer = pa.parse(text.replace("qk_norm", f"qk_norm[norm={norm},eps={eps},gain=true]"))
     x = p.x(layer)
     for name in zero:
@@ -466,7 +466,7 @@ def test_zero_queries_and_keys_have_scores_of_zero_and_finite_gradients(text, ze
 @pytest.mark.parametrize("height", [1e-3, 1.0, 1e3, 1e100])
 def test_scores_are_bounded_however_long_queries_and_keys(height):
     """|s⟨norm(q), norm(k)⟩| ≤ √d, so that no weight is below e^(−2√d)/n."""
-    p = Problem(np.random.default_rng(0), t=6, d=4)
+    p = QuerySideProblem(np.random.default_rng(0), t=6, d=4)
     eye = np.broadcast_to(np.eye(6)[:, None], (2, 6, 1, 6)).copy()
     for norm in NORMS:
         weights = pa.QKNorm(pa.Softmax(causal=False), norm=norm)(height * p.q, height * p.k, eye)
@@ -501,7 +501,7 @@ def test_inside_or_outside_lucid_gives_the_same_output(query_side, normalize, p)
 
 @pytest.mark.parametrize("query_side", ["temperature", "per_dim_scale"])
 def test_changes_to_queries_alone_do_not_reach_the_solve(query_side):
-    p = Problem(np.random.default_rng(0), t=6, d=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=6, d=2)
     scaled = {"temperature": p.q / p.taus["layer"]}
     q = scaled.get(query_side, p.q * softplus(p.per_dim) / np.log(2))
     for text in (f"lucid({query_side})", f"{query_side}(lucid)"):
@@ -526,7 +526,7 @@ def test_lucid_solves_with_the_normalised_keys_and_their_gain(text, norm, p):
 
 @pytest.mark.parametrize("text", ["lucid(qk_norm[gain=true])", "qk_norm[gain=true](lucid)"])
 def test_lucid_does_not_solve_with_the_keys_before_the_gain(text):
-    p = Problem(np.random.default_rng(0), t=6, d=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=6, d=2)
     layer = pa.parse(text)
     x = p.x(layer, k_gain=np.array([5.0, 0.1]))
     q, k = normed(p.q, gain=p.q_gain), normed(p.k, gain=x["k_gain"])
@@ -620,7 +620,7 @@ def test_inside_or_outside_lucid_over_path_gives_the_same_output(query_side, p):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gradients_are_those_of_central_differences(layer):
-    p = Problem(np.random.default_rng(len(layer)), t=4, n=2, group=2, d=3)
+    p = QuerySideProblem(np.random.default_rng(len(layer)), t=4, n=2, group=2, d=3)
     layer = pa.parse(layer)
     assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
@@ -639,7 +639,7 @@ def test_splitting_a_sequence_anywhere_gives_the_same_output(layer, p, data):
 
 
 def test_a_ragged_batch_equals_each_sequence_alone():
-    p = Problem(np.random.default_rng(0), t=7, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=7, n=2, group=2)
     for text in LAYERS:
         layer = pa.parse(text)
         x = p.x(layer)
@@ -655,7 +655,7 @@ def test_a_ragged_batch_equals_each_sequence_alone():
 
 
 def test_temperatures_and_scales_are_not_in_the_cache_and_may_change():
-    p = Problem(np.random.default_rng(0), t=5)
+    p = QuerySideProblem(np.random.default_rng(0), t=5)
     layer = pa.Temperature()
     x = p.x(layer)
     cache = layer.init_cache(**x, capacity=5)
@@ -705,7 +705,7 @@ def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reaso
     ["qk_norm(temperature)", "qk_norm(per_dim_scale)", "per_dim_scale(temperature)"],
 )
 def test_compositions_that_make_sense_are_accepted(text):
-    p, layer = Problem(np.random.default_rng(0), t=5), pa.parse(text)
+    p, layer = QuerySideProblem(np.random.default_rng(0), t=5), pa.parse(text)
     x = p.x(layer)
     assert_close(layer(**x), definition(layer, x), size=10)
 
@@ -779,7 +779,7 @@ SHORTHANDS = [
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize(("shorthand", "options", "text"), SHORTHANDS)
 def test_a_shorthand_equals_a_call_of_its_class(shorthand, options, text, library):
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=5, n=2, group=2)
     layer = pa.parse(text or "temperature(softmax[causal=false,scale=0.3])")
     g = -p.rng.uniform(size=(2, 5, 4))
     x = p.x(layer, q2=p.q[::-1], k2=p.k[::-1], lam=np.asarray(0.7), g=g)
@@ -791,7 +791,7 @@ def test_a_shorthand_equals_a_call_of_its_class(shorthand, options, text, librar
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_a_shorthand_infers_per_from_the_number_of_axes(library):
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=5, n=2, group=2)
     x = {"q": p.q, "k": p.k, "v": p.v, "q2": p.q[::-1].copy(), "k2": p.k[::-1].copy()}
     x |= {f"tau_{per}": tau for per, tau in p.taus.items()}
     lams = {"layer": (), "head": (4,), "token": (2, 5, 4)}
@@ -811,14 +811,14 @@ def test_a_shorthand_infers_per_from_the_number_of_axes(library):
 
 
 def test_a_single_head_has_its_own_temperature():
-    p = Problem(np.random.default_rng(0), t=5)
+    p = QuerySideProblem(np.random.default_rng(0), t=5)
     tau = np.array([0.5])
     expected = pa.Temperature()(p.q, p.k, p.v, tau=tau[0, ...])
     assert_close(pa.temperature(p.q, p.k, p.v, tau=tau), expected)
 
 
 def test_gains_switch_the_gain_on():
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = QuerySideProblem(np.random.default_rng(0), t=5, n=2, group=2)
     for norm in NORMS:
         layer = pa.QKNorm(norm=norm, gain=True)
         result = pa.qk_norm(p.q, p.k, p.v, q_gain=p.q_gain, k_gain=p.k_gain, norm=norm)
@@ -826,7 +826,7 @@ def test_gains_switch_the_gain_on():
 
 
 def test_a_shorthand_names_an_unknown_keyword():
-    p = Problem(np.random.default_rng(0), t=5)
+    p = QuerySideProblem(np.random.default_rng(0), t=5)
     with pytest.raises(TypeError, match=r"temperature: unknown keyword 'tua'.*'tau'"):
         pa.temperature(p.q, p.k, p.v, tua=p.taus["layer"])
     with pytest.raises(pa.ShapeError, match="tau"):

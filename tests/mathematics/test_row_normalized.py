@@ -52,7 +52,7 @@ def unit(o, eps=1e-6, axis=-1):
     return o / np.maximum(length(o, axis), eps)
 
 
-class Problem:
+class RowNormalizedProblem:
     """Random inputs of everything in `LAYERS`."""
 
     def __init__(self, rng, *, t, s=None, n=1, group=1, d=3, e=3, b=2):
@@ -80,7 +80,7 @@ class Problem:
 @st.composite
 def problems(draw, square=True, longest=7):
     s = draw(st.integers(1, longest))
-    return Problem(
+    return RowNormalizedProblem(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         t=s if square else draw(st.integers(1, s)),
         s=s,
@@ -302,7 +302,10 @@ def test_the_size_of_the_values_does_not_matter_and_their_sign_does(base, p, c):
 
 
 def test_over_laser_the_size_of_the_values_matters():
-    p, layer = Problem(np.random.default_rng(0), t=5), pa.RowNormalized(pa.Laser(), eps=0)
+    p, layer = (
+        RowNormalizedProblem(np.random.default_rng(0), t=5),
+        pa.RowNormalized(pa.Laser(), eps=0),
+    )
     assert np.abs(layer(p.q, p.k, 3 * p.v) - layer(p.q, p.k, p.v)).max() > 0.1
 
 
@@ -357,7 +360,7 @@ def test_the_future_changes_no_bit_of_past_outputs(layer, p, past):
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("eps", [0, 1e-6])
 def test_zero_values_give_zero_output_and_a_finite_gradient(eps, detach):
-    p = Problem(np.random.default_rng(0), t=6, n=2, group=2)
+    p = RowNormalizedProblem(np.random.default_rng(0), t=6, n=2, group=2)
     v = p.v.copy()
     v[:, :3] = 0  # The values that the first three rows attend to.
     layer = pa.RowNormalized(eps=eps, detach=detach)
@@ -447,7 +450,7 @@ def test_by_default_the_gradient_is_the_base_s_under_the_rescaled_cotangent(base
 
 @pytest.mark.parametrize("base", ["softmax", "lucid", "differential[per=token]"])
 def test_by_default_finite_differences_agree_only_if_the_norm_is_kept_constant(base):
-    p = Problem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
+    p = RowNormalizedProblem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
     layer = pa.RowNormalized(pa.parse(base))
     x, cotangent = p.x(layer), p.like_output()
     held = cotangent / length(layer.base(**x))
@@ -478,7 +481,7 @@ def test_by_default_finite_differences_agree_only_if_the_norm_is_kept_constant(b
     ],
 )
 def test_without_detach_gradients_are_those_of_central_differences(layer):
-    p = Problem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
+    p = RowNormalizedProblem(np.random.default_rng(1), t=3, n=2, group=2, d=2, e=2)
     layer = pa.parse(layer)
     assert_gradients_are_central_differences(layer, p.x(layer), p.like_output())
 
@@ -504,7 +507,7 @@ def test_without_detach_the_gradient_of_the_values_is_orthogonal_to_them(p):
 def test_torch_and_jax_differentiate_the_call_alike(base, detach):
     torch = pytest.importorskip("torch")
     jax = pytest.importorskip("jax")
-    p = Problem(np.random.default_rng(0), t=5, n=2, group=2)
+    p = RowNormalizedProblem(np.random.default_rng(0), t=5, n=2, group=2)
     layer = pa.RowNormalized(pa.parse(base), detach=detach)
     x, cotangent = p.x(layer), p.like_output()
     out, pullback = layer.vjp(**x)
@@ -577,7 +580,7 @@ def test_channels_of_sequences_and_segments_are_independent(detach, p, data):
 
 
 def test_axis_auto_means_tokens_for_softmax():
-    p, base = Problem(np.random.default_rng(0), t=5), pa.Softmax(causal=False)
+    p, base = RowNormalizedProblem(np.random.default_rng(0), t=5), pa.Softmax(causal=False)
     auto, token, channel = (
         pa.RowNormalized(base, axis=axis)(p.q, p.k, p.v) for axis in ("auto", "token", "channel")
     )
@@ -763,7 +766,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(layer, p, data):
 
 
 def test_the_row_norm_adds_nothing_to_the_cache():
-    p = Problem(np.random.default_rng(0), t=4)
+    p = RowNormalizedProblem(np.random.default_rng(0), t=4)
     for text, stored in [("row_normalized", ["k", "v"]), ("row_normalized(laser)", ["k", "v"])]:
         cache = pa.parse(text).init_cache(p.q, p.k, p.v, capacity=4)
         assert sorted(cache.store) == stored
@@ -776,7 +779,7 @@ def test_the_row_norm_adds_nothing_to_the_cache():
 
 
 def test_channels_can_not_be_cached():
-    p = Problem(np.random.default_rng(0), t=4)
+    p = RowNormalizedProblem(np.random.default_rng(0), t=4)
     with pytest.raises(ValueError, match="not causal, so it can not have a cache"):
         pa.parse(CHANNEL).init_cache(p.q, p.k, p.v, capacity=4)
 
@@ -801,7 +804,7 @@ def test_compositions_that_make_no_sense_are_refused_with_the_reason(text, reaso
 
 
 def test_a_difference_of_unit_rows_may_be_normalised_again():
-    p = Problem(np.random.default_rng(0), t=4)
+    p = RowNormalizedProblem(np.random.default_rng(0), t=4)
     layer = pa.parse("row_normalized(differential(row_normalized))")
     x = p.x(layer)
     assert_close(layer(**x), unit(layer.base(**x)))

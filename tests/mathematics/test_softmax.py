@@ -22,7 +22,7 @@ sampled = settings(
 )
 
 
-class Problem(AttentionProblem):
+class SoftmaxProblem(AttentionProblem):
     """The attention of the problem, with and without its bias."""
 
     @property
@@ -34,7 +34,7 @@ class Problem(AttentionProblem):
         return self.biased_base
 
 
-problems = partial(attention_problems, Problem, spreads=(1.0, 30.0, 1000.0))
+problems = partial(attention_problems, SoftmaxProblem, spreads=(1.0, 30.0, 1000.0))
 
 
 def online_softmax(row, values, tile):
@@ -133,7 +133,7 @@ def test_order_of_keys_does_not_matter_without_causality(p):
 
 
 def test_order_of_keys_matters_with_causality():
-    p = Problem(np.random.default_rng(0), t=4, s=4)
+    p = SoftmaxProblem(np.random.default_rng(0), t=4, s=4)
     assert not np.allclose(p.plain(p.q, p.k[:, ::-1], p.v[:, ::-1]), p.plain(p.q, p.k, p.v))
 
 
@@ -345,13 +345,13 @@ def test_an_enormous_score_selects_its_value_without_overflow(height):
 
 
 def test_one_token_returns_its_value():
-    p = Problem(np.random.default_rng(1), t=1, s=1, n=2, group=2)
+    p = SoftmaxProblem(np.random.default_rng(1), t=1, s=1, n=2, group=2)
     np.testing.assert_array_equal(p.plain(p.q, p.k, p.v), np.repeat(p.v, 2, axis=2))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
 def test_a_bias_broadcasts_over_batch_and_heads_and_its_gradient_is_summed(shape):
-    p = Problem(np.random.default_rng(2), t=3, s=5, n=2, group=2)
+    p = SoftmaxProblem(np.random.default_rng(2), t=3, s=5, n=2, group=2)
     bias = p.rng.normal(size=(*shape, 3, 5))
     out, pullback = p.biased.vjp(p.q, p.k, p.v, bias=bias)
     full, full_pullback = p.biased.vjp(p.q, p.k, p.v, bias=np.broadcast_to(bias, (2, 4, 3, 5)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import precondattn as pa
 from tests.mathematics.linear_definitions import (
     LAYERS,
-    Problem,
+    LinearProblem,
     alone,
     close,
     close_to_definition,
@@ -55,7 +55,7 @@ def test_states_and_their_gradients_are_those_of_the_definition(layer, p):
 @pytest.mark.parametrize("layer", FORMS)
 def test_states_after_a_long_sequence_are_those_of_the_definition(layer):
     layer = pa.parse(layer)
-    p = Problem(np.random.default_rng(0), s=131, n=1, group=2, multiple=2, d=5, e=3)
+    p = LinearProblem(np.random.default_rng(0), s=131, n=1, group=2, multiple=2, d=5, e=3)
     x = p.x(layer)
     close_to_definition(layer, p, x, p.states(layer.init_cache(**x)))
 
@@ -112,7 +112,7 @@ def test_chained_pullbacks_equal_the_pullback_of_the_full_call(layer, p, past):
 
 @pytest.mark.parametrize("layer", FORMS)
 def test_a_missing_cotangent_of_the_state_means_zero(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=5, group=2, multiple=2)
+    layer, p = pa.parse(layer), LinearProblem(np.random.default_rng(0), s=5, group=2, multiple=2)
     x = p.x(layer)
     out, last, pullback = layer.extend_vjp(layer.init_cache(**x), **x)
     d_out = p.like(out)
@@ -125,7 +125,10 @@ def test_a_missing_cotangent_of_the_state_means_zero(layer):
 
 @pytest.mark.parametrize("layer", FORMS)
 def test_torch_differentiates_extend(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(1), s=5, n=2, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(1), s=5, n=2, group=2, multiple=2),
+    )
     x = p.x(layer)
     states = p.states(layer.init_cache(**x))
     inputs, first = tensors(x, grad=True), tensors(states, grad=True)
@@ -163,7 +166,10 @@ def test_torch_differentiates_extend(layer):
     ],
 )
 def test_a_token_that_writes_nothing_only_decays_the_state(layer, silent, decay):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2),
+    )
     x = p.x(layer)
     x[silent] = 0 * x[silent]
     cache = layer.init_cache(**x)
@@ -176,7 +182,7 @@ def test_a_token_that_writes_nothing_only_decays_the_state(layer, silent, decay)
 
 @pytest.mark.parametrize("text", ["softmax", "elu1", "lucid"])
 def test_only_a_state_has_a_pullback(text):
-    layer, p = pa.parse(text), Problem(np.random.default_rng(0), s=3)
+    layer, p = pa.parse(text), LinearProblem(np.random.default_rng(0), s=3)
     x = p.x(pa.Linear())
     cache = layer.init_cache(**x, capacity=3)
     with pytest.raises(TypeError, match="extend_vjp"):
@@ -209,7 +215,10 @@ def test_padding_changes_nothing_and_gets_no_gradient(layer):
 
 
 def check_padding(layer, counts, extending):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(0), s=6, n=2, group=2, multiple=2),
+    )
     x, padding = p.x(layer), np.arange(6) >= np.asarray(counts)[:, None]
     with_nan = {name: array.copy() for name, array in x.items()}
     for name in filter(timed, with_nan):
@@ -285,7 +294,10 @@ def test_packed_segments_equal_each_segment_alone(layer, p, data):
 
 @pytest.mark.parametrize("layer", FORMS)
 def test_a_ragged_batch_equals_each_sequence_alone(layer):
-    layer, p = pa.parse(layer), Problem(np.random.default_rng(0), s=7, n=2, group=2, multiple=2)
+    layer, p = (
+        pa.parse(layer),
+        LinearProblem(np.random.default_rng(0), s=7, n=2, group=2, multiple=2),
+    )
     x = p.x(layer)
     cache = layer.init_cache(**x)
     states, outs = p.states(cache), []
@@ -314,7 +326,7 @@ def linear_cache():
 
 def test_the_pullback_accepts_a_cache_and_returns_the_order_of_its_buffers():
     layer = pa.parse("ccq(gated_delta)")
-    p = Problem(np.random.default_rng(0), s=4)
+    p = LinearProblem(np.random.default_rng(0), s=4)
     x = p.x(pa.GatedDelta()) | {"contraction": np.full((2, 4, 1), 0.5)}
     cache = layer.init_cache(**x)
     out, last, pullback = layer.extend_vjp(cache, **x)

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from tests.mutation.cover import alone, covering, seconds_of
 from tests.mutation.cover import cover as run_and_note
-from tests.mutation.draw import ROOT, Drawn
+from tests.mutation.draw import ROOT, DrawnMutant
 from tests.mutation.draw import draw as drawn_sample
 from tests.mutation.kill import GONE, KILLED, SURVIVED, UNTOUCHED
 from tests.mutation.kill import kill as verdict_of
@@ -111,12 +111,12 @@ def table() -> None:
             console.print(f"{entry['file']}: {entry['key']}\n    {states}", markup=False)
 
 
-def _sample() -> list[Drawn]:
+def _sample() -> list[DrawnMutant]:
     return [_drawn(entry) for entry in json.loads(RECORD.read_text(encoding="utf-8"))]
 
 
-def _drawn(entry: dict[str, Any]) -> Drawn:
-    return Drawn(entry["file"], entry["key"], entry["kind"])
+def _drawn(entry: dict[str, Any]) -> DrawnMutant:
+    return DrawnMutant(entry["file"], entry["key"], entry["kind"])
 
 
 def _save(entries: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tests.mutation.draw import ROOT, Drawn
+from tests.mutation.draw import ROOT, DrawnMutant
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "times_of_tests"]
@@ -22,7 +22,7 @@ def environment(task: Path, times: Path | None = None) -> dict[str, str]:
     return found | ({} if times is None else {"TIMES": str(times)})
 
 
-def cover(sample: list[Drawn], folder: Path, options: list[str]) -> int:
+def cover(sample: list[DrawnMutant], folder: Path, options: list[str]) -> int:
     """Run the tests, with pytest's options, and write notes and times to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     note: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -40,7 +40,7 @@ def cover(sample: list[Drawn], folder: Path, options: list[str]) -> int:
     ).returncode
 
 
-def covering(sample: list[Drawn], folder: Path) -> list[list[str]]:
+def covering(sample: list[DrawnMutant], folder: Path) -> list[list[str]]:
     """The tests of each mutant, in the order in which they were noted."""
     found: list[dict[str, None]] = [{} for _ in sample]
     for file in sorted(folder.glob("*.notes")):

@@ -29,7 +29,7 @@ OF_JAX = ("jax", "flax")
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnMutant:
     """A mutant of the sample, by the names that hold when lines above it change."""
 
     file: str
@@ -77,11 +77,11 @@ class Drawn:
         return asdict(self)
 
 
-def draw(count: int = 100, seed: int = 20, most_of_jax: int = 15) -> list[Drawn]:
+def draw(count: int = 100, seed: int = 20, most_of_jax: int = 15) -> list[DrawnMutant]:
     """The sample, in the order of its files."""
     random_numbers = random.Random(seed)
     by_file = dict(_mutants_of_files())
-    chosen: list[Drawn] = []
+    chosen: list[DrawnMutant] = []
     for folder, share in _shares(by_file, count).items():
         files = [file for file in by_file if _folder(file) == folder]
         random_numbers.shuffle(files)
@@ -101,13 +101,13 @@ def draw(count: int = 100, seed: int = 20, most_of_jax: int = 15) -> list[Drawn]
     return sorted(chosen, key=lambda drawn: (drawn.file, drawn.key))
 
 
-def _mutants_of_files() -> Iterable[tuple[str, list[Drawn]]]:
+def _mutants_of_files() -> Iterable[tuple[str, list[DrawnMutant]]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
             mutants = python_mutants(path.read_text(encoding="utf-8"))
             if mutants and not file.startswith(PRINTS):
-                yield file, [Drawn(file, mutant.key, mutant.kind) for mutant in mutants]
+                yield file, [DrawnMutant(file, mutant.key, mutant.kind) for mutant in mutants]
 
 
 def _folder(file: str) -> str:
@@ -116,7 +116,7 @@ def _folder(file: str) -> str:
     return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
 
 
-def _shares(by_file: dict[str, list[Drawn]], count: int) -> dict[str, int]:
+def _shares(by_file: dict[str, list[DrawnMutant]], count: int) -> dict[str, int]:
     """How many each folder gives: by the number of its mutants, and at least one."""
     sizes: dict[str, int] = defaultdict(int)
     for file, mutants in by_file.items():

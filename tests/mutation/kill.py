@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.mutation.cover import PYTEST, environment
-from tests.mutation.draw import ROOT, Drawn
+from tests.mutation.draw import ROOT, DrawnMutant
 
 BATCHES = ((3, 20, 6.0), (12, 300, 60.0), (10_000, 100_000, 240.0))
 """The most files and tests of a batch, and the most seconds that they took without the mutant."""
@@ -34,7 +34,7 @@ KILLED, SURVIVED, UNTOUCHED, GONE = "killed", "survived", "untouched", "gone"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KillVerdict:
     """What became of a mutant."""
 
     status: str
@@ -51,22 +51,22 @@ class Verdict:
 
 
 def kill(
-    drawn: Drawn,
+    drawn: DrawnMutant,
     tests: list[str],
     seconds: dict[str, float],
     options: list[str],
     killers: list[str],
-) -> Verdict:
+) -> KillVerdict:
     """The verdict of the tests that cover a mutant, of which `seconds` has those that may run.
 
     Those that killed it in another run come before all others, also if they are not noted: of what
     is computed once in a process, only the first test is.
     """
     if not drawn.is_there:
-        return Verdict(GONE, 0, 0)
+        return KillVerdict(GONE, 0, 0)
     known = [test for test in tests if test in seconds]
     if not any(test in seconds for test in tests + killers):
-        return Verdict(UNTOUCHED, 0, 0)
+        return KillVerdict(UNTOUCHED, 0, 0)
     tried = 0
     again = [test for test in killers if test in seconds]
     others = [test for test in known if test not in killers]
@@ -75,8 +75,8 @@ def kill(
         failed = _first_failure(drawn, batch, options, START + SLOWER * expected)
         tried += len(batch)
         if failed is not None:
-            return Verdict(KILLED, len(known), tried, *failed)
-    return Verdict(SURVIVED, len(known), tried)
+            return KillVerdict(KILLED, len(known), tried, *failed)
+    return KillVerdict(SURVIVED, len(known), tried)
 
 
 def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
@@ -113,7 +113,7 @@ def _in_turn(files: list[list[str]]) -> list[str]:
 
 
 def _first_failure(
-    drawn: Drawn, tests: list[str], options: list[str], limit: float
+    drawn: DrawnMutant, tests: list[str], options: list[str], limit: float
 ) -> tuple[str, str] | None:
     mutant = drawn.mutant()
     plant = {

@@ -35,7 +35,7 @@ WARPS = 4
 """Warps of a block of `lucid_prepare`; each has a token."""
 
 
-class Plan(NamedTuple):
+class LucidPlan(NamedTuple):
     """Sizes of one call, and the tiles of its kernels."""
 
     b: int
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
         return self.scale * LOG2_E, self.scale * self.d * LOG2_E
 
 
-def plan_of(leaf: Any, k: Array, v: Array) -> Plan:
+def plan_of(leaf: Any, k: Array, v: Array) -> LucidPlan:
     b, s, n, d = k.shape
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
@@ -85,13 +85,13 @@ def plan_of(leaf: Any, k: Array, v: Array) -> Plan:
     tokens = -(-s // unit) * unit
     super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
     operand = np.dtype(np.float16 if half else np.float32)
-    return Plan(
+    return LucidPlan(
         b, s, n, d, e, tokens, super_block, key_width, chunk, -(-e // chunk), leaf.scale_for(d),
         operand, inverse, update, gradient,
     )  # fmt: skip
 
 
-class System:
+class LucidMatrix:
     """The matrix of one call: solves with it and with its transpose."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame, right: Array) -> None:
@@ -228,7 +228,7 @@ def _text(flag: bool) -> str:
     return str(flag).lower()
 
 
-class LucidSolve:
+class LucidSolveKernels:
     """Algorithm of the leaf `LucidSolve`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -253,7 +253,7 @@ class LucidSolve:
     def forward(
         self, leaf: Any, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
-        system = System(leaf, x, frame, x["v"])
+        system = LucidMatrix(leaf, x, frame, x["v"])
         y = empty(x["v"], x["v"].shape)
         rho = empty(y, y.shape) if leaf.beta else None
         system.solve(y, rho, backward=False)
@@ -268,7 +268,7 @@ class LucidSolve:
         residuals: tuple[Array, ...],
         cotangent: Array,
     ) -> dict[str, Array]:
-        system = System(leaf, x, frame, cotangent)
+        system = LucidMatrix(leaf, x, frame, cotangent)
         d_k, d_v = (empty(x[name], x[name].shape) for name in ("k", "v"))
         rho = in_one_piece(residuals[0]) if leaf.beta else None
         d_beta = system.solve(d_v, rho, backward=True)

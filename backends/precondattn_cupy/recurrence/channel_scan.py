@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.recurrence import AllTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import in_one_piece
-from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first, tokens_first
+from precondattn_cupy.recurrence.chunk_arrays import ChunkCall, heads_first, tokens_first
 
 SEGMENT = 32
 """Tokens between the states that the gradient starts from."""
@@ -39,7 +39,7 @@ class ChannelScan(AllTokens):
         call.scan("scan_channels", call.initial, last, None, o)
         return heads_first(o), last
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         call = ChannelCall(x, state, self.scale)
         xp, blocks = namespace(call.k), call.blocks
         states = call.scratch(call.heads, -(-call.s // SEGMENT), call.d, call.e)
@@ -66,10 +66,10 @@ class ChannelScan(AllTokens):
         stream = Stream(
             total(d_q), total(d_k), heads_first(d_v), d_gates, total(d_beta), total(d_a)
         )
-        return Gradients(stream, d_initial)
+        return StreamGradients(stream, d_initial)
 
 
-class ChannelCall(Call):
+class ChannelCall(ChunkCall):
     """The arrays of one call, with gates (b, s, m, d)."""
 
     def __init__(self, x: Stream, state: Array, scale: float) -> None:

@@ -47,7 +47,7 @@ def heads_first(x: Array) -> Array:
     return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
 
 
-class Call:
+class ChunkCall:
     """The arrays and numbers of one call.
 
     `q` (b, t, heads, r, d), `k` and `a` (b, s, heads, d), `v` (b, s, heads, e), `g` and `beta`

@@ -19,14 +19,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.arrays import Array
-from precondattn.spec.recurrence import AllTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_cupy.launch import cpp_type, launch
-from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first
+from precondattn_cupy.recurrence.chunk_arrays import ChunkCall, heads_first
 
 STEP_WARPS = 8
 
 
-class Prepared(NamedTuple):
+class PreparedChunks(NamedTuple):
     """Arrays of chunks that do not depend on a state; None where the rule has no such array."""
 
     sums: Array | None
@@ -63,22 +63,22 @@ class Chunkwise(AllTokens):
         self.decays, self.scale = decays, scale
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
-        call = Call(x, state, self.decays, self.scale)
+        call = ChunkCall(x, state, self.decays, self.scale)
         if call.s == 1 and call.t == 1:
             return _step(call)
         prepared = prepare(call)
         carried = carry(call, prepared)
         return _read(call, prepared, carried), carried.last
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         from precondattn_cupy.recurrence.chunkwise_gradient import gradients
 
-        call = Call(x, state, self.decays, self.scale)
+        call = ChunkCall(x, state, self.decays, self.scale)
         prepared = prepare(call)
         return gradients(call, x, prepared, carry(call, prepared), d_o, d_final)
 
 
-def _step(call: Call) -> tuple[Array, Array]:
+def _step(call: ChunkCall) -> tuple[Array, Array]:
     last = call.scratch(call.b, call.m, call.d, call.e)
     o = call.outputs(call.b, 1, call.m, call.r, call.e)
     arrays = (call.q, call.k, call.a, call.v, call.g, call.beta, call.initial, last, o)
@@ -91,7 +91,7 @@ def _step(call: Call) -> tuple[Array, Array]:
     return heads_first(o), last
 
 
-def prepare(call: Call) -> Prepared:
+def prepare(call: ChunkCall) -> PreparedChunks:
     """Sums of gates; with the delta rule also M, Y and W."""
     heads, tokens = call.heads, call.tokens
     sums = None if call.g is None else call.scratch(heads, tokens, 2)
@@ -101,7 +101,7 @@ def prepare(call: Call) -> Prepared:
         arrays = (call.g, call.beta, sums, strength)
         call.launch("sum_gates", grid, (*arrays, call.m, call.s, tokens), 8 * call.chunk)
     if call.beta is None:
-        return Prepared(sums, None, None, None, None)
+        return PreparedChunks(sums, None, None, None, None)
     inverse = call.scratch(heads, tokens, call.chunk)
     y, w = call.scratch(heads, tokens, call.step), call.scratch(heads, tokens, call.width)
     numbers = (call.m, call.k_heads, call.a_heads, call.v_heads, call.s, tokens)
@@ -117,10 +117,10 @@ def prepare(call: Call) -> Prepared:
         call.block,
         *call.erases,
     )
-    return Prepared(sums, strength, inverse, y, w)
+    return PreparedChunks(sums, strength, inverse, y, w)
 
 
-def carry(call: Call, prepared: Prepared) -> Carried:
+def carry(call: ChunkCall, prepared: PreparedChunks) -> Carried:
     """The states between chunks."""
     last = call.scratch(call.b, call.m, call.d, call.e)
     states = call.scratch(call.heads, call.count, call.width, call.step)
@@ -141,7 +141,7 @@ def carry(call: Call, prepared: Prepared) -> Carried:
     return Carried(states, u, last)
 
 
-def _read(call: Call, prepared: Prepared, carried: Carried) -> Array:
+def _read(call: ChunkCall, prepared: PreparedChunks, carried: Carried) -> Array:
     """The outputs (b, m, t, r, e)."""
     o = call.outputs(call.b, call.t, call.m, call.r, call.e)
     arrays = (call.q, call.k, call.v, carried.u, prepared.sums, carried.states, o)

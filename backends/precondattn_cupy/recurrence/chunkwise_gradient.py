@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_cupy.layout import in_one_piece
-from precondattn_cupy.recurrence.chunk_arrays import Call, heads_first, tokens_first
-from precondattn_cupy.recurrence.chunkwise import Carried, Prepared
+from precondattn_cupy.recurrence.chunk_arrays import ChunkCall, heads_first, tokens_first
+from precondattn_cupy.recurrence.chunkwise import Carried, PreparedChunks
 
 
 class Back(NamedTuple):
@@ -41,8 +41,13 @@ class OfDelta(NamedTuple):
 
 
 def gradients(
-    call: Call, x: Stream, prepared: Prepared, carried: Carried, d_o: Array, d_final: Array
-) -> Gradients:
+    call: ChunkCall,
+    x: Stream,
+    prepared: PreparedChunks,
+    carried: Carried,
+    d_o: Array,
+    d_final: Array,
+) -> StreamGradients:
     """The gradients of a call, from the states of its forward pass."""
     d_o = tokens_first(namespace(d_o).astype(d_o, call.k.dtype, copy=False))
     back = _carry_back(call, prepared, d_o, d_final)
@@ -65,10 +70,10 @@ def gradients(
     d_strength = None if d_beta is None else heads_first(d_beta)
     d_erase = None if d_a is None else heads_first(d_a)
     stream = Stream(heads_first(d_q), heads_first(d_k), d_v, d_gates, d_strength, d_erase)
-    return Gradients(stream, back.d_initial)
+    return StreamGradients(stream, back.d_initial)
 
 
-def _carry_back(call: Call, prepared: Prepared, d_o: Array, d_final: Array) -> Back:
+def _carry_back(call: ChunkCall, prepared: PreparedChunks, d_o: Array, d_final: Array) -> Back:
     local = call.scratch(call.heads, call.tokens, call.step)
     heads = (call.m, call.r, call.q_heads, call.k_heads)
     sizes = (call.s, call.t, call.tokens, call.d, call.e, call.step)
@@ -101,7 +106,7 @@ def _carry_back(call: Call, prepared: Prepared, d_o: Array, d_final: Array) -> B
 
 
 def _d_scores(
-    call: Call, prepared: Prepared, carried: Carried, d_o: Array
+    call: ChunkCall, prepared: PreparedChunks, carried: Carried, d_o: Array
 ) -> tuple[Array, Array | None]:
     """dA (m r, T, C), and its part of the gates' gradient (m r, T)."""
     queries = call.heads * call.r
@@ -124,7 +129,7 @@ def _d_scores(
 
 
 def _d_values(
-    call: Call, x: Stream, prepared: Prepared, carried: Carried, back: Back
+    call: ChunkCall, x: Stream, prepared: PreparedChunks, carried: Carried, back: Back
 ) -> tuple[Array, OfDelta]:
     """(b, m, s, e), and with the delta rule the other results from dU."""
     heads, tokens = call.heads, call.tokens
@@ -159,7 +164,7 @@ def _d_values(
 
 
 def _d_queries(
-    call: Call, prepared: Prepared, carried: Carried, d_o: Array, d_scores: Array
+    call: ChunkCall, prepared: PreparedChunks, carried: Carried, d_o: Array, d_scores: Array
 ) -> tuple[Array, Array | None]:
     """(b, t, m, r, d), and the sums of the states' part with the queries (m r, blocks, T)."""
     queries = call.heads * call.r
@@ -183,8 +188,8 @@ def _d_queries(
 
 
 def _d_keys(
-    call: Call,
-    prepared: Prepared,
+    call: ChunkCall,
+    prepared: PreparedChunks,
     carried: Carried,
     back: Back,
     d_scores: Array,
@@ -221,7 +226,7 @@ def _d_keys(
 
 
 def _d_erased(
-    call: Call, a: Array, prepared: Prepared, carried: Carried, of_delta: OfDelta
+    call: ChunkCall, a: Array, prepared: PreparedChunks, carried: Carried, of_delta: OfDelta
 ) -> tuple[Array, Array]:
     """The gradient of the keys that are erased (b, s, m, d), and `from_keys` of the kernel."""
     heads, blocks, tokens = call.heads, call.key_blocks, call.tokens

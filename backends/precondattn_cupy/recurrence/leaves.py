@@ -12,7 +12,7 @@ from precondattn_cupy.recurrence.channel_scan import ChannelScan
 from precondattn_cupy.recurrence.chunkwise import Chunkwise
 
 
-class Recurrence(StatefulKernels):
+class RecurrenceKernels(StatefulKernels):
     """The linear family with at most one decay for each token, CCQ's query, and ATK's key."""
 
     def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Chunkwise:

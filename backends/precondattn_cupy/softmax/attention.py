@@ -16,7 +16,7 @@ from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
 from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
-from precondattn_cupy.layout import Masks, empty, masks_of
+from precondattn_cupy.layout import KernelMasks, empty, masks_of
 
 LOG2_E = math.log2(math.e)
 SMALLEST = 2.0**-126
@@ -70,13 +70,13 @@ class Values(NamedTuple):
         return cpp_type(self.array) if self.rest is None else "__nv_bfloat16"
 
 
-class Call(NamedTuple):
+class SoftmaxCall(NamedTuple):
     """What forward and backward have in common. Arrays are contiguous."""
 
     q: Array
     k: Array
     v: Values
-    masks: Masks
+    masks: KernelMasks
     scale: float
     lookback: int
     lookahead: int
@@ -98,11 +98,11 @@ class Call(NamedTuple):
 
 def call_of(
     leaf: Any, q: Array, k: Array, v: Values, frame: Frame, is_chosen: Array | None = None
-) -> Call:
+) -> SoftmaxCall:
     around = EVERYWHERE if leaf.window is None else min(leaf.window - 1, EVERYWHERE)
     masks = masks_of(frame, *q.shape[:2])
     lookahead = 0 if leaf.causal else around
-    return Call(q, k, v, masks, leaf.scale_for(q.shape[3]), around, lookahead, is_chosen)
+    return SoftmaxCall(q, k, v, masks, leaf.scale_for(q.shape[3]), around, lookahead, is_chosen)
 
 
 def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
@@ -128,7 +128,7 @@ def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
     return None
 
 
-def attend(call: Call, out: Array | None, full: Array | None) -> Array:
+def attend(call: SoftmaxCall, out: Array | None, full: Array | None) -> Array:
     """λ; the output is written to `out` in its dtype, and to `full` in float32, where present."""
     (b, t, h, d), e = call.q.shape, call.v.array.shape[3]
     log_total = empty(call.q, (b, h, t), "float32")
@@ -144,7 +144,7 @@ def attend(call: Call, out: Array | None, full: Array | None) -> Array:
     return log_total
 
 
-def row_products(call: Call, d_o: Array, o: Array, log_total: Array) -> Array:
+def row_products(call: SoftmaxCall, d_o: Array, o: Array, log_total: Array) -> Array:
     """D (b, h, t) = Σ do ∘ o; o in float32."""
     (b, t, h, _), e = call.q.shape, o.shape[3]
     d_sum = empty(log_total, log_total.shape)
@@ -158,7 +158,9 @@ def row_products(call: Call, d_o: Array, o: Array, log_total: Array) -> Array:
     return d_sum
 
 
-def query_gradient(call: Call, d_o: Values, log_total: Array, d_sum: Array, d_q: Array) -> None:
+def query_gradient(
+    call: SoftmaxCall, d_o: Values, log_total: Array, d_sum: Array, d_q: Array
+) -> None:
     _, t, h, d = call.q.shape
     widths = padded_width(d), padded_width(call.v.array.shape[3])
     tile, name = _chosen(call, "query_gradient", widths)
@@ -171,7 +173,7 @@ def query_gradient(call: Call, d_o: Values, log_total: Array, d_sum: Array, d_q:
 
 
 def key_gradient(
-    call: Call,
+    call: SoftmaxCall,
     d_o: Values,
     log_total: Array,
     d_sum: Array,
@@ -190,7 +192,7 @@ def key_gradient(
     )  # fmt: skip
 
 
-def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configuration, str]:
+def _chosen(call: SoftmaxCall, kernel: str, widths: tuple[int, int]) -> tuple[Configuration, str]:
     """The tiles of a kernel, and its name expression."""
     width = max(widths[0], padded_width(call.v.array.shape[3]))
     name = f"softmax_{kernel}" + ("_of_two" if call.v.parts == 2 else "")
@@ -200,14 +202,14 @@ def _chosen(call: Call, kernel: str, widths: tuple[int, int]) -> tuple[Configura
     return tile, f"softmax_{kernel}<{', '.join(arguments)}>"
 
 
-def _row_bytes(call: Call, widths: tuple[int, int]) -> tuple[int, int]:
+def _row_bytes(call: SoftmaxCall, widths: tuple[int, int]) -> tuple[int, int]:
     """Bytes of a token's key and of its value in shared memory."""
     key, value = call.q.dtype.itemsize, call.v.array.dtype.itemsize
     return widths[0] * key + 16, call.v.parts * (widths[1] * value + 16)
 
 
 def _launch(
-    call: Call,
+    call: SoftmaxCall,
     file: str,
     name: str,
     blocks: int,

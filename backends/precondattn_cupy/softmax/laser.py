@@ -18,7 +18,7 @@ from precondattn_cupy.launch import cpp_type, is_simulated, launch
 from precondattn_cupy.layout import empty, in_one_piece, masks_of
 from precondattn_cupy.softmax import laser_exact
 from precondattn_cupy.softmax.attention import (
-    Call,
+    SoftmaxCall,
     Values,
     attend,
     call_of,
@@ -37,7 +37,7 @@ WIDEST_OF_TWO = 128
 """Widest rows in float16, where the exponentials of values are two numbers each."""
 
 
-class Spread(NamedTuple):
+class ValueSpread(NamedTuple):
     """The range of the values of each key/value head."""
 
     shift: Array
@@ -48,7 +48,7 @@ class Spread(NamedTuple):
     """(b, n), int32"""
 
 
-class Laser:
+class LaserKernels:
     """Algorithm of `Softmax` with the read in exponential space."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -86,7 +86,7 @@ class Laser:
     ) -> dict[str, Array]:
         q, k, v = inputs_of(x)
         log_total, *spread_of, full = residuals
-        spreads = Spread(*spread_of)
+        spreads = ValueSpread(*spread_of)
         d_out = in_one_piece(cast(cotangent, v.dtype))
         call = call_of(leaf, q, k, weights(v, spreads), frame, spreads.is_close)
         result = {name: empty(a, a.shape) for name, a in (("q", q), ("k", k), ("v", v))}
@@ -111,7 +111,7 @@ class Laser:
         )
 
 
-def spread(v: Array, k_valid: Array | None) -> Spread:
+def spread(v: Array, k_valid: Array | None) -> ValueSpread:
     """The range of the valid values."""
     b, s, n, e = v.shape
     segments = -(-s // SEGMENT)
@@ -132,10 +132,10 @@ def spread(v: Array, k_valid: Array | None) -> Spread:
         32,
         (largest, smallest, shift, less, is_close, segments, e, RANGE["float32"]),
     )
-    return Spread(shift, less, is_close)
+    return ValueSpread(shift, less, is_close)
 
 
-def weights(v: Array, spreads: Spread) -> Values:
+def weights(v: Array, spreads: ValueSpread) -> Values:
     """W (b, s, n, e) of close heads; undefined in other heads, and at masked keys."""
     w = _factors(v, v.shape)
     kernel = f"weights<{cpp_type(v)}, {w.cpp_type}, {w.parts}>"
@@ -160,9 +160,9 @@ def _bfloat16() -> Any:
 
 
 def _close_backward(
-    call: Call,
+    call: SoftmaxCall,
     v: Array,
-    spreads: Spread,
+    spreads: ValueSpread,
     full: Array,
     log_total: Array,
     d_out: Array,

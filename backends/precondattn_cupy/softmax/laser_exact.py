@@ -10,7 +10,7 @@ from typing import Any
 from precondattn.arrays import Array
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
 from precondattn_cupy.launch import cpp_type, launch
-from precondattn_cupy.softmax.attention import LOG2_E, PART, Call
+from precondattn_cupy.softmax.attention import LOG2_E, PART, SoftmaxCall
 
 CHANNELS = 32
 """Value channels that are processed at once, as in `laser_exact.cuh`."""
@@ -23,7 +23,7 @@ for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
     )
 
 
-def forward(call: Call, v: Array, out: Array, full: Array, log_total: Array) -> None:
+def forward(call: SoftmaxCall, v: Array, out: Array, full: Array, log_total: Array) -> None:
     """Writes to the same arrays as the kernels of close heads."""
     t, _, h, _, _, e, *_ = call.sizes
     tile, widths = _tile(call, "forward")
@@ -37,7 +37,7 @@ def forward(call: Call, v: Array, out: Array, full: Array, log_total: Array) -> 
 
 
 def backward(
-    call: Call,
+    call: SoftmaxCall,
     v: Array,
     full: Array,
     log_total: Array,
@@ -67,7 +67,7 @@ def backward(
     )  # fmt: skip
 
 
-def _tile(call: Call, kernel: str) -> tuple[Configuration, str]:
+def _tile(call: SoftmaxCall, kernel: str) -> tuple[Configuration, str]:
     """The tile of a kernel, and its part of the name expression."""
     width = padded_width(call.q.shape[3])
     tile = configuration(f"laser_exact_{kernel}", width, call.q.dtype.itemsize == 2)
@@ -75,7 +75,7 @@ def _tile(call: Call, kernel: str) -> tuple[Configuration, str]:
 
 
 def _launch(
-    call: Call,
+    call: SoftmaxCall,
     name: str,
     file: str,
     blocks: tuple[int, int],

@@ -27,7 +27,7 @@ from precondattn_cupy.softmax.attention import (
 from precondattn_cupy.softmax.step import refusal_of_step, step
 
 
-class Softmax:
+class SoftmaxKernels:
     """Algorithm of `Softmax` with the mean as its read."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:

@@ -22,7 +22,7 @@ from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
 from precondattn_pallas.precision import Products
 
 
-class Read(NamedTuple):
+class SplitReads(NamedTuple):
     """The result of each split, for every row of a tile."""
 
     totals: Any
@@ -84,7 +84,7 @@ def read(
     group: int,
     shift: float,
     splits: int,
-) -> Read:
+) -> SplitReads:
     """Reads of rows (m, rows, d), s q log₂ e and s k̂ log₂ e, in float32.
 
     `past` has keys (b, c, n, d), solved (b, c, n, e), valid (b, c) and optionally rms (b, c, n),
@@ -131,11 +131,11 @@ def read(
         splits=splits,
         shift=shift,
     )
-    return Read(**result)
+    return SplitReads(**result)
 
 
 def finished(
-    result: Read, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
+    result: SplitReads, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
 ) -> tuple[Any, Any]:
     """o (m, group, e) and y (m, e), in float32; o is 0 without visible keys.
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
-from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 
 def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int) -> None:
@@ -65,7 +65,7 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
 def d_keys(
     phi: Phi,
     keys: Any,
-    segments: Segments | None,
+    segments: SegmentBounds | None,
     y: Any,
     d_v: Any,
     configuration: Configuration,

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
-from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
@@ -116,7 +116,7 @@ def inverses(
     phi: Phi,
     keys: Any,
     factor: Any,
-    segments: Segments | None,
+    segments: SegmentBounds | None,
     configuration: Configuration,
     *,
     super_block: int,

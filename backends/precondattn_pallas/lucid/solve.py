@@ -36,7 +36,7 @@ from precondattn_pallas.lucid.arrays import (
     reciprocal_rms,
     rms_gradient,
 )
-from precondattn_pallas.lucid.tiles import Phi, Segments, segments_of
+from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, segments_of
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, products
 
@@ -44,7 +44,7 @@ WIDEST_CHUNK = 128
 """Value channels that a program processes at once."""
 
 
-class Plan(NamedTuple):
+class LucidPlan(NamedTuple):
     """What is known of a call before it runs."""
 
     d: int
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
         return -(-self.s // self.super_block) * self.super_block
 
 
-def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
+def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> LucidPlan:
     s, d = k.shape[1], k.shape[3]
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
@@ -93,7 +93,7 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     inverse, update, gradient = (
         configuration(f"lucid_{name}", widest, half) for name in ("inverse", "update", "gradient")
     )
-    return Plan(
+    return LucidPlan(
         d,
         e,
         s,
@@ -108,7 +108,7 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
     )
 
 
-class Scratch(NamedTuple):
+class SolveInputs(NamedTuple):
     """The inputs of a forward or backward solve."""
 
     keys: Any
@@ -117,14 +117,14 @@ class Scratch(NamedTuple):
     """1 / rms (b, s, n)"""
     factor: Any
     """β, and 0 at padding (m, T)"""
-    segments: Segments | None
+    segments: SegmentBounds | None
 
 
-def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch:
+def _scratch(plan: LucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -> SolveInputs:
     keys = where_valid(valid, k).astype(jnp.float32)
     reciprocal = reciprocal_rms(keys, plan.eps)
     keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
-    return Scratch(
+    return SolveInputs(
         by_heads(keys, plan.tokens, plan.key_width),
         reciprocal,
         by_heads(factor_of(beta, valid, k)[..., None], plan.tokens, 1)[..., 0],
@@ -132,7 +132,9 @@ def _scratch(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Scratch
     )
 
 
-def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_substitution.Solved:
+def _solve(
+    plan: LucidPlan, x: SolveInputs, right: Any, *, backward: bool
+) -> lucid_substitution.Solved:
     """The solution of the system or its transpose; right (b, s, n, e)."""
     inverse = lucid_inverse.inverses(
         plan.phi,
@@ -158,7 +160,7 @@ def _solve(plan: Plan, x: Scratch, right: Any, *, backward: bool) -> lucid_subst
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+def _forward(plan: LucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
     scratch = _scratch(plan, k, beta, valid, segment)
     solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
@@ -167,7 +169,7 @@ def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) ->
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: Plan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
+    plan: LucidPlan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
 ) -> Any:
     scratch = _scratch(plan, k, beta, valid, segment)
     solved = _solve(plan, scratch, where_valid(valid, d_y), backward=True)
@@ -190,7 +192,7 @@ def _backward(
     return result
 
 
-class LucidSolve:
+class LucidSolveKernels:
     """Algorithm of the leaf `LucidSolve`."""
 
     def __init__(self, *, interpret: Any) -> None:

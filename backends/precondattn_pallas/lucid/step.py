@@ -25,7 +25,7 @@ PROGRAMS = 256
 GPU."""
 
 
-class Plan(NamedTuple):
+class LucidStepPlan(NamedTuple):
     """What is known of a step without its arrays."""
 
     group: Any
@@ -54,7 +54,7 @@ class LucidStep(LucidStepKernels):
     ) -> tuple[Any, Updates]:
         q, v = x["q"], x["v"]
         widest = max(padded_width(q.shape[3]), padded_width(v.shape[3]))
-        plan = Plan(
+        plan = LucidStepPlan(
             group,
             configuration("lucid_decode", widest, q.dtype.itemsize == 2),
             products(q.dtype, interpret=self.interpret),
@@ -65,7 +65,7 @@ class LucidStep(LucidStepKernels):
 
 
 @partial(jax.jit, static_argnums=0)
-def _step(plan: Plan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
+def _step(plan: LucidStepPlan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
     """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
     (solve, softmax), (slots, _) = plan.leaves, plan.slots
     q, beta = x["q"], x.get("lucid_beta")

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.configurations import Configuration
 from precondattn_pallas.launch import divide, launch, loop, shape_of
-from precondattn_pallas.lucid.tiles import Phi, Segments, of_tile, reach
+from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 
 class Solved(NamedTuple):
@@ -83,7 +83,7 @@ def substitute(
     phi: Phi,
     keys: Any,
     factor: Any,
-    segments: Segments | None,
+    segments: SegmentBounds | None,
     inverse: Any,
     right: Any,
     cuts: tuple[Configuration, Configuration],

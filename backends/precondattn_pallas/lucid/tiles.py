@@ -62,7 +62,7 @@ class Phi(NamedTuple):
         return result if are_equal is None else jnp.where(are_equal, result, jnp.float32(0))
 
 
-class Segments(NamedTuple):
+class SegmentBounds(NamedTuple):
     """Where the segment of each token begins and ends; padding is a segment of its own."""
 
     begin: Any
@@ -71,7 +71,7 @@ class Segments(NamedTuple):
     """(b, T): the last token plus one"""
 
 
-def segments_of(ids: Any, tokens: int) -> Segments | None:
+def segments_of(ids: Any, tokens: int) -> SegmentBounds | None:
     """From ids (b, s), padded to T tokens; equal ids are adjacent."""
     if ids is None:
         return None
@@ -81,7 +81,7 @@ def segments_of(ids: Any, tokens: int) -> Segments | None:
         at = jax.vmap(lambda runs: jnp.searchsorted(runs, runs, side=side))(runs)
         return jnp.pad(at.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=tokens)
 
-    return Segments(found("left"), found("right"))
+    return SegmentBounds(found("left"), found("right"))
 
 
 def reach(x: Any, start: Any, count: int) -> tuple[Any, Any]:

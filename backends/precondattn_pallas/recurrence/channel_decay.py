@@ -34,7 +34,7 @@ from precondattn_pallas.recurrence.channel_tiles import (
     since_of,
     until_of,
 )
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, each_query, empty
 from precondattn_pallas.recurrence.chunk_tiles import every_block
 
 ALL = slice(None)
@@ -141,7 +141,7 @@ def _read(products: Products, x: Any, row: Any, stop: Any) -> Any:
     return loop(0, stop, one, jnp.zeros((TILE, x["k"].shape[1]), jnp.float32))
 
 
-def scores_of_channels(plan: Plan, x: Rows) -> Any:
+def scores_of_channels(plan: ChunkPlan, x: Rows) -> Any:
     """dF/dA (m, r, T, C), from q, k and g."""
     m, r, tokens, d = x["q"].shape
     grid = _grid(tokens, m * r)
@@ -157,7 +157,7 @@ def scores_of_channels(plan: Plan, x: Rows) -> Any:
     return result["scores"].reshape(m, r, tokens, plan.chunk)
 
 
-def read_of_channels(plan: Plan, x: Rows, a: Any) -> Any:
+def read_of_channels(plan: ChunkPlan, x: Rows, a: Any) -> Any:
     """dF/dq (m, r, T, d), from A (m, r, T, C), k and g."""
     (m, r, tokens, _), d = a.shape, x["k"].shape[2]
     width = plan.block("channel_read", d)
@@ -173,7 +173,7 @@ def read_of_channels(plan: Plan, x: Rows, a: Any) -> Any:
     return result["d_q"].reshape(m, r, tokens, d)
 
 
-def gradients_of_channels(plan: Plan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
+def gradients_of_channels(plan: ChunkPlan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
     """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), from A (m, r, T, C), q, k and g."""
     m, r, tokens, d = x["q"].shape
     width = plan.block("channel_gradient", d)
@@ -190,12 +190,12 @@ def gradients_of_channels(plan: Plan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
     return d_q, jnp.sum(d_k, axis=1), jnp.sum(d_g, axis=1)
 
 
-def _grid(tokens: int, heads: int, blocks: int = 1) -> Grid:
+def _grid(tokens: int, heads: int, blocks: int = 1) -> ChunkGrid:
     """A program for each tile."""
-    return Grid(TILE, tokens // TILE, heads, blocks)
+    return ChunkGrid(TILE, tokens // TILE, heads, blocks)
 
 
-def _inputs(grid: Grid, plan: Plan, x: Rows, width: int, *names: str) -> dict[str, Any]:
+def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, *names: str) -> dict[str, Any]:
     """The whole chunk of a program's tile; all columns of A, else the program's own columns."""
     tiles = plan.chunk // TILE
     result = {}

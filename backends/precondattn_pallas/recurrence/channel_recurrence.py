@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import chunk_gradient, chunk_reads, chunk_states, delta_rule
 from precondattn_pallas.recurrence.channel_decay import (
@@ -31,7 +31,7 @@ from precondattn_pallas.recurrence.channel_decay import (
     scores_of_channels,
 )
 from precondattn_pallas.recurrence.chunk_arrays import (
-    Plan,
+    ChunkPlan,
     Rows,
     padded_state,
     padded_values,
@@ -44,10 +44,10 @@ from precondattn_pallas.recurrence.chunk_arrays import (
 from precondattn_pallas.recurrence.gate_sums import d_gates
 
 
-class Problem(NamedTuple):
+class ChannelArrays(NamedTuple):
     """Arrays of a call in the roles of the equations above."""
 
-    plan: Plan
+    plan: ChunkPlan
     rows: Rows
     """With q, where there are queries."""
     d_o: Any
@@ -78,7 +78,9 @@ def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any,
     return unpadded_queries(o, x, x.v.shape[3]), problem.of_state(final, state)
 
 
-def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+def vjp(
+    products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final: Any
+) -> StreamGradients:
     """The gradients, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, d_o)
     plan, rows, d_rows, is_exchanged = problem
@@ -116,11 +118,11 @@ def vjp(products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final
         None if d_beta is None else d_beta[:, :s].reshape(x.beta.shape),
         None if d_erase is None else d_erase[:, :s, :d].reshape(x.k.shape),
     )
-    return Gradients(stream, problem.of_state(d_start, d_final))
+    return StreamGradients(stream, problem.of_state(d_start, d_final))
 
 
 def _of_delta_rule(
-    plan: Plan, rows: Rows, states: Any, u: Any, d_u: Any, others: tuple[Any, Any, Any]
+    plan: ChunkPlan, rows: Rows, states: Any, u: Any, d_u: Any, others: tuple[Any, Any, Any]
 ) -> tuple[Any, ...]:
     """dE, then what is added to (dK, dg of pairs, reads of the state), then dV and dβ."""
     d_k, d_g, reads = others
@@ -148,7 +150,7 @@ def _erased(rows: Rows) -> Any:
     return rows.get("erase", rows["k"])
 
 
-def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> Problem:
+def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> ChannelArrays:
     is_exchanged = x.g.shape[4] > 1
     if is_exchanged and x.beta is not None:
         raise ValueError("the delta rule has one decay for each key channel; found one by values")
@@ -167,19 +169,19 @@ def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> Problem:
         rows["q"] = queries_of(q, s, tokens, width).astype(dtype)
     if d_o is not None:
         d_o = queries_of(d_o, s, tokens, padded_values(e)).astype(dtype)
-    return Problem(plan, rows, d_o, is_exchanged)
+    return ChannelArrays(plan, rows, d_o, is_exchanged)
 
 
-def _with_scores(plan: Plan, rows: Rows) -> Rows:
+def _with_scores(plan: ChunkPlan, rows: Rows) -> Rows:
     return {**rows, "scores": scores_of_channels(plan, rows)}
 
 
-def _pairs(plan: Plan, rows: Rows, d_o: Any, u: Any) -> Any:
+def _pairs(plan: ChunkPlan, rows: Rows, d_o: Any, u: Any) -> Any:
     """tril(dO Uᵀ) (m, r, T, C)."""
     return chunk_gradient.of_scores(plan, {"k": rows["k"]}, u, d_o)["d_scores"]
 
 
-def _from_states(plan: Plan, rows: Rows, d_o: Any, states: Any) -> Any:
+def _from_states(plan: ChunkPlan, rows: Rows, d_o: Any, states: Any) -> Any:
     """reading ∘ dO Sᵀ (m, r, T, d)."""
     result = chunk_gradient.of_queries(plan, rows, d_o, states)["d_q"]
     return result * rows["reading"][:, None]

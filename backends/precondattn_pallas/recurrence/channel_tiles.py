@@ -32,7 +32,7 @@ from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 TILE = 16
 
 
-class Halving(NamedTuple):
+class HalvedBlocks(NamedTuple):
     """Blocks of tokens, each with a first and a second half."""
 
     gates: Any
@@ -69,7 +69,7 @@ def _after() -> Any:
     return (t > i).astype(jnp.float32)
 
 
-def _halvings(products: Products, g: Any) -> Iterator[Halving]:
+def _halvings(products: Products, g: Any) -> Iterator[HalvedBlocks]:
     i, t = tokens_of(TILE)
     for level in range(TILE.bit_length() - 1):
         i_half, t_half = i >> level, t >> level
@@ -77,7 +77,7 @@ def _halvings(products: Products, g: Any) -> Iterator[Halving]:
         is_between = (i_half == t_half) & ((is_second & (t <= i)) | (~is_second & (t > i)))
         gates = is_between.astype(jnp.float32)
         decay = jnp.exp(products.exact.dot(gates, g))
-        yield Halving(gates, decay, is_second & (i_half == t_half + 1))
+        yield HalvedBlocks(gates, decay, is_second & (i_half == t_half + 1))
 
 
 def scores_within(products: Products, q: Any, k: Any, g: Any) -> Any:

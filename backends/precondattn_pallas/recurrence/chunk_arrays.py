@@ -29,7 +29,7 @@ d) with one gate for each key channel; total (m, chunks, 1 or d). Where keys are
 state before its decay, preceding and erasing (m, T) are g and reading of the token before."""
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """How the tokens of a call are split."""
 
     products: Products
@@ -68,20 +68,20 @@ class Plan(NamedTuple):
         )
 
 
-def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") -> Plan:
+def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") -> ChunkPlan:
     """The plan for states of d × e that the kernel `states` computes."""
     width = max(padded_width(d), min(padded_width(e), 2 * WIDEST_BLOCK))
-    return Plan(products, configuration(states, width, products.tf32).rows, width)
+    return ChunkPlan(products, configuration(states, width, products.tf32).rows, width)
 
 
-def rows_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
+def rows_of(x: Stream, plan: ChunkPlan, dtype: Any, *, decays: bool) -> dict[str, Any]:
     """Rows of a stream with at most one gate for each token; q, k and v are cast to a dtype."""
     result = written_of(x, plan, dtype, decays=decays)
     tokens, width = result["k"].shape[1:]
     return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **result}
 
 
-def written_of(x: Stream, plan: Plan, dtype: Any, *, decays: bool) -> dict[str, Any]:
+def written_of(x: Stream, plan: ChunkPlan, dtype: Any, *, decays: bool) -> dict[str, Any]:
     """All rows but q; gates (b, m, s, 1 or d, 1), β and keys to erase where present."""
     if x.undecayed is not None and x.g.shape[3] > 1:
         raise ValueError(
@@ -163,7 +163,7 @@ def empty(*shape: int) -> jax.ShapeDtypeStruct:
     return shape_of(shape, jnp.float32)
 
 
-class Grid(NamedTuple):
+class ChunkGrid(NamedTuple):
     """One program for each chunk, block of columns and head: (chunks × blocks, heads)."""
 
     chunk: int

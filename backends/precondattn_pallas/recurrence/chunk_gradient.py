@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import (
-    Grid,
-    Plan,
+    ChunkGrid,
+    ChunkPlan,
     Rows,
     each_query,
     empty,
@@ -98,10 +98,10 @@ def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> Non
     out["d_k"][...] = result
 
 
-def of_scores(plan: Plan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
+def of_scores(plan: ChunkPlan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
     """dA (m, r, T, C) as d_scores; with gates, crossing (m, r, T)."""
     m, r, tokens, e = d_o.shape
-    grid = Grid(plan.chunk, tokens // plan.chunk, m * r)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m * r)
     inputs = {"d_o": grid.rows(each_query(d_o)), "u": grid.rows(u)}
     outputs = {"d_scores": grid.rows(empty(m * r, tokens, plan.chunk))}
     if "g" in x:
@@ -119,14 +119,14 @@ def of_scores(plan: Plan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
     return {name: array.reshape(m, r, *array.shape[1:]) for name, array in result.items()}
 
 
-def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
+def of_queries(plan: ChunkPlan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
     """dQ (m, r, T, d) as d_q; with gates, its sums with Q as read (m, r, T).
 
     If x has no d_scores (dA), dQ is only dO Sᵀ.
     """
     (m, r, tokens, e), d = d_o.shape, states.shape[2]
     width = plan.block("chunk_query_gradient", d)
-    grid = Grid(plan.chunk, tokens // plan.chunk, m * r, d // width)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m * r, d // width)
     inputs = {"d_o": grid.rows(each_query(d_o)), "state": grid.state(states, rows=width)}
     outputs = {"d_q": grid.rows(empty(m * r, tokens, d), width)}
     if "d_scores" in x:
@@ -149,7 +149,7 @@ def of_queries(plan: Plan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
     return gradients
 
 
-def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
+def of_keys(plan: ChunkPlan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
     """dK (m, T, d) as d_k, dE as d_erase where E is not K, overlap (m, chunks, d), and sums (m, T).
 
     The sums are of K or E with parts of their gradients: `written` with gates, and `from_keys` with
@@ -160,7 +160,7 @@ def of_keys(plan: Plan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str
     e = u.shape[2]
     width = plan.block("chunk_key_gradient", d)
     blocks, count = d // width, tokens // plan.chunk
-    grid = Grid(plan.chunk, count, m, blocks)
+    grid = ChunkGrid(plan.chunk, count, m, blocks)
     inputs = {
         "u": grid.rows(u),
         "state": grid.state(states, rows=width),

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty
+from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, empty
 from precondattn_pallas.recurrence.chunk_tiles import every_block, pairs_of, tokens_of
 
 
@@ -87,11 +87,11 @@ def _among(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
     return every_block(x["k"].shape[1], block, add, jnp.zeros((i.size, j.size), jnp.float32))
 
 
-def inverses(plan: Plan, x: Rows) -> Any:
+def inverses(plan: ChunkPlan, x: Rows) -> Any:
     """M of all chunks (m, T, C); with one decay for each key channel, x has D ∘ E Kᵀ as among."""
     m, tokens, d = x["k"].shape
     names = ("among", "beta") if "among" in x else ("k", "erase", "beta", "g", "preceding")
-    grid = Grid(plan.chunk, tokens // plan.chunk, m)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m)
     result = plan.launch(
         invert,
         "chunk_inverse",

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, each_query, empty
+from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, each_query, empty
 from precondattn_pallas.recurrence.chunk_tiles import decayed, every_block, is_by_channel, scores_of
 
 
@@ -43,12 +43,12 @@ def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["local"][...] = total
 
 
-def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
+def outputs(plan: ChunkPlan, x: Rows, states: Any, u: Any) -> Any:
     """O (m, r, T, e), from the states before every chunk."""
     m, r, tokens, d = x["q"].shape
     e = u.shape[2]
     width = plan.block("chunk_reads", e)
-    grid = Grid(plan.chunk, tokens // plan.chunk, m * r, e // width)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m * r, e // width)
     inputs = {
         "q": grid.rows(each_query(x["q"])),
         "state": grid.state(states, columns=width),
@@ -70,12 +70,12 @@ def outputs(plan: Plan, x: Rows, states: Any, u: Any) -> Any:
     return result["o"].reshape(m, r, tokens, e)
 
 
-def d_written(plan: Plan, x: Rows, d_o: Any) -> Any:
+def d_written(plan: ChunkPlan, x: Rows, d_o: Any) -> Any:
     """A (m, T, e), from dO (m, r, T, e)."""
     m, _, tokens, d = x["q"].shape
     e = d_o.shape[3]
     width = plan.block("chunk_reads", e)
-    grid = Grid(plan.chunk, tokens // plan.chunk, m, e // width)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m, e // width)
     inputs = {"d_o": grid.group(d_o, width)}
     if "scores" in x:
         inputs["scores"] = grid.group(x["scores"])

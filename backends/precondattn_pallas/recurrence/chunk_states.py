@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from precondattn_pallas.launch import loop
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Plan, Rows, Sweep, empty
+from precondattn_pallas.recurrence.chunk_arrays import ChunkPlan, Rows, Sweep, empty
 from precondattn_pallas.recurrence.chunk_tiles import decayed
 
 
@@ -70,7 +70,7 @@ def _name(kernel: str, x: Rows) -> str:
     return f"channel_{kernel}" if "g" in x and x["g"].ndim == 3 else f"chunk_{kernel}"
 
 
-def states(plan: Plan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
+def states(plan: ChunkPlan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
     """States before every chunk (m, chunks, d, e), the last one (m, d, e), and U (m, T, e).
 
     `start` is the state before the first chunk. With the delta rule, x also has Y and W, as y and
@@ -103,7 +103,7 @@ def states(plan: Plan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
     return result["states"], result["final"], result.get("u", y)
 
 
-def d_states(plan: Plan, x: Rows, d_o: Any, local: Any, end: Any) -> tuple[Any, Any, Any]:
+def d_states(plan: ChunkPlan, x: Rows, d_o: Any, local: Any, end: Any) -> tuple[Any, Any, Any]:
     """Gradients after every chunk and before the first, and dU; `end` is that of the last state."""
     m, d, e = end.shape
     count = x["k"].shape[1] // plan.chunk

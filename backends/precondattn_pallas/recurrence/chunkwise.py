@@ -22,7 +22,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from precondattn.spec.recurrence import AllTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import (
     channel_recurrence,
@@ -64,7 +64,7 @@ class Chunkwise(AllTokens):
         o = chunk_reads.outputs(plan, rows, states, u)
         return unpadded_queries(o, x, x.v.shape[3]), unpadded_state(final, state)
 
-    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> StreamGradients:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
         plan = plan_of(self.products, *state.shape[2:])
@@ -114,4 +114,4 @@ class Chunkwise(AllTokens):
             None if x.erase is None else d_erase,
             None if x.undecayed is None else d_erase,
         )
-        return Gradients(stream, unpadded_state(d_start, d_final))
+        return StreamGradients(stream, unpadded_state(d_start, d_final))

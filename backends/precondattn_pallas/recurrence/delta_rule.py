@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from precondattn_pallas.precision import Products
-from precondattn_pallas.recurrence.chunk_arrays import Grid, Plan, Rows, empty, of_erased
+from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, empty, of_erased
 from precondattn_pallas.recurrence.chunk_inverse import inverses
 from precondattn_pallas.recurrence.chunk_tiles import (
     crossing,
@@ -82,10 +82,10 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
         out["crossing"][...] = crossing(-beta * own, undecayed="preceding" in x)
 
 
-def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
+def prepared(plan: ChunkPlan, x: Rows) -> dict[str, Any]:
     """Y (m, T, e), W (m, T, d) and M (m, T, C) of all chunks, as y, w and inverse."""
     (m, tokens, d), e = x["k"].shape, x["v"].shape[2]
-    grid = Grid(plan.chunk, tokens // plan.chunk, m)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m)
     inverse = inverses(plan, x)
     result = plan.launch(
         prepare,
@@ -102,10 +102,10 @@ def prepared(plan: Plan, x: Rows) -> dict[str, Any]:
     return {**result, "inverse": inverse}
 
 
-def d_written(plan: Plan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
+def d_written(plan: ChunkPlan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
     """X (m, T, e) as d_right, d_keys (m, T, C), d_beta (m, T); with gates, crossing (m, T)."""
     m, tokens, e = u.shape
-    grid = Grid(plan.chunk, tokens // plan.chunk, m)
+    grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m)
     keys, gates = (("among",), ()) if "among" in x else (("k", "erase"), ("g", "preceding"))
     numbers = ("d_beta", "crossing") if gates and "g" in x else ("d_beta",)
     name = "channel_delta_keys" if "among" in x else "delta_keys"

@@ -102,7 +102,7 @@ def _run_vjp(
     return {n: (scale * gradients[n]).astype(dtype) for n, dtype in dtypes.items()}, d_past
 
 
-class Recurrence(StatefulKernels):
+class RecurrenceKernels(StatefulKernels):
     """Leaves of the linear family, GSA, CCQ's query, and the key that ATK writes.
 
     A run is one compiled function of arrays, so a frame is passed to it as its masks.

@@ -23,7 +23,7 @@ from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, attention_products
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
-from precondattn_pallas.softmax.forward import Tiling, attend
+from precondattn_pallas.softmax.forward import SoftmaxTiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
 from precondattn_pallas.softmax.widths import refuses_widths
 
@@ -31,30 +31,32 @@ Masks = tuple[Any, Any, Any]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
 
 
-class Plan(NamedTuple):
+class SoftmaxPlan(NamedTuple):
     """What is known of a call before it runs."""
 
     scale: float
-    forward: Tiling
-    query_gradient: Tiling
-    key_gradient: Tiling
+    forward: SoftmaxTiling
+    query_gradient: SoftmaxTiling
+    key_gradient: SoftmaxTiling
 
 
-def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> Plan:
+def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> SoftmaxPlan:
     d, e = padded_width(q.shape[3]), padded_width(v.shape[3])
     scale = leaf.scale_for(q.shape[3])
     mask = StaticMask(q.shape[1], k.shape[1], leaf.causal, leaf.window)
     multiplied, rounds = attention_products(v.dtype, interpret=interpret)
 
-    def tiling(kernel: str) -> Tiling:
+    def tiling(kernel: str) -> SoftmaxTiling:
         tile = configuration(f"attention_{kernel}", max(d, e), v.dtype.itemsize == 2)
-        return Tiling(mask, scale * LOG2_E, multiplied, tile, d, e, rounds)
+        return SoftmaxTiling(mask, scale * LOG2_E, multiplied, tile, d, e, rounds)
 
-    return Plan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))
+    return SoftmaxPlan(scale, tiling("forward"), tiling("query_gradient"), tiling("key_gradient"))
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, tuple[Any, ...]]:
+def _forward(
+    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks
+) -> tuple[Any, tuple[Any, ...]]:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     out, log_total = attend(
@@ -69,7 +71,7 @@ def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> tuple[Any, tup
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: Plan, q: Any, k: Any, v: Any, masks: Masks, out: Any, log_total: Any, d_o: Any
+    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks, out: Any, log_total: Any, d_o: Any
 ) -> dict[str, Any]:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
@@ -88,7 +90,7 @@ def _backward(
     return {"q": plan.scale * d_q, "k": plan.scale * d_k, "v": d_v}
 
 
-class Attention:
+class SoftmaxKernels:
     """Algorithm of `Softmax` with the mean as its read."""
 
     def __init__(self, *, interpret: bool) -> None:

@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
-from precondattn_pallas.softmax.forward import Tiling, of_each
+from precondattn_pallas.softmax.forward import SoftmaxTiling, of_each
 from precondattn_pallas.softmax.score_tiles import (
-    Segments,
+    SegmentRuns,
     met_by_keys,
     met_by_queries,
     padded,
@@ -30,7 +30,7 @@ from precondattn_pallas.softmax.score_tiles import (
 )
 
 
-def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+def query_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     """A tile of dq / s."""
     rows, columns = tiling.tile[:2]
     q, d_o, logs, d_sum = (x[name][...] for name in ("q", "d_o", "log_total", "d_sum"))
@@ -53,7 +53,7 @@ def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     out["d_q"][...] = loop(x["low"][0], x["high"][0], add, jnp.zeros((rows, tiling.d), jnp.float32))
 
 
-def key_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+def key_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     """A tile of dk / s and dv, from all queries that attend to it; tiles are keys × queries."""
     rows, columns = tiling.tile[:2]
     k, v = x["k"][...], x["v"][...]
@@ -85,7 +85,7 @@ def key_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     out["d_k"][...], out["d_v"][...] = d_k, d_v
 
 
-def d_queries(tiling: Tiling, x: dict[str, Any], segments: Segments | None) -> Any:
+def d_queries(tiling: SoftmaxTiling, x: dict[str, Any], segments: SegmentRuns | None) -> Any:
     """dq / s (b, t, h, d) in float32.
 
     x has q, k, v and d_o as (b, tokens, heads, channels), log_total and d_sum as (b, h, t).
@@ -136,7 +136,7 @@ def d_queries(tiling: Tiling, x: dict[str, Any], segments: Segments | None) -> A
 
 
 def d_keys_and_values(
-    tiling: Tiling, x: dict[str, Any], segments: Segments | None
+    tiling: SoftmaxTiling, x: dict[str, Any], segments: SegmentRuns | None
 ) -> tuple[Any, Any]:
     """dk / s (b, s, n, d) and dv (b, s, n, e) in float32."""
     rows, columns = tiling.tile[:2]

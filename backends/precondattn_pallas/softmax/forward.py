@@ -22,7 +22,7 @@ from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
 from precondattn_pallas.precision import Products
 from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import (
-    Segments,
+    SegmentRuns,
     StaticMask,
     met_by_queries,
     padded,
@@ -31,7 +31,7 @@ from precondattn_pallas.softmax.score_tiles import (
 )
 
 
-class Tiling(NamedTuple):
+class SoftmaxTiling(NamedTuple):
     """Sizes of one launch of a kernel, and its products."""
 
     mask: StaticMask
@@ -50,7 +50,7 @@ class Tiling(NamedTuple):
         return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
-def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
+def forward(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     rows, columns = tiling.tile[:2]
     q = x["q"][...]
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
@@ -71,7 +71,9 @@ def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
     )
 
 
-def attend(tiling: Tiling, q: Any, k: Any, v: Any, segments: Segments | None) -> tuple[Any, Any]:
+def attend(
+    tiling: SoftmaxTiling, q: Any, k: Any, v: Any, segments: SegmentRuns | None
+) -> tuple[Any, Any]:
     """o (b, t, h, e) and λ (b, h, t), in float32."""
     rows, columns = tiling.tile[:2]
     (b, t, h, _), (_, s, n, e) = q.shape, v.shape

@@ -30,13 +30,19 @@ from precondattn.frame import Frame
 from precondattn.spec.laser import RANGE
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.softmax import laser_exact
-from precondattn_pallas.softmax.attention import Attention, Masks, Plan, masks_of, plan_of
+from precondattn_pallas.softmax.attention import (
+    Masks,
+    SoftmaxKernels,
+    SoftmaxPlan,
+    masks_of,
+    plan_of,
+)
 from precondattn_pallas.softmax.backward import d_keys_and_values, d_queries
 from precondattn_pallas.softmax.forward import attend
-from precondattn_pallas.softmax.score_tiles import Segments, segments_of
+from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of
 
 
-class Spread(NamedTuple):
+class ValueSpread(NamedTuple):
     """The range of the values of each key/value head."""
 
     shift: Any
@@ -52,7 +58,7 @@ def factor_dtype(dtype: Any) -> Any:
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
 
-def _spread(v: Any, valid: Any) -> Spread:
+def _spread(v: Any, valid: Any) -> ValueSpread:
     v = v.astype(jnp.float32)
     counts = jnp.ones((1, v.shape[1], 1, 1), bool) if valid is None else valid[..., None, None]
     high = jnp.max(jnp.where(counts, v, -jnp.inf), axis=1, keepdims=True)
@@ -60,18 +66,18 @@ def _spread(v: Any, valid: Any) -> Spread:
     # Without valid values there is nothing to shift.
     high, low = (jnp.where(jnp.isfinite(a), a, 0.0) for a in (high, low))
     less = jnp.where(high - low <= math.log(2), 1.0, 0.0)
-    return Spread(high, less, jnp.all(high - low <= RANGE["float32"]))
+    return ValueSpread(high, less, jnp.all(high - low <= RANGE["float32"]))
 
 
-class _Call(NamedTuple):
+class _LaserCall(NamedTuple):
     """The inputs of forward and backward."""
 
-    plan: Plan
+    plan: SoftmaxPlan
     q: Any
     k: Any
     v: Any
-    segments: Segments | None
-    spread: Spread
+    segments: SegmentRuns | None
+    spread: ValueSpread
 
     @property
     def group(self) -> int:
@@ -97,15 +103,15 @@ class _Call(NamedTuple):
         )
 
 
-def _call(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> _Call:
+def _call(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> _LaserCall:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     q, k, v = where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
-    return _Call(plan, q, k, v, segments, _spread(v, k_valid))
+    return _LaserCall(plan, q, k, v, segments, _spread(v, k_valid))
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
+def _forward(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
     call = _call(plan, q, k, v, masks)
 
     def close() -> Any:
@@ -132,7 +138,7 @@ def _forward(plan: Plan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: Plan, q: Any, k: Any, v: Any, masks: Masks, residuals: Any, d_o: Any
+    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks, residuals: Any, d_o: Any
 ) -> dict[str, Any]:
     call = _call(plan, q, k, v, masks)
     log_total, mean, o = residuals
@@ -174,7 +180,7 @@ def _backward(
     return dict(zip("qkv", result, strict=True))
 
 
-class Laser(Attention):
+class LaserKernels(SoftmaxKernels):
     """Algorithm of `Softmax` with the read in exponential space."""
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
@@ -205,7 +211,7 @@ class Laser(Attention):
             return "has kernels for LASER in float16 with widths of at most 128"
         return super().refuses(leaf, request)
 
-    def _planned(self, leaf: Any, x: Mapping[str, Any]) -> tuple[Plan, Any, Any, Any]:
+    def _planned(self, leaf: Any, x: Mapping[str, Any]) -> tuple[SoftmaxPlan, Any, Any, Any]:
         dtype = x["v"].dtype
         q, k, v = x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
         like = jax.ShapeDtypeStruct(v.shape, factor_dtype(dtype))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from precondattn_pallas.softmax.score_tiles import Segments, StaticMask, visible
+from precondattn_pallas.softmax.score_tiles import SegmentRuns, StaticMask, visible
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -39,7 +39,7 @@ def _keys(k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 
 def forward(
-    mask: StaticMask, scale: float, q: Any, k: Any, v: Any, segments: Segments | None
+    mask: StaticMask, scale: float, q: Any, k: Any, v: Any, segments: SegmentRuns | None
 ) -> tuple[Any, Any]:
     """o (b, h, t, e), and λ (b, h, t), ∞ in rows without visible keys."""
 
@@ -68,7 +68,7 @@ def backward(
     q: Any,
     k: Any,
     v: Any,
-    segments: Segments | None,
+    segments: SegmentRuns | None,
     o: Any,
     log_total: Any,
     d_o: Any,

@@ -34,7 +34,7 @@ class StaticMask(NamedTuple):
         return 0 if self.causal else self.lookback
 
 
-class Segments(NamedTuple):
+class SegmentRuns(NamedTuple):
     """Segments and validity of a frame, as indices of runs; invalid keys have run −1."""
 
     q_run: Any
@@ -45,13 +45,13 @@ class Segments(NamedTuple):
     """(b, s): the run of a key, or −1"""
 
 
-def segments_of(mask: StaticMask, b: int, k_valid: Any, k_segment: Any) -> Segments | None:
+def segments_of(mask: StaticMask, b: int, k_valid: Any, k_segment: Any) -> SegmentRuns | None:
     """Those of a full call, in which queries have the last positions of the keys."""
     if k_valid is None and k_segment is None:
         return None
     run = jnp.zeros((b, mask.s), jnp.int32) if k_segment is None else runs_of(k_segment)
     key = run if k_valid is None else jnp.where(k_valid, run, -1)
-    return Segments(run[:, mask.s - mask.t :], run, jnp.broadcast_to(key, (b, mask.s)))
+    return SegmentRuns(run[:, mask.s - mask.t :], run, jnp.broadcast_to(key, (b, mask.s)))
 
 
 def visible(mask: StaticMask, rows: Any, columns: Any, q_run: Any, k_run: Any) -> Any:
@@ -62,7 +62,7 @@ def visible(mask: StaticMask, rows: Any, columns: Any, q_run: Any, k_run: Any) -
 
 
 def met_by_queries(
-    mask: StaticMask, segments: Segments | None, rows: int, columns: int
+    mask: StaticMask, segments: SegmentRuns | None, rows: int, columns: int
 ) -> tuple[Any, Any]:
     """The first tile of keys that each tile of queries attends to, and the last plus one."""
     shift = mask.s - mask.t
@@ -71,7 +71,7 @@ def met_by_queries(
 
 
 def met_by_keys(
-    mask: StaticMask, segments: Segments | None, rows: int, columns: int
+    mask: StaticMask, segments: SegmentRuns | None, rows: int, columns: int
 ) -> tuple[Any, Any]:
     """The same for tiles of `columns` queries that attend to each tile of `rows` keys."""
     shift = mask.t - mask.s

@@ -28,7 +28,7 @@ BETA, GATE = 0, 1
 """Rows of a chunk's numbers, and of their gradient."""
 
 
-class Written(NamedTuple):
+class ChunkWrites(NamedTuple):
     """What a chunk writes, and its intermediate results."""
 
     decay: Decay
@@ -43,20 +43,22 @@ class Written(NamedTuple):
     """R"""
 
 
-def written_of(x: Any, state: Any, *, products: TpuProducts, delta: bool, gates: bool) -> Written:
+def written_of(
+    x: Any, state: Any, *, products: TpuProducts, delta: bool, gates: bool
+) -> ChunkWrites:
     """U, from the state before the chunk."""
     k, v = x["k"][...], x["v"][...]
     size = k.shape[0]
     decay = decay_of(products, x["numbers"][pl.ds(GATE, 1), :] if gates else None, size)
     if not delta:
-        return Written(decay, v)
+        return ChunkWrites(decay, v)
     i, j = tokens_of(size)
     beta = as_column(x["numbers"][pl.ds(BETA, 1), :])
     strict = jnp.where(i > j, decay.pairs * products.dot(k, k, right=True), jnp.float32(0))
     inverse = unit_lower_inverse(products, beta * strict)
     residual = v.astype(jnp.float32) - times(decay.reading, products.dot(k, state))
     u = products.dot(inverse, beta * residual)
-    return Written(decay, u, beta, strict, inverse, residual)
+    return ChunkWrites(decay, u, beta, strict, inverse, residual)
 
 
 def forward(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from precondattn.spec.recurrence import Form, Gradients, Stream
+from precondattn.spec.recurrence import Form, Stream, StreamGradients
 from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
     empty,
@@ -30,7 +30,7 @@ CHUNK = LANES
 """Tokens."""
 
 
-class Chunks(NamedTuple):
+class TpuChunks(NamedTuple):
     """Blocks of arrays by heads, for a grid of (heads, chunks)."""
 
     count: int
@@ -79,11 +79,11 @@ class TpuChunkwise(Chunkwise):
             result["final"], state
         )
 
-    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> Gradients:
+    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> StreamGradients:
         inputs = self._inputs(x)
         m, r, tokens, d = inputs["q"].shape
         e, s = inputs["v"].shape[2], x.k.shape[2]
-        chunks = Chunks(tokens // CHUNK, reverse=True)
+        chunks = TpuChunks(tokens // CHUNK, reverse=True)
         states = self._forward(x, inputs, state, {"states": (m, chunks.count, d, e)})["states"]
         result = launch(
             backward,
@@ -111,7 +111,7 @@ class TpuChunkwise(Chunkwise):
             _of_numbers(result["d_numbers"], GATE, x.g) if self.decays else jnp.zeros_like(x.g),
             None if x.beta is None else _of_numbers(result["d_numbers"], BETA, x.beta),
         )
-        return Gradients(stream, unpadded_state(result["d_start"], d_final))
+        return StreamGradients(stream, unpadded_state(result["d_start"], d_final))
 
     def _forward(
         self, x: Stream, inputs: Mapping[str, Any], state: Any, outputs: Mapping[str, Any]
@@ -119,7 +119,7 @@ class TpuChunkwise(Chunkwise):
         """The final state, and o and states as far as `outputs` declares their shapes."""
         start = _padded_state(state)
         m, tokens, _ = inputs["k"].shape
-        chunks = Chunks(tokens // CHUNK)
+        chunks = TpuChunks(tokens // CHUNK)
         specs = {"o": chunks.group, "states": chunks.of_chunk}
         return launch(
             forward,
@@ -153,7 +153,7 @@ class TpuChunkwise(Chunkwise):
             **({"numbers": numbers_of(rows, CHUNK)} if rows else {}),
         }
 
-    def _blocks(self, inputs: Mapping[str, Any], chunks: Chunks) -> dict[str, Any]:
+    def _blocks(self, inputs: Mapping[str, Any], chunks: TpuChunks) -> dict[str, Any]:
         specs = {"q": chunks.group, "k": chunks.rows, "v": chunks.rows, "numbers": chunks.of_chunk}
         return {name: specs[name](array) for name, array in inputs.items()}
 

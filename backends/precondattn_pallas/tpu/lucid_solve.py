@@ -22,7 +22,7 @@ from precondattn_pallas.lucid.arrays import (
     reciprocal_rms,
     rms_gradient,
 )
-from precondattn_pallas.lucid.solve import LucidSolve
+from precondattn_pallas.lucid.solve import LucidSolveKernels
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.masks import runs_of, where_valid
 from precondattn_pallas.precision import LOG2_E
@@ -34,7 +34,7 @@ from precondattn_pallas.tpu.products import products
 from precondattn_pallas.tpu.tiles import numbers_of
 
 
-class Plan(NamedTuple):
+class TpuLucidPlan(NamedTuple):
     """What is known of a call before it runs."""
 
     eps: float | None
@@ -45,14 +45,14 @@ class Plan(NamedTuple):
     interpret: Any
 
 
-def plan_of(leaf: Any, k: Any, *, interpret: Any) -> Plan:
+def plan_of(leaf: Any, k: Any, *, interpret: Any) -> TpuLucidPlan:
     scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
     phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
     eps = leaf.eps if leaf.normalize == "keys" else None
-    return Plan(eps, leaf.beta, scale, phi, interpret)
+    return TpuLucidPlan(eps, leaf.beta, scale, phi, interpret)
 
 
-class Prepared(NamedTuple):
+class TpuSolveInputs(NamedTuple):
     """The inputs of a forward or backward solve."""
 
     keys: Any
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
     """(2 b blocks,): the blocks of the same segments (`lucid_tiles.py`); None without segments"""
 
 
-def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepared:
+def _prepared(plan: TpuLucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -> TpuSolveInputs:
     b, s, n, d = k.shape
     tokens = -(-s // BLOCK) * BLOCK
     keys = where_valid(valid, k)
@@ -76,7 +76,7 @@ def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepar
         reciprocal,
         jnp.broadcast_to(runs[:, :, None], (b, s, n)),
     )
-    return Prepared(
+    return TpuSolveInputs(
         by_heads(keys, tokens, in_lanes(d)),
         reciprocal,
         numbers_of([by_heads(row[..., None], tokens, 1)[..., 0] for row in rows], BLOCK),
@@ -84,7 +84,7 @@ def _prepared(plan: Plan, k: Any, beta: Any, valid: Any, segment: Any) -> Prepar
     )
 
 
-def _solve(plan: Plan, x: Prepared, right: Any, *, backward: bool) -> Any:
+def _solve(plan: TpuLucidPlan, x: TpuSolveInputs, right: Any, *, backward: bool) -> Any:
     """The solution of the system or its transpose; right (b, s, n, e)."""
     heads = right.shape[2]
     right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
@@ -102,7 +102,7 @@ def _solve(plan: Plan, x: Prepared, right: Any, *, backward: bool) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+def _forward(plan: TpuLucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
     prepared = _prepared(plan, k, beta, valid, segment)
     solved = _solve(plan, prepared, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
@@ -111,7 +111,7 @@ def _forward(plan: Plan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) ->
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: Plan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
+    plan: TpuLucidPlan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
 ) -> Any:
     prepared = _prepared(plan, k, beta, valid, segment)
     solved = _solve(plan, prepared, where_valid(valid, d_y), backward=True)
@@ -135,7 +135,7 @@ def _backward(
     return result
 
 
-class TpuLucidSolve(LucidSolve):
+class TpuLucidSolve(LucidSolveKernels):
     """Algorithm of the leaf `LucidSolve`."""
 
     def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:

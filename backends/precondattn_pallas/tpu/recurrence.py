@@ -9,7 +9,7 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_pallas.recurrence.leaves import Recurrence
+from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
 from precondattn_pallas.tpu.launch import in_lanes
 
@@ -17,7 +17,7 @@ MOST_BYTES = 12 << 20
 """Bytes of blocks and scratch, of a kernel's 16 MiB: the rest is for intermediate results."""
 
 
-class TpuRecurrence(Recurrence):
+class TpuRecurrence(RecurrenceKernels):
     """Algorithm of linear leaves with one decay for each state, and of CCQ's query."""
 
     form_of = staticmethod(on_a_tpu)

@@ -23,7 +23,7 @@ from precondattn_pallas.precision import LOG2_E, Products
 from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import padded
 from precondattn_pallas.windowed.slots import (
-    Places,
+    SlotPlaces,
     and_valid,
     load_rows,
     slots,
@@ -31,10 +31,10 @@ from precondattn_pallas.windowed.slots import (
 )
 
 
-class Tiling(NamedTuple):
+class WindowedTiling(NamedTuple):
     """Sizes of one launch of a kernel, and its products."""
 
-    places: Places
+    places: SlotPlaces
     scale: float
     """s"""
     products: Products
@@ -100,7 +100,7 @@ class Tiling(NamedTuple):
         return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
-def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
+def forward(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     (rows, columns), places = tiling.tile[:2], tiling.places
     window, tile = tiling.tile_of_program()
     row_slot = slots(tile, rows)
@@ -121,14 +121,14 @@ def forward(x: Any, out: Any, *, tiling: Tiling) -> None:
     plgpu.store(out["log_total"].at[query], logs, mask=is_query)
 
 
-class Masks(NamedTuple):
+class WindowMasks(NamedTuple):
     """Which tokens are valid, (b or 1, tokens); None where all are."""
 
     q_valid: Any
     k_valid: Any
 
 
-def attend(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[Any, Any]:
+def attend(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> tuple[Any, Any]:
     """o (b, t, h, e) and λ (b, h, t), in float32."""
     (b, t, h, _), e = x["q"].shape, tiling.e
     result = launch(
@@ -146,7 +146,9 @@ def attend(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[Any, Any]:
     return result["o"][..., : x["v"].shape[3]], result["log_total"]
 
 
-def inputs_of(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
+def inputs_of(
+    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
+) -> dict[str, tuple[Any, Any]]:
     """The arrays that every kernel of a query head reads, each with the block of a program."""
     (_, t, h, _), (_, s, n, _) = x["q"].shape, x["v"].shape
     given = {
@@ -158,7 +160,7 @@ def inputs_of(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tupl
 
 
 def shared_inputs(
-    x: dict[str, Any], masks: Masks, heads: int | None = None
+    x: dict[str, Any], masks: WindowMasks, heads: int | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """The table of a program's head, or of its `heads`, and which tokens are valid."""
     given = {}

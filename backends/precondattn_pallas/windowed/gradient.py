@@ -28,8 +28,8 @@ from precondattn.spec.grid_windows import sum_by_entry
 from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
 from precondattn_pallas.softmax.score_tiles import padded
 from precondattn_pallas.windowed.forward import (
-    Masks,
-    Tiling,
+    WindowedTiling,
+    WindowMasks,
     inputs_of,
     numbers_of_head,
     rows_of_head,
@@ -47,7 +47,7 @@ CHANNELS = 32
 """Channels of a product of the table's gradient."""
 
 
-class Rows(NamedTuple):
+class WeightedRows(NamedTuple):
     """The queries of a tile that have weights."""
 
     query: Any
@@ -58,7 +58,9 @@ class Rows(NamedTuple):
     """D"""
 
     @classmethod
-    def of(cls, tiling: Tiling, x: Any, window: Any, slot: Any, head: Any = None) -> Rows:
+    def of(
+        cls, tiling: WindowedTiling, x: Any, window: Any, slot: Any, head: Any = None
+    ) -> WeightedRows:
         """Of the slots of a window; x has numbers of one head, or of several by head."""
         query, is_row = tiling.places.queries(window, slot)
         is_row = and_valid(x.get("q_valid"), query, is_row)
@@ -72,12 +74,12 @@ class Rows(NamedTuple):
         return load_rows(array, self.query, self.is_row, width, head)
 
 
-def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+def query_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     """A tile of dq / s."""
     rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
     row_slot = slots(tile, rows)
-    of = Rows.of(tiling, x, window, row_slot)
+    of = WeightedRows.of(tiling, x, window, row_slot)
     q, d_o = of.load(x["q"], tiling.d), of.load(x["d_o"], tiling.e)
 
     def add(index: Any, acc: Any) -> Any:
@@ -94,7 +96,7 @@ def query_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     store_rows(out["d_q"], *tiling.places.queries(window, row_slot), d_q)
 
 
-def key_gradient(x: Any, out: Any, *, tiling: Tiling, group: int) -> None:
+def key_gradient(x: Any, out: Any, *, tiling: WindowedTiling, group: int) -> None:
     """A tile of dk / s and dv, from `group` query heads; tiles are keys × queries."""
     rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
@@ -105,7 +107,7 @@ def key_gradient(x: Any, out: Any, *, tiling: Tiling, group: int) -> None:
         def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
             d_k, d_v = carried
             query_slot = slots(index, columns)
-            of = Rows.of(tiling, x, window, query_slot, head)
+            of = WeightedRows.of(tiling, x, window, query_slot, head)
             q, d_o = of.load(x["q"], tiling.d, head), of.load(x["d_o"], tiling.e, head)
             mask = of.is_row[None, :] & is_key[:, None]
             product = tiling.products.dot(k, q, right=True)
@@ -126,7 +128,7 @@ def key_gradient(x: Any, out: Any, *, tiling: Tiling, group: int) -> None:
     store_rows(out["d_v"], key, is_there, d_v)
 
 
-def table_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
+def table_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     """The sum of dS over a group of windows of one sequence, for a pair of tiles of slots."""
     (rows, columns), places = tiling.tile[:2], tiling.places
     group, tile = divide(pl.program_id(0), tiling.pairs), remainder(pl.program_id(0), tiling.pairs)
@@ -134,7 +136,7 @@ def table_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
     key_slot = slots(remainder(tile, tiling.column_tiles), columns)
 
     def add(window: Any, acc: Any) -> Any:
-        of = Rows.of(tiling, x, window, row_slot)
+        of = WeightedRows.of(tiling, x, window, row_slot)
         keys = tiling.keys(x, window, key_slot)
         mask = of.is_row[:, None] & keys[1][None, :]
         product = _product(tiling, x["q"], of[:2], x["k"], keys, tiling.d)
@@ -151,7 +153,7 @@ def table_gradient(x: Any, out: Any, *, tiling: Tiling) -> None:
 
 
 def _product(
-    tiling: Tiling,
+    tiling: WindowedTiling,
     left: Any,
     rows: tuple[Any, Any],
     right: Any,
@@ -171,7 +173,7 @@ def _product(
     return loop(0, width // each, add, jnp.zeros(tiling.tile[:2], jnp.float32))
 
 
-def d_queries(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
+def d_queries(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> Any:
     """dq / s (b, t, h, d), in float32."""
     b, t, h, d = x["q"].shape
     result = launch(
@@ -186,7 +188,9 @@ def d_queries(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
     return result["d_q"][..., :d]
 
 
-def d_keys_and_values(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[Any, Any]:
+def d_keys_and_values(
+    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
+) -> tuple[Any, Any]:
     """dk / s (b, s, n, d) and dv (b, s, n, e), in float32."""
     (b, t, h, d), (_, s, n, e) = x["q"].shape, x["v"].shape
     group = h // n
@@ -220,7 +224,7 @@ def d_keys_and_values(tiling: Tiling, x: dict[str, Any], masks: Masks) -> tuple[
     return result["d_k"][..., :d], result["d_v"][..., :e]
 
 
-def d_table(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
+def d_table(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> Any:
     """The gradient of the table (entries, h), in float32."""
     (b, _, h, _), size = x["q"].shape, tiling.places.size
     groups, slots = whole(tiling.places.grid.windows, TOGETHER), size.slots
@@ -240,7 +244,9 @@ def d_table(tiling: Tiling, x: dict[str, Any], masks: Masks) -> Any:
     return sum_by_entry(jnp.sum(result["d_pairs"], axis=(0, 1)), size.axes)
 
 
-def _inputs(tiling: Tiling, x: dict[str, Any], masks: Masks) -> dict[str, tuple[Any, Any]]:
+def _inputs(
+    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
+) -> dict[str, tuple[Any, Any]]:
     """What the gradients of a query head read."""
     t = x["q"].shape[1]
     return inputs_of(tiling, x, masks) | {

@@ -19,39 +19,41 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.windows import declined_windows, grid_of
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.precision import attention_products
-from precondattn_pallas.softmax.attention import Attention
+from precondattn_pallas.softmax.attention import SoftmaxKernels
 from precondattn_pallas.softmax.widths import refuses_widths
-from precondattn_pallas.windowed.forward import Masks, Tiling, attend
+from precondattn_pallas.windowed.forward import WindowedTiling, WindowMasks, attend
 from precondattn_pallas.windowed.gradient import d_keys_and_values, d_queries, d_table
-from precondattn_pallas.windowed.slots import Places
+from precondattn_pallas.windowed.slots import SlotPlaces
 
 
-class Plan(NamedTuple):
+class WindowedPlan(NamedTuple):
     """What is known of a call before it runs."""
 
-    forward: Tiling
-    query_gradient: Tiling
-    key_gradient: Tiling
-    table_gradient: Tiling
+    forward: WindowedTiling
+    query_gradient: WindowedTiling
+    key_gradient: WindowedTiling
+    table_gradient: WindowedTiling
 
 
-def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> Plan:
+def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> WindowedPlan:
     q, k, v = (x[name] for name in "qkv")
     d, e, is_half = padded_width(q.shape[3]), padded_width(v.shape[3]), v.dtype.itemsize == 2
-    places = Places(*grid_of(leaf.windows, k.shape[1]), q.shape[1], k.shape[1])
+    places = SlotPlaces(*grid_of(leaf.windows, k.shape[1]), q.shape[1], k.shape[1])
     multiplied, rounds = attention_products(v.dtype, interpret=interpret)
     most = padded_width(places.size.slots)
 
-    def tiling(kernel: str) -> Tiling:
+    def tiling(kernel: str) -> WindowedTiling:
         tile = configuration(f"window_{kernel}", max(d, e), is_half)
         tile = tile._replace(rows=min(tile.rows, most), columns=min(tile.columns, most))
-        return Tiling(places, leaf.scale_for(q.shape[3]), multiplied, tile, d, e, rounds)
+        return WindowedTiling(places, leaf.scale_for(q.shape[3]), multiplied, tile, d, e, rounds)
 
-    return Plan(*(tiling(kernel) for kernel in Plan._fields))
+    return WindowedPlan(*(tiling(kernel) for kernel in WindowedPlan._fields))
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, x: dict[str, Any], masks: Masks) -> tuple[Any, tuple[Any, ...]]:
+def _forward(
+    plan: WindowedPlan, x: dict[str, Any], masks: WindowMasks
+) -> tuple[Any, tuple[Any, ...]]:
     out, log_total = attend(plan.forward, x, masks)
     dtype = x["v"].dtype
     return out.astype(dtype), (log_total,) if dtype == jnp.float32 else (log_total, out)
@@ -59,7 +61,7 @@ def _forward(plan: Plan, x: dict[str, Any], masks: Masks) -> tuple[Any, tuple[An
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: Plan, x: dict[str, Any], masks: Masks, out: Any, log_total: Any, d_o: Any
+    plan: WindowedPlan, x: dict[str, Any], masks: WindowMasks, out: Any, log_total: Any, d_o: Any
 ) -> dict[str, Any]:
     d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
     x = {**x, "d_o": d_o, "log_total": log_total, "d_sum": jnp.swapaxes(d_sum, 1, 2)}
@@ -71,7 +73,7 @@ def _backward(
     return gradients
 
 
-class WindowedAttention(Attention):
+class WindowedKernels(SoftmaxKernels):
     """Softmax within windows, and its gradient; the residuals are those of attention."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -108,5 +110,5 @@ def _inputs(x: Mapping[str, Any]) -> dict[str, Any]:
     return {**x, "q": x["q"].astype(dtype), "k": x["k"].astype(dtype)}
 
 
-def _masks(frame: Frame) -> Masks:
-    return Masks(frame.q_valid, frame.k_valid)
+def _masks(frame: Frame) -> WindowMasks:
+    return WindowMasks(frame.q_valid, frame.k_valid)

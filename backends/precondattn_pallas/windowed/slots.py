@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from precondattn.kernel_backend.windows import Grid, Size
+from precondattn.kernel_backend.windows import WindowGrid, WindowSize
 from precondattn_pallas.launch import divide, remainder
 
 
-class Places(NamedTuple):
+class SlotPlaces(NamedTuple):
     """Where the slots of a call's windows are."""
 
-    grid: Grid
-    size: Size
+    grid: WindowGrid
+    size: WindowSize
     t: int
     s: int
 

@@ -31,7 +31,7 @@ from precondattn.spec.recurrence import Stream
 from precondattn_triton.ccq import contraction, contraction_gradient, moments_gradient, row_lengths
 from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.recurrence import moments as moments_of_keys
-from precondattn_triton.recurrence.chunk_arrays import Call, strides, tokens_of_chunk
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides, tokens_of_chunk
 from precondattn_triton.recurrence.chunkwise import prepare_numbers
 from precondattn_triton.tiles import factor_dtype
 
@@ -62,7 +62,7 @@ class Conditioned:
         has_segments = frame.k_segment is not None
         precision = product_precision(k.dtype)
         chunk = chunk or tokens_of_chunk("chunk_moments", d, d, half, k)
-        self.call = call = Call(stream, state, has_segments, 1.0, precision, half, chunk)
+        self.call = call = ChunkCall(stream, state, has_segments, 1.0, precision, half, chunk)
         for name in ("gates", "reading", "writing", "total", "strength"):
             call.arguments[name] = None
         if has_segments:

@@ -32,10 +32,10 @@ from precondattn.spec.linear_family import queries_of_states, rows_of_states
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.ccq.conditioned_query import Conditioned, KeyGradients
 from precondattn_triton.precision import is_half
-from precondattn_triton.recurrence.chunk_arrays import Call, tokens_of_chunk
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, tokens_of_chunk
 from precondattn_triton.recurrence.chunkwise import carry, prepare, read
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
-from precondattn_triton.recurrence.leaves import Recurrence, form_of
+from precondattn_triton.recurrence.leaves import RecurrenceKernels, form_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ SHARING = (torch.bfloat16,)
 need three times the factors, and the registers do not hold states and moments at once."""
 
 
-class RunningCovariance(Recurrence):
+class RunningCovariance(RecurrenceKernels):
     """CCQ's query of all keys so far: kernels for a full call, the recurrence for a step."""
 
     def forward(self, leaf: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -69,7 +69,7 @@ class RunningCovariance(Recurrence):
         return {name: gradient.to(x[name].dtype) for name, gradient in d_inputs.items()}
 
 
-class Wiring(NamedTuple):
+class ConditionedWiring(NamedTuple):
     """The inputs of the query and of the backbone, under their names in the group."""
 
     query: dict[str, str]
@@ -80,7 +80,7 @@ class Wiring(NamedTuple):
 
 
 @lru_cache(maxsize=KEPT)
-def wiring(program: Program) -> Wiring | None:
+def wiring(program: Program) -> ConditionedWiring | None:
     """The wiring of a backbone whose queries are q^c; None if the calls are connected otherwise."""
     first, *norms, last = program.calls
     of_query, of_backbone = dict(first.arguments), dict(last.arguments)
@@ -93,7 +93,7 @@ def wiring(program: Program) -> Wiring | None:
         return None
     if first.out in of_backbone.values() or keys in of_backbone.values():
         return None
-    return Wiring(of_query, of_backbone | ({} if norms else {"k": keys}), bool(norms))
+    return ConditionedWiring(of_query, of_backbone | ({} if norms else {"k": keys}), bool(norms))
 
 
 class ConditionedRead:
@@ -110,7 +110,9 @@ class ConditionedRead:
         shapes = dict(request.shapes)
         by_leaf = {leaf_name: shapes[name] for leaf_name, name in wires.backbone.items()}
         by_leaf |= {"q": shapes[wires.query["q"]], "k": shapes[wires.query["k"]]}
-        return Recurrence().refuses(backbone, replace(request, shapes=tuple(by_leaf.items())))
+        return RecurrenceKernels().refuses(
+            backbone, replace(request, shapes=tuple(by_leaf.items()))
+        )
 
     def forward(self, group: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output; the residual is q^c."""
@@ -166,7 +168,7 @@ class _Both:
         self.stream: Stream = stream_of(self.leaf, self.inputs, frame)
         self.state = self.leaf.zero_state(self.inputs)["state"]
         form = form_of(self.leaf, self.inputs, frame)
-        self.call: Call = form.call(self.stream, self.state)
+        self.call: ChunkCall = form.call(self.stream, self.state)
         prepare(self.call, self.stream)
         if shares:
             carry(self.call, self.query.moment_arguments(wires.reads_unit_keys))
@@ -175,7 +177,7 @@ class _Both:
             self.query.carry()
 
 
-def _wiring(group: Any) -> Wiring:
+def _wiring(group: Any) -> ConditionedWiring:
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.
     return wires

@@ -39,20 +39,20 @@ from torch import Tensor
 
 from precondattn_triton.lucid import border_gradient as lucid_border_gradient
 from precondattn_triton.lucid import crossing as lucid_crossing
-from precondattn_triton.lucid.plan import Plan
+from precondattn_triton.lucid.plan import LucidPlan
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
-from precondattn_triton.path.chunks import Chunks, path_chunks
-from precondattn_triton.tiles import Masks
+from precondattn_triton.path.chunks import PathChunks, path_chunks
+from precondattn_triton.tiles import KernelMasks
 
 
-class Borders(NamedTuple):
+class LucidBorders(NamedTuple):
     """The rows and products at all borders of one call."""
 
     unit: Tensor
     """k̂ (b, s, n, d)"""
     path_beta: Tensor
     """β of the reflections (b, s, n)"""
-    chunks: Chunks
+    chunks: PathChunks
     chunk_scores: Tensor
     """S (m, T, C), float32"""
     keys: Tensor
@@ -66,8 +66,13 @@ class Borders(NamedTuple):
 
 
 def borders_of(
-    plan: Plan, unit: Tensor, x: Mapping[str, Tensor], masks: Masks, *, with_inverse: bool
-) -> Borders:
+    plan: LucidPlan,
+    unit: Tensor,
+    x: Mapping[str, Tensor],
+    masks: KernelMasks,
+    *,
+    with_inverse: bool,
+) -> LucidBorders:
     """From k̂ (m, T, D), which is 0 for invalid tokens and padding, and w and β (b, s, n, …)."""
     by_token = unit.view(plan.b, plan.n, plan.tokens, plan.key_width).transpose(1, 2)
     k = by_token[:, : plan.s, :, : plan.d]
@@ -94,10 +99,10 @@ def borders_of(
         if not is_last:
             first, second = _halves(products[level])
             products.append(second @ first)
-    return Borders(k, x["beta"], chunks, chunk_scores, keys, products)
+    return LucidBorders(k, x["beta"], chunks, chunk_scores, keys, products)
 
 
-class Gradients(NamedTuple):
+class BorderGradients(NamedTuple):
     """The gradients of the inputs of `borders_of`, float32."""
 
     unit: Tensor
@@ -109,9 +114,9 @@ class Gradients(NamedTuple):
 
 
 def borders_gradient(
-    plan: Plan, borders: Borders, unit: Tensor, masks: Masks, segments: Tensor | None,
-    y: Tensor, d_v: Tensor,
-) -> Gradients:  # fmt: skip
+    plan: LucidPlan, borders: LucidBorders, unit: Tensor, masks: KernelMasks,
+    segments: Tensor | None, y: Tensor, d_v: Tensor,
+) -> BorderGradients:  # fmt: skip
     """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, 2, T)."""
     d_rows = unit.new_zeros((2, *unit.shape), dtype=torch.float32)
     d_keys = torch.empty_like(d_rows[0])
@@ -149,7 +154,7 @@ def borders_gradient(
 
 
 def _products_gradient(
-    borders: Borders, level: int, d_rows: Tensor, d_next: Tensor | None
+    borders: LucidBorders, level: int, d_rows: Tensor, d_next: Tensor | None
 ) -> Tensor:
     """dP of a level (m, blocks, D, D), from rows after its borders and dP of the next level."""
     half = borders.chunks.size << level
@@ -174,13 +179,13 @@ def _products_gradient(
 
 
 def _from_chunks(
-    borders: Borders,
+    borders: LucidBorders,
     unit: Tensor,
-    masks: Masks,
+    masks: KernelMasks,
     d_scores: Tensor,
     d_rows: Tensor,
     d_products: Tensor,
-) -> Gradients:
+) -> BorderGradients:
     """The gradients through S, x, κ and P of every chunk."""
     chunks = borders.chunks
     w, u, zr, stacked, d_s, d_keys, d_x = (
@@ -191,10 +196,10 @@ def _from_chunks(
     d_k = torch.baddbmm(d_x, d_s + d_s.mT, stacked).baddbmm(d_b, w)
     d_chunks = ChunkGradients(d_k, d_b.mT @ stacked, -b.mT @ d_x, -b.mT @ d_s, d_keys, d_products)
     gradients = through_chunks(borders.unit, borders.path_beta, chunks, masks, d_chunks)
-    return Gradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in gradients))
+    return BorderGradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in gradients))
 
 
-def _crossing(plan: Plan) -> dict[str, Any]:
+def _crossing(plan: LucidPlan) -> dict[str, Any]:
     tuned = plan.reflections
     return {
         "ROWS": tuned.rows, "WIDTH": plan.key_width,
@@ -203,7 +208,7 @@ def _crossing(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stack(rows: Tensor, chunks: Chunks) -> Tensor:
+def _stack(rows: Tensor, chunks: PathChunks) -> Tensor:
     """Rows (m, T, …) as (m chunks, C, …), float32."""
     return rows.reshape(-1, chunks.size, rows.shape[2]).float()
 

@@ -26,7 +26,7 @@ FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
 
 
-class Plan(NamedTuple):
+class LucidPlan(NamedTuple):
     """The sizes of one call, and the configurations of its kernels."""
 
     b: int
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
         return range(0, self.tokens, self.super_block)
 
 
-def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
+def plan_of(leaf: Any, k: Tensor, v: Tensor) -> LucidPlan:
     b, s, n, d = k.shape
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
@@ -95,7 +95,7 @@ def plan_of(leaf: Any, k: Tensor, v: Tensor) -> Plan:
     tokens = -(-s // unit) * unit
     super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
     precision = sixteen_bits() if half else product_precision(k.dtype)
-    return Plan(
+    return LucidPlan(
         b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
         leaf.scale_for(d), half, torch.float16 if half else torch.float32, precision,
         inverse, update, gradient, reflections,

@@ -25,7 +25,7 @@ from precondattn_triton.lucid import gradient as lucid_gradient
 from precondattn_triton.lucid import inverse as lucid_inverse
 from precondattn_triton.lucid import prepare as lucid_prepare
 from precondattn_triton.lucid import substitution as lucid_substitution
-from precondattn_triton.lucid.borders import Borders, borders_gradient, borders_of
+from precondattn_triton.lucid.borders import LucidBorders, borders_gradient, borders_of
 from precondattn_triton.lucid.plan import plan_of
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
@@ -41,7 +41,7 @@ class RightSides(NamedTuple):
     """Largest magnitudes of tiles of `update` (m, T / rows, step)"""
 
 
-class Prepared(NamedTuple):
+class SolveWorkspace(NamedTuple):
     """The workspace from which the forward and the backward solve start."""
 
     keys: Tensor
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     """(b, 2, T): where the segment of each token begins and ends (`tiles.py`)"""
 
 
-class System:
+class LucidMatrix:
     """The matrix of one call: solves with it, or, backward, with its transpose."""
 
     def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
@@ -62,13 +62,13 @@ class System:
         self.plan = plan = plan_of(leaf, x["k"], x["v"])
         self.masks = masks_of(frame.among_keys(plan.s), plan.b)
         self.prepared = self._prepare()
-        self.borders: Borders | None = None
+        self.borders: LucidBorders | None = None
         if leaf.metric != DOT:
             self.borders = borders_of(
                 plan, self.prepared.keys, x, self.masks, with_inverse=backward
             )
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> SolveWorkspace:
         plan, k = self.plan, self.x["k"]
         beta = self.x.get("lucid_beta")
         _, valid, segments = self.masks
@@ -88,7 +88,7 @@ class System:
             NORMALIZE=self.leaf.normalize == "keys",
             ROWS=rows, WIDTH=plan.key_width, num_warps=8,
         )  # fmt: skip
-        return Prepared(keys, reciprocal, factor, segments)
+        return SolveWorkspace(keys, reciprocal, factor, segments)
 
     def right_sides(self, v: Tensor) -> RightSides:
         plan, valid = self.plan, self.masks.k_valid
@@ -228,7 +228,7 @@ class System:
         return d_k
 
 
-class LucidSolve:
+class LucidSolveKernels:
     """The leaf `LucidSolve`."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -249,7 +249,7 @@ class LucidSolve:
     def forward(
         self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        system = System(leaf, x, frame, backward=False)
+        system = LucidMatrix(leaf, x, frame, backward=False)
         y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         rho = torch.empty_like(y) if leaf.beta else None
         system.solve(system.right_sides(x["v"]), y, rho)
@@ -264,7 +264,7 @@ class LucidSolve:
         residuals: tuple[Tensor, ...],
         cotangent: Tensor,
     ) -> dict[str, Tensor]:
-        system = System(leaf, x, frame, backward=True)
+        system = LucidMatrix(leaf, x, frame, backward=True)
         d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         (rho,) = residuals or (None,)
         d_beta = system.solve(system.right_sides(cotangent), d_v, rho)

@@ -20,10 +20,10 @@ from precondattn_triton.path import carried_queries as path_carry
 from precondattn_triton.path import key_gradient as path_key_gradient
 from precondattn_triton.path import within_chunk as path_within_chunk
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
-from precondattn_triton.path.chunks import Chunks
+from precondattn_triton.path.chunks import PathChunks
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import row_products
-from precondattn_triton.tiles import Masks, configured
+from precondattn_triton.tiles import KernelMasks, configured
 
 GROUP = 4
 """Chunks of queries in a group, at least; they set the size of X and Y."""
@@ -35,7 +35,7 @@ REFLECTION_ELEMENTS = 16384
 """Elements of F in a program."""
 
 
-class Inputs(NamedTuple):
+class PathInputs(NamedTuple):
     """Inputs of the same dtype, except β."""
 
     q: Tensor
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     beta: Tensor
 
 
-class Gradients(NamedTuple):
+class PathGradients(NamedTuple):
     """Those of k, v and w are (b n, T, …), padded to whole chunks and tile widths, in float32."""
 
     q: Tensor
@@ -58,16 +58,16 @@ class Gradients(NamedTuple):
 
 
 def path_backward(
-    x: Inputs,
-    chunks: Chunks,
-    masks: Masks,
+    x: PathInputs,
+    chunks: PathChunks,
+    masks: KernelMasks,
     full: Tensor,
     log_total: Tensor,
     d_out: Tensor,
     *,
     scale: float,
     window: int | None,
-) -> Gradients:
+) -> PathGradients:
     """All gradients, from o (float32) and λ of the forward pass, and do in the dtype of v."""
     q, k, v = x[:3]
     b, t, h, d = q.shape
@@ -150,7 +150,7 @@ def path_backward(
         )  # fmt: skip
     d_chunks = ChunkGradients(d_k, d_w, d_u, d_zr, d_keys, d_whole)
     d_k, d_w, d_beta = through_chunks(k, x.beta, chunks, masks, d_chunks)
-    return Gradients(d_q, d_k, d_v, d_w, d_beta)
+    return PathGradients(d_q, d_k, d_v, d_w, d_beta)
 
 
 def _groups(t: int, s: int, size: int, heads: int) -> list[tuple[int, int]]:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from precondattn_triton.path.chunks import Chunks
-from precondattn_triton.tiles import Masks
+from precondattn_triton.path.chunks import PathChunks
+from precondattn_triton.tiles import KernelMasks
 
 
 class ChunkGradients(NamedTuple):
@@ -38,7 +38,7 @@ class ChunkGradients(NamedTuple):
 
 
 def through_chunks(
-    k: Tensor, beta: Tensor, chunks: Chunks, masks: Masks, d_chunks: ChunkGradients
+    k: Tensor, beta: Tensor, chunks: PathChunks, masks: KernelMasks, d_chunks: ChunkGradients
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dk and dw (b n, T, D), dβ (b n, T), of k (b, s, n, d) and β (b, s, n)."""
     size = chunks.size
@@ -71,7 +71,7 @@ def through_chunks(
     return d_k.view(shape), d_w.view(shape), d_beta.view(shape[:2])
 
 
-def _rows(a: Tensor, chunks: Chunks, masks: Masks) -> Tensor:
+def _rows(a: Tensor, chunks: PathChunks, masks: KernelMasks) -> Tensor:
     """Tokens (b, s, n, …) in the layout of chunks (b n, T, …); 0 for invalid tokens."""
     b, s, n, c = a.shape
     if masks.k_valid is not None:

@@ -27,7 +27,7 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.precision import exact, product_precision
 from precondattn_triton.tiles import (
-    Masks,
+    KernelMasks,
     addresses,
     configured,
     factor_dtype,
@@ -37,7 +37,7 @@ from precondattn_triton.tiles import (
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
-class Chunks(NamedTuple):
+class PathChunks(NamedTuple):
     """The results of all chunks: w, K̃ and U padded to the tile width; all but M in factor dtype."""
 
     w: torch.Tensor
@@ -133,12 +133,12 @@ def path_chunks(
     k: torch.Tensor,
     w: torch.Tensor,
     beta: torch.Tensor,
-    masks: Masks,
+    masks: KernelMasks,
     *,
     with_inverse: bool,
     configuration: Configuration | None = None,
     tokens: int | None = None,
-) -> Chunks:
+) -> PathChunks:
     """The chunks of k and w (b, s, n, d) and β (b, s, n), padded to `tokens` if not None."""
     b, s, n, d = k.shape
     tuned = configuration or chunking(k)
@@ -149,7 +149,7 @@ def path_chunks(
     w_out, keys, u = (k.new_empty((*shape, width), dtype=dtype) for _ in range(3))
     zr = k.new_empty((*shape, size), dtype=dtype)
     inverse = torch.empty_like(zr, dtype=torch.float32) if with_inverse else None
-    result = Chunks(w_out, keys, u, zr, inverse)
+    result = PathChunks(w_out, keys, u, zr, inverse)
     _chunks[(count * b * n,)](
         k, w, beta, masks.k_valid, *result, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
         D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),

@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
-from precondattn_triton.path.chunks import Chunks, rows_of
+from precondattn_triton.path.chunks import PathChunks, rows_of
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import (
     LOG2_E,
-    Masks,
+    KernelMasks,
     configured,
     is_token,
     keys_met,
@@ -40,7 +40,7 @@ from precondattn_triton.tiles import (
 )
 
 
-class Read(NamedTuple):
+class PathResults(NamedTuple):
     """The results of the forward kernel."""
 
     out: torch.Tensor
@@ -155,12 +155,12 @@ def path_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    chunks: Chunks,
-    masks: Masks,
+    chunks: PathChunks,
+    masks: KernelMasks,
     *,
     scale: float,
     window: int | None,
-) -> Read:
+) -> PathResults:
     """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
@@ -178,4 +178,4 @@ def path_forward(
         PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
-    return Read(out, out if full is None else full, log_total)
+    return PathResults(out, out if full is None else full, log_total)

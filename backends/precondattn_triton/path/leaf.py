@@ -16,7 +16,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.laser import LOG_MEAN_EXP
-from precondattn_triton.path.backward import Inputs, path_backward
+from precondattn_triton.path.backward import PathInputs, path_backward
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.path.chunks import path_chunks
 from precondattn_triton.path.forward import path_forward
@@ -27,7 +27,7 @@ from precondattn_triton.tiles import masks_of
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Path:
+class PathKernels:
     """The leaf `Path`, with the mean as its read."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -109,7 +109,7 @@ class Path:
         return log_total, ArraySpec((b, t, h, e), "float32")
 
 
-def _inputs(x: Tensors) -> Inputs:
+def _inputs(x: Tensors) -> PathInputs:
     """The inputs in the dtype of v, except β."""
     dtype = x["v"].dtype
-    return Inputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])
+    return PathInputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])

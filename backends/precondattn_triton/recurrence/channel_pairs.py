@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from precondattn_triton.recurrence import channel_decay, channel_gates, chunk_gradient
-from precondattn_triton.recurrence.chunk_arrays import Call, strides_if
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
 KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
 ERASE = ("erase", "bmsd")
 
 
-def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
+def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
     """An array of the call under another name."""
     prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
     arguments = {other: call.arguments[name]}
@@ -34,7 +34,7 @@ def _as(call: Call, name: str, axes: str, other: str, other_axes: str) -> dict[s
     )
 
 
-def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
+def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {"x_group": 1, "width": call.arguments["d" if y is KEY else "e"]}
     if x is None:
         arguments |= {"x": None} | strides_if("x", None, "bmtrc")
@@ -46,13 +46,13 @@ def _pair(call: Call, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str
     return arguments | _as(call, *y, "y", "bmsc")
 
 
-def _erased(call: Call) -> tuple[str, str]:
+def _erased(call: ChunkCall) -> tuple[str, str]:
     """The keys that are erased."""
     return KEY if call.arguments["erase"] is None else ERASE
 
 
 def _scores(
-    call: Call, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Any
+    call: ChunkCall, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Any
 ) -> Tensor:
     """s dF/dA (queries, T, C)."""
     scores = call.empty(queries, call.tokens, call.chunk)
@@ -68,7 +68,7 @@ def _scores(
 
 
 def _gradient(
-    call: Call,
+    call: ChunkCall,
     x: tuple[str, str] | None,
     y: tuple[str, str],
     pairs: Tensor,
@@ -98,7 +98,7 @@ def _gradient(
     return d_x, d_y, d_gates
 
 
-def decayed(call: Call, x: tuple[str, str], factors: str) -> Tensor:
+def decayed(call: ChunkCall, x: tuple[str, str], factors: str) -> Tensor:
     """reading ∘ Q or writing ∘ K (m r, T, w), with gates of key channels."""
     is_key = x is KEY
     rows = call.b * call.m * (1 if is_key else call.r)
@@ -121,7 +121,7 @@ def decayed(call: Call, x: tuple[str, str], factors: str) -> Tensor:
     return out
 
 
-def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
+def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
     """s tril(x yᵀ) (m r, T, C), with U for V by the delta rule."""
     queries = call.b * call.m * call.r
     products = call.empty(queries, call.tokens, call.chunk)
@@ -142,33 +142,33 @@ def tril_of_products(call: Call, x: tuple[str, str], y: tuple[str, str]) -> Tens
     return products
 
 
-def decayed_scores(call: Call) -> Tensor:
+def decayed_scores(call: ChunkCall) -> Tensor:
     """s D ∘ Q Kᵀ (m r, T, C), with gates of key channels."""
     return _scores(call, QUERY, KEY, call.b * call.m * call.r)
 
 
-def erase_scores(call: Call) -> Tensor:
+def erase_scores(call: ChunkCall) -> Tensor:
     """tril(D ∘ E Kᵀ) (m, T, C), with gates of key channels."""
     return _scores(call, _erased(call), KEY, call.b * call.m, scale=1.0)
 
 
-def outputs_within_chunks(call: Call) -> Tensor:
+def outputs_within_chunks(call: ChunkCall) -> Tensor:
     """The part of O within chunks (m r, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     return _gradient(call, None, VALUE, scores)[0]
 
 
-def key_gate_gradients(call: Call, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def key_gate_gradients(call: ChunkCall, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (m r, T, w), dK and dg (m, T, w) within chunks, with gates of key channels."""
     return _gradient(call, QUERY, KEY, d_scores)
 
 
-def erase_gate_gradients(call: Call, d_pairs: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
+def erase_gate_gradients(call: ChunkCall, d_pairs: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
     """dE (m, T, w) within chunks, with gates of key channels; dK and dg are added to `others`."""
     return _gradient(call, _erased(call), KEY, d_pairs, others)[0]
 
 
-def value_gate_gradients(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def value_gate_gradients(call: ChunkCall) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of scores (m r, T, C), dV and dg (m, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     _, d_v, d_gates = _gradient(call, COTANGENT, VALUE, scores)

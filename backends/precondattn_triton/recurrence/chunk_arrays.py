@@ -67,7 +67,7 @@ def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> in
     return configuration(kernel, widest_of(d, e), half, like).rows
 
 
-class Call:
+class ChunkCall:
     """The arrays of one call, and its launches.
 
     `arguments` has arrays and numbers by the names of kernel arguments; a launch passes those that

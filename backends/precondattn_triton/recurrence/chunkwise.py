@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.spec.recurrence import AllTokens, Gradients, Stream
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_triton.precision import exact
 from precondattn_triton.recurrence import (
     channel_gates,
@@ -45,7 +45,7 @@ from precondattn_triton.recurrence.channel_pairs import (
     erase_scores,
     outputs_within_chunks,
 )
-from precondattn_triton.recurrence.chunk_arrays import Call, strides, strides_if
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides, strides_if
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
 
 NO_MOMENTS = dict.fromkeys(
@@ -76,18 +76,18 @@ class Chunkwise(AllTokens):
         final = carry(call)
         return read(call), final
 
-    def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> Gradients:
+    def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> StreamGradients:
         call = self.call(x, state)
         prepare(call, x)
         carry(call)
         return gradients(call, x, d_o, d_final)
 
-    def call(self, x: Stream, state: Tensor) -> Call:
+    def call(self, x: Stream, state: Tensor) -> ChunkCall:
         """The arrays of a call, before any launch."""
-        return Call(x, state, self.decays, self.scale, self.precision, self.half)
+        return ChunkCall(x, state, self.decays, self.scale, self.precision, self.half)
 
 
-def _step(call: Call, x: Stream) -> tuple[Tensor, Tensor]:
+def _step(call: ChunkCall, x: Stream) -> tuple[Tensor, Tensor]:
     b, m = call.b, call.m
     final = call.empty(b, m, call.d, call.e)
     o = call.empty(b, 1, m, call.r, call.e, dtype=x.v.dtype)
@@ -109,7 +109,7 @@ def _step(call: Call, x: Stream) -> tuple[Tensor, Tensor]:
     return o.transpose(1, 2), final
 
 
-def prepare(call: Call, x: Stream) -> None:
+def prepare(call: ChunkCall, x: Stream) -> None:
     """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
     names = ("gates", "reading", "erasing", "writing", "total", "strength")
@@ -149,7 +149,7 @@ def prepare(call: Call, x: Stream) -> None:
     )
 
 
-def prepare_numbers(call: Call, x: Stream) -> None:
+def prepare_numbers(call: ChunkCall, x: Stream) -> None:
     """Compute the decay factors of gates per head, and load β."""
     heads = call.b * call.m
     names = ["gates", "reading", "writing"] if call.decay == "head" else []
@@ -171,7 +171,7 @@ def prepare_numbers(call: Call, x: Stream) -> None:
     )
 
 
-def _prepare_channels(call: Call, x: Stream) -> None:
+def _prepare_channels(call: ChunkCall, x: Stream) -> None:
     heads, gates = call.b * call.m, x.g.flatten(3)
     for name in ("gates", "reading", "writing"):
         call.arguments[name] = call.empty(heads, call.tokens, call.gate_step)
@@ -188,7 +188,7 @@ def _prepare_channels(call: Call, x: Stream) -> None:
     )
 
 
-def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
+def carry(call: ChunkCall, moments: Mapping[str, Any] | None = None) -> Tensor:
     """The last state; those before every chunk are stored in the call.
 
     With `moments`, the moments of the same keys are computed in the same pass.
@@ -213,7 +213,7 @@ def carry(call: Call, moments: Mapping[str, Any] | None = None) -> Tensor:
     return final
 
 
-def read(call: Call) -> Tensor:
+def read(call: ChunkCall) -> Tensor:
     """The outputs (b, m, t, r, e), after the states have been computed."""
     o = call.empty(call.b, call.t, call.m, call.r, call.e, dtype=call.arguments["v"].dtype)
     values = call.values("chunk_reads")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_triton.recurrence import (
     channel_gates,
     chunk_gradient,
@@ -30,10 +30,10 @@ from precondattn_triton.recurrence.channel_pairs import (
     tril_of_products,
     value_gate_gradients,
 )
-from precondattn_triton.recurrence.chunk_arrays import Call, strides
+from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides
 
 
-def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
+def gradients(call: ChunkCall, x: Stream, d_o: Tensor, d_final: Tensor) -> StreamGradients:
     """The gradients of a call whose states have been computed."""
     queries = call.b * call.m * call.r
     call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
@@ -83,15 +83,15 @@ def gradients(call: Call, x: Stream, d_o: Tensor, d_final: Tensor) -> Gradients:
         d_g = _d_channel_gates(call, x)
     d_q, d_k = d_q.transpose(1, 2), d_k.transpose(1, 2)
     stream = Stream(d_q, d_k, d_v, d_g, d_beta, d_erase, d_undecayed)
-    return Gradients(stream, d_initial)
+    return StreamGradients(stream, d_initial)
 
 
-def _of_heads(x: Tensor, call: Call) -> torch.dtype:
+def _of_heads(x: Tensor, call: ChunkCall) -> torch.dtype:
     """The dtype of a gradient per head with a state; shared heads are summed in float32."""
     return x.dtype if x.shape[1] == call.m else torch.float32
 
 
-def _local(call: Call) -> Tensor:
+def _local(call: ChunkCall) -> Tensor:
     """The part of dU from the outputs of the same chunk (m, T, STEP)."""
     local = call.empty(call.b * call.m, call.tokens, call.step)
     values = call.values("chunk_reads")
@@ -106,7 +106,7 @@ def _local(call: Call) -> Tensor:
     return local
 
 
-def _carry_back(call: Call, d_final: Tensor) -> Tensor:
+def _carry_back(call: ChunkCall, d_final: Tensor) -> Tensor:
     """The gradient of the first state; those after every chunk and dU are stored in the call."""
     heads = call.b * call.m
     d_initial = call.empty(call.b, call.m, call.d, call.e)
@@ -124,7 +124,7 @@ def _carry_back(call: Call, d_final: Tensor) -> Tensor:
     return d_initial
 
 
-def _d_values(call: Call, x: Stream) -> Tensor:
+def _d_values(call: ChunkCall, x: Stream) -> Tensor:
     """dV (b, m, s, e); with the delta rule, other results of dU are stored in the call."""
     heads, tokens = call.b * call.m, call.tokens
     if x.beta is None:
@@ -147,7 +147,7 @@ def _d_values(call: Call, x: Stream) -> Tensor:
     return d_v.transpose(1, 2)
 
 
-def _d_queries(call: Call, x: Stream) -> Tensor:
+def _d_queries(call: ChunkCall, x: Stream) -> Tensor:
     """dQ (b, t, m, r, d)"""
     queries, keys = call.b * call.m * call.r, call.keys("chunk_query_gradient")
     blocks = call.width // keys
@@ -167,7 +167,7 @@ def _d_queries(call: Call, x: Stream) -> Tensor:
     return d_q
 
 
-def _d_erase(call: Call, erase: Tensor) -> Tensor:
+def _d_erase(call: ChunkCall, erase: Tensor) -> Tensor:
     """dE (b, m, s, d)"""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
@@ -187,7 +187,7 @@ def _d_erase(call: Call, erase: Tensor) -> Tensor:
     return d_erase.transpose(1, 2)
 
 
-def _d_keys(call: Call, x: Stream) -> Tensor:
+def _d_keys(call: ChunkCall, x: Stream) -> Tensor:
     """dK (b, s, m, d); with dE, if the keys that are erased are the same."""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
@@ -215,7 +215,7 @@ def _d_keys(call: Call, x: Stream) -> Tensor:
     return d_k
 
 
-def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
+def _d_numbers(call: ChunkCall, x: Stream) -> tuple[Any, Any]:
     """The gradients of the gates, in their own shape, and of β (b, m, s)."""
     heads = call.b * call.m
     d_g = call.empty(heads, call.s) if call.decay == "head" else None
@@ -236,7 +236,7 @@ def _d_numbers(call: Call, x: Stream) -> tuple[Any, Any]:
     return torch.zeros_like(x.g) if d_g is None else d_g.view(x.g.shape), d_beta
 
 
-def _d_channel_gates(call: Call, x: Stream) -> Tensor:
+def _d_channel_gates(call: ChunkCall, x: Stream) -> Tensor:
     """The gradient of the gates, in their own shape."""
     if call.decay == "values":
         heads, values = call.b * call.m, call.values("value_sums")

@@ -32,7 +32,7 @@ def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
     )
 
 
-class Recurrence(StatefulKernels):
+class RecurrenceKernels(StatefulKernels):
     """The linear family, gated slot attention, CCQ's query, and the key that ATK writes."""
 
     def form(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:

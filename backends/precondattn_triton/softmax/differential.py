@@ -29,7 +29,7 @@ from precondattn_triton.tiles import masks_of
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Wiring(NamedTuple):
+class DifferentialWiring(NamedTuple):
     """The inputs of both maps, under their names in the group."""
 
     q1: str
@@ -43,7 +43,7 @@ class Wiring(NamedTuple):
 
 
 @lru_cache(maxsize=KEPT)
-def wiring(program: Program) -> Wiring | None:
+def wiring(program: Program) -> DifferentialWiring | None:
     """The wiring of y = softmax(q, k, v) − λ softmax(q2, k2, v); None for any other program."""
     if [*map(type, program.leaves)] != [pa.Softmax, pa.Softmax, Difference]:
         return None
@@ -57,10 +57,10 @@ def wiring(program: Program) -> Wiring | None:
         return None
     difference: Any = program.calls[2].leaf
     names = one["q"], one["k"], two["q"], two["k"], one["v"], last["lam"]
-    return Wiring(*names, first.leaf, difference.per)
+    return DifferentialWiring(*names, first.leaf, difference.per)
 
 
-class Differential:
+class DifferentialKernels:
     """The group `y1 = softmax(q, k, v); y2 = softmax(q=q2, k=k2, v); out = difference(…)`."""
 
     def refuses(self, group: Any, request: Request) -> str | None:
@@ -139,7 +139,7 @@ class Differential:
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
-def _inputs(group: Any, x: Tensors) -> tuple[Wiring, Maps, torch.Tensor, torch.Tensor]:
+def _inputs(group: Any, x: Tensors) -> tuple[DifferentialWiring, Maps, torch.Tensor, torch.Tensor]:
     """Both maps and the values, in the dtype of the values; λ (b, t, h), repeated by strides."""
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.

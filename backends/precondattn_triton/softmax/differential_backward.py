@@ -26,7 +26,7 @@ from precondattn_triton.softmax.differential_forward import Maps, row_weights, t
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import (
     LOG2_E,
-    Masks,
+    KernelMasks,
     configured,
     factor_dtype,
     is_token,
@@ -179,7 +179,7 @@ def differential_backward(
     maps: Maps,
     v: torch.Tensor,
     lam: torch.Tensor,
-    masks: Masks,
+    masks: KernelMasks,
     logs: torch.Tensor,
     d_sums: torch.Tensor,
     d_out: torch.Tensor,

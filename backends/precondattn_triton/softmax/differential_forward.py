@@ -24,7 +24,7 @@ from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
 from precondattn_triton.tiles import (
     LOG2_E,
-    Masks,
+    KernelMasks,
     configured,
     factor_dtype,
     is_token,
@@ -49,7 +49,7 @@ class Maps(NamedTuple):
         return tuple(stride for x in self for stride in x.stride())
 
 
-class Read(NamedTuple):
+class DifferentialResults(NamedTuple):
     """The results of the forward kernel."""
 
     out: torch.Tensor
@@ -150,11 +150,11 @@ def differential_forward(
     maps: Maps,
     v: torch.Tensor,
     lam: torch.Tensor,
-    masks: Masks,
+    masks: KernelMasks,
     *,
     scale: float,
     causal: bool,
-) -> Read:
+) -> DifferentialResults:
     """v (b, s, n, e) has the dtype of the maps; λ is (b, t, h). Any strides."""
     b, t, h, d = maps.q1.shape
     s, n, e = v.shape[1:]
@@ -171,7 +171,7 @@ def differential_forward(
         FACTOR=triton_dtype(factor_dtype(v.dtype)),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
-    return Read(out, out if full is None else full, second, logs)
+    return DifferentialResults(out, out if full is None else full, second, logs)
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -16,7 +16,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
 from precondattn_triton.softmax.laser_backward import laser_backward
-from precondattn_triton.softmax.laser_forward import Spread, laser_forward, spread
+from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
 from precondattn_triton.softmax.widths import limits
 from precondattn_triton.tiles import masks_of
 
@@ -26,7 +26,7 @@ STEP = 4
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Laser:
+class LaserKernels:
     """The leaf `Softmax` with a read in exponential space."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -81,7 +81,7 @@ class Laser:
             k,
             v,
             masks_of(frame, q.shape[0]),
-            Spread(shift, less, is_close),
+            ValueSpread(shift, less, is_close),
             full[0] if full else out.contiguous(),
             log_total,
             cotangent.to(v.dtype),

@@ -35,10 +35,10 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.precision import product_precision
-from precondattn_triton.softmax.laser_forward import Spread, exact_channels, weights
+from precondattn_triton.softmax.laser_forward import ValueSpread, exact_channels, weights
 from precondattn_triton.tiles import (
     LOG2_E,
-    Masks,
+    KernelMasks,
     addresses,
     configured,
     factor_dtype,
@@ -359,8 +359,8 @@ def laser_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masks: Masks,
-    value_range: Spread,
+    masks: KernelMasks,
+    value_range: ValueSpread,
     full: torch.Tensor,
     log_total: torch.Tensor,
     d_out: torch.Tensor,
@@ -405,8 +405,8 @@ def laser_backward(
 
 def _cotangents(
     d_out: torch.Tensor,
-    masks: Masks,
-    value_range: Spread,
+    masks: KernelMasks,
+    value_range: ValueSpread,
     full: torch.Tensor,
     log_total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:

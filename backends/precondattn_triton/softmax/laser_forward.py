@@ -48,7 +48,7 @@ from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.row_sums import no_sums, row_sums, with_row_sums
 from precondattn_triton.tiles import (
     LOG2_E,
-    Masks,
+    KernelMasks,
     addresses,
     configured,
     factor_dtype,
@@ -70,7 +70,7 @@ EXACT_CHANNELS = 64
 """The largest number of channels of a program of `exact`."""
 
 
-class Spread(NamedTuple):
+class ValueSpread(NamedTuple):
     """The range of the values of each kv head."""
 
     shift: torch.Tensor
@@ -81,7 +81,7 @@ class Spread(NamedTuple):
     """(b, n), int32: whether the values of every channel differ by at most R"""
 
 
-class Read(NamedTuple):
+class LaserResults(NamedTuple):
     """The results of the forward kernels."""
 
     out: torch.Tensor
@@ -144,7 +144,7 @@ def _weights(
     store_tile(w + (batch * n + head) * s * E, tokens, tokens < s, E, result, E)
 
 
-def spread(v: torch.Tensor, masks: Masks) -> Spread:
+def spread(v: torch.Tensor, masks: KernelMasks) -> ValueSpread:
     """The range of the values of valid keys."""
     b, s, n, e = v.shape
     segments = triton.cdiv(s, SEGMENT)
@@ -158,10 +158,10 @@ def spread(v: torch.Tensor, masks: Masks) -> Spread:
     is_close = (apart <= RANGE["float32"]).all(-1).to(torch.int32)
     # Without a valid key the maximum is −∞; the shift is 0.
     shift = shift.masked_fill(shift.isneginf(), 0.0)
-    return Spread(shift, (apart <= math.log(2)).to(torch.float32), is_close)
+    return ValueSpread(shift, (apart <= math.log(2)).to(torch.float32), is_close)
 
 
-def weights(v: torch.Tensor, masks: Masks, value_range: Spread) -> torch.Tensor:
+def weights(v: torch.Tensor, masks: KernelMasks, value_range: ValueSpread) -> torch.Tensor:
     """W (b, n, s, e) of the close heads, 0 for invalid keys; not initialised in other heads."""
     b, s, n, e = v.shape
     w = v.new_empty((b, n, s, e), dtype=factor_dtype(v.dtype))
@@ -356,12 +356,12 @@ def laser_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    masks: Masks,
-    value_range: Spread,
+    masks: KernelMasks,
+    value_range: ValueSpread,
     *,
     scale: float,
     causal: bool,
-) -> Read:
+) -> LaserResults:
     """q (b, t, h, d), k (b, s, n, d) and v (b, s, n, e) have the same dtype."""
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
@@ -387,7 +387,7 @@ def laser_forward(
         **fixed, CHANNELS=channels, ROWS=tuned.rows,
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
-    return Read(out, out if full is None else full, log_total)
+    return LaserResults(out, out if full is None else full, log_total)
 
 
 def exact_channels(e: int) -> int:

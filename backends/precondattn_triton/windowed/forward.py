@@ -15,12 +15,19 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.windows import Grid, Size
+from precondattn.kernel_backend.windows import WindowGrid, WindowSize
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.precision import product_precision
 from precondattn_triton.softmax.differential_forward import triton_dtype
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
-from precondattn_triton.tiles import LOG2_E, Masks, configured, factor_dtype, load_tile, store_tile
+from precondattn_triton.tiles import (
+    LOG2_E,
+    KernelMasks,
+    configured,
+    factor_dtype,
+    load_tile,
+    store_tile,
+)
 from precondattn_triton.windowed.slots import (
     and_valid,
     tokens_of,
@@ -29,7 +36,7 @@ from precondattn_triton.windowed.slots import (
 )
 
 
-class Problem(NamedTuple):
+class WindowedArrays(NamedTuple):
     """What all kernels of a call read; the arrays have one dtype, and any strides."""
 
     q: torch.Tensor
@@ -38,10 +45,10 @@ class Problem(NamedTuple):
     v: torch.Tensor
     table: torch.Tensor | None
     """(entries, h)"""
-    masks: Masks
+    masks: KernelMasks
     scale: float
-    grid: Grid
-    size: Size
+    grid: WindowGrid
+    size: WindowSize
 
     def arguments(self) -> tuple[object, ...]:
         """The arguments that follow a kernel's own arrays."""
@@ -135,7 +142,7 @@ def _forward(
         store_tile(full + at, query, is_query, h * E, o, E)
 
 
-def window_forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def window_forward(problem: WindowedArrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, the output in float32 (itself, if it is that), and λ (b, h, t)."""
     b, t, h, _ = problem.q.shape
     out = problem.v.new_empty((b, t, h, problem.v.shape[3]))

@@ -25,7 +25,7 @@ from precondattn.kernel_backend.windows import TOGETHER
 from precondattn.spec.grid_windows import sum_by_entry
 from precondattn_triton.softmax.score_tiles import load_logs
 from precondattn_triton.tiles import LOG2_E, load_tile, store_tile
-from precondattn_triton.windowed.forward import Problem
+from precondattn_triton.windowed.forward import WindowedArrays
 from precondattn_triton.windowed.slots import and_valid, tokens_of, window_of_program, with_bias
 
 CHANNELS = tl.constexpr(32)
@@ -227,7 +227,7 @@ def _table_gradient(
 
 
 def window_gradient(
-    problem: Problem, logs: torch.Tensor, d_sums: torch.Tensor, d_out: torch.Tensor
+    problem: WindowedArrays, logs: torch.Tensor, d_sums: torch.Tensor, d_out: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """dq, dk, dv, and dtable in float32 if there is a table; `d_sums` (b, h, t) is D."""
     b, _, h, _ = problem.q.shape

@@ -16,13 +16,13 @@ from precondattn.kernel_backend.windows import declined_windows, grid_of
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
-from precondattn_triton.windowed.forward import Problem, window_forward
+from precondattn_triton.windowed.forward import WindowedArrays, window_forward
 from precondattn_triton.windowed.gradient import window_gradient
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-class WindowedAttention:
+class WindowedKernels:
     """Softmax within windows, and its gradient."""
 
     def refuses(self, leaf: Any, request: Request) -> str | None:
@@ -67,10 +67,12 @@ class WindowedAttention:
         return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
 
 
-def _problem(leaf: Any, x: Tensors, frame: Frame) -> Problem:
+def _problem(leaf: Any, x: Tensors, frame: Frame) -> WindowedArrays:
     """A call as its kernels read it, in the dtype of the values."""
     v = x["v"]
     q, k = (x[name].to(v.dtype) for name in ("q", "k"))
     grid, size = grid_of(leaf.windows, k.shape[1])
     masks = masks_of(frame, q.shape[0])
-    return Problem(q, k, v, x.get("bias_table"), masks, leaf.scale_for(q.shape[3]), grid, size)
+    return WindowedArrays(
+        q, k, v, x.get("bias_table"), masks, leaf.scale_for(q.shape[3]), grid, size
+    )

@@ -17,8 +17,8 @@ from rich.table import Table
 from precondattn_gpu import first_command, machine
 from precondattn_gpu.driver import LIMIT, Summary, run_stage
 from precondattn_gpu.dry_run import dry_run
-from precondattn_gpu.options import CPU, CUDA, Options
-from precondattn_gpu.processes import Processes
+from precondattn_gpu.options import CPU, CUDA, RunOptions
+from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
 from precondattn_gpu.stages import STAGES, Stage, named
 from precondattn_gpu.task import STATUSES
@@ -78,7 +78,7 @@ def main(
         _stop(f"--device must be {CUDA} or {CPU}; found {device!r}")
     if ptxas is not None and not os.access(ptxas, os.X_OK):
         _stop(f"--ptxas must be a program; found {ptxas}")
-    options = Options(device, match, ptxas="" if ptxas is None else str(ptxas.resolve()))
+    options = RunOptions(device, match, ptxas="" if ptxas is None else str(ptxas.resolve()))
     options = options if cores is None else replace(options, cores=cores)
     if first or second:
         _prepared(first, second, bool(stage), options, out, before, limit, since, pretend)
@@ -102,7 +102,7 @@ def main(
         return
     try:
         described = machine.describe(options)
-        with Processes(ENVIRONMENT) as launcher:
+        with TaskProcesses(ENVIRONMENT) as launcher:
             left = _run(launcher, chosen, options, described, out, before, limit, jobs, again)
     except (ValueError, RuntimeError) as error:
         _stop(str(error))
@@ -113,7 +113,7 @@ def _prepared(
     is_first: bool,
     is_second: bool,
     has_stages: bool,
-    options: Options,
+    options: RunOptions,
     out: Path | None,
     before: Path | None,
     limit: float | None,
@@ -142,9 +142,9 @@ def _say(text: str) -> None:
 
 
 def _run(
-    launcher: Processes,
+    launcher: TaskProcesses,
     chosen: list[Stage],
-    options: Options,
+    options: RunOptions,
     described: dict[str, Any],
     out: Path,
     before: Path | None,
@@ -187,7 +187,7 @@ def _run(
     return left
 
 
-def _lacks(stage: Stage, options: Options) -> str:
+def _lacks(stage: Stage, options: RunOptions) -> str:
     """Why a stage can not run here; empty if it can."""
     if options.is_cpu and not stage.on_a_cpu:
         return "needs a GPU"
@@ -204,7 +204,7 @@ def _earlier(stage: Stage, out: Path, before: Path | None) -> Results | None:
     return None
 
 
-def _print_stages(chosen: list[Stage], options: Options) -> None:
+def _print_stages(chosen: list[Stage], options: RunOptions) -> None:
     table = Table("stage", "tasks", "at once", "estimate", "what", title_justify="left")
     for stage in chosen:
         tasks = stage.tasks(options)
@@ -223,7 +223,7 @@ def _print_summary(results: Results, summary: Summary) -> None:
     )
 
 
-def _pretend(chosen: list[Stage], options: Options, out: Path, limit: float) -> None:
+def _pretend(chosen: list[Stage], options: RunOptions, out: Path, limit: float) -> None:
     _require_empty(out)
     try:
         calls = dry_run(chosen, options, out, limit)

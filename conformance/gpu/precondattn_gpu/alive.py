@@ -12,8 +12,8 @@ from typing import Any
 from precondattn_gpu import estimates, shipped
 from precondattn_gpu.call import LAUNCH, LEDGER
 from precondattn_gpu.mechanisms import interleaved
-from precondattn_gpu.options import BACKENDS, Options, library_of, variables
-from precondattn_gpu.task import CRASHED, Finished, Outcome, Task
+from precondattn_gpu.options import BACKENDS, RunOptions, library_of, variables
+from precondattn_gpu.task import CRASHED, Finished, ProcessTask, TaskOutcome
 
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
@@ -22,13 +22,13 @@ TIMEOUT = 45.0
 """Seconds after which a call hangs, unless its kernels take long to compile."""
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """The calls of each backend in turn, so that each backend is seen early."""
     lists = [[task(call, options) for call in shipped.calls(name)] for name in BACKENDS]
     return interleaved(lists)
 
 
-def task(call: shipped.Call, options: Options) -> Task:
+def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
     """A call in a worker."""
     sizes = tuple(map(str, (call.d, call.e, call.tokens)))
     arguments = ["-m", "precondattn_gpu.call", call.backend, call.expression, call.dtype, *sizes]
@@ -38,7 +38,7 @@ def task(call: shipped.Call, options: Options) -> Task:
     if call.is_step:
         arguments.append("--step")
     seconds = estimates.seconds(call)
-    return Task(
+    return ProcessTask(
         call.name,
         tuple(arguments),
         read,
@@ -62,7 +62,7 @@ def entries_in(output: str) -> dict[str, Any]:
     return {"ledger": json.loads(lines[-1].removeprefix(LEDGER))} if lines else {}
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     """The process's own result, or the launch at which it ended."""
     launches = [line for line in finished.output.splitlines() if line.startswith(LAUNCH)]
     others = (
@@ -72,10 +72,10 @@ def read(finished: Finished) -> Outcome:
     last = launches[-1].removeprefix(LAUNCH) if launches else "none"
     if not finished.result.exists():
         message = f"exit code {finished.code} after the launch of {last}\n{text}"
-        return Outcome(CRASHED, message, {"last_launch": last})
+        return TaskOutcome(CRASHED, message, {"last_launch": last})
     result = json.loads(finished.result.read_text())
     status, message = result.pop("status"), result.pop("message", "")
     if status == "failed":
         message = f"{message} (after the launch of {last})\n{text}"
         result["last_launch"] = last
-    return Outcome(status, message, result)
+    return TaskOutcome(status, message, result)

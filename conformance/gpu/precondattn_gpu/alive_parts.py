@@ -11,40 +11,40 @@ from dataclasses import replace
 
 from precondattn_gpu import alive, shipped
 from precondattn_gpu.mechanisms import interleaved
-from precondattn_gpu.options import BACKENDS, Options
-from precondattn_gpu.task import Task
+from precondattn_gpu.options import BACKENDS, RunOptions
+from precondattn_gpu.task import ProcessTask
 
 WIDTHS = (128, 64, 256, 512, 32, 16)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def is_first(call: shipped.Call) -> bool:
+def is_first(call: shipped.ShippedCall) -> bool:
     """Whether a call belongs to A."""
     return call.dtype == DTYPES[0] and max(call.d, call.e) == WIDTHS[0]
 
 
-def first(options: Options) -> list[Task]:
+def first(options: RunOptions) -> list[ProcessTask]:
     """A: the backends in turn."""
     lists = [[c for c in shipped.calls(name) if is_first(c)] for name in BACKENDS]
     return _tasks(options, interleaved(lists))
 
 
-def turn(call: shipped.Call) -> tuple[int, int]:
+def turn(call: shipped.ShippedCall) -> tuple[int, int]:
     """Calls are sorted by it."""
     return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
 
 
-def others(options: Options) -> list[Task]:
+def others(options: RunOptions) -> list[ProcessTask]:
     """B."""
     calls = interleaved([shipped.calls(name) for name in BACKENDS])
     return _tasks(options, sorted((c for c in calls if not is_first(c)), key=turn))
 
 
-def bundled(options: Options) -> list[Task]:
+def bundled(options: RunOptions) -> list[ProcessTask]:
     """Triton's calls of A, compiled by the assembler that Triton brings."""
     calls = [call for call in shipped.calls("triton") if is_first(call)]
     return _tasks(replace(options, ptxas=""), calls)
 
 
-def _tasks(options: Options, calls: list[shipped.Call]) -> list[Task]:
+def _tasks(options: RunOptions, calls: list[shipped.ShippedCall]) -> list[ProcessTask]:
     return [alive.task(call, options) for call in calls if options.match in call.name]

@@ -23,7 +23,7 @@ from precondattn_gpu.options import HELPER
 from precondattn_gpu.shown import entries_of, plan_of_call
 
 if TYPE_CHECKING:
-    from precondattn_conformance.inputs import Layout
+    from precondattn_conformance.inputs import CallLayout
 
 LAUNCH = "launch "
 """How the line of a launch begins."""
@@ -60,11 +60,11 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def layout_of(d: int, e: int, tokens: int) -> Layout:
+def layout_of(d: int, e: int, tokens: int) -> CallLayout:
     """The sizes of a call."""
-    from precondattn_conformance.inputs import Layout
+    from precondattn_conformance.inputs import CallLayout
 
-    return Layout(
+    return CallLayout(
         "call", b=BATCH, t=tokens, s=tokens, h=HEADS, n=KEY_HEADS,
         d=d, e=e, m=64, values_per_head=1,
     )  # fmt: skip

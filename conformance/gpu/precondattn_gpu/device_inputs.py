@@ -13,13 +13,13 @@ import torch
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
-from precondattn_conformance.inputs import Layout
-from precondattn_conformance.libraries import Torch
+from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.libraries import TorchLibrary
 
 CLUSTERS, SPREAD_OF_KEYS, SPREAD_OF_QUERIES = 3, 0.1, 0.3
 
 
-class OnDevice(Torch):
+class OnDevice(TorchLibrary):
     """PyTorch, with tensors on the device in the place of NumPy arrays."""
 
     def array(self, values: Any, dtype: str | None = None) -> Any:
@@ -29,7 +29,7 @@ class OnDevice(Torch):
 
 
 def make(
-    mechanism: pa.Mechanism, layout: Layout, dtype: str, device: str
+    mechanism: pa.Mechanism, layout: CallLayout, dtype: str, device: str
 ) -> dict[str, torch.Tensor]:
     """The inputs by name, rounded to the dtype."""
     generator = torch.Generator(device).manual_seed(0)

@@ -24,8 +24,8 @@ from precondattn_gpu.task import (
     INTERRUPTED,
     TIMED_OUT,
     Finished,
-    Outcome,
-    Task,
+    ProcessTask,
+    TaskOutcome,
 )
 
 LIMIT = 470.0
@@ -39,7 +39,7 @@ MOST_PACE = 4.0
 class Running(Protocol):
     """A process that was started."""
 
-    task: Task
+    task: ProcessTask
     started: float
     in_new_worker: bool
     """Whether its time includes that of a worker that starts, which the estimate does not."""
@@ -51,7 +51,7 @@ class Launcher(Protocol):
     def now(self) -> float:
         """Seconds."""
 
-    def start(self, task: Task) -> Running:
+    def start(self, task: ProcessTask) -> Running:
         """A process for the task."""
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
@@ -78,7 +78,7 @@ class Summary(NamedTuple):
 
 def run_stage(
     results: Results,
-    tasks: Sequence[Task],
+    tasks: Sequence[ProcessTask],
     launcher: Launcher,
     folder: Path,
     *,
@@ -132,26 +132,26 @@ def run_stage(
     for each in running:
         finished = launcher.finish(each)
         message = f"the time of the call was over after {finished.seconds:.0f} s"
-        results.add(each.task.name, Outcome(INTERRUPTED, message), finished.seconds, **more)
+        results.add(each.task.name, TaskOutcome(INTERRUPTED, message), finished.seconds, **more)
     results.save(folder)
     return Summary(results.stage, ran, len(todo) + len(running), launcher.now() - start)
 
 
-def outcome_of(task: Task, finished: Finished) -> Outcome:
+def outcome_of(task: ProcessTask, finished: Finished) -> TaskOutcome:
     """What came of a task whose process has ended or was stopped at its timeout."""
     if finished.code is None:
         end = finished.output[-1000:]
-        outcome = Outcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
+        outcome = TaskOutcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
         if finished.result.is_file():  # What it had saved until then.
             with contextlib.suppress(Exception):
                 outcome.data = task.read(finished).data
     elif finished.code < 0:
-        outcome = Outcome(CRASHED, f"signal {-finished.code}\n{finished.output}")
+        outcome = TaskOutcome(CRASHED, f"signal {-finished.code}\n{finished.output}")
     else:
         try:
             outcome = task.read(finished)
         except Exception as error:  # A result that can not be read is a result of the task.
             text = f"{type(error).__name__}: {error}\n{finished.output}"
-            outcome = Outcome(FAILED, f"exit code {finished.code}, no result: {text}")
+            outcome = TaskOutcome(FAILED, f"exit code {finished.code}, no result: {text}")
     outcome.data = {**task.data, **task.found(finished.output), **outcome.data}
     return outcome

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from precondattn_gpu.driver import Running, Summary, run_stage
 from precondattn_gpu.estimates import start_up
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.results import LARGEST, MOST_FILES, Results
 from precondattn_gpu.stages import Stage
-from precondattn_gpu.task import PASSED, Finished, Outcome, Task
+from precondattn_gpu.task import PASSED, Finished, ProcessTask, TaskOutcome
 
 PRETENDED = "pretended"
 
@@ -26,7 +26,7 @@ PRETENDED = "pretended"
 class Pretended:
     """A process that does not exist, and when it will have ended."""
 
-    task: Task
+    task: ProcessTask
     started: float
     ends: float
     in_new_worker: bool = False
@@ -37,7 +37,7 @@ class Pretending:
 
     def __init__(
         self,
-        seconds_of: Callable[[Task], float] = lambda task: task.seconds,
+        seconds_of: Callable[[ProcessTask], float] = lambda task: task.seconds,
         *,
         has_workers: bool = False,
     ) -> None:
@@ -52,7 +52,7 @@ class Pretending:
     def now(self) -> float:
         return self.clock
 
-    def start(self, task: Task) -> Pretended:
+    def start(self, task: ProcessTask) -> Pretended:
         self.order.append(task.name)
         more = 0.0
         if self.has_workers and task.worker:
@@ -84,20 +84,22 @@ def _end(running: Running) -> float:
     return running.ends
 
 
-def _passing(task: Task) -> Task:
-    return Task(task.name, task.arguments, lambda finished: Outcome(PASSED, PRETENDED),
+def _passing(task: ProcessTask) -> ProcessTask:
+    return ProcessTask(task.name, task.arguments, lambda finished: TaskOutcome(PASSED, PRETENDED),
                 task.seconds, task.timeout, task.environment, worker=task.worker,
                 data=task.data)  # fmt: skip
 
 
-class Call(NamedTuple):
+class DryCall(NamedTuple):
     """One call of the driver in a dry run."""
 
     number: int
     summary: Summary
 
 
-def dry_run(stages: Sequence[Stage], options: Options, folder: Path, limit: float) -> list[Call]:
+def dry_run(
+    stages: Sequence[Stage], options: RunOptions, folder: Path, limit: float
+) -> list[DryCall]:
     """Call the driver until every stage is complete; each call loads what the last one saved.
 
     Raises
@@ -116,7 +118,7 @@ def dry_run(stages: Sequence[Stage], options: Options, folder: Path, limit: floa
             summary = run_stage(
                 results, tasks, launcher, folder, jobs=stage.jobs(options), limit=limit
             )
-            calls.append(Call(len(calls) + 1, summary))
+            calls.append(DryCall(len(calls) + 1, summary))
             if summary.is_complete:
                 break
             if not summary.ran:

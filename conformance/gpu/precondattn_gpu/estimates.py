@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from precondattn_gpu.shipped import Call
+from precondattn_gpu.shipped import ShippedCall
 
 FILE = "estimates.json"
 UNKNOWN = {"oracle": 4.0, "compilation": 10.0}
@@ -34,18 +34,18 @@ def start_up(worker: str) -> float:
     return seconds
 
 
-def seconds(call: Call) -> float:
+def seconds(call: ShippedCall) -> float:
     """Seconds of a call in a worker that runs already, with all of its kernels to be compiled."""
     return oracle(call) + compilation(call) + RUN
 
 
-def oracle(call: Call) -> float:
+def oracle(call: ShippedCall) -> float:
     """Seconds of inputs, oracle and comparison."""
     known = _file()["oracle"].get(named(call.expression, call.is_step), UNKNOWN["oracle"])
     return float(known) * max(call.d, call.e, MEASURED_WIDTH) / MEASURED_WIDTH
 
 
-def compilation(call: Call) -> float:
+def compilation(call: ShippedCall) -> float:
     """Seconds of the compilers, for kernels that no call before it in the list has."""
     by_name: dict[str, float] = _file()["compilation"]
     return by_name.get(call.name, 0.0 if call.is_step else UNKNOWN["compilation"])

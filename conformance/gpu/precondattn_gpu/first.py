@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from precondattn_gpu import alive_parts, first_headline, roof
 from precondattn_gpu.driver import Launcher, Summary, run_stage
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.results import Results
-from precondattn_gpu.task import PASSED, STATUSES, Task
+from precondattn_gpu.task import PASSED, STATUSES, ProcessTask
 
 LIMIT = 510.0
 """Seconds of the whole run."""
@@ -36,7 +36,7 @@ FILES = ("roof", "alive", "first_headline", BUNDLED)
 """The files of results, in order."""
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """A part of the run."""
 
     name: str
@@ -44,24 +44,24 @@ class Part(NamedTuple):
     until: float
     """Seconds after the start at which it is stopped."""
     jobs: int
-    tasks: Callable[[dict[str, Results]], list[Task]]
+    tasks: Callable[[dict[str, Results]], list[ProcessTask]]
     """Makes the tasks from the results until then, by file."""
 
 
-def parts(options: Options, limit: float = LIMIT) -> list[Part]:
+def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
     """The parts in order; a smaller limit shrinks them all."""
     most, share = max(options.cores - 2, 1), limit / LIMIT
     peers = first_headline.compiling(options)
     return [
-        Part("two kernels", "roof", 30 * share, 2, lambda results: roof.probes(options)),
-        Part("alive A", "alive", 120 * share, most,
+        RunPart("two kernels", "roof", 30 * share, 2, lambda results: roof.probes(options)),
+        RunPart("alive A", "alive", 120 * share, most,
              lambda results: [*alive_parts.first(options), *peers]),
-        Part("rates", "roof", 140 * share, 1, lambda results: roof.rates(options)),
-        Part("headlines", "first_headline", 225 * share, 1,
+        RunPart("rates", "roof", 140 * share, 1, lambda results: roof.rates(options)),
+        RunPart("headlines", "first_headline", 225 * share, 1,
              lambda results: first_headline.ready(options, passed(results["alive"]))),
-        Part("alive A, bundled ptxas", BUNDLED, 300 * share, most,
+        RunPart("alive A, bundled ptxas", BUNDLED, 300 * share, most,
              lambda results: alive_parts.bundled(options) if options.ptxas else []),
-        Part("alive B", "alive", limit, most,
+        RunPart("alive B", "alive", limit, most,
              lambda results: [*alive_parts.first(options), *peers, *alive_parts.others(options)]),
     ]  # fmt: skip
 
@@ -72,14 +72,14 @@ def passed(results: Results) -> list[str]:
 
 
 def run(
-    plan: list[Part],
+    plan: list[RunPart],
     launcher: Launcher,
     folder: Path,
     start: float,
     results: dict[str, Results],
     said: Callable[[str], None] = print,
     **more: Any,
-) -> list[tuple[Part, Summary]]:
+) -> list[tuple[RunPart, Summary]]:
     """Run the parts, each until its mark; `start` is the launcher's time of second 0."""
     done = []
     for part in plan:

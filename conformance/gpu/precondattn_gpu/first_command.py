@@ -11,9 +11,9 @@ from typing import Any
 from precondattn_gpu import first, machine, second
 from precondattn_gpu.driver import Launcher, Summary
 from precondattn_gpu.dry_run import PRETENDED, Pretending
-from precondattn_gpu.first import Part
-from precondattn_gpu.options import Options
-from precondattn_gpu.processes import Processes
+from precondattn_gpu.first import RunPart
+from precondattn_gpu.options import RunOptions
+from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
 
 FIRST, SECOND = "first", "second"
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 def run(
     which: str,
-    options: Options,
+    options: RunOptions,
     out: Path,
     before: Path | None,
     limit: float | None,
@@ -47,7 +47,7 @@ def run(
     say(
         f"{described['device']}: " + ", ".join(f"{n} {v}" for n, v in described["versions"].items())
     )
-    with Processes(environment) as launcher:
+    with TaskProcesses(environment) as launcher:
         start = launcher.now() - (0.0 if since is None else max(time.time() - since, 0.0))
         date = datetime.now(UTC).isoformat(timespec="seconds")
         _run(which, options, limit, launcher, out / name, start, results, say,
@@ -61,7 +61,7 @@ def run(
 
 def _run(
     which: str,
-    options: Options,
+    options: RunOptions,
     limit: float | None,
     launcher: Launcher,
     folder: Path,
@@ -69,7 +69,7 @@ def _run(
     results: dict[str, Results],
     say: Say,
     **more: Any,
-) -> list[tuple[Part, Summary]]:
+) -> list[tuple[RunPart, Summary]]:
     module = first if which == FIRST else second
     plan = module.parts(options, module.LIMIT if limit is None else limit)
     return first.run(plan, launcher, folder, start, results, say, **more)
@@ -84,7 +84,7 @@ def _earlier(which: str, folders: list[Path]) -> dict[str, Results]:
     return found
 
 
-def pretend(options: Options, out: Path, say: Say) -> dict[str, float]:
+def pretend(options: RunOptions, out: Path, say: Say) -> dict[str, float]:
     """Run neither: with a clock that jumps; the seconds that each would take.
 
     The first run finds nothing wrong, and has nothing compiled beforehand.

@@ -13,16 +13,16 @@ from typing import NamedTuple
 from precondattn_gpu.estimates import COMPILED, HEADLINE, TRIED
 from precondattn_gpu.estimates import FLA as CONFIGURATIONS
 from precondattn_gpu.headline import BOTH, LONG, SDPA, SHORT
-from precondattn_gpu.options import Options, variables
+from precondattn_gpu.options import RunOptions, variables
 from precondattn_gpu.suite import dtype_of, outcome_of_record
-from precondattn_gpu.task import FAILED, Finished, Outcome, Task
+from precondattn_gpu.task import FAILED, Finished, ProcessTask, TaskOutcome
 
 TINY = "b=1,t=48,h=4,n=4,d=16"
 """The sizes of a rehearsal on a CPU."""
 WIDE = f"{SHORT},n=16,d=128"
 
 
-class Timed(NamedTuple):
+class TimedBesidePeers(NamedTuple):
     """A call that is timed beside its peers."""
 
     mechanism: str
@@ -39,20 +39,22 @@ class Timed(NamedTuple):
 
 FLA = ("fla",)
 HEADLINES = (
-    Timed("lucid", WIDE),
-    Timed("gated_delta", WIDE, ()),
-    Timed("laser", WIDE),
-    Timed("path", WIDE),
-    Timed("kda", WIDE, ()),
-    Timed("gla", WIDE, ()),
-    Timed("lucid", f"{LONG},n=16,d=128"),
-    Timed("softmax", WIDE, SDPA, BOTH, "cupy"),
-    Timed("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
+    TimedBesidePeers("lucid", WIDE),
+    TimedBesidePeers("gated_delta", WIDE, ()),
+    TimedBesidePeers("laser", WIDE),
+    TimedBesidePeers("path", WIDE),
+    TimedBesidePeers("kda", WIDE, ()),
+    TimedBesidePeers("gla", WIDE, ()),
+    TimedBesidePeers("lucid", f"{LONG},n=16,d=128"),
+    TimedBesidePeers("softmax", WIDE, SDPA, BOTH, "cupy"),
+    TimedBesidePeers("lucid", "b=4,t=32768,h=16,n=2,d=128", ("sdpa",), ("decode",)),
 )
-BESIDE_FLA = tuple(Timed(name, WIDE, FLA) for name in ("gated_delta", "path", "kda", "gla"))
+BESIDE_FLA = tuple(
+    TimedBesidePeers(name, WIDE, FLA) for name in ("gated_delta", "path", "kda", "gla")
+)
 
 
-def ready(options: Options, compiled: Iterable[str]) -> list[Task]:
+def ready(options: RunOptions, compiled: Iterable[str]) -> list[ProcessTask]:
     """The headlines whose peers are compiled, by the names of their tasks (`compiling`)."""
     compiled = {*compiled}
     return [
@@ -62,7 +64,7 @@ def ready(options: Options, compiled: Iterable[str]) -> list[Task]:
     ]
 
 
-def task(each: Timed, options: Options) -> Task:
+def task(each: TimedBesidePeers, options: RunOptions) -> ProcessTask:
     arguments = ["-m", "precondattn_gpu.timed_call", each.backend, each.mechanism]
     arguments += [TINY if options.is_cpu else each.sizes]
     arguments += [word for work in each.works for word in ("--work", work)]
@@ -70,7 +72,7 @@ def task(each: Timed, options: Options) -> Task:
     arguments += ["--dtype", dtype_of(each.backend, options), "--device", options.device]
     arguments += ["--rounds", "2"] if options.is_cpu else []
     seconds = HEADLINE[each.works[0]]
-    return Task(
+    return ProcessTask(
         each.name,
         (*arguments, "--result", "{result}"),
         read,
@@ -83,28 +85,28 @@ def task(each: Timed, options: Options) -> Task:
     )
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     """The record, and the seconds of replays."""
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
     content = json.loads(finished.result.read_text())
     outcome = outcome_of_record(content["record"])
     outcome.data["replays"] = content["replays"]
     return outcome
 
 
-def read_peer(finished: Finished) -> Outcome:
+def read_peer(finished: Finished) -> TaskOutcome:
     """Whether a peer ran and was right."""
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}\n{finished.output}")
     result = json.loads(finished.result.read_text())
-    return Outcome(result.pop("status"), result.pop("message"), result)
+    return TaskOutcome(result.pop("status"), result.pop("message"), result)
 
 
-def compiling(options: Options) -> list[Task]:
+def compiling(options: RunOptions) -> list[ProcessTask]:
     """One for each peer of flash-linear-attention."""
     return [
-        Task(
+        ProcessTask(
             compiling_name(each),
             (
                 "-m", "precondattn_gpu.peer_call", "fla", each.mechanism,
@@ -124,5 +126,5 @@ def compiling(options: Options) -> list[Task]:
     ]  # fmt: skip
 
 
-def compiling_name(each: Timed) -> str:
+def compiling_name(each: TimedBesidePeers) -> str:
     return f"fla {each.mechanism} {each.sizes}"

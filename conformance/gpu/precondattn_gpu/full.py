@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from precondattn_gpu.mechanisms import in_turns
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.suite import conformance
-from precondattn_gpu.task import Task
+from precondattn_gpu.task import ProcessTask
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """bfloat16 first: it is what models are trained in."""
     return [
         conformance(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.suite import benchmark, dtype_of
-from precondattn_gpu.task import Task
+from precondattn_gpu.task import ProcessTask
 
 SDPA = ("flash_sdpa", "cudnn_sdpa")
 BOTH = ("forward", "forward_backward")
@@ -63,12 +63,12 @@ HEADLINES = (
 ROUNDS, ROUNDS_ON_A_CPU = "20", "2"
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """One process for each mechanism and size."""
     return list(_tasks(options))
 
 
-def _tasks(options: Options) -> Iterator[Task]:
+def _tasks(options: RunOptions) -> Iterator[ProcessTask]:
     rounds = ROUNDS_ON_A_CPU if options.is_cpu else ROUNDS
     for mechanism, peers, sizes, works, backend in HEADLINES:
         yield benchmark(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from precondattn.kernel_backend.ledger import FILE, Entry
+from precondattn.kernel_backend.ledger import FILE, LedgerEntry
 from precondattn_gpu.first import BUNDLED
 from precondattn_gpu.options import BACKENDS
 from precondattn_gpu.pages import devices
@@ -38,9 +38,9 @@ def main() -> None:
         print(f"{len(entries)} entries in {path}")
 
 
-def shown(measurements: Path) -> dict[str, list[Entry]]:
+def shown(measurements: Path) -> dict[str, list[LedgerEntry]]:
     """The entries of all devices, by backend."""
-    found: dict[str, set[Entry]] = {backend: set() for backend in BACKENDS}
+    found: dict[str, set[LedgerEntry]] = {backend: set() for backend in BACKENDS}
     for results in devices(measurements).values():
         calls = [entry for name in STAGES if name in results for entry in _calls(results[name])]
         good = {each for e in calls if e["status"] == PASSED for each in _entries(e)}
@@ -54,13 +54,13 @@ def _calls(results: Results) -> Iterable[dict[str, Any]]:
     return results.tasks.values()
 
 
-def _entries(entry: dict[str, Any]) -> list[tuple[str, Entry]]:
+def _entries(entry: dict[str, Any]) -> list[tuple[str, LedgerEntry]]:
     """The backend and each entry that a call shows, or would show if it had agreed."""
     data = entry["data"]
-    return [(data["backend"], Entry(**each)) for each in data.get("ledger", ())]
+    return [(data["backend"], LedgerEntry(**each)) for each in data.get("ledger", ())]
 
 
-def write(backend: str, entries: list[Entry]) -> Path:
+def write(backend: str, entries: list[LedgerEntry]) -> Path:
     """Write the ledger of a backend's package."""
     spec = find_spec(f"precondattn_{backend}")
     assert spec is not None

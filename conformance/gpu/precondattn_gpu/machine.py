@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 
 PACKAGES = (
     *("precondattn", "numpy", "torch", "triton", "jax", "jaxlib", "cupy-cuda13x"),
@@ -23,7 +23,7 @@ SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondat
            "precondattn_torch", "precondattn_jax", "precondattn_portable")  # fmt: skip
 
 
-def describe(options: Options) -> dict[str, Any]:
+def describe(options: RunOptions) -> dict[str, Any]:
     """The device's name, and the versions."""
     return {
         "device": device_name(options),
@@ -50,7 +50,7 @@ def require_same(stage: str, earlier: dict[str, Any], now: dict[str, Any]) -> No
         )
 
 
-def device_name(options: Options) -> str:
+def device_name(options: RunOptions) -> str:
     """The model of the GPU.
 
     Raises

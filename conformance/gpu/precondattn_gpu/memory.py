@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.suite import benchmark, dtype_of
-from precondattn_gpu.task import Task
+from precondattn_gpu.task import ProcessTask
 
 SIZES = "b=1,t=32768,h=16,n=16,d=128"
 """Measured at once, twice and four times as many tokens."""
@@ -16,7 +16,7 @@ CASES = (
 )
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """One for each mechanism; each size is measured in a process of its own."""
     return [
         benchmark(

@@ -9,7 +9,7 @@ CUDA, CPU = "cuda", "cpu"
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """Given on the command line."""
 
     device: str = CUDA
@@ -44,18 +44,18 @@ HELPER = {"triton": "torch", "pallas": "jax", "cupy": "portable"}
 BACKENDS = tuple(LIBRARY)
 
 
-def library_of(backend: str, options: Options) -> str:
+def library_of(backend: str, options: RunOptions) -> str:
     """Whose arrays a backend takes: CUDA kernels are simulated on NumPy arrays."""
     return "numpy" if backend == "cupy" and options.is_cpu else LIBRARY[backend]
 
 
-def variables(backend: str, options: Options) -> dict[str, str]:
+def variables(backend: str, options: RunOptions) -> dict[str, str]:
     """Of the environment of a process that runs a backend."""
     if options.is_cpu:
         return INTERPRETED[backend]
     return {PTXAS: options.ptxas} if options.ptxas and backend == "triton" else {}
 
 
-def device_arguments(options: Options) -> tuple[str, ...]:
+def device_arguments(options: RunOptions) -> tuple[str, ...]:
     """Of `precondattn conformance` and `precondattn bench`."""
     return () if options.is_cpu else ("--device", options.device)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.bench.record import Record, Row
+from precondattn_conformance.bench.record import BenchRecord, Row
 from precondattn_gpu.profile import FORWARD, farthest
 from precondattn_gpu.results import Results, load_folder
 from precondattn_gpu.stages import WHAT
@@ -26,7 +26,7 @@ def devices(measurements: Path) -> dict[str, dict[str, Results]]:
     return {folder.name: results for folder in folders if (results := load_folder(folder))}
 
 
-def records(measurements: Path) -> dict[str, Record]:
+def records(measurements: Path) -> dict[str, BenchRecord]:
     """The benchmarks of each device and stage, as one record."""
     return {
         f"{folder}_{stage}": merged(results[stage])
@@ -36,14 +36,14 @@ def records(measurements: Path) -> dict[str, Record]:
     }
 
 
-def merged(results: Results) -> Record:
+def merged(results: Results) -> BenchRecord:
     """The records of a stage's tasks as one: all rows, and each rate once."""
     saved = [e["data"]["record"] for e in results.tasks.values() if "record" in e["data"]]
     rates = {
         (r["library"], r["device"], r["dtype"]): r for record in saved for r in record["rates"]
     }
     rows = [Row(**row) for record in saved for row in record["rows"]]
-    return Record(saved[0]["date"], saved[0]["machine"], list(rates.values()), rows)
+    return BenchRecord(saved[0]["date"], saved[0]["machine"], list(rates.values()), rows)
 
 
 def kernel_seconds(measurements: Path) -> dict[str, dict[str, float]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precondattn_gpu.driver import Running
-from precondattn_gpu.task import Finished, Task
+from precondattn_gpu.task import Finished, ProcessTask
 
 POLL = 0.05
 """Seconds between two looks at the running processes."""
@@ -30,22 +30,22 @@ MOST_IDLE = 16
 
 
 @dataclass
-class Process:
+class TaskProcess:
     """A running task and its process."""
 
-    task: Task
+    task: ProcessTask
     started: float
     popen: subprocess.Popen[bytes]
     output: Path
     result: Path
-    worker: Worker | None = None
+    worker: TaskWorker | None = None
     in_new_worker: bool = False
     code: int | None = None
     """The exit code that its worker has answered."""
 
 
 @dataclass
-class Worker:
+class TaskWorker:
     """A process that runs tasks of one kind, one after another."""
 
     kind: tuple[object, ...]
@@ -54,7 +54,7 @@ class Worker:
     """The file descriptor of its answers; reading does not wait."""
 
 
-class Processes:
+class TaskProcesses:
     """Starts the tasks' processes; workers are stopped and files removed when the context ends."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -62,11 +62,11 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(
             prefix="precondattn_gpu_", ignore_cleanup_errors=True
         )
-        self._idle: list[Worker] = []
+        self._idle: list[TaskWorker] = []
         self._stopped: list[subprocess.Popen[bytes]] = []
         """The stopped processes that may not have ended yet."""
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> TaskProcesses:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -81,7 +81,7 @@ class Processes:
     def now(self) -> float:
         return time.monotonic()
 
-    def start(self, task: Task) -> Process:
+    def start(self, task: ProcessTask) -> TaskProcess:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         output, result = folder / "output", folder / "result.json"
         arguments = [each.replace("{result}", str(result)) for each in task.arguments]
@@ -97,7 +97,7 @@ class Processes:
             with contextlib.suppress(BrokenPipeError):
                 worker.popen.stdin.write(f"{json.dumps(line)}\n".encode())
                 worker.popen.stdin.flush()
-            return Process(task, self.now(), worker.popen, output, result, worker, is_new)
+            return TaskProcess(task, self.now(), worker.popen, output, result, worker, is_new)
         with output.open("wb") as file:
             popen = subprocess.Popen(
                 [*task.prefix, sys.executable, *arguments],
@@ -107,9 +107,9 @@ class Processes:
                 env={**self.environment, **task.environment},
                 start_new_session=True,  # So that its children are stopped with it.
             )
-        return Process(task, self.now(), popen, output, result)
+        return TaskProcess(task, self.now(), popen, output, result)
 
-    def _idle_worker(self, task: Task) -> Worker | None:
+    def _idle_worker(self, task: ProcessTask) -> TaskWorker | None:
         """An idle worker for the task."""
         for worker in self._idle:
             if worker.kind == task.kind:
@@ -117,7 +117,7 @@ class Processes:
                 return worker
         return None
 
-    def _new_worker(self, task: Task, output: Path) -> Worker:
+    def _new_worker(self, task: ProcessTask, output: Path) -> TaskWorker:
         """A new worker for the task, which writes there if it can not start."""
         if len(self._idle) >= MOST_IDLE:
             self._stop(self._idle.pop(0).popen)
@@ -132,12 +132,12 @@ class Processes:
             )
         assert popen.stdout is not None
         os.set_blocking(popen.stdout.fileno(), False)
-        return Worker(task.kind, popen, popen.stdout.fileno())
+        return TaskWorker(task.kind, popen, popen.stdout.fileno())
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
         while True:
             for each in running:
-                assert isinstance(each, Process)
+                assert isinstance(each, TaskProcess)
                 if _has_ended(each):
                     return each
             if self.now() >= until:
@@ -145,7 +145,7 @@ class Processes:
             time.sleep(POLL)
 
     def finish(self, running: Running) -> Finished:
-        assert isinstance(running, Process)
+        assert isinstance(running, TaskProcess)
         seconds = self.now() - running.started
         _has_ended(running)
         code = running.code
@@ -168,7 +168,7 @@ class Processes:
         self._stopped = [each for each in self._stopped if each.poll() is None] + [popen]
 
 
-def _has_ended(process: Process) -> bool:
+def _has_ended(process: TaskProcess) -> bool:
     """Whether the task has ended; its exit code is then known."""
     if process.code is None and process.worker is not None:
         with contextlib.suppress(BlockingIOError):

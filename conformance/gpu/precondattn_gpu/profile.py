@@ -10,11 +10,11 @@ import csv
 import re
 from typing import Any, NamedTuple
 
-from precondattn_gpu.options import Options
-from precondattn_gpu.task import FAILED, PASSED, Finished, Outcome, Task
+from precondattn_gpu.options import RunOptions
+from precondattn_gpu.task import FAILED, PASSED, Finished, ProcessTask, TaskOutcome
 
 
-class Call(NamedTuple):
+class ProfiledCall(NamedTuple):
     """A call whose kernels are measured."""
 
     backend: str
@@ -31,24 +31,24 @@ class Call(NamedTuple):
 
 FORWARD, BOTH = "forward", "forward_backward"
 CALLS = (
-    Call("triton", "lucid_solve", FORWARD, 8192, 128),
-    Call("triton", "lucid_solve", BOTH, 8192, 128),
-    Call("triton", "laser", BOTH, 8192, 128),
-    Call("triton", "gated_delta", FORWARD, 8192, 128, batch=4),
-    Call("triton", "gated_delta", BOTH, 8192, 128, batch=4),
-    Call("triton", "path", BOTH, 8192, 128),
-    Call("cupy", "lucid_solve", FORWARD, 8192, 128),
-    Call("cupy", "lucid_solve", BOTH, 8192, 128),
-    Call("triton", "lucid_solve", FORWARD, 8192, 64),
-    Call("triton", "lucid_solve", BOTH, 8192, 64),
-    Call("triton", "laser", BOTH, 8192, 64),
-    Call("triton", "gla", BOTH, 8192, 128),
-    Call("triton", "ccq(gated_delta)", FORWARD, 8192, 128),
-    Call("triton", "lucid_solve", FORWARD, 32768, 128),
-    Call("triton", "lucid_solve", BOTH, 32768, 128),
-    Call("triton", "laser", BOTH, 32768, 128),
-    Call("cupy", "laser", BOTH, 8192, 128),
-    Call("cupy", "gated_delta", BOTH, 8192, 128, batch=4),
+    ProfiledCall("triton", "lucid_solve", FORWARD, 8192, 128),
+    ProfiledCall("triton", "lucid_solve", BOTH, 8192, 128),
+    ProfiledCall("triton", "laser", BOTH, 8192, 128),
+    ProfiledCall("triton", "gated_delta", FORWARD, 8192, 128, batch=4),
+    ProfiledCall("triton", "gated_delta", BOTH, 8192, 128, batch=4),
+    ProfiledCall("triton", "path", BOTH, 8192, 128),
+    ProfiledCall("cupy", "lucid_solve", FORWARD, 8192, 128),
+    ProfiledCall("cupy", "lucid_solve", BOTH, 8192, 128),
+    ProfiledCall("triton", "lucid_solve", FORWARD, 8192, 64),
+    ProfiledCall("triton", "lucid_solve", BOTH, 8192, 64),
+    ProfiledCall("triton", "laser", BOTH, 8192, 64),
+    ProfiledCall("triton", "gla", BOTH, 8192, 128),
+    ProfiledCall("triton", "ccq(gated_delta)", FORWARD, 8192, 128),
+    ProfiledCall("triton", "lucid_solve", FORWARD, 32768, 128),
+    ProfiledCall("triton", "lucid_solve", BOTH, 32768, 128),
+    ProfiledCall("triton", "laser", BOTH, 32768, 128),
+    ProfiledCall("cupy", "laser", BOTH, 8192, 128),
+    ProfiledCall("cupy", "gated_delta", BOTH, 8192, 128, batch=4),
 )
 """With 16 heads: the sizes for which kernels were predicted (`docs/make_predictions.py`)."""
 
@@ -62,12 +62,12 @@ UNITS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "
 MOST_STALLS = 4
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """One for each call. Clocks are left as they are."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     ncu = ("ncu", "--profile-from-start", "off", "--clock-control", "none", *sections)
     return [
-        Task(
+        ProcessTask(
             call.name,
             arguments(call),
             read,
@@ -80,19 +80,21 @@ def tasks(options: Options) -> list[Task]:
     ]
 
 
-def arguments(call: Call) -> tuple[str, ...]:
+def arguments(call: ProfiledCall) -> tuple[str, ...]:
     """Of the process that is profiled."""
     sizes = map(str, (call.batch, call.tokens, call.width))
     module = ("-m", "precondattn_gpu.profile_call")
     return (*module, call.backend, call.mechanism, call.work, *sizes)
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     kernels = kernels_of(finished.output)
     if finished.code or not kernels:
-        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}\n{finished.output}")
     total = sum(kernel["seconds"] for kernel in kernels)
-    return Outcome(PASSED, f"{len(kernels)} launches, {1e3 * total:.3f} ms", {"kernels": kernels})
+    return TaskOutcome(
+        PASSED, f"{len(kernels)} launches, {1e3 * total:.3f} ms", {"kernels": kernels}
+    )
 
 
 def kernels_of(output: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_gpu.options import CUDA
 from precondattn_gpu.workload import workload
 
@@ -20,7 +20,7 @@ def main() -> None:
     backend, mechanism, work = sys.argv[1:4]
     batch, tokens, width = map(int, sys.argv[4:])
     sizes = {"b": batch, "t": tokens, "s": tokens, "h": HEADS, "n": HEADS, "d": width, "e": width}
-    layout = Layout("profile", **sizes, values_per_head=1)
+    layout = CallLayout("profile", **sizes, values_per_head=1)
     call = workload(mechanism, work, layout, "bfloat16", CUDA, backend)
     call()
     import torch

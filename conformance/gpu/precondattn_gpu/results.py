@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from precondattn_gpu.task import INTERRUPTED, PASSED, Outcome
+from precondattn_gpu.task import INTERRUPTED, PASSED, TaskOutcome
 
 FORMAT = 1
 LONGEST = 4000
@@ -56,7 +56,7 @@ class Results:
         status = self.tasks.get(name, {}).get("status", INTERRUPTED)
         return bool(status == PASSED if again else status != INTERRUPTED)
 
-    def add(self, name: str, outcome: Outcome, seconds: float, **more: Any) -> None:
+    def add(self, name: str, outcome: TaskOutcome, seconds: float, **more: Any) -> None:
         """The outcome of a task, in place of an earlier one."""
         entry = asdict(outcome) | {"seconds": round(seconds, 2)} | more
         entry["message"] = shortened(outcome.message)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 
 from precondattn_gpu import alive, shipped
-from precondattn_gpu.options import Options, variables
-from precondattn_gpu.task import FAILED, PASSED, Finished, Outcome, Task
+from precondattn_gpu.options import RunOptions, variables
+from precondattn_gpu.task import FAILED, PASSED, Finished, ProcessTask, TaskOutcome
 
 PROBES = ("cupy unit_rows bfloat16 64", "pallas softmax bfloat16 64")
 """Calls that are quick to compile."""
 
 
-def probes(options: Options) -> list[Task]:
+def probes(options: RunOptions) -> list[ProcessTask]:
     """The calls of CuPy and Pallas."""
     calls = [call for name in ("cupy", "pallas") for call in shipped.calls(name)]
     return [alive.task(call, options) for call in calls if call.name in PROBES]
 
 
-def rates(options: Options) -> list[Task]:
+def rates(options: RunOptions) -> list[ProcessTask]:
     """The rates, which want an idle device."""
-    task = Task(
+    task = ProcessTask(
         "rates",
         (
             *("-m", "precondattn_gpu.rates", "--device", options.device),
@@ -36,12 +36,12 @@ def rates(options: Options) -> list[Task]:
     return [task]
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}\n{finished.output}")
     found = json.loads(finished.result.read_text())
     text = f"{found['flops'] / 1e12:.0f} TFLOP/s in a product, {found['bytes'] / 1e12:.2f} TB/s"
     if found["is_other_assembler"]:
         # Triton takes its own where the other one does not start, and says nothing.
-        return Outcome(FAILED, f"Triton uses {found['versions']['assembler']}; {text}", found)
-    return Outcome(PASSED, text, found)
+        return TaskOutcome(FAILED, f"Triton uses {found['versions']['assembler']}; {text}", found)
+    return TaskOutcome(PASSED, text, found)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from precondattn_gpu import alive, shipped
 from precondattn_gpu.call import NO_POOL
-from precondattn_gpu.options import BACKENDS, Options
-from precondattn_gpu.task import FAILED, PASSED, WRONG, Finished, Outcome, Task
+from precondattn_gpu.options import BACKENDS, RunOptions
+from precondattn_gpu.task import FAILED, PASSED, WRONG, Finished, ProcessTask, TaskOutcome
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 86
@@ -23,15 +23,15 @@ OWN_ALLOCATIONS = {
 another one, and memcheck sees nothing."""
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """The narrowest call of each mechanism, by each tool."""
     calls = [call for backend in BACKENDS for call in narrowest(shipped.calls(backend))]
     return [task(call, tool, options) for tool in TOOLS for call in calls]
 
 
-def narrowest(calls: list[shipped.Call]) -> list[shipped.Call]:
+def narrowest(calls: list[shipped.ShippedCall]) -> list[shipped.ShippedCall]:
     """For each mechanism and dtype the call with the narrowest rows."""
-    best: dict[tuple[str, str, bool], shipped.Call] = {}
+    best: dict[tuple[str, str, bool], shipped.ShippedCall] = {}
     for call in calls:
         key = call.mechanism, call.dtype, call.is_step
         if key not in best or call.d + call.e < best[key].d + best[key].e:
@@ -39,7 +39,7 @@ def narrowest(calls: list[shipped.Call]) -> list[shipped.Call]:
     return list(best.values())
 
 
-def task(call: shipped.Call, tool: str, options: Options) -> Task:
+def task(call: shipped.ShippedCall, tool: str, options: RunOptions) -> ProcessTask:
     plain = alive.task(call, options)
     return replace(
         plain,
@@ -58,13 +58,13 @@ def prefix(tool: str) -> tuple[str, ...]:
     return ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND))
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     """What the tool has found; a wrong result is one too."""
     reports = re.findall(r"^=+ (.*)$", finished.output, re.MULTILINE)
     text = "\n".join(reports)
     if finished.code == FOUND:
-        return Outcome(WRONG, text)
+        return TaskOutcome(WRONG, text)
     if not any("SUMMARY" in line for line in reports):
-        return Outcome(FAILED, f"exit code {finished.code}, no summary\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}, no summary\n{finished.output}")
     plain = alive.read(finished)
-    return plain if plain.status != PASSED else Outcome(PASSED, reports[-1], plain.data)
+    return plain if plain.status != PASSED else TaskOutcome(PASSED, reports[-1], plain.data)

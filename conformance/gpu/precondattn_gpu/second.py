@@ -11,8 +11,8 @@ import shutil
 from dataclasses import replace
 
 from precondattn_gpu import alive, first_headline, sanitizer, shipped, tuning
-from precondattn_gpu.first import BUNDLED, Part, passed
-from precondattn_gpu.options import BACKENDS, Options
+from precondattn_gpu.first import BUNDLED, RunPart, passed
+from precondattn_gpu.options import BACKENDS, RunOptions
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import (
     CRASHED,
@@ -21,8 +21,8 @@ from precondattn_gpu.task import (
     TIMED_OUT,
     WRONG,
     Finished,
-    Outcome,
-    Task,
+    ProcessTask,
+    TaskOutcome,
 )
 
 LIMIT = 180.0
@@ -34,32 +34,32 @@ PROBE = "memcheck starts"
 PROBE_CODE = "import torch; torch.zeros(1, device='cuda'); torch.cuda.synchronize()"
 
 
-def parts(options: Options, limit: float = LIMIT) -> list[Part]:
+def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
     """The parts in order."""
     half, share = max(options.cores // 2, 1), limit / LIMIT
 
-    def headlines(results: dict[str, Results]) -> list[Task]:
+    def headlines(results: dict[str, Results]) -> list[ProcessTask]:
         ready = first_headline.ready(options, passed(results["alive"]))
         return [each for each in ready if not results["first_headline"].is_done(each.name)]
 
-    def again(results: dict[str, Results]) -> list[Task]:
+    def again(results: dict[str, Results]) -> list[ProcessTask]:
         checks = PROBE in passed(results[FILE])
         return failed(results, options, checks)
 
-    def tuned(results: dict[str, Results]) -> list[Task]:
+    def tuned(results: dict[str, Results]) -> list[ProcessTask]:
         return [] if failed(results, options, False) else tuning_tasks(options)
 
     probe = [] if options.is_cpu or shutil.which("compute-sanitizer") is None else [_probe()]
     return [
-        Part("headlines", "first_headline", 95 * share, 1, headlines),
-        Part("sanitizer", FILE, 110 * share, 1,
+        RunPart("headlines", "first_headline", 95 * share, 1, headlines),
+        RunPart("sanitizer", FILE, 110 * share, 1,
              lambda results: probe if failed(results, options, False) else []),
-        Part("what failed", FILE, limit, half, again),
-        Part("tuning", "tuning", limit, 1, tuned),
+        RunPart("what failed", FILE, limit, half, again),
+        RunPart("tuning", "tuning", limit, 1, tuned),
     ]  # fmt: skip
 
 
-def failed(results: dict[str, Results], options: Options, checks: bool) -> list[Task]:
+def failed(results: dict[str, Results], options: RunOptions, checks: bool) -> list[ProcessTask]:
     """The calls that did not pass, alone in a process or under memcheck."""
     calls = {call.name: call for backend in BACKENDS for call in shipped.calls(backend)}
     tasks = []
@@ -78,21 +78,21 @@ def failed(results: dict[str, Results], options: Options, checks: bool) -> list[
     return tasks
 
 
-def tuning_tasks(options: Options) -> list[Task]:
+def tuning_tasks(options: RunOptions) -> list[ProcessTask]:
     """The candidates of two kernels."""
     tasks = {task.name: task for task in tuning.tasks(options)}
     return [replace(tasks[f"{kernel} {width}"], seconds=30.0) for kernel, width in TUNED]
 
 
-def _probe() -> Task:
+def _probe() -> ProcessTask:
     """Whether memcheck can run a program of PyTorch here."""
-    return Task(
+    return ProcessTask(
         PROBE, ("-c", PROBE_CODE), _read_probe, seconds=12.0, timeout=40.0,
         prefix=sanitizer.prefix("memcheck"),
     )  # fmt: skip
 
 
-def _read_probe(finished: Finished) -> Outcome:
+def _read_probe(finished: Finished) -> TaskOutcome:
     if finished.code == 0 and "ERROR SUMMARY: 0 errors" in finished.output:
-        return Outcome(PASSED)
-    return Outcome(FAILED, finished.output)
+        return TaskOutcome(PASSED)
+    return TaskOutcome(FAILED, finished.output)

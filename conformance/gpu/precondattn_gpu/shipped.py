@@ -29,7 +29,7 @@ GRIDS = "grid=64/64", "grid=16/16"
 PIXELS = 16 * 16
 
 
-class Call(NamedTuple):
+class ShippedCall(NamedTuple):
     """A call of a mechanism with its gradient, or a step after a cache."""
 
     backend: str
@@ -60,33 +60,33 @@ class Call(NamedTuple):
         return f"{self.backend} {self.mechanism} {self.dtype} {width}{step}"
 
 
-def calls(backend: str) -> list[Call]:
+def calls(backend: str) -> list[ShippedCall]:
     """Every call of a backend's list, once; then what runs the same kernels in another way."""
     listed = list(dict.fromkeys(_listed(backend)))
     more = [*_sharing(backend, listed), *_steps(listed)]
     return list(dict.fromkeys([*listed, *more]))
 
 
-def _listed(backend: str) -> Iterator[Call]:
+def _listed(backend: str) -> Iterator[ShippedCall]:
     variants = import_module(f"precondattn_{backend}.variants")
     for is_step, listed in ((False, variants.CALLS), (True, variants.STEPS)):
         for mechanism, dtypes, widths in listed:
             for dtype in dtypes:
                 for d, e in widths:
-                    yield Call(backend, mechanism, _name(dtype), d, e, is_step)
+                    yield ShippedCall(backend, mechanism, _name(dtype), d, e, is_step)
 
 
-def _sharing(backend: str, listed: list[Call]) -> Iterator[Call]:
+def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
     tables = import_module(f"precondattn_{backend}.backend").KERNELS
     leaves = tables.get("cuda", tables)
     known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
     names = {leaf.name for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Stateful)}
     for name in sorted(names - known):
-        yield Call(backend, name, *SHARED)
+        yield ShippedCall(backend, name, *SHARED)
 
 
-def _steps(listed: list[Call]) -> Iterator[Call]:
+def _steps(listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """A step of each recurrence in the list."""
     for call in listed:
         if not call.is_step and issubclass(type(pa.parse(call.mechanism)), Stateful):

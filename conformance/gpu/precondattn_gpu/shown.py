@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 
 def plan_of_call(
     mechanism: str,
     backends: tuple[str, ...],
     library: str,
-    layout: Layout,
+    layout: CallLayout,
     dtype: str,
     device: str | None,
 ) -> Any:
@@ -27,7 +27,7 @@ def plan_of_call(
 
 
 def entries_of(
-    explanation: Any, backend: str, layout: Layout, verbs: Iterable[str]
+    explanation: Any, backend: str, layout: CallLayout, verbs: Iterable[str]
 ) -> list[dict[str, Any]]:
     """The entries of the pieces of a plan that a backend runs; none where a CPU interprets them."""
     return [
@@ -40,7 +40,7 @@ def entries_of(
     ]
 
 
-def _shapes(call: Any, layout: Layout) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes(call: Any, layout: CallLayout) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The shapes of a piece's own inputs."""
     inputs = call.piece.inputs
     return tuple((name, inputs[name].shape(layout.sizes)) for name in inputs)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from precondattn_gpu.mechanisms import in_turns
-from precondattn_gpu.options import Options
+from precondattn_gpu.options import RunOptions
 from precondattn_gpu.suite import conformance
-from precondattn_gpu.task import Task
+from precondattn_gpu.task import ProcessTask
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """One for each mechanism and backend."""
     return [
         conformance(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-from precondattn_gpu.options import Options
-from precondattn_gpu.task import Task
+from precondattn_gpu.options import RunOptions
+from precondattn_gpu.task import ProcessTask
 
 ALONE, HALF, MOST = "alone", "half", "most"
 
@@ -24,17 +24,19 @@ class Stage(NamedTuple):
     program: str = ""
     """A program that it needs."""
 
-    def tasks(self, options: Options) -> list[Task]:
+    def tasks(self, options: RunOptions) -> list[ProcessTask]:
         """What it runs, in order."""
-        make: Callable[[Options], list[Task]] = import_module(f"precondattn_gpu.{self.name}").tasks
+        make: Callable[[RunOptions], list[ProcessTask]] = import_module(
+            f"precondattn_gpu.{self.name}"
+        ).tasks
         return [task for task in make(options) if options.match in task.name]
 
-    def jobs(self, options: Options) -> int:
+    def jobs(self, options: RunOptions) -> int:
         """How many processes run at once."""
         share = {ALONE: 1, HALF: options.cores // 2, MOST: options.cores - 2}[self.processes]
         return max(share, 1)
 
-    def estimate(self, options: Options) -> float:
+    def estimate(self, options: RunOptions) -> float:
         """Seconds for all of it."""
         return sum(task.seconds for task in self.tasks(options)) / self.jobs(options)
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from precondattn_gpu.options import HELPER, Options, device_arguments, library_of, variables
-from precondattn_gpu.task import FAILED, PASSED, UNSUPPORTED, WRONG, Finished, Outcome, Task
+from precondattn_gpu.options import HELPER, RunOptions, device_arguments, library_of, variables
+from precondattn_gpu.task import (
+    FAILED,
+    PASSED,
+    UNSUPPORTED,
+    WRONG,
+    Finished,
+    ProcessTask,
+    TaskOutcome,
+)
 
 COMMAND = ("-m", "precondattn")
 SHOWN = 5
@@ -14,8 +22,8 @@ SHOWN = 5
 
 
 def conformance(
-    name: str, backend: str, options: Options, *filters: str, level: str, seconds: float
-) -> Task:
+    name: str, backend: str, options: RunOptions, *filters: str, level: str, seconds: float
+) -> ProcessTask:
     """A part of the conformance suite on one backend."""
     library = library_of(backend, options)
     arguments = [*COMMAND, "conformance", "--backend", backend, "--backend", HELPER[backend]]
@@ -24,7 +32,7 @@ def conformance(
     if library not in ("cupy", "numpy"):
         arguments += device_arguments(options)
     arguments += [*filters, "--record", "{result}"]
-    return Task(
+    return ProcessTask(
         name,
         tuple(arguments),
         read_conformance,
@@ -35,12 +43,12 @@ def conformance(
     )
 
 
-def read_conformance(finished: Finished) -> Outcome:
+def read_conformance(finished: Finished) -> TaskOutcome:
     """Counts, and the texts of the first failures."""
     from precondattn_conformance.report.record import load
 
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
     record = load(finished.result)
     counts = {s: record.count(s) for s in ("passed", "failed", "unsupported") if record.count(s)}
     worst = max((r.error / r.bound for r in record.outcomes if r.error and r.bound), default=0.0)
@@ -49,23 +57,25 @@ def read_conformance(finished: Finished) -> Outcome:
     data["failures"] = [r.id for r in failures]
     text = ", ".join(f"{n} {s}" for s, n in counts.items())
     if not record.complete:
-        return Outcome(FAILED, f"{text}; it ended while {record.running} ran", data)
+        return TaskOutcome(FAILED, f"{text}; it ended while {record.running} ran", data)
     if failures:
         shown = "\n\n".join(f"{r.id}\n{r.reason}\n{r.details}" for r in failures[:SHOWN])
-        return Outcome(WRONG, f"{text}\n\n{shown}", data)
+        return TaskOutcome(WRONG, f"{text}\n\n{shown}", data)
     if "passed" not in counts:
-        return Outcome(UNSUPPORTED, text or "no case", data)
-    return Outcome(PASSED, text, data)
+        return TaskOutcome(UNSUPPORTED, text or "no case", data)
+    return TaskOutcome(PASSED, text, data)
 
 
-def benchmark(name: str, backend: str, options: Options, *arguments: str, seconds: float) -> Task:
+def benchmark(
+    name: str, backend: str, options: RunOptions, *arguments: str, seconds: float
+) -> ProcessTask:
     """One run of `precondattn bench`; its record is saved with the result."""
     library = library_of(backend, options)
     command = [*COMMAND, "bench", *device_arguments(options), "--library", library]
     command += ["--backend", f"{backend},{HELPER[backend]}", *arguments, "--save", "{result}"]
     if options.is_cpu:
         command.append("--quick")
-    return Task(
+    return ProcessTask(
         name,
         tuple(command),
         read_benchmark,
@@ -76,24 +86,24 @@ def benchmark(name: str, backend: str, options: Options, *arguments: str, second
     )
 
 
-def dtype_of(backend: str, options: Options) -> str:
+def dtype_of(backend: str, options: RunOptions) -> str:
     """CUDA kernels are simulated on NumPy's arrays, which have no bfloat16."""
     return "float32" if backend == "cupy" and options.is_cpu else "bfloat16"
 
 
-def read_benchmark(finished: Finished) -> Outcome:
+def read_benchmark(finished: Finished) -> TaskOutcome:
     """The record; what was not timed has a reason."""
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
     return outcome_of_record(json.loads(finished.result.read_text()))
 
 
-def outcome_of_record(record: dict[str, Any]) -> Outcome:
+def outcome_of_record(record: dict[str, Any]) -> TaskOutcome:
     """The worst status of the rows, and a line for each."""
     statuses = {row["status"] for row in record["rows"]}
     lines = [f"{row['case']}: {_result_of(row)}" for row in record["rows"]]
     worst = next((s for s in (WRONG, FAILED, UNSUPPORTED) if s in statuses), PASSED)
-    return Outcome(worst, "\n".join(lines), {"record": record})
+    return TaskOutcome(worst, "\n".join(lines), {"record": record})
 
 
 def _result_of(row: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ class Finished(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class TaskOutcome:
     """What came of a task."""
 
     status: str
@@ -37,14 +37,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class ProcessTask:
     """A Python module that runs in a process, and writes one file."""
 
     name: str
     """Unique in its stage."""
     arguments: tuple[str, ...]
     """Of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a path."""
-    read: Callable[[Finished], Outcome]
+    read: Callable[[Finished], TaskOutcome]
     """What came of it. It is called only if the process ended by itself."""
     seconds: float = 20.0
     """An estimate of its time."""

@@ -27,7 +27,7 @@ from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import ratio, spread
 from precondattn_conformance.bench.peers import lacks, peers_of
 from precondattn_conformance.bench.plan import empty_row
-from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row
+from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row
 from precondattn_conformance.bench.selection import chosen
 from precondattn_gpu import device_inputs
 from precondattn_gpu.device_clock import Clock, CupyClock, TorchClock, in_turns
@@ -39,7 +39,7 @@ ROUNDS = 7
 OURS = "precondattn"
 
 
-class Timed(NamedTuple):
+class TimedCall(NamedTuple):
     """A call that is right, and the clock of its library."""
 
     clock: Clock
@@ -60,11 +60,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False  # Of what calls are compared with.
     rows: list[Row] = []
-    recorded: dict[str, dict[str, Timed]] = {}
+    recorded: dict[str, dict[str, TimedCall]] = {}
     replays: dict[str, dict[str, Any]] = {}
 
     def save() -> None:
-        record = Record(machine.now(), machine.describe(), [], rows)
+        record = BenchRecord(machine.now(), machine.describe(), [], rows)
         given.result.write_text(json.dumps({"record": asdict(record), "replays": replays}))
 
     for work in given.work:
@@ -88,13 +88,13 @@ def main() -> None:
 
 def measured(
     case: BenchCase, backend: str, device: str, rounds: int
-) -> tuple[Row, dict[str, Timed]]:
+) -> tuple[Row, dict[str, TimedCall]]:
     """The row of a case, and the calls that are right and were timed, by name."""
     names = f"{backend},{HELPER[backend]}"
     row = empty_row(case, names, device)
     if device != CPU:
         row.device = f"cuda ({torch.cuda.get_device_name()})"
-    calls: dict[str, Timed] = {}
+    calls: dict[str, TimedCall] = {}
     try:
         calls = _measure(case, backend, names, device, rounds, row)
         row.status = TIMED
@@ -108,7 +108,7 @@ def measured(
 
 def _measure(
     case: BenchCase, backend: str, names: str, device: str, rounds: int, row: Row
-) -> dict[str, Timed]:
+) -> dict[str, TimedCall]:
     mechanism = pa.parse(case.mechanism)
     more = 1 if case.work == "decode" else 0
     layout = case.layout._replace(t=case.layout.t + more, s=case.layout.s + more)
@@ -133,7 +133,7 @@ def _measure(
     return calls
 
 
-def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
+def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> TimedCall:
     """The call of a computation in PyTorch, which is right."""
     clock = TorchClock(device)
     if case.work == "decode":
@@ -147,7 +147,7 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
                 decoder.reset()
                 return decoder.step()
 
-        return Timed(clock, step, check_step(of, decoder, step, case.dtype))
+        return TimedCall(clock, step, check_step(of, decoder, step, case.dtype))
 
     def forward() -> Any:
         with torch.no_grad():
@@ -155,7 +155,7 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
 
     expected = FirstTokens(of.mechanism, x, case.dtype)
     if case.work == "forward":
-        return Timed(clock, forward, expected.check(forward()))
+        return TimedCall(clock, forward, expected.check(forward()))
     leaves = {name: array.detach().requires_grad_() for name, array in x.items()}
 
     def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
@@ -165,10 +165,10 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
 
     checked = expected.check(*both(expected.cotangent))
     everywhere = torch.randn_like(expected.cotangent)
-    return Timed(clock, lambda: both(everywhere), checked)
+    return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> Timed:
+def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> TimedCall:
     """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
     arrays = {name: _to_cupy(array, device) for name, array in x.items()}
     clock: Clock = TorchClock(device) if device == CPU else CupyClock()
@@ -178,7 +178,7 @@ def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str)
         def forward() -> Any:
             return of.forward(**arrays)
 
-        return Timed(clock, forward, expected.check(_to_torch(forward(), device)))
+        return TimedCall(clock, forward, expected.check(_to_torch(forward(), device)))
     assert of.vjp is not None
     explicit = of.vjp
 
@@ -190,7 +190,7 @@ def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str)
     as_torch = {name: _to_torch(array, device) for name, array in gradients.items()}
     checked = expected.check(_to_torch(out, device), as_torch)
     everywhere = _to_cupy(torch.randn_like(expected.cotangent), device)
-    return Timed(clock, lambda: both(everywhere), checked)
+    return TimedCall(clock, lambda: both(everywhere), checked)
 
 
 def _to_cupy(array: Any, device: str) -> Any:
@@ -241,9 +241,9 @@ def _backends(
 
 def _peers(
     case: BenchCase, names: str, x: dict[str, Any], row: Row, device: str
-) -> dict[str, Timed]:
+) -> dict[str, TimedCall]:
     """The peers that are here and right; the row gets the reasons of the others."""
-    found: dict[str, Timed] = {}
+    found: dict[str, TimedCall] = {}
     for peer in peers_of(replace(case, library="torch")):
         reason = lacks(peer, replace(case, library="torch"), row.device)
         if not reason:
@@ -259,7 +259,7 @@ def _peers(
     return found
 
 
-def replayed(each: Timed, given: argparse.Namespace) -> Any:
+def replayed(each: TimedCall, given: argparse.Namespace) -> Any:
     """The seconds of a replay of the call's graph; a text if there is none."""
     if given.device == CPU:
         return "needs a GPU"

@@ -101,14 +101,14 @@ def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     import torch
     from triton import testing
 
-    from precondattn_conformance.inputs import Layout
+    from precondattn_conformance.inputs import CallLayout
     from precondattn_gpu.workload import workload
     from precondattn_triton.candidates import candidates
     from precondattn_triton.configurations import configuration, forced
 
     mechanism, work = CALLS[kernel]
     sizes = {"b": BATCH, "t": TOKENS, "s": TOKENS, "h": HEADS, "n": HEADS, "d": width, "e": width}
-    layout = Layout("tuning", **sizes, values_per_head=1)
+    layout = CallLayout("tuning", **sizes, values_per_head=1)
     call = workload(mechanism, work, layout, DTYPE, device)
     # What a file of this device has already is the default to compare with.
     default = configuration(kernel, width, True, torch.empty(0, device=device))

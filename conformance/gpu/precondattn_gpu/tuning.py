@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 
-from precondattn_gpu.options import Options, variables
-from precondattn_gpu.task import FAILED, Finished, Outcome, Task
+from precondattn_gpu.options import RunOptions, variables
+from precondattn_gpu.task import FAILED, Finished, ProcessTask, TaskOutcome
 from precondattn_gpu.tune import CALLS
 
 WIDTHS = (128, 64)
 
 
-def tasks(options: Options) -> list[Task]:
+def tasks(options: RunOptions) -> list[ProcessTask]:
     """One for each kernel and width."""
     from precondattn_triton.candidates import candidates
 
     return [
-        Task(
+        ProcessTask(
             f"{kernel} {width}",
             arguments(kernel, width, options),
             read,
@@ -34,14 +34,14 @@ def tasks(options: Options) -> list[Task]:
     ]
 
 
-def arguments(kernel: str, width: int, options: Options) -> tuple[str, ...]:
+def arguments(kernel: str, width: int, options: RunOptions) -> tuple[str, ...]:
     """Of the process that tries the candidates of one kernel."""
     module = ("-m", "precondattn_gpu.tune", kernel, str(width))
     return (*module, "--device", options.device, "--result", "{result}")
 
 
-def read(finished: Finished) -> Outcome:
+def read(finished: Finished) -> TaskOutcome:
     if not finished.result.exists():
-        return Outcome(FAILED, f"exit code {finished.code}\n{finished.output}")
+        return TaskOutcome(FAILED, f"exit code {finished.code}\n{finished.output}")
     result = json.loads(finished.result.read_text())
-    return Outcome(result.pop("status"), result.pop("message"), result)
+    return TaskOutcome(result.pop("status"), result.pop("message"), result)

@@ -24,7 +24,7 @@ import typer
 import precondattn as pa
 from precondattn_gpu.carried import note_used
 from precondattn_gpu.options import PTXAS
-from precondattn_gpu.warm_calls import TARGET, Work, as_on_a_gpu, of_part_a, run, works
+from precondattn_gpu.warm_calls import TARGET, WarmCall, as_on_a_gpu, of_part_a, run, works
 from precondattn_kernel_tools.triton_cache import GROUP, filled, moved
 from precondattn_kernel_tools.triton_host_code import HostCode
 
@@ -50,7 +50,7 @@ class Done(NamedTuple):
         return f"{self.name}: {self.unsupported or f'{counts}, {self.seconds:.0f} s'}"
 
 
-def fill(work: Work, folder: Path, until: float) -> Done:
+def fill(work: WarmCall, folder: Path, until: float) -> Done:
     """Compile what a call launches, until a time of the clock `time.monotonic`."""
     started, unsupported = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as empty, as_on_a_gpu():
@@ -97,7 +97,7 @@ def main(
 
 
 def _filled(
-    chosen: list[Work], folder: Path, until: float, jobs: int, ptxas: str | None
+    chosen: list[WarmCall], folder: Path, until: float, jobs: int, ptxas: str | None
 ) -> Iterator[Done]:
     """Processes of their own, since Triton asks for the assembler's version once."""
     os.environ.pop(PTXAS, None)

@@ -22,7 +22,7 @@ from precondattn_gpu.first_headline import HEADLINES
 from precondattn_gpu.options import HELPER
 
 if TYPE_CHECKING:
-    from precondattn_conformance.inputs import Layout
+    from precondattn_conformance.inputs import CallLayout
 
 BACKEND = "triton"
 TARGET = "sm_90"
@@ -32,12 +32,12 @@ PREFILL = 1024
 """Tokens of one call that fills a cache (`CacheDecoder`)."""
 
 
-class Work(NamedTuple):
+class WarmCall(NamedTuple):
     """A call with its gradient, or a step after a cache."""
 
     mechanism: str
     dtype: str
-    layout: Layout
+    layout: CallLayout
     is_step: bool = False
     backends: tuple[str, ...] = (BACKEND, HELPER[BACKEND])
 
@@ -48,7 +48,7 @@ class Work(NamedTuple):
         return f"{self.mechanism} {self.dtype} {sizes}{' step' if self.is_step else ''}"
 
 
-def works(match: str = "") -> list[Work]:
+def works(match: str = "") -> list[WarmCall]:
     """All calls, in the order of the first run."""
     calls = shipped.calls(BACKEND)
     later = sorted((call for call in calls if not is_first(call)), key=turn)
@@ -56,21 +56,21 @@ def works(match: str = "") -> list[Work]:
     return [work for work in dict.fromkeys(everything) if match in work.name]
 
 
-def of_part_a() -> list[Work]:
+def of_part_a() -> list[WarmCall]:
     """The calls of `alive` that come first."""
     return [of_alive(call) for call in shipped.calls(BACKEND) if is_first(call)]
 
 
-def of_alive(call: shipped.Call) -> Work:
+def of_alive(call: shipped.ShippedCall) -> WarmCall:
     """A call of the stage `alive`, or a step."""
     layout = of_gpu.layout_of(call.d, call.e, call.tokens)
     if call.is_step:
-        return Work(call.expression, call.dtype, layout, is_step=True)
+        return WarmCall(call.expression, call.dtype, layout, is_step=True)
     backends = of_gpu.backends_of(BACKEND, call.expression)
-    return Work(call.expression, call.dtype, layout, backends=backends)
+    return WarmCall(call.expression, call.dtype, layout, backends=backends)
 
 
-def _of_headlines() -> Iterator[Work]:
+def _of_headlines() -> Iterator[WarmCall]:
     """The calls that are timed. A step has one token more than its context (`timed_call`)."""
     from precondattn_conformance.bench.cases import layout
     from precondattn_conformance.bench.selection import with_sizes
@@ -80,10 +80,10 @@ def _of_headlines() -> Iterator[Work]:
             sizes = with_sizes(layout(), each.sizes)._replace(name="headline")
             is_step = "decode" in each.works
             more = sizes._replace(t=sizes.t + is_step, s=sizes.s + is_step)
-            yield Work(each.mechanism, "bfloat16", more, is_step)
+            yield WarmCall(each.mechanism, "bfloat16", more, is_step)
 
 
-def run(work: Work) -> None:
+def run(work: WarmCall) -> None:
     """Make its launches, inside `as_on_a_gpu`."""
     if work.is_step:
         _steps(work)
@@ -91,7 +91,7 @@ def run(work: Work) -> None:
         _call(work)
 
 
-def _call(work: Work) -> None:
+def _call(work: WarmCall) -> None:
     """A call with its gradient. Meta tensors have shapes, and no memory."""
     import torch
 
@@ -103,7 +103,7 @@ def _call(work: Work) -> None:
     pullback(torch.empty_like(out))
 
 
-def _steps(work: Work) -> None:
+def _steps(work: WarmCall) -> None:
     """One token after a cache of zeros. A cache of meta tensors would have another layout."""
     import torch
 
@@ -121,7 +121,7 @@ def _steps(work: Work) -> None:
                 mechanism.extend(cache, **new, backend=work.backends, donate=True)
 
 
-def _inputs(work: Work, tokens: int, device: str) -> dict[str, Any]:
+def _inputs(work: WarmCall, tokens: int, device: str) -> dict[str, Any]:
     import torch
 
     sizes = {**work.layout.sizes, "t": tokens, "s": tokens}

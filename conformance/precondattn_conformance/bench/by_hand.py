@@ -107,7 +107,7 @@ def numpy_softmax() -> Callable[..., Any]:
     return forward
 
 
-class Decoder:
+class DecoderByHand:
     """One token after the others, whose keys and values (or state) are stored heads first."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Decoder:
         return np.asarray(self.mechanism(**self.rounded, backend="reference"))[:, -1:]
 
 
-class GatedDeltaDecoder(Decoder):
+class GatedDeltaDecoder(DecoderByHand):
     """S = e^g S + k (β (v − e^g Sᵀ k))ᵀ and o = s Sᵀ q."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -153,7 +153,7 @@ class GatedDeltaDecoder(Decoder):
         return self._after(self.state, **self.new)[1].transpose(1, 2)
 
 
-class LucidDecoder(Decoder):
+class LucidDecoder(DecoderByHand):
     """y = v − Σ_j exp(s k̄·k̄_j − 1/s) y_j, then attention with the values y."""
 
     def __init__(self, *arguments: Any) -> None:

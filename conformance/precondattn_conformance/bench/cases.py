@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 WORKS = (
     "forward",
@@ -39,7 +39,7 @@ class BenchCase:
     name: str
     mechanism: str
     work: str
-    layout: Layout
+    layout: CallLayout
     library: str = "torch"
     dtype: str = "float32"
     peers: tuple[str, ...] | None = None
@@ -63,9 +63,9 @@ class BenchCase:
         return f"{self.mechanism}{whose} {self.work}{packed}, {sizes}, {self.library} {self.dtype}"
 
 
-def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> Layout:
+def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> CallLayout:
     """Sizes of one sequence: each query head has its own key/value head unless n is given."""
-    return Layout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
+    return CallLayout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
 
 
 _SMALL = layout(t=8, h=2, d=16)

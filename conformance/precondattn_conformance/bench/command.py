@@ -22,8 +22,8 @@ from precondattn_conformance.bench.cases import BenchCase, declared
 from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
 from precondattn_conformance.bench.interruption import Interruption
 from precondattn_conformance.bench.neighbours import busy_neighbours
-from precondattn_conformance.bench.progress import Progress
-from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, Record, Row, load
+from precondattn_conformance.bench.progress import BenchProgress
+from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.bench.table import print_record
 from precondattn_conformance.writable import require_writable
@@ -98,14 +98,14 @@ def bench(
     )
     _require(cases, device, plot is not None)
     _require_peers(cases, peers or ())
-    from precondattn_conformance.bench.measure import Options
+    from precondattn_conformance.bench.measure import MeasureOptions
 
-    options = Options(device, rounds, memory, quick)
+    options = MeasureOptions(device, rounds, memory, quick)
     todo = [(case, backend) for case in cases for backend in backends or (None,)]
     with busy_neighbours(neighbours):
         rows, is_interrupted = _run(todo, options, benchmark_json, console)
     described = machine.describe() | ({"neighbours": neighbours} if neighbours else {})
-    record = Record(machine.now(), described, _rates(rows, options), rows)
+    record = BenchRecord(machine.now(), described, _rates(rows, options), rows)
     print_record(record, console)
     if save is not None:
         record.save(save)
@@ -167,7 +167,7 @@ def _run(
     from precondattn_conformance.bench.timed_suite import Collector
 
     interruption, code, output = Interruption(), None, io.StringIO()
-    progress = Progress(console, len(todo))
+    progress = BenchProgress(console, len(todo))
     collector = Collector(todo, options, progress, interruption)
     with (
         interruption,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precondattn_conformance.bench.record import TIMED, Record, Row
+from precondattn_conformance.bench.record import TIMED, BenchRecord, Row
 
 REGRESSED, IMPROVED, SAME, NEW, GONE = "regressed", "improved", "same", "new", "gone"
 
@@ -24,7 +24,7 @@ class Change(NamedTuple):
     """New time / old time."""
 
 
-def changes(old: Record, new: Record, threshold: float) -> list[Change]:
+def changes(old: BenchRecord, new: BenchRecord, threshold: float) -> list[Change]:
     """The changes of all rows of either record."""
     before = {row.key: row for row in old.rows}
     after = {row.key: row for row in new.rows}
@@ -57,7 +57,7 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
     return Change(new.name, verdict, "; ".join(texts), factor)
 
 
-def machines_differ(old: Record, new: Record) -> list[str]:
+def machines_differ(old: BenchRecord, new: BenchRecord) -> list[str]:
     """The differences between the machines of two records, which make times incomparable."""
     properties = ("processor", "cores", "threads", "system", "neighbours")
     return [

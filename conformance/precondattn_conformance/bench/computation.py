@@ -25,7 +25,7 @@ PREFILL = 1024
 """The number of tokens per call when a cache is filled before decoding is timed."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """A cache for a context, and the next token."""
 
     def fill(self) -> None:
@@ -51,7 +51,7 @@ class Computation:
     forward: Callable[..., Any]
     vjp: Callable[..., Any] | None = None
     """Output and pullback, for libraries without automatic differentiation."""
-    decoder: Callable[[Library, str, Arrays], Decoder] | None = None
+    decoder: Callable[[Library, str, Arrays], TokenDecoder] | None = None
     """Makes a decoder from the inputs of all tokens; the last token is decoded."""
 
 
@@ -251,7 +251,7 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
     return Run(by_vjp)
 
 
-def decode_run(library: Library, decoder: Decoder, calls: int = 1) -> Run:
+def decode_run(library: Library, decoder: TokenDecoder, calls: int = 1) -> Run:
     """The output for one token, after a cache that is restored before every call."""
 
     def call() -> Arrays:

@@ -37,7 +37,7 @@ from precondattn_conformance.bench.computation import (
     token_count,
 )
 from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import Arrays, Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs, slice_tokens
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound, error
 
@@ -82,7 +82,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Oracle:
+class BenchOracle:
     """The rounded inputs of a measurement, and the oracle's results for the first tokens."""
 
     inputs: Arrays
@@ -99,7 +99,7 @@ class Oracle:
 
 
 @lru_cache(maxsize=4)
-def inputs_of(mechanism: str, layout: Layout, dtype: str, library: str) -> Arrays:
+def inputs_of(mechanism: str, layout: CallLayout, dtype: str, library: str) -> Arrays:
     """The inputs, rounded to the dtype as the library does it, in float64."""
     m = pa.parse(mechanism)
     arrays = with_harmless_keys(m, make_inputs(m, layout, KIND))
@@ -116,7 +116,7 @@ def _rounded(array: np.ndarray, dtype: str, library: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=4)
-def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
+def oracle(mechanism: str, layout: CallLayout, dtype: str, library: str) -> BenchOracle:
     """The oracle's results, for all tokens or, if they are too many, for the first ones.
 
     Raises
@@ -154,11 +154,11 @@ def oracle(mechanism: str, layout: Layout, dtype: str, library: str) -> Oracle:
             padding = [(0, 0)] * gradient.ndim
             padding[axis] = (0, inputs[name].shape[axis] - gradient.shape[axis])
             gradients[name] = np.pad(gradient, padding)
-    return Oracle(inputs, np.pad(cotangent, rest), head, out, gradients)
+    return BenchOracle(inputs, np.pad(cotangent, rest), head, out, gradients)
 
 
 def check_forward(
-    of: Computation, expected: Oracle, library: Library, dtype: str, results: Arrays
+    of: Computation, expected: BenchOracle, library: Library, dtype: str, results: Arrays
 ) -> Checked:
     """The output of a forward run. Raises `WrongResultError`."""
     out = library.numpy(results["the output"])
@@ -257,7 +257,7 @@ def _with_capacity(buffer: np.ndarray, axis: int) -> np.ndarray:
     return np.pad(buffer, padding)
 
 
-def check_backward(expected: Oracle, library: Library, dtype: str, results: Arrays) -> Checked:
+def check_backward(expected: BenchOracle, library: Library, dtype: str, results: Arrays) -> Checked:
     """The output and the gradients at the oracle's cotangent. Raises `WrongResultError`."""
     limit = bound(dtype, KIND)
     out = library.numpy(results["the output"])
@@ -270,7 +270,7 @@ def check_backward(expected: Oracle, library: Library, dtype: str, results: Arra
 
 
 def check_decode(
-    of: Computation, layout: Layout, library: Library, dtype: str, decoder: Any, run: Run
+    of: Computation, layout: CallLayout, library: Library, dtype: str, decoder: Any, run: Run
 ) -> Checked:
     """One token after a short context, and after the measured one. Raises `WrongResultError`."""
     limit = bound(dtype, KIND)

@@ -26,7 +26,7 @@ from precondattn_conformance.libraries import HALF
 NAME = "fla"
 
 
-class Kernel(NamedTuple):
+class FlaKernel(NamedTuple):
     """A function of flash-linear-attention, and how it is called."""
 
     module: str
@@ -82,14 +82,14 @@ def _of_gated_delta(x: dict[str, Any]) -> dict[str, Any]:
 
 
 KERNELS = {
-    "linear": Kernel("fla.ops.linear_attn", "chunk_linear_attn", _of_linear),
-    "retention": Kernel("fla.ops.retention", "chunk_retention", _for_query_heads),
-    "gla": Kernel("fla.ops.gla", "chunk_gla", _for_query_heads),
-    "gsa": Kernel("fla.ops.gsa", "chunk_gsa"),
-    "delta": Kernel("fla.ops.delta_rule", "chunk_delta_rule", _for_value_heads, HALF),
-    "gated_delta": Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _of_gated_delta),
-    "kda": Kernel("fla.ops.kda", "chunk_kda"),
-    "path": Kernel("fla.ops.path_attn.parallel", "parallel_path_attn", _of_path),
+    "linear": FlaKernel("fla.ops.linear_attn", "chunk_linear_attn", _of_linear),
+    "retention": FlaKernel("fla.ops.retention", "chunk_retention", _for_query_heads),
+    "gla": FlaKernel("fla.ops.gla", "chunk_gla", _for_query_heads),
+    "gsa": FlaKernel("fla.ops.gsa", "chunk_gsa"),
+    "delta": FlaKernel("fla.ops.delta_rule", "chunk_delta_rule", _for_value_heads, HALF),
+    "gated_delta": FlaKernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _of_gated_delta),
+    "kda": FlaKernel("fla.ops.kda", "chunk_kda"),
+    "path": FlaKernel("fla.ops.path_attn.parallel", "parallel_path_attn", _of_path),
 }
 """By the mechanism's expression in its shortest form."""
 

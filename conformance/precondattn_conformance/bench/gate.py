@@ -57,7 +57,7 @@ Measured = Interval | str
 """A ratio, or the reason why there is none."""
 
 
-class Outcome(NamedTuple):
+class GateOutcome(NamedTuple):
     """One row: what it was measured to be, each time, and what follows."""
 
     name: str
@@ -106,7 +106,7 @@ def outcomes(
     measure: Callable[[BenchCase], Measured],
     committed: dict[str, Interval],
     is_idle: Callable[[], bool],
-) -> list[Outcome]:
+) -> list[GateOutcome]:
     """Every row judged. Those that seem worse are measured again, after all others."""
     measured = {case.name: [measure(case)] for case in cases}
 
@@ -123,7 +123,7 @@ def outcomes(
     found = []
     for name, each in measured.items():
         final = BUSY if verdict(name) == WORSE and not idle else verdict(name)
-        found.append(Outcome(name, final, tuple(each), committed.get(name)))
+        found.append(GateOutcome(name, final, tuple(each), committed.get(name)))
     return found
 
 

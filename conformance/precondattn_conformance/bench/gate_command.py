@@ -17,7 +17,7 @@ from precondattn_conformance import libraries
 from precondattn_conformance.bench import committed, gate, machine
 from precondattn_conformance.bench.bootstrap import Interval, ratio_of_medians
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.measure import Options, measure
+from precondattn_conformance.bench.measure import MeasureOptions, measure
 from precondattn_conformance.bench.paired import timed
 from precondattn_conformance.bench.record import TIMED
 from precondattn_conformance.writable import require_writable
@@ -49,7 +49,7 @@ def ratio_to_peer(case: BenchCase) -> gate.Measured:
     if case.library not in libraries.installed():
         return f"{case.library} is not installed"
     watch = Stopwatch()
-    row = measure(case, None, Options(budget=BUDGET, clock=time.process_time), watch)
+    row = measure(case, None, MeasureOptions(budget=BUDGET, clock=time.process_time), watch)
     if row.status != TIMED:
         return f"{row.status}: {row.reason}"
     (peer,) = case.peers or ()
@@ -127,7 +127,7 @@ def _save(
     return 0 if len(ratios) == len(cases) else 1
 
 
-def _print(found: list[gate.Outcome], console: Console) -> None:
+def _print(found: list[gate.GateOutcome], console: Console) -> None:
     table = Table(
         "row", "time / peer's", "committed", "verdict", title="gate", title_justify="left"
     )

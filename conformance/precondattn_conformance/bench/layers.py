@@ -102,7 +102,7 @@ def _tokens(case: BenchCase, library: Library) -> tuple[Run, Run, Arrays]:
     import torch
 
     from precondattn.layers.torch import Decoder
-    from precondattn_conformance.bench.layers_by_hand import Tokens
+    from precondattn_conformance.bench.layers_by_hand import NextTokens
 
     sizes = case.layout
     like = library.array(np.zeros(1), case.dtype)
@@ -142,8 +142,8 @@ def _tokens(case: BenchCase, library: Library) -> tuple[Run, Run, Arrays]:
             return logits
 
     ours = Ours()
-    by_hand = Tokens(model, filled(model), sizes.t)
+    by_hand = NextTokens(model, filled(model), sizes.t)
     wide = copy.deepcopy(model).double()
-    exact = Tokens(wide, filled(wide), sizes.t)
+    exact = NextTokens(wide, filled(wide), sizes.t)
     expected = run(exact, exact.reset).call()
     return run(ours.step, ours.reset), run(by_hand, by_hand.reset), expected

@@ -28,7 +28,7 @@ Rows = dict[str, Tensor]
 Angles = tuple[Tensor, Tensor]
 
 
-class Layer:
+class LayerByHand:
     """y = W_o o, with o = mechanism(W_q x, W_k x, W_v x), q and k rotated."""
 
     def __init__(self, attn: Attention) -> None:
@@ -82,7 +82,7 @@ class Layer:
         return linear(self.gated(o, x).flatten(2), self.out), cache
 
 
-class Gated(Layer):
+class GatedByHand(LayerByHand):
     """o is normed head by head and gated."""
 
     def gated(self, o: Tensor, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Gated(Layer):
         return o * silu(self.heads("o_gate", x))
 
 
-class Gla(Gated):
+class GLAByHand(GatedByHand):
     """g = log σ(B A x + b) / 16."""
 
     def inputs(self, x: Tensor, angles: Angles, rows: Rows | None) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Gla(Gated):
         return {"q": q, "k": k, "v": v, "g": g}
 
 
-class GatedDelta(Gated):
+class GatedDeltaByHand(GatedByHand):
     """q, k, v = SiLU(conv(W x)), q and k of length 1; g = −e^A softplus(W x + b), β = σ(W x)."""
 
     def __init__(self, attn: Attention) -> None:
@@ -137,7 +137,7 @@ class GatedDelta(Gated):
         }
 
 
-class Contracted(GatedDelta):
+class ContractedByHand(GatedDeltaByHand):
     """λ = σ(w · q̄ + b)."""
 
     def inputs(self, x: Tensor, angles: Angles, rows: Rows | None) -> dict[str, Tensor]:
@@ -147,17 +147,17 @@ class Contracted(GatedDelta):
         return {**inputs, "contraction": (score + bias).sigmoid()}
 
 
-LAYERS: dict[str, type[Layer]] = {
-    "softmax": Layer,
-    "lucid": Layer,
-    "laser": Layer,
-    "gla": Gla,
-    "gated_delta": GatedDelta,
-    "ccq(gated_delta)": Contracted,
+LAYERS: dict[str, type[LayerByHand]] = {
+    "softmax": LayerByHand,
+    "lucid": LayerByHand,
+    "laser": LayerByHand,
+    "gla": GLAByHand,
+    "gated_delta": GatedDeltaByHand,
+    "ccq(gated_delta)": ContractedByHand,
 }
 
 
-class Tokens:
+class NextTokens:
     """The next tokens of one of our decoders, after its caches of `context` tokens."""
 
     def __init__(self, model: Decoder, caches: tuple[pa.Cache, ...], context: int) -> None:

@@ -44,7 +44,7 @@ from precondattn_conformance.bench.paired import Run, Turns, spread, timed
 from precondattn_conformance.bench.peers import lacks, peers_of
 from precondattn_conformance.bench.plan import empty_row, plan
 from precondattn_conformance.bench.record import FAILED, TIMED, UNSUPPORTED, WRONG, Row
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.memory import MeasuredCall, NoPeakError, peak_bytes
 
@@ -56,7 +56,7 @@ QUICK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Options:
+class MeasureOptions:
     """How to measure."""
 
     device: str | None = None
@@ -70,7 +70,7 @@ class Options:
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
-def measure(case: BenchCase, backend: str | None, options: Options, benchmark: Any) -> Row:
+def measure(case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Any) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results."""
     row = empty_row(case, backend, options.device)
     library = libraries.named(case.library, options.device)
@@ -90,7 +90,7 @@ def measure(case: BenchCase, backend: str | None, options: Options, benchmark: A
     return row
 
 
-def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Row:
+def measure_memory(case: BenchCase, backend: str | None, options: MeasureOptions) -> Row:
     """A row of peaks at multiples of the number of tokens, each call in its own process."""
     row = empty_row(case, backend, options.device)
     try:
@@ -107,7 +107,7 @@ def measure_memory(case: BenchCase, backend: str | None, options: Options) -> Ro
 def _measure(
     case: BenchCase,
     backend: str | None,
-    options: Options,
+    options: MeasureOptions,
     benchmark: Any,
     library: Library,
     row: Row,
@@ -136,7 +136,7 @@ def _measure(
 def _measure_beside(
     case: BenchCase,
     backend: str | None,
-    options: Options,
+    options: MeasureOptions,
     benchmark: Any,
     library: Library,
     row: Row,
@@ -167,7 +167,7 @@ def _time(
     run: Run,
     peers: dict[str, Run],
     case: BenchCase,
-    options: Options,
+    options: MeasureOptions,
     benchmark: Any,
     row: Row,
 ) -> None:
@@ -195,7 +195,7 @@ def _time(
 
 
 def _checked_run(
-    of: Computation, case: BenchCase, layout: Layout, library: Library
+    of: Computation, case: BenchCase, layout: CallLayout, library: Library
 ) -> tuple[Run, Checked, float]:
     """The run to be timed, its check, and the duration of its first call."""
     results: list[Any] = []
@@ -229,7 +229,7 @@ def _checked_run(
 
 
 def _correct_peers(
-    case: BenchCase, backend: str | None, options: Options, layout: Layout, row: Row
+    case: BenchCase, backend: str | None, options: MeasureOptions, layout: CallLayout, row: Row
 ) -> dict[str, Run]:
     """The peers that are installed and correct; the row gets the reasons of the others."""
     runs: dict[str, Run] = {}
@@ -261,7 +261,7 @@ def _affordable(run: Run, peers: dict[str, Run], budget: float) -> int:
     return int(np.clip(budget / max(seconds, 1e-6), LEAST_ROUNDS, MOST_ROUNDS))
 
 
-def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> None:
+def _add_rates(case: BenchCase, options: MeasureOptions, layout: CallLayout, row: Row) -> None:
     """Write FLOPs, bytes, and the shares of the machine's own rates to the row."""
     m = pa.parse(case.mechanism)
     shapes = {name: p.shape(layout.sizes) for name, p in m.inputs.items()}
@@ -279,7 +279,7 @@ def _add_rates(case: BenchCase, options: Options, layout: Layout, row: Row) -> N
 def _measure_peaks(
     case: BenchCase,
     backend: str | None,
-    options: Options,
+    options: MeasureOptions,
     multiples: tuple[int, ...],
     row: Row,
 ) -> None:

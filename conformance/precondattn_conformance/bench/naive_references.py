@@ -23,7 +23,7 @@ DISTRIBUTION = "fla-core"
 NAME = "naive_fla"
 
 
-class Reference(NamedTuple):
+class NaiveReference(NamedTuple):
     """A function of flash-linear-attention, and how it is called."""
 
     operation: str
@@ -60,21 +60,21 @@ def _of_kda(x: dict[str, Any]) -> dict[str, Any]:
 
 
 REFERENCES = {
-    "ssd": Reference("simple_gla", "naive_chunk_simple_gla", _of_ssd),
-    "kda": Reference("kda", "naive_chunk_kda", _of_kda),
-    "gdn2": Reference("gdn2", "naive_chunk_gdn2"),
-    "comba": Reference("comba", "naive_chunk_comba"),
-    "delta_product": Reference(
+    "ssd": NaiveReference("simple_gla", "naive_chunk_simple_gla", _of_ssd),
+    "kda": NaiveReference("kda", "naive_chunk_kda", _of_kda),
+    "gdn2": NaiveReference("gdn2", "naive_chunk_gdn2"),
+    "comba": NaiveReference("comba", "naive_chunk_comba"),
+    "delta_product": NaiveReference(
         "gated_delta_product", "naive_recurrent_gated_delta_product", _steps_in_a_row
     ),
-    "atk": Reference(
+    "atk": NaiveReference(
         "precond_gated_delta_rule",
         "naive_recurrent_precond_gated_delta_rule",
         computes="qk_norm[norm=l2](atk)",
     ),
-    "atk(kda)": Reference("precond_kda", "naive_recurrent_precond_kda"),
-    "mesa": Reference("mesa_net", "naive_mesa_net_exact", _of_mesa),
-    "deltaformer": Reference("deltaformer", "naive_deltaformer_attn"),
+    "atk(kda)": NaiveReference("precond_kda", "naive_recurrent_precond_kda"),
+    "mesa": NaiveReference("mesa_net", "naive_mesa_net_exact", _of_mesa),
+    "deltaformer": NaiveReference("deltaformer", "naive_deltaformer_attn"),
 }
 """By the mechanism's expression in its shortest form."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Spread(NamedTuple):
+class MeasuredSpread(NamedTuple):
     """The median of some measurements, and their quartiles."""
 
     median: float
@@ -24,14 +24,14 @@ class Spread(NamedTuple):
     rounds: int
 
 
-def spread(measurements: Iterable[float]) -> Spread:
+def spread(measurements: Iterable[float]) -> MeasuredSpread:
     """Median and quartiles."""
     data = np.asarray(list(measurements), dtype=np.float64)
     q1, median, q3 = np.quantile(data, [0.25, 0.5, 0.75])
-    return Spread(float(median), float(q1), float(q3), int(data.size))
+    return MeasuredSpread(float(median), float(q1), float(q3), int(data.size))
 
 
-def ratio(contender: Iterable[float], peer: Iterable[float]) -> Spread:
+def ratio(contender: Iterable[float], peer: Iterable[float]) -> MeasuredSpread:
     """The spread of contender / peer, round by round."""
     return spread(a / b for a, b in zip(contender, peer, strict=True))
 
@@ -60,7 +60,7 @@ class Turns:
             peer.reset()
             self.times[name].append(timed(peer.call, self.clock))
 
-    def ratios(self, contender: list[float]) -> dict[str, Spread]:
+    def ratios(self, contender: list[float]) -> dict[str, MeasuredSpread]:
         """The contender's ratio to every peer. The peers' warm-up rounds are dropped."""
         return {
             name: ratio(contender, times[-len(contender) :]) for name, times in self.times.items()

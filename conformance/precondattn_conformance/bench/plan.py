@@ -13,7 +13,7 @@ from precondattn_conformance.bench.computation import allowed
 from precondattn_conformance.bench.correct import LARGEST
 from precondattn_conformance.bench.cost import keeps_tokens
 from precondattn_conformance.bench.record import Row
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 
 def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
@@ -36,7 +36,7 @@ def empty_row(case: BenchCase, backend: str | None, device: str | None) -> Row:
 
 
 def plan(
-    case: BenchCase, backend: str | None, device: str | None, row: Row, layout: Layout
+    case: BenchCase, backend: str | None, device: str | None, row: Row, layout: CallLayout
 ) -> None:
     """Write the backends to the row, and refuse sizes at which the reference is too expensive."""
     m = pa.parse(case.mechanism)

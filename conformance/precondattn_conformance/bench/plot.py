@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
-from precondattn_conformance.bench.record import Record, Row
+from precondattn_conformance.bench.record import BenchRecord, Row
 
 FORMATS = ("svg", "png")
 
 
-def draw(record: Record, folder: Path) -> list[Path]:
+def draw(record: BenchRecord, folder: Path) -> list[Path]:
     """Write the figures for which the record has data, and return their paths.
 
     Raises
@@ -37,7 +37,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     return written
 
 
-def draw_ratios(record: Record, path: Path) -> None:
+def draw_ratios(record: BenchRecord, path: Path) -> None:
     """Write only the bars of ratios, if there are any."""
     _require_matplotlib()
     figure = ratio_bars(record.rows)
@@ -45,7 +45,7 @@ def draw_ratios(record: Record, path: Path) -> None:
         _write(figure, path)
 
 
-def draw_curves(record: Record, path: Path) -> None:
+def draw_curves(record: BenchRecord, path: Path) -> None:
     """Write only the ratios to plain attention against the number of tokens, if there are any."""
     _require_matplotlib()
     figure = curves_beside_plain(record.rows)

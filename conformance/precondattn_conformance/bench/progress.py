@@ -12,7 +12,7 @@ from precondattn_conformance import progress
 from precondattn_conformance.progress import in_words
 
 
-class Progress(progress.Progress):
+class BenchProgress(progress.Progress):
     """The progress of cases, each of which is checked first and then measured in rounds."""
 
     def __init__(

@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass
-class Record:
+class BenchRecord:
     """A run: its rows, its machine and its date."""
 
     date: str
@@ -89,7 +89,7 @@ class Record:
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load(path: Path) -> Record:
+def load(path: Path) -> BenchRecord:
     """A record from its file.
 
     Raises
@@ -108,7 +108,7 @@ def load(path: Path) -> Record:
         raise ValueError(f"{path} is no record of format {FORMAT}; found {declared!r}")
     try:
         rows = [Row(**row) for row in content.pop("rows")]
-        record = Record(**content, rows=rows)
+        record = BenchRecord(**content, rows=rows)
         # What `compare` reads first. A file that is edited by hand may have anything else.
         are_mappings = [
             isinstance(each, dict) for each in (record.machine, *(r.sizes for r in rows))

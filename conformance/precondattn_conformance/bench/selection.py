@@ -18,7 +18,7 @@ from precondattn_conformance.bench.cases import (
     declared,
     layout,
 )
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 
 def chosen(
@@ -106,7 +106,7 @@ def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
     return [case for case in cases if any(fnmatchcase(case.name, name) for name in names)]
 
 
-def with_sizes(old: Layout, text: str) -> Layout:
+def with_sizes(old: CallLayout, text: str) -> CallLayout:
     """The layout with the sizes of `"t=1024,h=4"` replaced."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -129,7 +129,7 @@ def with_sizes(old: Layout, text: str) -> Layout:
     return new
 
 
-def _small(old: Layout) -> Layout:
+def _small(old: CallLayout) -> CallLayout:
     """The same layout, small enough for a test."""
     n = 4 if old.n == old.h else 1
     return old._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)

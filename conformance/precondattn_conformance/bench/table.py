@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from precondattn_conformance.bench.record import TIMED, WRONG, Record, Row
+from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row
 
 
-def print_record(record: Record, console: Console) -> None:
+def print_record(record: BenchRecord, console: Console) -> None:
     """Print times, ratios, rates and errors; then peaks; then what was not measured, and why."""
     timed = [row for row in record.rows if row.seconds]
     if timed:

@@ -12,9 +12,9 @@ import pytest
 
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.interruption import Interruption
-from precondattn_conformance.bench.measure import Options, measure, measure_memory
+from precondattn_conformance.bench.measure import MeasureOptions, measure, measure_memory
 from precondattn_conformance.bench.plan import empty_row
-from precondattn_conformance.bench.progress import Progress
+from precondattn_conformance.bench.progress import BenchProgress
 from precondattn_conformance.bench.record import TIMED, Row
 from precondattn_conformance.bench.table import duration
 
@@ -26,7 +26,11 @@ class Collector:
     """The pytest plugin of one run: what to measure and, afterwards, the rows."""
 
     def __init__(
-        self, todo: list[Todo], options: Options, progress: Progress, interruption: Interruption
+        self,
+        todo: list[Todo],
+        options: MeasureOptions,
+        progress: BenchProgress,
+        interruption: Interruption,
     ) -> None:
         self.todo, self.progress, self.interruption = todo, progress, interruption
         self.options = replace(options, at_round=self._at_round)

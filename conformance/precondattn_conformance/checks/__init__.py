@@ -18,7 +18,7 @@ from precondattn_conformance.checks.memory import Memory
 from precondattn_conformance.checks.order_of_calls import OrderOfCalls
 from precondattn_conformance.checks.outputs import Outputs
 from precondattn_conformance.checks.packing import Packing
-from precondattn_conformance.checks.padding import Padding
+from precondattn_conformance.checks.padding import PaddedLengths
 from precondattn_conformance.checks.plain import explained
 from precondattn_conformance.checks.purity import Purity
 from precondattn_conformance.checks.refusals import Refusals
@@ -39,7 +39,7 @@ ALL: tuple[Check, ...] = (
     CacheOperations(),
     States(),
     Packing(),
-    Padding(),
+    PaddedLengths(),
     Future(),
     Stability(),
     Dtypes(),

@@ -11,7 +11,7 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
-from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens, rows_of
 from precondattn_conformance.disagreement import DisagreementError
 
 OTHERS = 2
@@ -66,7 +66,7 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
         )
 
 
-def _first_rows(call: Call, most: int) -> Call:
+def _first_rows(call: RaggedCall, most: int) -> RaggedCall:
     """At most this many of the new tokens of each sequence."""
     stops = np.minimum(call.stops, call.starts + most)
     return call._replace(stops=stops, width=min(call.width, most))
@@ -106,7 +106,7 @@ class _Extension:
         cache: pa.Cache,
         inputs: Mapping[str, np.ndarray],
         sequences: Sequence[int],
-        call: Call,
+        call: RaggedCall,
         donate: bool = False,
     ) -> tuple[np.ndarray, pa.Cache]:
         trial = self.trial

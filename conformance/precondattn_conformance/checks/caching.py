@@ -12,12 +12,12 @@ import precondattn as pa
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
-from precondattn_conformance.checks.ragged import Call, calls, new_tokens, rows_of
+from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens, rows_of
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import require_unchanged
 from precondattn_conformance.expecting import REFERENCE
 from precondattn_conformance.extremes import EXTREMES, makes_sense
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 
 EXTENDING = """cache, steps = cache_of(case{where})  # Empty, and what each call adds to it.
 outs = []
@@ -155,10 +155,10 @@ def _in_numpy(
     return array(out), moved(cache, array)
 
 
-class Step(NamedTuple):
+class ExtendCall(NamedTuple):
     """One call of `extend`."""
 
-    call: Call
+    call: RaggedCall
     tokens: dict[str, np.ndarray]
     """The inputs of the new tokens in NumPy."""
     new: dict[str, Any]
@@ -175,7 +175,7 @@ def empty_cache(trial: Trial) -> pa.Cache:
     )
 
 
-def steps(trial: Trial, ends: Sequence[int]) -> Iterator[Step]:
+def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
     """The calls of `extend` that end at these tokens of the longest sequence."""
     m, layout, array = trial.mechanism, trial.case.layout, trial.library.array
     masks, capacity = layout.masks(), _capacity(layout)
@@ -187,14 +187,14 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[Step]:
         if "key_mask" in masks:
             options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         tokens = new_tokens(m, inputs, call)
-        yield Step(call, tokens, trial.laid_out(tokens), options)
+        yield ExtendCall(call, tokens, trial.laid_out(tokens), options)
 
 
-def _capacity(layout: Layout) -> int:
+def _capacity(layout: CallLayout) -> int:
     return layout.t if layout.has("key_mask") else layout.t + 3
 
 
-def ends_of(layout: Layout) -> list[int]:
+def ends_of(layout: CallLayout) -> list[int]:
     """Where the calls end: a prefill and single tokens, over the edge of a block if there is one.
 
     Two single tokens are the last, after a block of new ones. Short sequences also start with one.

@@ -13,12 +13,12 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.inputs import Arrays, Layout
+from precondattn_conformance.inputs import Arrays, CallLayout
 
 HEADS = "hnu"
 
 
-class Places(NamedTuple):
+class EntryPlaces(NamedTuple):
     """The index of each entry's sequence, token and key/value head, broadcast to an array."""
 
     sequence: np.ndarray
@@ -26,7 +26,7 @@ class Places(NamedTuple):
     head: np.ndarray
 
 
-Chosen = Callable[[Places], np.ndarray]
+Chosen = Callable[[EntryPlaces], np.ndarray]
 
 
 class Future(Check):
@@ -58,7 +58,7 @@ class Future(Check):
         return Measured(max(errors), trial.bound)
 
 
-def _bad_token(layout: Layout) -> int:
+def _bad_token(layout: CallLayout) -> int:
     """A token within a block and within a segment, after the first."""
     return layout.t // 2 + 1
 
@@ -132,7 +132,7 @@ def _other_segments(trial: Trial, bad: float) -> float:
     segments = trial.case.layout.masks()["segment_ids"]
     inputs = _with_bad(trial, bad, lambda at: at.token == j)
 
-    def of_others(at: Places) -> np.ndarray:
+    def of_others(at: EntryPlaces) -> np.ndarray:
         return np.asarray(segments[at.sequence, at.token] != segments[at.sequence, j])
 
     worst = _compare(trial, inputs, of_others, gradients=bool(np.isnan(bad)))
@@ -200,7 +200,7 @@ def _before(j: int) -> Chosen:
     return lambda at: at.token < j
 
 
-def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> Places:
+def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> EntryPlaces:
     """Where the entries of an array of this pattern are; 0 along axes that it lacks."""
     n = trial.case.layout.n
     index = np.indices(shape, sparse=True)
@@ -209,7 +209,7 @@ def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> Places:
     sequence, token, head = (zero if axis is None else index[axis] for axis in axes)
     if axes[2] is not None:
         head = head * n // shape[axes[2]]
-    return Places(*np.broadcast_arrays(sequence, token, head))
+    return EntryPlaces(*np.broadcast_arrays(sequence, token, head))
 
 
 def _axis(pattern: Pattern, letters: str) -> int | None:

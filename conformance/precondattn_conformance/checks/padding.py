@@ -10,7 +10,7 @@ from precondattn_conformance.disagreement import require_same
 from precondattn_conformance.inputs import Arrays
 
 
-class Padding(Check):
+class PaddedLengths(Check):
     """Padding after a sequence's length may contain NaN, which reaches no output and no gradient.
 
     Outputs and gradients of padding are 0.

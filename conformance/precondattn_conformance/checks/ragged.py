@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn_conformance.inputs import Arrays, Layout, slice_tokens
+from precondattn_conformance.inputs import Arrays, CallLayout, slice_tokens
 
 
-class Call(NamedTuple):
+class RaggedCall(NamedTuple):
     """The new tokens of one call, by sequence."""
 
     starts: np.ndarray
@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return np.asarray(np.arange(self.width) < self.counts[:, None])
 
 
-def calls(layout: Layout, ends: list[int]) -> list[Call]:
+def calls(layout: CallLayout, ends: list[int]) -> list[RaggedCall]:
     """Calls that end at these tokens of the longest sequence, and as far within the others."""
     lengths = layout.masks().get("lengths")
     is_ragged = lengths is not None
@@ -52,12 +52,12 @@ def calls(layout: Layout, ends: list[int]) -> list[Call]:
     starts = np.zeros(layout.b, dtype=int)
     for end in ends:
         stops = total * end // layout.t
-        made.append(Call(starts, stops, is_ragged, max(int(np.max(stops - starts)), 1)))
+        made.append(RaggedCall(starts, stops, is_ragged, max(int(np.max(stops - starts)), 1)))
         starts = stops
     return made
 
 
-def new_tokens(mechanism: pa.Mechanism, inputs: Arrays, call: Call) -> Arrays:
+def new_tokens(mechanism: pa.Mechanism, inputs: Arrays, call: RaggedCall) -> Arrays:
     """The inputs of a call of `extend`; pairs keep all their key columns."""
     if not call.is_ragged:
         return slice_tokens(mechanism, inputs, int(call.starts[0]), int(call.stops[0]))
@@ -78,7 +78,7 @@ def _gathered(array: np.ndarray, axis: int | None, tokens: np.ndarray) -> np.nda
     )
 
 
-def rows_of(array: np.ndarray, call: Call) -> np.ndarray:
+def rows_of(array: np.ndarray, call: RaggedCall) -> np.ndarray:
     """What a call gives of an array (b, tokens, …) of the full call; 0 in padding."""
     rows = np.take_along_axis(
         array, call.tokens.reshape(*call.tokens.shape, *(1,) * (array.ndim - 2)), 1

@@ -22,7 +22,7 @@ Row = dict[str, str]
 GoesTogether = Callable[[Level, Level], bool]
 
 
-class Array:
+class CoveringArray:
     """The rows of a design; bits of an integer stand for levels."""
 
     def __init__(

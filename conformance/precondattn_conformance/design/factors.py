@@ -117,7 +117,7 @@ FEWER = ("fewer", "single")
 LONG = ("long", "longest")
 
 
-class Apart(NamedTuple):
+class IncompatibleLevels(NamedTuple):
     """Levels of one factor that do not go together with levels of another, and why."""
 
     factor: str
@@ -129,20 +129,20 @@ class Apart(NamedTuple):
 
 def _only(
     factor: str, levels: tuple[str, ...], other: str, allowed: tuple[str, ...], why: str
-) -> Apart:
+) -> IncompatibleLevels:
     """These levels go together with the allowed ones only."""
     others = tuple(level for level in FACTORS[other].levels if level not in allowed)
-    return Apart(factor, levels, other, others, why)
+    return IncompatibleLevels(factor, levels, other, others, why)
 
 
 _DEAR = "the oracle is quadratic"
 _WIDE = "so wide a state is large"
 _ORTHOGONAL = "no other key is near, and equal keys get no gradient"
 APART = (
-    Apart("verb", CACHES, "mask", PACKED, "a cache holds one sequence in a row"),
-    Apart("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
-    Apart("time", ("one",), "mask", AT_BLOCKS, "there is no block's edge"),
-    Apart("time", ("one",), "queries", FEWER, "there is one key"),
+    IncompatibleLevels("verb", CACHES, "mask", PACKED, "a cache holds one sequence in a row"),
+    IncompatibleLevels("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
+    IncompatibleLevels("time", ("one",), "mask", AT_BLOCKS, "there is no block's edge"),
+    IncompatibleLevels("time", ("one",), "queries", FEWER, "there is one key"),
     _only("time", LONG, "batch", ("1",), _DEAR),
     _only("time", LONG, "heads", ("1/1", "4/2"), _DEAR),
     _only("time", LONG, "d", ("5", "16", "64"), _DEAR),
@@ -163,11 +163,15 @@ APART = (
     _only("e", ("256",), "heads", ("1/1", "4/2"), _WIDE),
     _only("e", ("256",), "d", ("5", "16", "64"), _WIDE),
     _only("e", ("256",), "values", ("1",), _WIDE),
-    Apart("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
-    Apart("batch", ("1",), "order", ("expanded_batch",), "one sequence is no expanded one"),
-    Apart("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
-    Apart("heads", ("1/1",), "order", ("expanded_heads",), "one head is no expanded one"),
-    Apart("heads", ("1/1",), "bias", ("over h", "over b and h"), "one head"),
+    IncompatibleLevels("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
+    IncompatibleLevels(
+        "batch", ("1",), "order", ("expanded_batch",), "one sequence is no expanded one"
+    ),
+    IncompatibleLevels("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
+    IncompatibleLevels(
+        "heads", ("1/1",), "order", ("expanded_heads",), "one head is no expanded one"
+    ),
+    IncompatibleLevels("heads", ("1/1",), "bias", ("over h", "over b and h"), "one head"),
 )
 """What does not go together for any mechanism. `rows.py` adds what its declaration excludes."""
 
@@ -176,7 +180,7 @@ APART = (
 class Apartness:
     """A lookup of `APART`, with further lines."""
 
-    lines: tuple[Apart, ...]
+    lines: tuple[IncompatibleLevels, ...]
 
     @cached_property
     def pairs(self) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:

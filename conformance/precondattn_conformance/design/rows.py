@@ -25,7 +25,7 @@ from precondattn_conformance.declared import (
     is_constant_in_one_token,
     mechanism_of,
 )
-from precondattn_conformance.design.covering import Array, GoesTogether, Level, Row
+from precondattn_conformance.design.covering import CoveringArray, GoesTogether, Level, Row
 from precondattn_conformance.design.factors import (
     APART,
     BLOCKS,
@@ -35,12 +35,12 @@ from precondattn_conformance.design.factors import (
     NONE,
     TRIPLES,
     VERBS,
-    Apart,
     Apartness,
+    IncompatibleLevels,
 )
 from precondattn_conformance.design.first import first_rows
 from precondattn_conformance.design.options import at_block, inner_eps_of, options_of, together
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import named as library_named
 from precondattn_conformance.memory_order import EXPANDED, VIEWS, is_expanded
@@ -49,11 +49,11 @@ UNBOUNDED = ("random", "clustered", "zero")
 """Kinds of keys for a preconditioner that is not bounded for all."""
 
 
-class Entry(NamedTuple):
+class RowCase(NamedTuple):
     """The case of a row, but for its library."""
 
     check: str
-    layout: Layout
+    layout: CallLayout
     kind: str
     dtype: str
     expression: str
@@ -84,7 +84,7 @@ class Design:
         self.expression, self.traits = expression, traits
 
     @cached_property
-    def array(self) -> Array:
+    def array(self) -> CoveringArray:
         return _array(self.traits)
 
     @property
@@ -106,7 +106,7 @@ class Design:
         """Every pair of levels that goes together."""
         return self.array.pairs_in_rows
 
-    def entry(self, row: Row) -> Entry:
+    def entry(self, row: Row) -> RowCase:
         return entry(self.expression, row)
 
     def drawn(self, count: int) -> list[Row]:
@@ -165,11 +165,11 @@ def _orders(m: pa.Mechanism, library: str) -> tuple[str, ...]:
 
 
 @cache
-def _array(traits: Traits) -> Array:
+def _array(traits: Traits) -> CoveringArray:
     triples = TRIPLES if traits.company else ()
     levels = _levels(traits)
     first = first_rows(levels, traits.company, levels["block"])
-    return Array(levels, _goes_together(traits), triples, first)
+    return CoveringArray(levels, _goes_together(traits), triples, first)
 
 
 def _levels(traits: Traits) -> dict[str, tuple[str, ...]]:
@@ -204,24 +204,32 @@ def _goes_together(traits: Traits) -> GoesTogether:
     by_position = tuple(level for level in masks if "lengths" in level or "segment" in level)
     why = "queries of a call that is not causal have no positions"
     if not traits.is_causal:
-        lines.append(Apart("queries", FEWER, "mask", by_position, why))
+        lines.append(IncompatibleLevels("queries", FEWER, "mask", by_position, why))
     if traits.is_constant_in_one_token:
-        lines.append(Apart("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
+        lines.append(IncompatibleLevels("time", ("one",), "verb", ("vjp",), "the gradient is 0"))
     for option in traits.options:
         m = mechanism_of(option)
         if traits.is_causal and not m.offers.causal:
-            lines.append(Apart("option", (option,), "verb", CACHES, "it is not causal"))
-            lines.append(Apart("second", (option,), "verb", CACHES, "it is not causal"))
-            lines.append(Apart("option", (option,), "queries", FEWER, why))
-            lines.append(Apart("second", (option,), "queries", FEWER, why))
+            lines.append(
+                IncompatibleLevels("option", (option,), "verb", CACHES, "it is not causal")
+            )
+            lines.append(
+                IncompatibleLevels("second", (option,), "verb", CACHES, "it is not causal")
+            )
+            lines.append(IncompatibleLevels("option", (option,), "queries", FEWER, why))
+            lines.append(IncompatibleLevels("second", (option,), "queries", FEWER, why))
         if not is_bounded(m):
             harmful = tuple(set(FACTORS["data"].levels) - set(UNBOUNDED))
-            lines.append(Apart("option", (option,), "data", harmful, "it is not bounded"))
-            lines.append(Apart("second", (option,), "data", harmful, "it is not bounded"))
+            lines.append(
+                IncompatibleLevels("option", (option,), "data", harmful, "it is not bounded")
+            )
+            lines.append(
+                IncompatibleLevels("second", (option,), "data", harmful, "it is not bounded")
+            )
     if not traits.has_bias:
         without = tuple(o for o in (NONE, *traits.options) if "bias=true" not in o)
         broadcast = tuple(level for level in FACTORS["bias"].levels if level != "no axis")
-        lines.append(Apart("option", without, "bias", broadcast, "there is no bias"))
+        lines.append(IncompatibleLevels("option", without, "bias", broadcast, "there is no bias"))
     apart = Apartness(tuple(lines))
 
     def goes(one: Level, other: Level) -> bool:
@@ -238,14 +246,14 @@ def _options_go(company: str, option: Level, second: Level) -> bool:
     return option[1] != NONE and together(company, option[1], second[1]) is not None
 
 
-def entry(expression: str, row: Row) -> Entry:
+def entry(expression: str, row: Row) -> RowCase:
     """The case of a row."""
     block = int(row["block"])
     s = _tokens(row["time"], block)
     t = {"all": s, "fewer": max(s - block // 2 - 1, 1), "single": 1}[row.get("queries", "all")]
     h, n = map(int, row["heads"].split("/"))
     level_of = {name: FACTORS[name].levels.get(row.get(name, ""), "") for name in FACTORS}
-    layout = Layout(
+    layout = CallLayout(
         "",
         b=int(row["batch"]),
         t=t,
@@ -260,7 +268,7 @@ def entry(expression: str, row: Row) -> Entry:
         block=block,
         order=level_of["order"],
     )
-    return Entry(
+    return RowCase(
         VERBS[row["verb"]], named(layout), row["data"], row["dtype"], _with_options(expression, row)
     )
 

@@ -22,7 +22,7 @@ from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.division.parts import ORDERS
 from precondattn_conformance.division.processes import WORKERS
 from precondattn_conformance.grid import LEVELS
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import HALF, WIDE, installed
 
@@ -59,7 +59,7 @@ LONG_TOKENS = 601
 """Of each device: more than a block of LUCID's solve"""
 
 
-def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> Layout:
+def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> CallLayout:
     """The sizes and masks of an entry, for some devices."""
     kind, _, mask = words.partition(".")
     pair = 2 if order == "zigzag" else 1
@@ -81,7 +81,7 @@ def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> La
         each = LONG_TOKENS // LONG_BLOCK * LONG_BLOCK if is_even else LONG_TOKENS
         b, t = 1, each * devices // pair * pair
         s, h, n, block, values = t, devices, devices, LONG_BLOCK, 1
-    made = Layout("", b=b, t=t, s=s, h=h, n=n, values_per_head=values, block=block)
+    made = CallLayout("", b=b, t=t, s=s, h=h, n=n, values_per_head=values, block=block)
     return named(made._replace(mask=mask or None))
 
 

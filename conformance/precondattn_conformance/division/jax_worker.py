@@ -17,24 +17,24 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
-from precondattn.parallel.heads import Axes
+from precondattn.parallel.heads import HeadAxes
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.division.parts import OF_TOKENS
 from precondattn_conformance.division.replies import (
     PartOfCall,
+    ProcessStart,
     Reply,
-    Start,
     answer,
     fault_of,
     refusal_of,
 )
-from precondattn_conformance.libraries import Jax
+from precondattn_conformance.libraries import JaxLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
 DEVICES = "--xla_force_host_platform_device_count={}"
 
 
-def serve(connection: Connection, start: Start) -> None:
+def serve(connection: Connection, start: ProcessStart) -> None:
     """Get so many devices, and answer until the connection is closed."""
     flags = os.environ.get("XLA_FLAGS", "")  # Read when JAX starts, which is here.
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICES.format(start.devices)}"
@@ -50,7 +50,7 @@ def serve(connection: Connection, start: Start) -> None:
 
 def replies_to(parts: list[PartOfCall], mesh: Any, backend: Backend) -> list[Reply]:
     """The output and gradients of each device's tokens."""
-    first, library = parts[0], Jax()
+    first, library = parts[0], JaxLibrary()
     mechanism = pa.parse(first.mechanism)
     refused = refusal_of(mechanism)
     if refused is not None:
@@ -76,7 +76,7 @@ def replies_to(parts: list[PartOfCall], mesh: Any, backend: Backend) -> list[Rep
 
 
 def _computed(
-    whole: PartOfCall, mechanism: pa.Mechanism, library: Jax, mesh: Any, backend: Backend
+    whole: PartOfCall, mechanism: pa.Mechanism, library: JaxLibrary, mesh: Any, backend: Backend
 ) -> Reply | tuple[np.ndarray, dict[str, np.ndarray]]:
     import jax
 
@@ -104,13 +104,13 @@ def _computed(
 
 def joined(parts: list[np.ndarray], pattern: Pattern) -> np.ndarray:
     """The parts of all devices along their tokens; one of them where there are none."""
-    time = Axes.of(pattern, parts[0].shape).time
+    time = HeadAxes.of(pattern, parts[0].shape).time
     return parts[0] if time is None else np.concatenate(parts, axis=time)
 
 
 def cut(whole: np.ndarray, pattern: Pattern, devices: int) -> Sequence[np.ndarray]:
     """The part of each device. Of a sum without tokens, all of it for the first one."""
-    time = Axes.of(pattern, whole.shape).time
+    time = HeadAxes.of(pattern, whole.shape).time
     if time is None:
         return [whole, *[np.zeros_like(whole)] * (devices - 1)]
     return np.split(whole, devices, axis=time)

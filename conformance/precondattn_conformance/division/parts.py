@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.parallel.heads import Axes
-from precondattn.parallel.layouts import Order
-from precondattn_conformance.inputs import Arrays, Layout
+from precondattn.parallel.heads import HeadAxes
+from precondattn.parallel.layouts import TokenOrder
+from precondattn_conformance.inputs import Arrays, CallLayout
 
 ORDERS = ("heads", "contiguous", "zigzag", "cyclic")
 """The layouts, as the checks that they are."""
@@ -26,19 +26,19 @@ OF_TOKENS = ("key_mask", "segment_ids")
 """Masks with an axis of tokens, the second."""
 
 
-def name_of(order: str, sizes: Layout) -> str:
+def name_of(order: str, sizes: CallLayout) -> str:
     """The layout as `context_parallel` reads it."""
     return f"cyclic[block={sizes.block}]" if order == "cyclic" else order
 
 
-def positions(order: str, sizes: Layout, tokens: int, devices: int) -> list[np.ndarray]:
+def positions(order: str, sizes: CallLayout, tokens: int, devices: int) -> list[np.ndarray]:
     """The positions in the sequence of each process's tokens."""
     if order == "cyclic":
-        parts = Order.read(name_of(order, sizes)).parts_of(tokens, devices)
+        parts = TokenOrder.read(name_of(order, sizes)).parts_of(tokens, devices)
     else:
         pair = 2 if order == "zigzag" else 1
         counts = [pair * len(each) for each in np.array_split(np.arange(tokens // pair), devices)]
-        parts = Order("zigzag" if order == "zigzag" else "contiguous").parts(counts)
+        parts = TokenOrder("zigzag" if order == "zigzag" else "contiguous").parts(counts)
     return [
         np.concatenate([_span(p.first, p.tokens) for p in parts if p.device == device])
         for device in range(devices)
@@ -49,13 +49,13 @@ def _span(first: int, count: int) -> np.ndarray:
     return np.arange(first, first + count)
 
 
-class Parts(NamedTuple):
+class ProcessParts(NamedTuple):
     """The tokens of every process, of queries `t` and of keys `s`."""
 
     tokens: Mapping[str, list[np.ndarray]]
 
     @classmethod
-    def of(cls, order: str, sizes: Layout, devices: int) -> Parts:
+    def of(cls, order: str, sizes: CallLayout, devices: int) -> ProcessParts:
         return cls({i: positions(order, sizes, getattr(sizes, i), devices) for i in "ts"})
 
     @property
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
         self, shape: tuple[int, ...], pattern: Pattern
     ) -> tuple[int | None, list[np.ndarray]]:
         """The axis of tokens, and each process's entries along it."""
-        time = Axes.of(pattern, shape).time
+        time = HeadAxes.of(pattern, shape).time
         if time is None:
             return None, []
         axis = pattern.axes[time]
@@ -109,7 +109,7 @@ class Parts(NamedTuple):
         return time, [(axis.multiple * of[:, None] + each).ravel() for of in own]
 
 
-def masks_of(sizes: Layout, library: str) -> Arrays:
+def masks_of(sizes: CallLayout, library: str) -> Arrays:
     """The masks of a call.
 
     In PyTorch, segments of one sequence are given by their bounds, `cu_seqlens`.

@@ -23,7 +23,7 @@ from typing import Any
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.division import jax_worker, torch_worker
-from precondattn_conformance.division.replies import PartOfCall, Reply, Start
+from precondattn_conformance.division.replies import PartOfCall, ProcessStart, Reply
 from precondattn_conformance.inside import context_manager
 from precondattn_conformance.isolation import cause
 from precondattn_conformance.status import FAILED
@@ -46,7 +46,7 @@ class LostError(Exception):
         self.details = details
 
 
-class Processes:
+class LibraryProcesses:
     """The processes of a library. They start with the first call."""
 
     def __init__(
@@ -139,7 +139,7 @@ class Processes:
             for rank in range(self.count):
                 connection, theirs = context.Pipe()
                 traces = str(self._trace_of(rank))
-                start = Start(
+                start = ProcessStart(
                     rank, self.devices, store, self.backend, self.timeout, traces, self.inside
                 )
                 process = context.Process(

@@ -23,7 +23,7 @@ BEFORE_KILLING = 2.0
 """Seconds before the timeout, at which a hanging process writes its traceback."""
 
 
-class Start(NamedTuple):
+class ProcessStart(NamedTuple):
     """What a process is told when it starts."""
 
     rank: int
@@ -61,7 +61,7 @@ class Reply(NamedTuple):
 
 def answer(
     connection: Connection,
-    start: Start,
+    start: ProcessStart,
     traces: IO[str],
     reply_to: Callable[[list[PartOfCall]], list[Reply]],
 ) -> None:

@@ -17,8 +17,8 @@ from precondattn_conformance.checks import Backend, Measured
 from precondattn_conformance.checks.check import Trial
 from precondattn_conformance.checks.padding import with_nan
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.division.parts import Parts, masks_of, name_of
-from precondattn_conformance.division.processes import WORKERS, LostError, Processes
+from precondattn_conformance.division.parts import ProcessParts, masks_of, name_of
+from precondattn_conformance.division.processes import WORKERS, LibraryProcesses, LostError
 from precondattn_conformance.division.replies import PartOfCall, Reply
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
@@ -34,7 +34,9 @@ def run_divided(
     started: Callable[[Case], Any] = lambda case: None,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known."""
-    of_library = {name: Processes(devices, name, backend, timeout, inside) for name in WORKERS}
+    of_library = {
+        name: LibraryProcesses(devices, name, backend, timeout, inside) for name in WORKERS
+    }
     try:
         for case in cases:
             started(case)
@@ -44,11 +46,11 @@ def run_divided(
             processes.stop()
 
 
-def outcome_of(case: Case, processes: Processes) -> Outcome:
+def outcome_of(case: Case, processes: LibraryProcesses) -> Outcome:
     """Run one case on all devices."""
     start = time.perf_counter()
     trial = Trial(case, libraries.named(case.library), processes.backend)
-    parts = Parts.of(case.check, case.layout, processes.devices)
+    parts = ProcessParts.of(case.check, case.layout, processes.devices)
 
     def outcome(
         status: str, measured: Measured | None = None, reason: str = "", details: str = ""
@@ -76,7 +78,7 @@ def outcome_of(case: Case, processes: Processes) -> Outcome:
         return outcome(FAILED, found, f"{error}{where}", error.details)
 
 
-def calls_of(trial: Trial, parts: Parts) -> list[PartOfCall]:
+def calls_of(trial: Trial, parts: ProcessParts) -> list[PartOfCall]:
     """Each device's part of the call of a case."""
     case, mechanism = trial.case, trial.mechanism
     inputs = with_nan(trial)[0] if case.layout.has("lengths") else trial.numpy_inputs
@@ -108,7 +110,7 @@ def _failure(replies: list[Reply]) -> tuple[str, str] | None:
     return f"processes do not agree: {'; '.join(texts)}", ""
 
 
-def compared(trial: Trial, parts: Parts, replies: list[Reply]) -> Measured:
+def compared(trial: Trial, parts: ProcessParts, replies: list[Reply]) -> Measured:
     """The worst error. Raises a DisagreementError if one is above its bound."""
     expected, mechanism = trial.expected, trial.mechanism
     done = [(r.out, r.gradients) for r in replies if r.out is not None and r.gradients is not None]
@@ -121,7 +123,7 @@ def compared(trial: Trial, parts: Parts, replies: list[Reply]) -> Measured:
     return trial.agree(pairs, trial.terms_of_gradients())
 
 
-def _where(trial: Trial, parts: Parts, error: DisagreementError) -> str:
+def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:
     """Which device has the worst element."""
     for letter, place in zip(trial.axes(error.what), error.index, strict=False):
         if letter in parts.tokens:
@@ -131,7 +133,7 @@ def _where(trial: Trial, parts: Parts, error: DisagreementError) -> str:
     return ""
 
 
-def _command(case: Case, processes: Processes) -> str:
+def _command(case: Case, processes: LibraryProcesses) -> str:
     """What runs the case again."""
     named = processes.backend
     backends = (named,) if isinstance(named, str) else named or ()

@@ -11,17 +11,17 @@ import precondattn as pa
 from precondattn_conformance.checks import Backend
 from precondattn_conformance.division.replies import (
     PartOfCall,
+    ProcessStart,
     Reply,
-    Start,
     answer,
     fault_of,
     refusal_of,
 )
-from precondattn_conformance.libraries import Torch
+from precondattn_conformance.libraries import TorchLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
 
 
-def serve(connection: Connection, start: Start) -> None:
+def serve(connection: Connection, start: ProcessStart) -> None:
     """Find the others, and answer until the connection is closed."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -46,7 +46,7 @@ def reply_to(part: PartOfCall, mesh: Any, backend: Backend) -> Reply:
 
     from precondattn.parallel.torch import context_parallel
 
-    library, mechanism = Torch(), pa.parse(part.mechanism)
+    library, mechanism = TorchLibrary(), pa.parse(part.mechanism)
     inputs = {n: library.array(a, part.dtype).requires_grad_() for n, a in part.inputs.items()}
     masks = {n: library.array(a) for n, a in part.masks.items()}
     refused = refusal_of(mechanism)

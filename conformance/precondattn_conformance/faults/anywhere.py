@@ -20,9 +20,9 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Call,
     Change,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     with_call,
     with_result,
@@ -79,7 +79,7 @@ def result(m: pa.Mechanism, stage: str) -> Named:
         yield name, with_result(partial(_changed, change))
 
 
-def _changed(change: Callable[[Array], Array], correct: Result) -> Result:
+def _changed(change: Callable[[Array], Array], correct: MethodResult) -> MethodResult:
     if correct.out is not None:
         return replace(correct, out=change(correct.out))
     first = next(iter(correct.gradients))
@@ -105,19 +105,19 @@ def memory(m: pa.Mechanism, stage: str) -> Named:
         yield "a result cached by the identity of the inputs", _cached_by_identity()
 
 
-def _buffer(name: str, call: Call) -> Array:
+def _buffer(name: str, call: MethodCall) -> Array:
     return call.past[name]
 
 
-def _written(which: Callable[[Call], Array], truth: Truth, call: Call) -> Result:
+def _written(which: Callable[[MethodCall], Array], truth: Truth, call: MethodCall) -> MethodResult:
     result = _copied(truth(call))
     which(call)[...] *= 0.5
     return result
 
 
-def _copied(result: Result) -> Result:
+def _copied(result: MethodResult) -> MethodResult:
     """A copy of a result, which shares no memory."""
-    return Result(
+    return MethodResult(
         None if result.out is None else np.array(result.out),
         tuple(map(np.array, result.residuals)),
         {name: type(update)(*map(np.array, update)) for name, update in result.updates.items()},
@@ -130,7 +130,7 @@ def _reused() -> Change:
     """A call writes its result over that of the previous call of the same shape."""
     buffers: dict[tuple[int, ...], Array] = {}
 
-    def planted(truth: Truth, call: Call) -> Result:
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         name = next(iter(result.gradients), None)
         array = result.out if name is None else result.gradients[name]
@@ -148,19 +148,19 @@ def _dense(x: Array) -> Array:
     return x if x.flags.c_contiguous else np.ravel(x, order="K").reshape(x.shape)
 
 
-def _dense_input(name: str, call: Call) -> Call:
+def _dense_input(name: str, call: MethodCall) -> MethodCall:
     return call.given(**{name: _dense(call.inputs[name])})
 
 
-def _of_dense_cotangent(call: Call) -> Call:
+def _of_dense_cotangent(call: MethodCall) -> MethodCall:
     return replace(call, cotangent=_dense(call.cotangent))
 
 
 def _cached_by_identity() -> Change:
     """Returns the last result if the input arrays are the same objects, whatever they contain."""
-    last: list[tuple[list[Array], Result]] = []
+    last: list[tuple[list[Array], MethodResult]] = []
 
-    def planted(truth: Truth, call: Call) -> Result:
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
         arrays = [*call.inputs.values()]
         if not last or any(a is not b for a, b in zip(last[0][0], arrays, strict=True)):
             last[:] = [(arrays, truth(call))]

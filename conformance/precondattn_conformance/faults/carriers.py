@@ -27,9 +27,9 @@ from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
     STEP_BACKWARD,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
 )
 from precondattn_conformance.faults.small_blocks import small_blocks
 from precondattn_conformance.faults.whole import whole
@@ -54,11 +54,11 @@ class Carrier(pa.Backend):
         """Carry this fault from now on."""
         self.fault, self.reached, self.changed, self.broken = fault, 0, 0, ""
 
-    def truth(self, call: Call) -> Result:
+    def truth(self, call: MethodCall) -> MethodResult:
         """The correct result of a method."""
         raise NotImplementedError
 
-    def _run(self, call: Call) -> Result:
+    def _run(self, call: MethodCall) -> MethodResult:
         if self.fault is None or not self.fault.concerns(call):
             return self.truth(call)
         self.reached += 1
@@ -74,7 +74,7 @@ class Carrier(pa.Backend):
     def forward(
         self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
-        call = Call(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
+        call = MethodCall(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
         result = self._run(call)
         return result.out, result.residuals
 
@@ -87,7 +87,7 @@ class Carrier(pa.Backend):
         residuals: tuple[Array, ...],
         cotangent: Array,
     ) -> Arrays:
-        call = Call(
+        call = MethodCall(
             BACKWARD,
             mechanism,
             upcast_all(inputs),
@@ -108,7 +108,7 @@ class Carrier(pa.Backend):
     ) -> tuple[Array, dict[str, Any]]:
         names = _names_in_call(mechanism)
         result = self._run(
-            Call(
+            MethodCall(
                 STEP,
                 mechanism,
                 upcast_all(inputs),
@@ -131,7 +131,7 @@ class Carrier(pa.Backend):
     ) -> tuple[Arrays, Arrays]:
         names = _names_in_call(mechanism)
         result = self._run(
-            Call(
+            MethodCall(
                 STEP_BACKWARD,
                 mechanism,
                 upcast_all(inputs),
@@ -151,18 +151,18 @@ def _dtype(inputs: Mapping[str, Array]) -> str:
 
 
 def _names_in_call(mechanism: Any) -> dict[str, str]:
-    """By key of each buffer, its name in a `Call`: a leaf's slot, or a group's key."""
+    """By key of each buffer, its name in a `MethodCall`: a leaf's slot, or a group's key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
     return {key: slot for slot, key in mechanism.program.slot_keys[0].items()}
 
 
-def _is_same(result: Result, true: Result) -> bool:
+def _is_same(result: MethodResult, true: MethodResult) -> bool:
     pairs = zip(_arrays(result), _arrays(true), strict=True)
     return all(a.shape == b.shape and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
-def _arrays(result: Result) -> list[np.ndarray]:
+def _arrays(result: MethodResult) -> list[np.ndarray]:
     arrays = [] if result.out is None else [result.out]
     for update in result.updates.values():
         arrays += [*update]
@@ -180,19 +180,19 @@ class Leaves(Carrier):
             return Support.no("runs one leaf at a time")
         return Support.yes()
 
-    def truth(self, call: Call) -> Result:
+    def truth(self, call: MethodCall) -> MethodResult:
         leaf, x, frame = call.mechanism, call.inputs, call.frame
         if call.stage == FORWARD:
-            return Result(*leaf.forward(x, frame))
+            return MethodResult(*leaf.forward(x, frame))
         if call.stage == BACKWARD:
             given = (call.out, call.residuals, call.cotangent)
-            return Result(gradients=leaf.backward(x, frame, *given))
+            return MethodResult(gradients=leaf.backward(x, frame, *given))
         if call.stage == STEP:
             out, updates = leaf.step(call.past, x, frame)
-            return Result(out, updates=updates)
+            return MethodResult(out, updates=updates)
         before = (call.past, x, frame)
         gradients, d_past = leaf.step_backward(*before, call.cotangent, call.d_buffers)
-        return Result(gradients=gradients, d_past=d_past)
+        return MethodResult(gradients=gradients, d_past=d_past)
 
 
 class Autograd(Leaves):
@@ -205,7 +205,7 @@ class Autograd(Leaves):
         return support._replace(differentiable=support.ok)
 
 
-class Whole(Carrier):
+class WholeCarrier(Carrier):
     """Compositions as one call."""
 
     name = "faulty-whole"
@@ -215,11 +215,11 @@ class Whole(Carrier):
             return Support.no("runs compositions only")
         return Support.yes()
 
-    def truth(self, call: Call) -> Result:
+    def truth(self, call: MethodCall) -> MethodResult:
         return whole(call)
 
 
-class Blocks(Carrier):
+class BlockedCarrier(Carrier):
     """The blocked algorithms, with small blocks."""
 
     name = "faulty-blocks"
@@ -232,37 +232,37 @@ class Blocks(Carrier):
         support: Support = self.portable.supports(mechanism, request)
         return support
 
-    def truth(self, call: Call) -> Result:
+    def truth(self, call: MethodCall) -> MethodResult:
         with small_blocks():
             return self._truth(call)
 
-    def _run(self, call: Call) -> Result:
+    def _run(self, call: MethodCall) -> MethodResult:
         with small_blocks():  # A fault's change may read the block sizes too.
             return super()._run(call)
 
-    def _truth(self, call: Call) -> Result:
+    def _truth(self, call: MethodCall) -> MethodResult:
         portable, x, frame = self.portable, call.inputs, call.frame
         if call.stage == FORWARD:
-            return Result(*portable.forward(call.mechanism, x, frame))
+            return MethodResult(*portable.forward(call.mechanism, x, frame))
         if call.stage == BACKWARD:
             given = (call.out, call.residuals, call.cotangent)
-            return Result(gradients=portable.backward(call.mechanism, x, frame, *given))
+            return MethodResult(gradients=portable.backward(call.mechanism, x, frame, *given))
         keys = {name: key for key, name in _names_in_call(call.mechanism).items()}
         past = {keys[name]: buffer for name, buffer in call.past.items()}
         if call.stage == STEP:
             out, updates = portable.step(call.mechanism, past, x, frame)
-            return Result(out, updates={name: updates[key] for name, key in keys.items()})
+            return MethodResult(out, updates={name: updates[key] for name, key in keys.items()})
         d_buffers = {keys[name]: buffer for name, buffer in call.d_buffers.items()}
         gradients, d_past = portable.step_backward(
             call.mechanism, past, x, frame, call.cotangent, d_buffers
         )
-        return Result(gradients=gradients, d_past={n: d_past[key] for n, key in keys.items()})
+        return MethodResult(gradients=gradients, d_past={n: d_past[key] for n, key in keys.items()})
 
 
 CARRIERS: dict[str, type[Carrier]] = {
     "leaves": Leaves,
-    "whole": Whole,
-    "blocks": Blocks,
+    "whole": WholeCarrier,
+    "blocks": BlockedCarrier,
     "autograd": Autograd,
 }
 
@@ -282,4 +282,4 @@ def registered() -> Iterator[dict[str, Carrier]]:
 
 def helped(carrier: Carrier) -> tuple[str, ...]:
     """The backends to request: the carrier, and the reference for what it does not support."""
-    return (carrier.name, "reference") if isinstance(carrier, Blocks) else (carrier.name,)
+    return (carrier.name, "reference") if isinstance(carrier, BlockedCarrier) else (carrier.name,)

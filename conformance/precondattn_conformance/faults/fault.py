@@ -25,7 +25,7 @@ STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
 
 
 @dataclass(frozen=True)
-class Call:
+class MethodCall:
     """The arguments of a method; those that it does not have are empty."""
 
     stage: str
@@ -46,7 +46,7 @@ class Call:
     wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
     """By number of a leaf in a group and name of its input: another array to read."""
 
-    def given(self, **inputs: Array) -> Call:
+    def given(self, **inputs: Array) -> MethodCall:
         """The call with other inputs."""
         return replace(self, inputs={**self.inputs, **inputs})
 
@@ -65,7 +65,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Result:
+class MethodResult:
     """The result of a method; the parts that it does not have are empty."""
 
     out: Array = None
@@ -75,8 +75,8 @@ class Result:
     d_past: Arrays = field(default_factory=dict)
 
 
-Truth = Callable[[Call], Result]
-Change = Callable[[Truth, Call], Result]
+Truth = Callable[[MethodCall], MethodResult]
+Change = Callable[[Truth, MethodCall], MethodResult]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Fault:
         about = f"{self.operator}: {self.detail}" if self.operator else self.detail
         return f"{self.mechanism}{inside}, {where} of {self.carrier}: {about}"
 
-    def concerns(self, call: Call) -> bool:
+    def concerns(self, call: MethodCall) -> bool:
         """Whether the fault is planted in this call."""
         if call.stage not in self.stages:
             return False
@@ -114,12 +114,12 @@ class Fault:
         return is_all or getattr(call.mechanism, "name", None) == self.subject
 
 
-def with_call(change: Callable[[Call], Call]) -> Change:
+def with_call(change: Callable[[MethodCall], MethodCall]) -> Change:
     """The correct method, with another call."""
     return lambda truth, call: truth(change(call))
 
 
-def with_result(change: Callable[[Result], Result]) -> Change:
+def with_result(change: Callable[[MethodResult], MethodResult]) -> Change:
     """The correct method, with a changed result."""
     return lambda truth, call: change(truth(call))
 
@@ -132,7 +132,7 @@ def with_output(change: Callable[[Array], Array]) -> Change:
 def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:
     """The method, run while `owner.name` (of a class or a module) is replaced by `change` of it."""
 
-    def planted(truth: Truth, call: Call) -> Result:
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
         with REPLACING:
             original = vars(owner)[name]
             plain = original.__func__ if isinstance(original, staticmethod) else original

@@ -10,8 +10,8 @@ from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     STEP_BACKWARD,
-    Call,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     with_result,
 )
@@ -39,15 +39,15 @@ def _buffers(m: pa.Mechanism) -> list[str]:
     return [slot.name for slot in m.program.calls[0].leaf.slots()]
 
 
-def _without(name: str, result: Result) -> Result:
+def _without(name: str, result: MethodResult) -> MethodResult:
     return replace(result, gradients={**result.gradients, name: 0 * result.gradients[name]})
 
 
-def _of_state(name: str, result: Result) -> Result:
+def _of_state(name: str, result: MethodResult) -> MethodResult:
     return replace(result, d_past={**result.d_past, name: 0 * result.d_past[name]})
 
 
-def _without_last(name: str, truth: Truth, call: Call) -> Result:
+def _without_last(name: str, truth: Truth, call: MethodCall) -> MethodResult:
     d_buffers = {**call.d_buffers, name: 0 * call.d_buffers[name]}
     return truth(replace(call, d_buffers=d_buffers))
 

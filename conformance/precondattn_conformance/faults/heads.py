@@ -15,7 +15,13 @@ import precondattn as pa
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import BACKWARD, STEP_BACKWARD, Call, Result, Truth
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    STEP_BACKWARD,
+    MethodCall,
+    MethodResult,
+    Truth,
+)
 
 GROUPED = (("h", "n"), ("u", "h"))
 """Axes of heads, each with the axis of the fewer heads that they share."""
@@ -35,7 +41,7 @@ def head_map(m: pa.Mechanism, stage: str) -> Named:
                 yield "the gradient of one head for that of its group", partial(_one_of, many, few)
 
 
-def _size(call: Call, letter: str) -> int:
+def _size(call: MethodCall, letter: str) -> int:
     sizes: list[int] = [
         call.inputs[name].shape[pattern.letters.index(letter)]
         for name, pattern in call.declared.items()
@@ -54,7 +60,7 @@ def _taken(x: Array, pattern: Pattern, letter: str, order: Any) -> Array:
     return namespace(x).take(x, namespace(x).asarray(order), axis=axis)
 
 
-def _modulo(many: str, few: str, truth: Truth, call: Call) -> Result:
+def _modulo(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult:
     """Reorder heads so that head i reads key/value head i mod n, and undo it in the results."""
     count, shared = _size(call, many), _size(call, few)
     group = count // shared
@@ -63,7 +69,7 @@ def _modulo(many: str, few: str, truth: Truth, call: Call) -> Result:
     return _put_back(truth(reordered), call, many, position)
 
 
-def _reordered(call: Call, letter: str, order: Any) -> Call:
+def _reordered(call: MethodCall, letter: str, order: Any) -> MethodCall:
     inputs, buffers = call.declared, _patterns_of_buffers(call)
 
     def taken(arrays: Arrays, patterns: dict[str, Pattern]) -> Arrays:
@@ -79,9 +85,9 @@ def _reordered(call: Call, letter: str, order: Any) -> Call:
     )
 
 
-def _put_back(result: Result, call: Call, letter: str, order: Any) -> Result:
+def _put_back(result: MethodResult, call: MethodCall, letter: str, order: Any) -> MethodResult:
     inputs, buffers = call.declared, _patterns_of_buffers(call)
-    return Result(
+    return MethodResult(
         _taken(result.out, call.output, letter, order),
         result.residuals,
         {
@@ -93,11 +99,11 @@ def _put_back(result: Result, call: Call, letter: str, order: Any) -> Result:
     )
 
 
-def _patterns_of_buffers(call: Call) -> dict[str, Pattern]:
+def _patterns_of_buffers(call: MethodCall) -> dict[str, Pattern]:
     return {name: Pattern.read(slot.pattern) for name, slot in call.slots.items()}
 
 
-def _neighbours(few: str, truth: Truth, call: Call) -> Result:
+def _neighbours(few: str, truth: Truth, call: MethodCall) -> MethodResult:
     order = np.roll(np.arange(_size(call, few)), 1)
     patterns = call.declared
     moved = {
@@ -108,7 +114,7 @@ def _neighbours(few: str, truth: Truth, call: Call) -> Result:
     return truth(call.given(**moved))
 
 
-def _one_of(many: str, few: str, truth: Truth, call: Call) -> Result:
+def _one_of(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult:
     """Only the first head of each group contributes to the gradient of what they share."""
     count, group = _size(call, many), _size(call, many) // _size(call, few)
     axis = call.output.letters.index(many)

@@ -18,7 +18,7 @@ from precondattn_conformance.faults.applicable import (
     depends_on_validity,
     looks_at_other_tokens,
 )
-from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Change, with_call
+from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Change, MethodCall, with_call
 
 
 def _in_frame(change: Any) -> Change:
@@ -39,7 +39,7 @@ def _of_earlier_call() -> Change:
     """A mask that is computed once for all calls of one shape."""
     known: dict[tuple[Any, ...], Frame] = {}
 
-    def other(call: Call) -> Call:
+    def other(call: MethodCall) -> MethodCall:
         shapes = tuple(tuple(x.shape) for x in call.inputs.values())
         return replace(call, frame=known.setdefault(shapes, call.frame))
 

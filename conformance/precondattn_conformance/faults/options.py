@@ -13,13 +13,13 @@ from typing import Any
 
 import precondattn as pa
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import Call, Change, with_call
+from precondattn_conformance.faults.fault import Change, MethodCall, with_call
 
 
 def with_option(name: str, change: Callable[[Any], Any]) -> Change:
     """The method of the leaf, with one option changed."""
 
-    def other(call: Call) -> Call:
+    def other(call: MethodCall) -> MethodCall:
         leaf = call.mechanism
         changed = dataclasses.replace(leaf, **{name: change(getattr(leaf, name))})
         return dataclasses.replace(call, mechanism=changed)

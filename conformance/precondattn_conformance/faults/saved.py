@@ -12,7 +12,13 @@ from functools import partial
 
 import precondattn as pa
 from precondattn_conformance.faults.applicable import Named, leaves, reads_its_output
-from precondattn_conformance.faults.fault import BACKWARD, Call, Result, Truth, with_call
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    MethodCall,
+    MethodResult,
+    Truth,
+    with_call,
+)
 from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
 
@@ -35,7 +41,7 @@ def residual(m: pa.Mechanism, stage: str) -> Named:
     yield "overwritten by the first gradient", _overwritten
 
 
-def _overwritten(truth: Truth, call: Call) -> Result:
+def _overwritten(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     for x in call.residuals:
         x[...] = 0
@@ -54,7 +60,7 @@ def value_between(m: pa.Mechanism, stage: str) -> Named:
         yield "overwritten by the first gradient", _overwritten
 
 
-def _changed(number: int, call: Call) -> Call:
+def _changed(number: int, call: MethodCall) -> MethodCall:
     kept = [*call.residuals]
     kept[number] = to_bfloat16(kept[number])
     return replace(call, residuals=tuple(kept))

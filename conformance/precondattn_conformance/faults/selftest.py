@@ -58,7 +58,7 @@ MISSED_BY_SMOKE = "stability"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FaultVerdict:
     """The result for one fault."""
 
     fault: str
@@ -92,12 +92,12 @@ class SelfTest:
     """The results of all faults and carriers."""
 
     level: str
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[FaultVerdict] = field(default_factory=list)
     plain: list[Plain] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def survivors(self) -> list[Verdict]:
+    def survivors(self) -> list[FaultVerdict]:
         """The faults that were not caught, and those whose change raised."""
         return [verdict for verdict in self.verdicts if not verdict.is_caught]
 
@@ -123,7 +123,7 @@ class SelfTest:
         )
 
 
-Progressed = Callable[[Verdict | Plain], None]
+Progressed = Callable[[FaultVerdict | Plain], None]
 
 
 def missing_faults() -> list[str]:
@@ -154,7 +154,7 @@ def run_self_test(
     start = time.perf_counter()
     results = SelfTest(level)
     for done in _results(list(faults() if only is None else only), level, workers):
-        if isinstance(done, Verdict):
+        if isinstance(done, FaultVerdict):
             results.verdicts.append(done)
         else:
             results.plain.append(done)
@@ -163,7 +163,7 @@ def run_self_test(
     return results
 
 
-class Task(NamedTuple):
+class FaultTask(NamedTuple):
     """The work of one process: some faults, and carriers to run without a fault."""
 
     names: tuple[str, ...]
@@ -175,7 +175,9 @@ AT_ONCE = 25
 """The number of faults in a task. All are of one mechanism, and share the oracle's results."""
 
 
-def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[Verdict | Plain]:
+def _results(
+    chosen: list[Fault], level: str, workers: int | None
+) -> Iterator[FaultVerdict | Plain]:
     tasks = _tasks(chosen)
     workers = min(workers or os.cpu_count() or 1, len(tasks))
     if workers <= 1:
@@ -188,7 +190,7 @@ def _results(chosen: list[Fault], level: str, workers: int | None) -> Iterator[V
             yield from future.result()
 
 
-def _tasks(chosen: Iterable[Fault]) -> list[Task]:
+def _tasks(chosen: Iterable[Fault]) -> list[FaultTask]:
     by_mechanism: dict[str, list[Fault]] = defaultdict(list)
     for fault in chosen:
         by_mechanism[fault.mechanism].append(fault)
@@ -197,14 +199,14 @@ def _tasks(chosen: Iterable[Fault]) -> list[Task]:
         plain = tuple(dict.fromkeys((f.carrier, f.mechanism, f.library) for f in group))
         for i in range(0, len(group), AT_ONCE):
             names = tuple(fault.name for fault in group[i : i + AT_ONCE])
-            tasks.append(Task(names, () if i else plain))
+            tasks.append(FaultTask(names, () if i else plain))
     return tasks
 
 
-def run_task(task: Task, level: str = FULL) -> list[Verdict | Plain]:
+def run_task(task: FaultTask, level: str = FULL) -> list[FaultVerdict | Plain]:
     """The results of a task, computed in this process."""
     known = {fault.name: fault for fault in faults()}
-    results: list[Verdict | Plain] = []
+    results: list[FaultVerdict | Plain] = []
     with planting() as carriers:
         for name, mechanism, library in task.plain:
             results.append(run_plain(carriers[name], name, mechanism, library))
@@ -229,7 +231,7 @@ def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy
     return Plain(name, mechanism, failures, sum(o.status == PASSED for o in outcomes))
 
 
-def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
+def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> FaultVerdict:
     """Run cases on one fault, until one fails."""
     start = time.perf_counter()
     carrier.carry(fault)
@@ -244,11 +246,11 @@ def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> Verdict:
                 break
             if outcome.status == FAILED and (each == SMOKE or _is_by_fault(carrier, fault, case)):
                 seconds = time.perf_counter() - start
-                return Verdict(fault.name, each, case.id, outcome.reason, seconds=seconds)
+                return FaultVerdict(fault.name, each, case.id, outcome.reason, seconds=seconds)
     seconds = time.perf_counter() - start
     broken = carrier.broken or ("" if carrier.reached else "never reached")
     changed = 0 if broken else _changed(carrier, fault)
-    return Verdict(fault.name, None, changed=changed, broken=broken, seconds=seconds)
+    return FaultVerdict(fault.name, None, changed=changed, broken=broken, seconds=seconds)
 
 
 def _is_by_fault(carrier: Carrier, fault: Fault, case: Case) -> bool:
@@ -312,9 +314,9 @@ def self_test(console: Console, level: str = FULL) -> int:
         task = progress.add_task("planted faults", total=len(faults()), survived=0)
         survived = 0
 
-        def advance(done: Verdict | Plain) -> None:
+        def advance(done: FaultVerdict | Plain) -> None:
             nonlocal survived
-            if isinstance(done, Verdict):
+            if isinstance(done, FaultVerdict):
                 survived += not done.is_caught
                 progress.update(task, advance=1, survived=survived)
 

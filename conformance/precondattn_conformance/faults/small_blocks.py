@@ -15,7 +15,7 @@ from precondattn_portable import (
     symmetric_lucid,
     triangular_inverse,
 )
-from precondattn_portable.windowed import WindowedAttention
+from precondattn_portable.windowed import WindowedBlocks
 
 BLOCK = 4
 """Tokens of a block of most algorithms."""
@@ -27,7 +27,7 @@ SMALL = (
     (read_log_mean_exp, {"BLOCK": 2 * BLOCK, "ELEMENTS": 3}),
     (symmetric_lucid, {"DIRECT": 2 * BLOCK}),
     (triangular_inverse, {"LEAF": 2}),
-    (WindowedAttention, {"entries_together": 300}),
+    (WindowedBlocks, {"entries_together": 300}),
 )
 """The block sizes of each module or class of the blocked algorithms."""
 

@@ -18,8 +18,8 @@ from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     STEP,
     STEP_BACKWARD,
-    Call,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     with_call,
 )
@@ -51,25 +51,25 @@ def update(m: pa.Mechanism, stage: str) -> Named:
 
 
 def _updated(
-    name: str, change: Callable[[Call, str, Any], Any], truth: Truth, call: Call
-) -> Result:
+    name: str, change: Callable[[MethodCall, str, Any], Any], truth: Truth, call: MethodCall
+) -> MethodResult:
     result = truth(call)
     return replace(
         result, updates={**result.updates, name: change(call, name, result.updates[name])}
     )
 
 
-def _dropped(call: Call, name: str, correct: Any) -> Any:
+def _dropped(call: MethodCall, name: str, correct: Any) -> Any:
     if isinstance(correct, Replace):
         return Replace(call.past[name])
     return type(correct)(*(0 * array for array in correct))
 
 
-def _rounded(call: Call, name: str, correct: Any) -> Any:
+def _rounded(call: MethodCall, name: str, correct: Any) -> Any:
     return type(correct)(*map(to_bfloat16, correct))
 
 
-def _in_wrong_order(call: Call, name: str, correct: Any) -> Any:
+def _in_wrong_order(call: MethodCall, name: str, correct: Any) -> Any:
     """The new tokens, rolled by one: only a step of several tokens shows it."""
     if isinstance(correct, Replace):  # A buffer that several steps have updated.
         return Replace(rolled(correct.value, 1))
@@ -90,11 +90,11 @@ def past(m: pa.Mechanism, stage: str) -> Named:
             yield f"{name} read as zeros", with_call(partial(_zeroed, name))
 
 
-def _zeroed(name: str, call: Call) -> Call:
+def _zeroed(name: str, call: MethodCall) -> MethodCall:
     return replace(call, past={**call.past, name: 0 * call.past[name]})
 
 
-def _without_last(name: str, call: Call) -> Call:
+def _without_last(name: str, call: MethodCall) -> MethodCall:
     """The buffer with 0 for the last token of each sequence."""
     buffer = call.past[name].copy()
     for sequence, position in enumerate(call.frame.q_position[:, 0]):
@@ -110,7 +110,7 @@ def meaning(m: pa.Mechanism, stage: str) -> Named:
             yield f"{name} stored twice as large, and halved when read", partial(_doubled, name)
 
 
-def _doubled(name: str, truth: Truth, call: Call) -> Result:
+def _doubled(name: str, truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(replace(call, past={**call.past, name: 0.5 * call.past[name]}))
     correct = result.updates[name]
     doubled = type(correct)(*(2 * array for array in correct))

@@ -15,7 +15,13 @@ from typing import Any
 import precondattn as pa
 from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Call, Result, Truth
+from precondattn_conformance.faults.fault import (
+    STEP,
+    STEP_BACKWARD,
+    MethodCall,
+    MethodResult,
+    Truth,
+)
 from precondattn_conformance.faults.small_blocks import BLOCK
 
 
@@ -29,7 +35,9 @@ def block_tail(m: pa.Mechanism, stage: str) -> Named:
     yield "that of the block before", partial(_with_tail, _of_block_before)
 
 
-def _with_tail(change: Callable[[Array, int], None], truth: Truth, call: Call) -> Result:
+def _with_tail(
+    change: Callable[[Array, int], None], truth: Truth, call: MethodCall
+) -> MethodResult:
     result = truth(call)
     if result.out is not None:
         return replace(result, out=_changed(change, result.out))

@@ -12,7 +12,7 @@ from functools import partial
 import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
-from precondattn_conformance.faults.fault import Call, with_call
+from precondattn_conformance.faults.fault import MethodCall, with_call
 
 
 def placement(m: pa.Mechanism, stage: str) -> Named:
@@ -26,7 +26,7 @@ def placement(m: pa.Mechanism, stage: str) -> Named:
             yield f"{name} of the token {detail}", with_call(partial(_moved, name, by))
 
 
-def _moved(name: str, by: int, call: Call) -> Call:
+def _moved(name: str, by: int, call: MethodCall) -> MethodCall:
     return call.given(**{name: rolled(call.inputs[name], by)})
 
 

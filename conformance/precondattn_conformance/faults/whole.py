@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, namespace
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Call, Result
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, MethodCall, MethodResult
 
 
-def whole(call: Call) -> Result:
+def whole(call: MethodCall) -> MethodResult:
     """Run a method of a group of leaves."""
     if call.stage == FORWARD:
         return _forward(call)
@@ -23,27 +23,27 @@ def whole(call: Call) -> Result:
     return _step(call) if call.stage == STEP else _step_backward(call)
 
 
-def read(call: Call, number: int) -> dict[str, str]:
+def read(call: MethodCall, number: int) -> dict[str, str]:
     """The name of the array that each input of a leaf reads, by the leaf's name of the input."""
     declared = dict(call.mechanism.program.calls[number].arguments)
     return declared | {formal: v for (i, formal), v in call.wiring.items() if i == number}
 
 
-def _inputs(call: Call, number: int, arrays: Mapping[str, Array]) -> Arrays:
+def _inputs(call: MethodCall, number: int, arrays: Mapping[str, Array]) -> Arrays:
     return {formal: arrays[name] for formal, name in read(call, number).items()}
 
 
-def _forward(call: Call) -> Result:
+def _forward(call: MethodCall) -> MethodResult:
     arrays = dict(call.inputs)
     calls = call.mechanism.program.calls
     for i, leaf_call in enumerate(calls):
         inputs = _inputs(call, i, arrays)
         arrays[leaf_call.out] = leaf_call.leaf.forward(inputs, call.frame)[0]
     out = call.mechanism.program.out
-    return Result(arrays[out], tuple(arrays[c.out] for c in calls if c.out != out))
+    return MethodResult(arrays[out], tuple(arrays[c.out] for c in calls if c.out != out))
 
 
-def _backward(call: Call) -> Result:
+def _backward(call: MethodCall) -> MethodResult:
     program = call.mechanism.program
     intermediate = [c.out for c in program.calls if c.out != program.out]
     arrays = {
@@ -64,7 +64,7 @@ def _backward(call: Call) -> Result:
         )
         for formal, name in read(call, i).items():
             accumulate(cotangents, name, gradients[formal])
-    return Result(gradients=_of_inputs(call, cotangents))
+    return MethodResult(gradients=_of_inputs(call, cotangents))
 
 
 def accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
@@ -72,14 +72,14 @@ def accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
     cotangents[name] = cotangents[name] + gradient if name in cotangents else gradient
 
 
-def _of_inputs(call: Call, cotangents: Arrays) -> Arrays:
+def _of_inputs(call: MethodCall, cotangents: Arrays) -> Arrays:
     return {
         name: cotangents[name] if name in cotangents else namespace(array).zeros_like(array)
         for name, array in call.inputs.items()
     }
 
 
-def _steps(call: Call) -> tuple[Arrays, dict[str, Any]]:
+def _steps(call: MethodCall) -> tuple[Arrays, dict[str, Any]]:
     """Every array of the program, and the updates."""
     arrays, updates = dict(call.inputs), dict[str, Any]()
     for i, leaf_call in enumerate(call.mechanism.program.calls):
@@ -91,12 +91,12 @@ def _steps(call: Call) -> tuple[Arrays, dict[str, Any]]:
     return arrays, updates
 
 
-def _step(call: Call) -> Result:
+def _step(call: MethodCall) -> MethodResult:
     arrays, updates = _steps(call)
-    return Result(arrays[call.mechanism.program.out], updates=updates)
+    return MethodResult(arrays[call.mechanism.program.out], updates=updates)
 
 
-def _step_backward(call: Call) -> Result:
+def _step_backward(call: MethodCall) -> MethodResult:
     program = call.mechanism.program
     arrays, _ = _steps(call)
     cotangents, d_past = {program.out: call.cotangent}, Arrays()
@@ -120,4 +120,4 @@ def _step_backward(call: Call) -> Result:
             accumulate(cotangents, name, gradients[formal])
         for slot, d_buffer in d_slots.items():
             accumulate(d_past, keys[slot], d_buffer)
-    return Result(gradients=_of_inputs(call, cotangents), d_past=d_past)
+    return MethodResult(gradients=_of_inputs(call, cotangents), d_past=d_past)

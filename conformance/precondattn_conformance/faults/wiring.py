@@ -16,7 +16,13 @@ from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.faults import whole
 from precondattn_conformance.faults.applicable import Named
-from precondattn_conformance.faults.fault import BACKWARD, STEP_BACKWARD, Call, inside, with_call
+from precondattn_conformance.faults.fault import (
+    BACKWARD,
+    STEP_BACKWARD,
+    MethodCall,
+    inside,
+    with_call,
+)
 
 
 def wiring(m: pa.Mechanism, stage: str) -> Named:
@@ -51,7 +57,7 @@ def _pattern(m: pa.Mechanism, name: str) -> str:
     return str(pattern.substituted(program.axes[index]))
 
 
-def _rewired(key: tuple[int, str], name: str, call: Call) -> Call:
+def _rewired(key: tuple[int, str], name: str, call: MethodCall) -> MethodCall:
     return replace(call, wiring={key: name})
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Call, Result, Truth
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, MethodCall, MethodResult, Truth
 
 
 def zero_times(m: pa.Mechanism, stage: str) -> Named:
@@ -28,8 +28,8 @@ def zero_times(m: pa.Mechanism, stage: str) -> Named:
 
 
 def _plus_zero(
-    name: str, total: Callable[[Array, Array], Array], truth: Truth, call: Call
-) -> Result:
+    name: str, total: Callable[[Array, Array], Array], truth: Truth, call: MethodCall
+) -> MethodResult:
     result = truth(call)
     if call.stage == FORWARD:
         return replace(result, out=result.out + 0 * total(call.inputs[name], result.out))

@@ -16,11 +16,11 @@ from precondattn_conformance.case import Case
 from precondattn_conformance.libraries import installed
 from precondattn_conformance.mutation.equivalents import equivalents, wrong_equivalents
 from precondattn_conformance.mutation.mutant import Mutant
-from precondattn_conformance.mutation.order import Order
+from precondattn_conformance.mutation.order import CaseOrder
 from precondattn_conformance.mutation.process import Setting
-from precondattn_conformance.mutation.record import Record
+from precondattn_conformance.mutation.record import MutationRecord
 from precondattn_conformance.mutation.report import print_counts, print_survivors, survivors
-from precondattn_conformance.mutation.run import Processes, baselines, verdicts
+from precondattn_conformance.mutation.run import MutationProcesses, baselines, verdicts
 from precondattn_conformance.mutation.target import Target, targets
 from precondattn_conformance.session import Session
 from precondattn_conformance.writable import require_writable
@@ -62,12 +62,12 @@ def mutate(
         names = ", ".join(modules)
         raise ValueError(f"{names} has nothing to change: no operator, comparison or number")
     known = equivalents([each.name for each in of], equivalent)
-    kept = Record(of, record)
+    kept = MutationRecord(of, record)
     options = described(session, inside, most_cases)
     todo = [m for m in mutants if (m.target, m.key) not in known and kept.of(m).needs(options)]
     is_interrupted = False
     if todo:
-        processes = Processes(
+        processes = MutationProcesses(
             Setting(tuple(of), session.backend or None, session.device, inside), session.jobs or 1
         )
         try:
@@ -91,9 +91,9 @@ def _run(
     session: Session,
     of: Sequence[Target],
     todo: list[Mutant],
-    kept: Record,
+    kept: MutationRecord,
     options: str,
-    processes: Processes,
+    processes: MutationProcesses,
     console: Console,
     most_cases: int | None,
 ) -> None:
@@ -116,7 +116,7 @@ def _run(
             )
         progress.update(task, description="mutants", total=len(todo), completed=0)
         survived, saved = 0, time.monotonic()
-        for mutant, verdict in verdicts(processes, todo, Order(known, most_cases)):
+        for mutant, verdict in verdicts(processes, todo, CaseOrder(known, most_cases)):
             kept.of(mutant).add(verdict, options)
             survived += not kept.of(mutant).is_killed
             progress.update(task, advance=1, survived=survived)

@@ -38,10 +38,10 @@ class Token(NamedTuple):
 
 def cuda_mutants(text: str) -> list[Mutant]:
     """The mutants of a file's text, in its order."""
-    return numbered(list(_File(text).mutants()))
+    return numbered(list(_CudaFile(text).mutants()))
 
 
-class _File:
+class _CudaFile:
     def __init__(self, text: str) -> None:
         self.text, self.lines = text, Lines(text)
         found = ((match.lastgroup or "", match) for match in TOKEN.finditer(text))

@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from precondattn_conformance.mutation.record import Record
+from precondattn_conformance.mutation.record import MutationRecord
 
 OURS = Path(__file__).with_name("equivalents.toml")
 """The list of precondattn's own kernels."""
@@ -56,7 +56,7 @@ def equivalents(targets: Iterable[str], file: Path | None) -> Known:
     return found
 
 
-def wrong_equivalents(known: Known, record: Record) -> list[str]:
+def wrong_equivalents(known: Known, record: MutationRecord) -> list[str]:
     """The mutants in the list that are killed, or that the target does not have."""
     wrong = []
     for target, key in known:

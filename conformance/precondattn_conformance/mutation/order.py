@@ -13,7 +13,7 @@ LIMIT = 10.0
 """A mutant may take so many times as long as the unchanged code, and this many seconds more."""
 
 
-class Order:
+class CaseOrder:
     """The cases that pass on the unchanged code, and what each has killed."""
 
     def __init__(self, baselines: Iterable[Baseline], most: int | None = None) -> None:

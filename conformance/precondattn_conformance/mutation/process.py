@@ -26,9 +26,9 @@ from precondattn_conformance.mutation.trial import (
     KILLED,
     TIMEOUT,
     Baseline,
+    MutantVerdict,
+    MutationTrial,
     SpoiltError,
-    Trial,
-    Verdict,
 )
 
 STARTING = 120.0
@@ -48,8 +48,8 @@ class Setting(NamedTuple):
     inside: str | None
 
 
-class Process:
-    """A process with a `Trial`."""
+class MutationProcess:
+    """A process with a `MutationTrial`."""
 
     def __init__(self, setting: Setting, beside: int = 1) -> None:
         """`beside` is the number of processes that share the cores."""
@@ -95,7 +95,7 @@ class Process:
             return Baseline(case, "hung", limit)
         return result
 
-    def verdict(self, mutant: Mutant, cases: Sequence[tuple[Case, float]]) -> Verdict:
+    def verdict(self, mutant: Mutant, cases: Sequence[tuple[Case, float]]) -> MutantVerdict:
         """Run a mutant; a second time in a new process, if the first was spoilt before."""
         try:
             return self._verdict(mutant, cases)
@@ -106,9 +106,9 @@ class Process:
         except SpoiltError as error:
             # A mutant that a process does not recover from has been noticed.
             self.stop()
-            return Verdict(KILLED, reason=str(error))
+            return MutantVerdict(KILLED, reason=str(error))
 
-    def _verdict(self, mutant: Mutant, cases: Sequence[tuple[Case, float]]) -> Verdict:
+    def _verdict(self, mutant: Mutant, cases: Sequence[tuple[Case, float]]) -> MutantVerdict:
         self._started()
         self.connection.send((mutant, tuple(cases)))
         at, limit = "", GRACE
@@ -117,15 +117,15 @@ class Process:
                 message = self._received(limit + GRACE)
                 if isinstance(message, SpoiltError):
                     raise message
-                if isinstance(message, Verdict):
+                if isinstance(message, MutantVerdict):
                     return message
                 at, limit = message
         except TimeoutError:
             self.stop()
-            return Verdict(TIMEOUT, at, f"the process had to be ended after {limit:.0f} s")
+            return MutantVerdict(TIMEOUT, at, f"the process had to be ended after {limit:.0f} s")
         except (EOFError, ConnectionResetError):
             self.stop()
-            return Verdict(KILLED, at, "the process died")
+            return MutantVerdict(KILLED, at, "the process died")
 
     def stop(self) -> None:
         """End the process."""
@@ -142,7 +142,7 @@ def _serve(connection: Connection, setting: Setting) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with tempfile.TemporaryDirectory(prefix="precondattn-mutants-") as folder:
         try:
-            trial = Trial(*setting, Path(folder))
+            trial = MutationTrial(*setting, Path(folder))
         except Exception as error:
             connection.send(ValueError(str(error)))
             return

@@ -59,10 +59,10 @@ UNCHANGED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, a
 
 def python_mutants(text: str) -> list[Mutant]:
     """The mutants of a file's text, in its order."""
-    return numbered(list(_File(text).mutants()))
+    return numbered(list(_PythonFile(text).mutants()))
 
 
-class _File:
+class _PythonFile:
     def __init__(self, text: str) -> None:
         self.text, self.lines = text, Lines(text)
 

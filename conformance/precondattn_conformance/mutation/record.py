@@ -16,11 +16,11 @@ from typing import Any
 
 from precondattn_conformance.mutation.mutant import Mutant
 from precondattn_conformance.mutation.target import Target
-from precondattn_conformance.mutation.trial import INVALID, KILLED, SURVIVED, TIMEOUT, Verdict
+from precondattn_conformance.mutation.trial import INVALID, KILLED, SURVIVED, TIMEOUT, MutantVerdict
 
 
 @dataclass
-class Entry:
+class MutantEntry:
     """A mutant and what became of it."""
 
     key: str
@@ -47,7 +47,7 @@ class Entry:
         """Whether a run with these options can show something new."""
         return not self.is_killed and self.status != INVALID and options not in self.tried
 
-    def add(self, verdict: Verdict, options: str) -> None:
+    def add(self, verdict: MutantVerdict, options: str) -> None:
         """The result of a run. A mutant that no case touches survives."""
         if self.status == SURVIVED and verdict.status not in (KILLED, TIMEOUT, SURVIVED):
             self.tried.append(options)
@@ -58,7 +58,7 @@ class Entry:
             self.tried.append(options)
 
 
-class Record:
+class MutationRecord:
     """The entries of all targets, in the order of their texts."""
 
     def __init__(self, targets: Iterable[Target], file: Path | None) -> None:
@@ -71,7 +71,7 @@ class Record:
         """
         self.file = file
         self.texts: dict[str, str] = {}
-        self.entries: dict[str, dict[str, Entry]] = {}
+        self.entries: dict[str, dict[str, MutantEntry]] = {}
         """By the name of the target and the key of the mutant."""
         self.others = _saved(file)
         for target in targets:
@@ -80,10 +80,11 @@ class Record:
             same = saved.get("mutants", []) if saved.get("text") == text else []
             known = {entry["key"]: entry for entry in same}
             self.entries[target.name] = {
-                m.key: Entry(**{**known.get(m.key, {}), **_place(m)}) for m in target.mutants()
+                m.key: MutantEntry(**{**known.get(m.key, {}), **_place(m)})
+                for m in target.mutants()
             }
 
-    def of(self, mutant: Mutant) -> Entry:
+    def of(self, mutant: Mutant) -> MutantEntry:
         """The entry of a mutant."""
         return self.entries[mutant.target][mutant.key]
 

@@ -9,13 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from precondattn_conformance.mutation.equivalents import Known
-from precondattn_conformance.mutation.record import Entry, Record
+from precondattn_conformance.mutation.record import MutantEntry, MutationRecord
 from precondattn_conformance.mutation.trial import INVALID, KILLED, TIMEOUT, UNTOUCHED
 
 EQUIVALENT, SURVIVOR, NOT_RUN = "equivalent", "survivor", "not run"
 
 
-def kind_of(entry: Entry, is_equivalent: bool) -> str:
+def kind_of(entry: MutantEntry, is_equivalent: bool) -> str:
     """In which column a mutant is counted."""
     if entry.is_killed or entry.status == INVALID:
         return entry.status
@@ -24,7 +24,7 @@ def kind_of(entry: Entry, is_equivalent: bool) -> str:
     return SURVIVOR if entry.status else NOT_RUN
 
 
-def counts(record: Record, known: Known) -> dict[str, Counter[str]]:
+def counts(record: MutationRecord, known: Known) -> dict[str, Counter[str]]:
     """By target, the number of mutants by what became of them."""
     return {
         target: Counter(kind_of(e, (target, e.key) in known) for e in entries.values())
@@ -32,7 +32,7 @@ def counts(record: Record, known: Known) -> dict[str, Counter[str]]:
     }
 
 
-def survivors(record: Record, known: Known) -> dict[str, list[Entry]]:
+def survivors(record: MutationRecord, known: Known) -> dict[str, list[MutantEntry]]:
     """By target, the mutants that no case has killed and that are not listed as equivalent."""
     return {
         target: [e for e in entries.values() if kind_of(e, (target, e.key) in known) == SURVIVOR]
@@ -40,7 +40,7 @@ def survivors(record: Record, known: Known) -> dict[str, list[Entry]]:
     }
 
 
-def print_survivors(record: Record, known: Known, console: Console) -> None:
+def print_survivors(record: MutationRecord, known: Known, console: Console) -> None:
     """Each survivor: its line, and the change."""
     for target, found in survivors(record, known).items():
         if not found:
@@ -54,7 +54,7 @@ def print_survivors(record: Record, known: Known, console: Console) -> None:
         console.print(table)
 
 
-def print_counts(record: Record, known: Known, console: Console) -> None:
+def print_counts(record: MutationRecord, known: Known, console: Console) -> None:
     """One row for each target: how many mutants, and what became of them."""
     columns = (KILLED, TIMEOUT, EQUIVALENT, SURVIVOR, INVALID, NOT_RUN)
     numbers = counts(record, known)

@@ -9,26 +9,26 @@ from typing import Any, TypeVar
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.mutation.mutant import Mutant
-from precondattn_conformance.mutation.order import Order
-from precondattn_conformance.mutation.process import Process, Setting
-from precondattn_conformance.mutation.trial import KILLED, TIMEOUT, Baseline, Verdict
+from precondattn_conformance.mutation.order import CaseOrder
+from precondattn_conformance.mutation.process import MutationProcess, Setting
+from precondattn_conformance.mutation.trial import KILLED, TIMEOUT, Baseline, MutantVerdict
 from precondattn_conformance.status import PASSED
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Processes:
+class MutationProcesses:
     """A few processes, each of which does one thing at a time."""
 
     def __init__(self, setting: Setting, count: int) -> None:
-        self.all = [Process(setting, count) for _ in range(count)]
-        self.free: SimpleQueue[Process] = SimpleQueue()
+        self.all = [MutationProcess(setting, count) for _ in range(count)]
+        self.free: SimpleQueue[MutationProcess] = SimpleQueue()
         for process in self.all:
             self.free.put(process)
 
     def map(
-        self, function: Callable[[Process, Item], Result], items: Iterable[Item]
+        self, function: Callable[[MutationProcess, Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
         """The result for each item, as soon as it is known."""
 
@@ -53,7 +53,7 @@ class Processes:
 
 
 def baselines(
-    processes: Processes,
+    processes: MutationProcesses,
     cases: Sequence[Case],
     timeout: float,
     progress: Callable[[], Any] = lambda: None,
@@ -68,11 +68,11 @@ def baselines(
 
 
 def verdicts(
-    processes: Processes, mutants: Iterable[Mutant], order: Order
-) -> Iterator[tuple[Mutant, Verdict]]:
+    processes: MutationProcesses, mutants: Iterable[Mutant], order: CaseOrder
+) -> Iterator[tuple[Mutant, MutantVerdict]]:
     """What becomes of each mutant, as soon as it is known."""
 
-    def judged(process: Process, mutant: Mutant) -> Verdict:
+    def judged(process: MutationProcess, mutant: Mutant) -> MutantVerdict:
         verdict = process.verdict(mutant, order.cases(mutant))
         if verdict.status in (KILLED, TIMEOUT) and verdict.case:
             order.killed(mutant, verdict.case)

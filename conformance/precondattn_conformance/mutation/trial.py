@@ -55,7 +55,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MutantVerdict:
     """What became of a mutant."""
 
     status: str
@@ -66,7 +66,7 @@ class Verdict:
     """The number of cases that ran."""
 
 
-class Trial:
+class MutationTrial:
     """The targets in this process, and the backend under test."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Trial:
         mutant: Mutant,
         cases: Sequence[tuple[Case, float]],
         started: Callable[[Case, float], Any] = lambda case, limit: None,
-    ) -> Verdict:
+    ) -> MutantVerdict:
         """Run cases on a mutant until one fails; each comes with its limit in seconds.
 
         Raises
@@ -119,9 +119,9 @@ class Trial:
             if the case that failed now fails on the unchanged code.
         """
         if not cases:
-            return Verdict(UNTOUCHED)
+            return MutantVerdict(UNTOUCHED)
         planter: Planter | CopyPlanter = (self.functions | self.texts)[mutant.target]
-        found, last = Verdict(SURVIVED, cases=len(cases)), cases[0]
+        found, last = MutantVerdict(SURVIVED, cases=len(cases)), cases[0]
         with self.inside():
             try:
                 with planter.planted(mutant):
@@ -129,10 +129,10 @@ class Trial:
                         started(*last)
                         status, reason = self._outcome(*last)
                         if status is not None:
-                            found = Verdict(status, last[0].id, reason, number)
+                            found = MutantVerdict(status, last[0].id, reason, number)
                             break
             except NotPlantedError as error:
-                return Verdict(INVALID, reason=str(error))
+                return MutantVerdict(INVALID, reason=str(error))
             if found.status != SURVIVED:
                 started(*last)
                 if self._outcome(*last)[0] is not None:

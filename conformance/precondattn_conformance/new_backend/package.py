@@ -11,7 +11,7 @@ from precondattn_conformance.new_backend.names import checked
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-class Library(NamedTuple):
+class TemplateLibrary(NamedTuple):
     """What differs between the array libraries."""
 
     title: str
@@ -25,10 +25,10 @@ WIDE = ("float32", "float64")
 HALF = ("float16", "bfloat16")
 
 LIBRARIES = {
-    "torch": Library("PyTorch", "torch>=2.6", "lucid_solve_torch.py.j2", WIDE + HALF),
-    "jax": Library("JAX", "jax>=0.6", "lucid_solve_jax.py.j2", WIDE + HALF),
-    "numpy": Library("NumPy", "numpy>=2.0", "lucid_solve_numpy.py.j2", WIDE),
-    "cupy": Library("CuPy", "cupy-cuda13x>=14", "lucid_solve_numpy.py.j2", WIDE),
+    "torch": TemplateLibrary("PyTorch", "torch>=2.6", "lucid_solve_torch.py.j2", WIDE + HALF),
+    "jax": TemplateLibrary("JAX", "jax>=0.6", "lucid_solve_jax.py.j2", WIDE + HALF),
+    "numpy": TemplateLibrary("NumPy", "numpy>=2.0", "lucid_solve_numpy.py.j2", WIDE),
+    "cupy": TemplateLibrary("CuPy", "cupy-cuda13x>=14", "lucid_solve_numpy.py.j2", WIDE),
 }
 
 

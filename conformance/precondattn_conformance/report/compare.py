@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from precondattn_conformance.report.record import Record
+from precondattn_conformance.report.record import RunRecord
 from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.status import FAILED, PASSED, XFAILED
 
@@ -21,7 +21,7 @@ NOTEWORTHY = 0.1
 SHOWN = 20
 
 
-class Difference(NamedTuple):
+class CaseDifference(NamedTuple):
     """A case and its results in both records; None if a record does not have the case."""
 
     id: str
@@ -33,20 +33,20 @@ class Difference(NamedTuple):
 class Comparison:
     """The cases in which two records differ, by kind. A case is in one list only."""
 
-    began_to_fail: list[Difference] = field(default_factory=list)
+    began_to_fail: list[CaseDifference] = field(default_factory=list)
     """It fails now, and did not fail or did not exist before."""
-    lost: list[Difference] = field(default_factory=list)
+    lost: list[CaseDifference] = field(default_factory=list)
     """It was compared before and is not any more."""
-    grew: list[Difference] = field(default_factory=list)
+    grew: list[CaseDifference] = field(default_factory=list)
     """It passes, but its error is larger by more than the factor."""
-    excused: list[Difference] = field(default_factory=list)
+    excused: list[CaseDifference] = field(default_factory=list)
     """It is an expected failure now."""
-    fixed: list[Difference] = field(default_factory=list)
+    fixed: list[CaseDifference] = field(default_factory=list)
     """It failed before, expectedly or not, and passes now."""
-    gained: list[Difference] = field(default_factory=list)
+    gained: list[CaseDifference] = field(default_factory=list)
     """It is compared now, and was not before."""
-    only_old: list[Difference] = field(default_factory=list)
-    only_new: list[Difference] = field(default_factory=list)
+    only_old: list[CaseDifference] = field(default_factory=list)
+    only_new: list[CaseDifference] = field(default_factory=list)
     """It is only in the new record, and does not fail."""
     same: int = 0
     environment: list[str] = field(default_factory=list)
@@ -58,13 +58,13 @@ class Comparison:
         return bool(self.began_to_fail or self.lost or self.grew)
 
 
-def compare_records(old: Record, new: Record, factor: float = FACTOR) -> Comparison:
+def compare_records(old: RunRecord, new: RunRecord, factor: float = FACTOR) -> Comparison:
     """The differences between two records, for every case of either."""
     before = {result.id: result for result in old.outcomes}
     after = {result.id: result for result in new.outcomes}
     comparison = Comparison(environment=_environment(old, new))
     for name in {**before, **after}:
-        difference = Difference(name, before.get(name), after.get(name))
+        difference = CaseDifference(name, before.get(name), after.get(name))
         kind = _kind(difference, factor)
         if kind == "same":
             comparison.same += 1
@@ -73,7 +73,7 @@ def compare_records(old: Record, new: Record, factor: float = FACTOR) -> Compari
     return comparison
 
 
-def _kind(difference: Difference, factor: float) -> str:
+def _kind(difference: CaseDifference, factor: float) -> str:
     """The list of a comparison that a case belongs to."""
     old, new = difference.old, difference.new
     if new is None:
@@ -99,7 +99,7 @@ def _grew(old: Result, new: Result, factor: float) -> bool:
     return new.share > NOTEWORTHY and (new.error or 0.0) > factor * old.error
 
 
-def _environment(old: Record, new: Record) -> list[str]:
+def _environment(old: RunRecord, new: RunRecord) -> list[str]:
     """The differences between two runs other than their results."""
     lines = []
     for what, record in (("old", old), ("new", new)):
@@ -114,7 +114,7 @@ def _environment(old: Record, new: Record) -> list[str]:
     return lines
 
 
-def _described(record: Record) -> dict[str, str]:
+def _described(record: RunRecord) -> dict[str, str]:
     about = record.environment
     revision = about.get("revision") or {}
     described = {
@@ -168,7 +168,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     _print(console, f"{comparison.same} as before")
 
 
-def _about(kind: str, difference: Difference) -> str:
+def _about(kind: str, difference: CaseDifference) -> str:
     """Further information on a difference, or nothing."""
     old, new = difference.old, difference.new
     if kind == "grew" and old is not None and new is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from precondattn_conformance.report.cells import Cell, by, by_family, in_order
 from precondattn_conformance.report.failures import Failures
-from precondattn_conformance.report.record import Record
+from precondattn_conformance.report.record import RunRecord
 from precondattn_conformance.report.result import Result
 from precondattn_conformance.status import FAILED, PASSED
 
@@ -17,7 +17,7 @@ DTYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf1
 
 
 @dataclass
-class Line:
+class GridLine:
     """A row of a grid."""
 
     name: str
@@ -25,26 +25,26 @@ class Line:
 
 
 @dataclass
-class Group:
+class GridFamily:
     """A family: a row for the whole family, and one per mechanism if there are several."""
 
     name: str
-    head: Line
-    members: list[Line] = field(default_factory=list)
+    head: GridLine
+    members: list[GridLine] = field(default_factory=list)
     fails: bool = False
 
 
 @dataclass
-class Grid:
+class ReportGrid:
     """Mechanisms × checks × dtypes, of one array library or of all."""
 
     library: str
     columns: dict[str, list[str]]
     """The dtypes of each check."""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[GridFamily] = field(default_factory=list)
 
 
-def grids(record: Record, failures: Failures) -> list[Grid]:
+def grids(record: RunRecord, failures: Failures) -> list[ReportGrid]:
     """One grid for each library; with several libraries, first one for all together."""
     libraries = by(record.outcomes, lambda result: result.library)
     grids = [_grid(name, results, failures) for name, results in libraries.items()]
@@ -53,33 +53,33 @@ def grids(record: Record, failures: Failures) -> list[Grid]:
     return grids
 
 
-def _grid(library: str, results: list[Result], failures: Failures) -> Grid:
+def _grid(library: str, results: list[Result], failures: Failures) -> ReportGrid:
     order = in_order([*DTYPES, *(result.dtype for result in results)])
     columns = {
         check: sorted({result.dtype for result in group}, key=order.index)
         for check, group in by(results, lambda result: result.check).items()
     }
-    grid = Grid(library, columns)
+    grid = ReportGrid(library, columns)
 
-    def line(name: str, results: list[Result], label: str) -> Line:
+    def line(name: str, results: list[Result], label: str) -> GridLine:
         cells_of = by(results, lambda result: (result.check, result.dtype))
         cells = [
             _cell(Cell(cells_of.get((check, dtype), ())), f"{label}, {check}, {dtype}", failures)
             for check, dtypes in columns.items()
             for dtype in dtypes
         ]
-        return Line(name, cells)
+        return GridLine(name, cells)
 
     for name, mechanisms in by_family(results).items():
         together = [result for group in mechanisms.values() for result in group]
         fails = any(result.status == FAILED for result in together)
         if len(mechanisms) == 1:
             (only,) = mechanisms
-            grid.groups.append(Group(only, line(only, together, only), fails=fails))
+            grid.groups.append(GridFamily(only, line(only, together, only), fails=fails))
             continue
         members = [line(each, group, each) for each, group in mechanisms.items()]
         label = f"{name}, {len(mechanisms)} mechanisms"
-        grid.groups.append(Group(name, line(name, together, label), members, fails))
+        grid.groups.append(GridFamily(name, line(name, together, label), members, fails))
     return grid
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from precondattn_conformance.report.record import Record
+from precondattn_conformance.report.record import RunRecord
 from precondattn_conformance.report.result import Result, error_text
 from precondattn_conformance.status import FAILED, PASSED, SKIPPED, UNSUPPORTED, XFAILED
 
@@ -21,7 +21,7 @@ TYPES = {
 """The types of skipped tests: pytest's own, where it has one."""
 
 
-def write_junit(record: Record, path: Path | str) -> None:
+def write_junit(record: RunRecord, path: Path | str) -> None:
     """Write the outcomes of a record as JUnit XML."""
     counts = {
         "tests": str(len(record.outcomes)),
@@ -44,7 +44,7 @@ def write_junit(record: Record, path: Path | str) -> None:
     tree.write(path, encoding="utf-8", xml_declaration=True)
 
 
-def _of_the_run(record: Record) -> dict[str, str]:
+def _of_the_run(record: RunRecord) -> dict[str, str]:
     about = {
         "suite": record.suite,
         "backends": ", ".join(record.names) or "default",

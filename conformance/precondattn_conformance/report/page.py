@@ -13,7 +13,7 @@ from typing import Any
 from precondattn_conformance.report.cells import SYMBOLS, WORDS, by, in_order
 from precondattn_conformance.report.failures import Failures, in_one_line
 from precondattn_conformance.report.grids import DTYPES, grids
-from precondattn_conformance.report.record import Record
+from precondattn_conformance.report.record import RunRecord
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result, error_text
 from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UNSUPPORTED, XFAILED
@@ -26,7 +26,7 @@ DocsLink = Callable[[str], str | None]
 
 
 def write_page(
-    record: Record, path: Path | str, *, docs_link: DocsLink = lambda check: None
+    record: RunRecord, path: Path | str, *, docs_link: DocsLink = lambda check: None
 ) -> None:
     """Write the page of a record.
 
@@ -40,7 +40,7 @@ def write_page(
     path.write_text(page(record, docs_link), encoding="utf-8", errors="replace")
 
 
-def page(record: Record, docs_link: DocsLink = lambda check: None) -> str:
+def page(record: RunRecord, docs_link: DocsLink = lambda check: None) -> str:
     """The page as text."""
     try:
         import jinja2
@@ -72,7 +72,7 @@ def page(record: Record, docs_link: DocsLink = lambda check: None) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """The result of the run in one sentence, and whether it is good."""
 
     is_good: bool
@@ -80,7 +80,7 @@ class Verdict:
     sentence: str
 
 
-def verdict(record: Record) -> Verdict:
+def verdict(record: RunRecord) -> RunVerdict:
     """A run is good if something was compared, nothing failed, and it was completed."""
     names = ", ".join(record.names) or "the default backends"
     compared = sum(result.is_compared for result in record.outcomes)
@@ -92,29 +92,31 @@ def verdict(record: Record) -> Verdict:
             f"{names}: the run stopped{where}. Until then {_many(compared, 'case')} had been "
             f"compared with the oracle, and {failed} had failed."
         )
-        return Verdict(False, "Not complete", sentence)
+        return RunVerdict(False, "Not complete", sentence)
     if failed:
         sentence = (
             f"{names}: {failed} of {_many(compared, 'case')} that were compared with the oracle "
             f"failed, in {_many(mechanisms, 'mechanism')}."
         )
-        return Verdict(False, "Failed", sentence)
+        return RunVerdict(False, "Failed", sentence)
     if not record.count(PASSED):
-        return Verdict(False, "Nothing was compared", f"{names}: no case passed, and none failed.")
+        return RunVerdict(
+            False, "Nothing was compared", f"{names}: no case passed, and none failed."
+        )
     excused = record.count(XFAILED)
     agreeing = f"{compared - excused} of the" if excused else "All"
     expected = f"; {excused} were expected to fail" if excused else ""
     sentence = (
         f"{names}: {agreeing} {_many(compared, 'compared case')} agree with the oracle{expected}."
     )
-    return Verdict(True, "Passed", sentence)
+    return RunVerdict(True, "Passed", sentence)
 
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def environment_of(record: Record) -> list[tuple[str, str]]:
+def environment_of(record: RunRecord) -> list[tuple[str, str]]:
     """The environment of the run, as pairs of a heading and a text."""
     environment = record.environment
     named = {name: environment.get(name) or {} for name in ("accelerators", "drivers", "settings")}
@@ -138,7 +140,7 @@ def environment_of(record: Record) -> list[tuple[str, str]]:
     return [(heading, text) for heading, text in pairs if text]
 
 
-def _oracles(record: Record) -> str:
+def _oracles(record: RunRecord) -> str:
     """Who computed what was expected, if it was not the reference alone."""
     count = Counter(result.expected_by for result in record.outcomes)
     others = [f"{name} for {_many(n, 'long case')}" for name, n in count.items() if name]
@@ -179,7 +181,7 @@ class Refusal:
     """The full reason of one case, if it is longer."""
 
 
-def refusals(record: Record) -> list[Refusal]:
+def refusals(record: RunRecord) -> list[Refusal]:
     """The unsupported cases by reason, the most frequent first."""
     refused = [result for result in record.outcomes if result.status == UNSUPPORTED]
     groups = by(refused, lambda result: in_few_words(result.reason, record.names))
@@ -210,7 +212,7 @@ class Covered:
     """By mechanism: compared / all, for each check."""
 
 
-def covered(record: Record) -> Covered:
+def covered(record: RunRecord) -> Covered:
     """The coverage of a record, as the page shows it."""
     results = record.outcomes
 

@@ -41,7 +41,7 @@ RESERVED = 512
 
 
 @dataclass
-class Record:
+class RunRecord:
     """A run: the results of its cases, its backends and its environment."""
 
     date: str
@@ -94,7 +94,7 @@ class Record:
         }
 
 
-def load(path: Path | str) -> Record:
+def load(path: Path | str) -> RunRecord:
     """A record from its file.
 
     Raises
@@ -121,7 +121,7 @@ def load(path: Path | str) -> Record:
         raise ValueError(f"{path} is no record of a conformance run: its schema is not {SCHEMA!r}")
     content = all_printable(content)
     try:
-        return Record(
+        return RunRecord(
             **{name: content[name] for name in ("date", "suite", "backends", "level", "complete")},
             **{name: content[name] for name in ("device", "filters", "environment", "seconds")},
             running=content.get("running"),
@@ -145,7 +145,7 @@ def is_record(path: Path | str) -> bool:
     return isinstance(declared, str) and declared.startswith(SCHEMA.partition("/")[0])
 
 
-class Recording:
+class RecordWriter:
     """Writes the record of a run. The file is readable whenever and however the run ends.
 
     If `path` is None, the record is kept in memory only. `record` is the record so far.
@@ -167,7 +167,7 @@ class Recording:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = None if path is None else Path(path)
-        self.record = Record(
+        self.record = RunRecord(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             suite=precondattn.__version__,
             backends=environment.backends(backends),
@@ -182,7 +182,7 @@ class Recording:
         self._lines: list[str] = []
         self._file: IO[bytes] | None = None
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> RecordWriter:
         """Write the record once, so that a path that can not be written fails at once.
 
         Raises

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from precondattn.spec.array_functions import solve_lower
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_conformance.rounding.attention import Rounding
 
 CHUNK = 64
@@ -29,7 +29,7 @@ NEVER = -1e5
 Array = np.ndarray
 
 
-class Chunk(NamedTuple):
+class DeltaChunk(NamedTuple):
     """The inputs of a chunk of C tokens, the state before it, and what its gradient reads."""
 
     q: Array
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
     h: Array
 
 
-class Written(NamedTuple):
+class DeltaWrites(NamedTuple):
     """u (b, m, C, e), and what its gradient reads."""
 
     decay: Array
@@ -66,14 +66,14 @@ class RoundedDeltaRule:
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         h, outputs = state, []
         for part in _chunks(x):
-            o, h = self._chunk(Chunk(*part, h))
+            o, h = self._chunk(DeltaChunk(*part, h))
             outputs.append(o)
         return _tokens(outputs, x), h
 
-    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> Gradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         parts = []
         for part in _chunks(x):
-            parts.append(Chunk(*part, state))
+            parts.append(DeltaChunk(*part, state))
             state = self._chunk(parts[-1])[1]
         d_h, gradients = d_final, []
         for part, d_out in zip(parts[::-1], _in_chunks(_whole(d_o, x))[::-1], strict=True):
@@ -82,12 +82,12 @@ class RoundedDeltaRule:
         d_q, d_k, d_v, d_g, d_beta = zip(*gradients[::-1], strict=True)
         s = x.k.shape[2]
         k, v, g, beta = (np.concatenate(d, axis=2)[:, :, :s] for d in (d_k, d_v, d_g, d_beta))
-        return Gradients(Stream(_tokens(d_q, x), k, v, g[..., None], beta[..., 0]), d_h)
+        return StreamGradients(Stream(_tokens(d_q, x), k, v, g[..., None], beta[..., 0]), d_h)
 
     def _product(self, x: Array, y: Array) -> Array:
         return np.matmul(self.round(x), self.round(y))
 
-    def _written(self, x: Chunk) -> Written:
+    def _written(self, x: DeltaChunk) -> DeltaWrites:
         keys = self._product(x.k, _t(x.k))
         decay = np.exp(np.where(_lower(x.k) > 0, x.until - _t(x.until), -np.inf))
         one = np.broadcast_to(np.eye(x.k.shape[2]), keys.shape)
@@ -95,9 +95,9 @@ class RoundedDeltaRule:
         values = self.round(self._product(inverse, x.beta * x.v))
         reader = self.round(self._product(inverse, x.beta * np.exp(x.until) * x.k))
         u = self.round(values - self._product(reader, x.h))
-        return Written(decay, keys, self.round(inverse), reader, u)
+        return DeltaWrites(decay, keys, self.round(inverse), reader, u)
 
-    def _chunk(self, x: Chunk) -> tuple[Array, Array]:
+    def _chunk(self, x: DeltaChunk) -> tuple[Array, Array]:
         w = self._written(x)
         reading, writing = _gates(x)
         scores = w.decay[:, :, None] * self._product(x.q, _t(x.k)[:, :, None])
@@ -105,7 +105,7 @@ class RoundedDeltaRule:
         o = o + self._product(scores, w.u[:, :, None])
         return self.scale * o, x.h * reading[:, :, -1:] + self._product(_t(x.k), writing * w.u)
 
-    def _gradient(self, x: Chunk, d_o: Array, d_next: Array) -> tuple[Array, ...]:
+    def _gradient(self, x: DeltaChunk, d_o: Array, d_next: Array) -> tuple[Array, ...]:
         """The gradients of q, k, v, g, β and of the state before the chunk."""
         w, (reading, writing), d_o = self._written(x), _gates(x), self.scale * d_o
         heads_k, heads_u = x.k[:, :, None], w.u[:, :, None]
@@ -159,7 +159,7 @@ def without_scale(leaf: Any, d: int, rounding: Rounding) -> tuple[Any, RoundedDe
     return replace(leaf, scale=1.0), RoundedDeltaRule(rounding, leaf.scale_for(d))
 
 
-def _gates(x: Chunk) -> tuple[Array, Array]:
+def _gates(x: DeltaChunk) -> tuple[Array, Array]:
     """e^G and e^{G_C − G} (b, m, C, 1)."""
     return np.exp(x.until), np.exp(x.until[:, :, -1:] - x.until)
 

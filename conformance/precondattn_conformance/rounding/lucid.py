@@ -26,7 +26,7 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
-from precondattn.spec.lucid import System
+from precondattn.spec.lucid import TriangularSystem
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_conformance.rounding.attention import Rounding
@@ -81,7 +81,7 @@ def backward(
 
 def _system(
     leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, to: Roundings
-) -> tuple[Array, Array, System]:
+) -> tuple[Array, Array, TriangularSystem]:
     """Keys, unit keys, and the system."""
     k = swap_time_and_heads(x["k"])
     unit = to.float16(k / leaf._rms(k))

@@ -24,7 +24,7 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.declared import mechanism_of
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.oracle import Oracle, oracle, rounded
 from precondattn_conformance.rounding import lucid
 from precondattn_conformance.rounding.attention import rounded_attention
@@ -109,7 +109,7 @@ class ModelErrors(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def errors_of_model(mechanism: str, layout: Layout, kind: str, dtype: str) -> ModelErrors:
+def errors_of_model(mechanism: str, layout: CallLayout, kind: str, dtype: str) -> ModelErrors:
     """The errors of the output and of the gradient of each input."""
     expected = oracle(mechanism, layout, kind, dtype)
     model = _runs_in_float32 if dtype == "float32" else _run_in_half_precision

@@ -24,7 +24,7 @@ ALIGNMENT = 256
 """Of the first byte of an allocated array on a GPU."""
 
 
-class Parameter(NamedTuple):
+class KernelParameter(NamedTuple):
     """A parameter of a kernel: a number, or a pointer to such numbers."""
 
     is_pointer: bool
@@ -55,17 +55,17 @@ class Parameter(NamedTuple):
         return dtype.kind == kinds[self.letter] and dtype.itemsize == self.size
 
 
-def parameters(signature: str) -> list[Parameter]:
+def parameters(signature: str) -> list[KernelParameter]:
     """From "*cf4 *f4 i4": const float*, float*, int."""
     parsed = []
     for word in signature.split():
         parts = re.fullmatch(r"(\*?)(c?)(\w)(\d+)", word)
         assert parts is not None, word
-        parsed.append(Parameter(bool(parts[1]), bool(parts[2]), parts[3], int(parts[4])))
+        parsed.append(KernelParameter(bool(parts[1]), bool(parts[2]), parts[3], int(parts[4])))
     return parsed
 
 
-class Array(ctypes.Structure):
+class RuntimeArray(ctypes.Structure):
     """`Array` of runtime.h."""
 
     _fields_ = (
@@ -77,7 +77,7 @@ class Array(ctypes.Structure):
     )
 
 
-class Arguments:
+class LaunchArguments:
     """The arguments of one launch, as the runtime needs them.
 
     Raises
@@ -86,7 +86,7 @@ class Arguments:
         with the argument, the expected type and the one that was passed.
     """
 
-    def __init__(self, kernel: str, wanted: Sequence[Parameter], args: Sequence[Any]) -> None:
+    def __init__(self, kernel: str, wanted: Sequence[KernelParameter], args: Sequence[Any]) -> None:
         if len(args) != len(wanted):
             raise TypeError(f"{kernel} takes {len(wanted)} arguments, and args has {len(args)}")
         self._kept: list[Any] = []
@@ -125,7 +125,7 @@ class Arguments:
             places += [i, len(groups) - 1]
             # The pointer of a view with negative strides is that of its first element.
             offsets.append(x.__array_interface__["data"][0] - groups[-1][0])
-        self.arrays = (Array * len(groups))()
+        self.arrays = (RuntimeArray * len(groups))()
         for group, array in zip(groups, self.arrays, strict=True):
             array.memory, array.bytes = group[0], group[1] - group[0]
             array.granule, array.alignment = group[2], group[3]
@@ -134,7 +134,7 @@ class Arguments:
         self.offsets = (ctypes.c_size_t * len(offsets))(*offsets)
 
 
-def _require_array(name: str, parameter: Parameter, value: Any) -> None:
+def _require_array(name: str, parameter: KernelParameter, value: Any) -> None:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name} has to be an array for {parameter}, not {type(value).__name__}")
     if not parameter.accepts(value.dtype):
@@ -143,7 +143,7 @@ def _require_array(name: str, parameter: Parameter, value: Any) -> None:
         raise ValueError(f"{name} may be written by the kernel, and the array is read-only")
 
 
-def _by_value(name: str, parameter: Parameter, value: Any) -> bytes:
+def _by_value(name: str, parameter: KernelParameter, value: Any) -> bytes:
     # Python's numbers are converted as in CuPy.
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         value = np.asarray(value)[()]

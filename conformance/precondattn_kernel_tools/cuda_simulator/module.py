@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from precondattn_kernel_tools.cuda_simulator.arguments import Arguments, parameters
+from precondattn_kernel_tools.cuda_simulator.arguments import LaunchArguments, parameters
 from precondattn_kernel_tools.cuda_simulator.compilation import DEVICE, Built, build
 from precondattn_kernel_tools.cuda_simulator.errors import KINDS
 from precondattn_kernel_tools.cuda_toolkit import include_folder
@@ -142,7 +142,7 @@ class SimulatedFunction:
                 f"shared_mem has to be at most {self._dynamic_limit} bytes, not {shared_mem}: "
                 "max_dynamic_shared_size_bytes can be raised"
             )
-        given = Arguments(self.name, self._parameters, args)
+        given = LaunchArguments(self.name, self._parameters, args)
         order = _order.get()
         message = ctypes.create_string_buffer(4096)
         with _one_at_a_time:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precondattn.backend import Request
 from precondattn.cache import Cache
-from precondattn.dispatch.plan import Plan
+from precondattn.dispatch.plan import CallPlan
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.torch.autocast import off
@@ -24,7 +24,7 @@ from precondattn.execution.torch.autocast import off
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def forward(plan: Plan, call: BoundCall, request: Request) -> Tensor:
+def forward(plan: CallPlan, call: BoundCall, request: Request) -> Tensor:
     """`evaluation.forward` of a call whose inputs autocast has cast."""
     names = tuple(call.inputs)
 
@@ -37,7 +37,7 @@ def forward(plan: Plan, call: BoundCall, request: Request) -> Tensor:
 
 
 def extend(
-    plan: Plan, call: BoundCall, request: Request, cache: Cache, count: Tensor, *, donate: bool
+    plan: CallPlan, call: BoundCall, request: Request, cache: Cache, count: Tensor, *, donate: bool
 ) -> tuple[Tensor, Cache]:
     """`evaluation.extend` of a call whose inputs autocast has cast."""
     names, keys = tuple(call.inputs), tuple(cache.store)
@@ -58,7 +58,7 @@ def extend(
 
 
 def _without(
-    plan: Plan,
+    plan: CallPlan,
     request: Request,
     function: Function,
     arrays: tuple[Tensor, ...],

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
-    from precondattn.dispatch.plan import Plan
+    from precondattn.dispatch.plan import CallPlan
     from precondattn.execution.arguments import BoundCall
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
 
 
-def refuse_parts(mechanism: Piece, plan: Plan | None = None, call: BoundCall | None = None) -> None:
+def refuse_parts(
+    mechanism: Piece, plan: CallPlan | None = None, call: BoundCall | None = None
+) -> None:
     """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
     if PACKAGE not in sys.modules or not _is_on():
         return
@@ -57,7 +59,7 @@ def _attention() -> Any:
     return sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
 
 
-def _is_pytorchs_attention(plan: Plan, call: BoundCall) -> bool:
+def _is_pytorchs_attention(plan: CallPlan, call: BoundCall) -> bool:
     is_alone = len(plan.calls) == 1 and not call.masks and _replaces_attention()
     planned = plan.calls[0]
     is_its = planned.backend.name == "torch" and planned.support.differentiable

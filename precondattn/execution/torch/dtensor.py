@@ -28,8 +28,8 @@ from precondattn.execution.input_names import (
 )
 from precondattn.execution.torch.dtensor_sharding import (
     MASKS,
+    MeshSharding,
     Patterns,
-    Sharding,
     patterns_of_cache,
     sharding_of,
 )
@@ -140,13 +140,13 @@ def extend_vjp(
 
 def _extension(
     mechanism: Piece, cache: Cache, arrays: Any, named: Arrays, masks: Mapping[str, Any]
-) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], Sharding]:
+) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
     """This device's part of the cache, and `_bound`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
     return _part_of_cache(sharding, cache), inputs, given, sharding
 
 
-def _whole(mechanism: Piece, sharding: Sharding, out: Tensor) -> DTensor:
+def _whole(mechanism: Piece, sharding: MeshSharding, out: Tensor) -> DTensor:
     """The output, of which this device has computed a part."""
     return sharding.whole(out, sharding.placements(mechanism.program.output))
 
@@ -158,7 +158,7 @@ def _bound(
     masks: Mapping[str, Any],
     options: tuple[str, ...],
     cache: Cache | None = None,
-) -> tuple[dict[str, DTensor], dict[str, Tensor | None], Sharding]:
+) -> tuple[dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
     """The inputs by name, this device's part of the masks, and how all of them are sharded."""
     owner, declared = str(mechanism), mechanism.inputs
     is_complete = options is not INIT_OPTIONS
@@ -198,7 +198,7 @@ def _bound(
     return inputs, parts, sharding
 
 
-def _part_of_cache(sharding: Sharding, cache: Cache) -> Cache:
+def _part_of_cache(sharding: MeshSharding, cache: Cache) -> Cache:
     return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
 
 

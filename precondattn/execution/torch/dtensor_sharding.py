@@ -38,7 +38,7 @@ ROW = MASKS["lengths"]
 NAMES = {"b": "the batch", "h": "the heads"}
 
 
-class Sharding(NamedTuple):
+class MeshSharding(NamedTuple):
     """What each dimension of a mesh divides: `"b"` sequences, `"h"` heads, `""` nothing."""
 
     mesh: DeviceMesh
@@ -92,7 +92,7 @@ class Sharding(NamedTuple):
         return cache._replace(length=length, store=store)
 
 
-def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> Sharding:
+def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> MeshSharding:
     """The sharding that all arrays have in common.
 
     Raises
@@ -129,7 +129,7 @@ def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> Sh
                 )
             if what:
                 divided[i], by[i] = what, by[i] or name
-    sharding = Sharding(mesh, tuple(divided), counts)
+    sharding = MeshSharding(mesh, tuple(divided), counts)
     for name, array in arrays.items():
         expected = sharding.placements(patterns[name], tuple(array.shape))
         if tuple(array.placements) != expected:

@@ -33,7 +33,7 @@ AxesOf = list[int | None]
 Shapes = list[tuple[int, ...]]
 
 
-class Apart(Exception):  # noqa: N818 - it says no more than that there is another way.
+class SeparateCallsError(Exception):
     """The calls are not one call along these axes."""
 
 
@@ -96,21 +96,21 @@ class OneCall:
     def __init__(self, piece: Any, sizes: Sizes, kind: str, count: int) -> None:
         self.piece, self.sizes, self.kind, self.count = piece, sizes, kind, count
         if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):
-            raise Apart
+            raise SeparateCallsError
 
     def of(self, patterns: Sequence[Pattern], arrays: Arrays, *, each: bool = False) -> AxesOf:
         """The axes of arrays; `each` where every call has its own, as of a gradient."""
         axes = [self._axis(p, s) for p, s in zip(patterns, arrays.shapes, strict=True)]
         for axis, mapped in zip(axes, arrays.mapped, strict=True):
             if axis is None and (each or mapped is not None):
-                raise Apart
+                raise SeparateCallsError
         return axes
 
     def of_result(self, pattern: Pattern) -> int:
         """The axis of a result, which every call has."""
         axis = self._axis(pattern, None)
         if axis is None:
-            raise Apart
+            raise SeparateCallsError
         return axis
 
     def of_frame(self, frame: Arrays) -> AxesOf:
@@ -119,7 +119,7 @@ class OneCall:
         for i, (shape, mapped) in enumerate(zip(frame.shapes, frame.mapped, strict=True)):
             is_shared = self.kind != BATCH or (i < POSITIONS and shape[:1] == (1,))
             if is_shared and mapped is not None:
-                raise Apart
+                raise SeparateCallsError
             axes.append(None if is_shared else 0)
         return axes
 
@@ -147,7 +147,7 @@ class OneCall:
             return None
         at = axes[0]
         if len(axes) > 1 or pattern.axes[at].multiple > 1:
-            raise Apart
+            raise SeparateCallsError
         return at if shape is None or shape[at] == pattern.axes[at].size(self.sizes) else None
 
     def _declared(self, backend: str, tensors: Arrays, shapes: Shapes, frame: Arrays) -> Shapes:
@@ -158,7 +158,7 @@ class OneCall:
         try:
             residuals = runs.residual_shapes(self.piece, specs, Frame(*frame.of_call(0)))
         except (AttributeError, NotImplementedError):  # A backend needs it only to be compiled.
-            raise Apart from None
+            raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]
 
     def _grown(self, before: Sequence[int], after: Sequence[int]) -> int | None:
@@ -169,5 +169,5 @@ class OneCall:
             return None
         at = grown[0]
         if len(grown) > 1 or before[at] not in lengths or after[at] != self.count * before[at]:
-            raise Apart
+            raise SeparateCallsError
         return at

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.execution.moved_rows import Rows, taken
+from precondattn.execution.moved_rows import MovedRows, taken
 
 
-def differentiable(tensor: Tensor, rows: Rows) -> Tensor:
+def differentiable(tensor: Tensor, rows: MovedRows) -> Tensor:
     out: Tensor = _Moved.apply(tensor, *rows)
     return out
 
@@ -24,7 +24,7 @@ class _Moved(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(tensor: Tensor, *rows: Tensor | None) -> Tensor:
-        return taken(tensor, Rows(*rows))
+        return taken(tensor, MovedRows(*rows))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -32,5 +32,5 @@ class _Moved(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        back = Rows(*ctx.saved_tensors).back
+        back = MovedRows(*ctx.saved_tensors).back
         return _Moved.apply(cotangent, *back), None, None, None, None

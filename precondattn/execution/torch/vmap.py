@@ -16,14 +16,20 @@ from torch import Tensor
 from precondattn.algebra.declaration import Pattern, Sizes
 from precondattn.algebra.names import piece_named
 from precondattn.execution.torch import older_vmap
-from precondattn.execution.torch.folded_axes import KINDS, Apart, Arrays, AxesOf, OneCall
+from precondattn.execution.torch.folded_axes import (
+    KINDS,
+    Arrays,
+    AxesOf,
+    OneCall,
+    SeparateCallsError,
+)
 from precondattn.execution.torch.operators import backward, forward, inference
 from precondattn.execution.torch.steps import extension, step, step_backward
 
 SEQUENCES = (Pattern.read("b"),)
 
 
-class Axes(NamedTuple):
+class VmapAxes(NamedTuple):
     """The axes into which the mapped one is folded."""
 
     arguments: list[AxesOf]
@@ -34,41 +40,41 @@ class Axes(NamedTuple):
 # ------------------------------------------------------------------------- axes, by operator
 
 
-def _inference(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+def _inference(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> VmapAxes:
     axes = [call.of(_inputs(call), tensors), call.of_frame(frame)]
-    return Axes(axes, [call.of_result(call.piece.program.output)])
+    return VmapAxes(axes, [call.of_result(call.piece.program.output)])
 
 
-def _forward(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> Axes:
+def _forward(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> VmapAxes:
     arguments, out = _inference(call, backend, tensors, frame)
-    return Axes(arguments, out + call.of_residuals(backend, tensors, frame))
+    return VmapAxes(arguments, out + call.of_residuals(backend, tensors, frame))
 
 
 def _backward(
     call: OneCall, backend: str, tensors: Arrays, frame: Arrays, outputs: Arrays, cotangent: Arrays
-) -> Axes:
+) -> VmapAxes:
     gradients = call.of(_inputs(call), tensors, each=True)
     out: AxesOf = [call.of_result(call.piece.program.output)]
     residuals = call.of_saved(backend, tensors, frame, outputs.shapes[1:])
-    return Axes([gradients, call.of_frame(frame), out + residuals, out], gradients)
+    return VmapAxes([gradients, call.of_frame(frame), out + residuals, out], gradients)
 
 
 def _step(
     call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, *counts: Arrays
-) -> Axes:
+) -> VmapAxes:
     buffers = call.of(_buffers(call), past, each=True)
     axes = [buffers, call.of(_inputs(call), tensors), call.of_frame(frame)]
     axes += [call.of(SEQUENCES, each) for each in counts]
-    return Axes(axes, [call.of_result(call.piece.program.output), *buffers])
+    return VmapAxes(axes, [call.of_result(call.piece.program.output), *buffers])
 
 
 def _step_backward(
     call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, cotangents: Arrays
-) -> Axes:
+) -> VmapAxes:
     states = call.of(_buffers(call), past, each=True)
     gradients = call.of(_inputs(call), tensors, each=True)
     out = call.of_result(call.piece.program.output)
-    return Axes([states, gradients, call.of_frame(frame), [out, *states]], states + gradients)
+    return VmapAxes([states, gradients, call.of_frame(frame), [out, *states]], states + gradients)
 
 
 def _inputs(call: OneCall) -> list[Pattern]:
@@ -96,16 +102,16 @@ def _sizes_of_step(piece: Any, lists: Sequence[Arrays]) -> Sizes:
 # ------------------------------------------------------------------------------ the rule
 
 
-def _register(operator: Any, axes_of: Callable[..., Axes], sizes_of: Any = _sizes) -> None:
+def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _sizes) -> None:
     """Let both kinds of PyTorch's vmap map an operator."""
 
-    def one_call(piece: str, backend: str, lists: list[Arrays], count: int) -> Axes | None:
+    def one_call(piece: str, backend: str, lists: list[Arrays], count: int) -> VmapAxes | None:
         mechanism = piece_named(piece)
         sizes = sizes_of(mechanism, lists)
         for kind in KINDS:
             try:
                 return axes_of(OneCall(mechanism, sizes, kind, count), backend, *lists)
-            except Apart:
+            except SeparateCallsError:
                 continue
         return None
 

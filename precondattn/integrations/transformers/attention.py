@@ -15,7 +15,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.integrations.transformers.cache_layers import layer_for
 from precondattn.integrations.transformers.learned import Input, values
 from precondattn.integrations.transformers.masks import read
-from precondattn.integrations.transformers.options import Options
+from precondattn.integrations.transformers.options import AttentionOptions
 
 NAME = "precondattn"
 """The implementation's name in Transformers, and the attribute of a module with its mechanism."""
@@ -31,7 +31,7 @@ class Replacement(NamedTuple):
     """What takes the place of the softmax of one attention module."""
 
     mechanism: Mechanism
-    options: Options
+    options: AttentionOptions
     inputs: tuple[Input, ...]
     handle: Any
     """Removes the hook."""

@@ -185,14 +185,14 @@ def _held(function: Pattern) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-class Masks(NamedTuple):
+class ModelMasks(NamedTuple):
     """The masks of one call, in the names of a mechanism."""
 
     key_mask: Tensor | None
     segment_ids: Tensor | None
 
 
-def read(mask: Tensor | None) -> Masks:
+def read(mask: Tensor | None) -> ModelMasks:
     """The masks that an attention function gets.
 
     Raises
@@ -201,11 +201,11 @@ def read(mask: Tensor | None) -> Masks:
         for a mask that was not made by `mask_of_tokens`.
     """
     if mask is None:
-        return Masks(None, None)
+        return ModelMasks(None, None)
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.is_floating_point():
         raise ValueError(
             f"attention_mask: padding (b, s) expected; found a mask of your own of the shape "
             f"{(*mask.shape,)} and {mask.dtype}, and a mechanism's pattern can not be replaced"
         )
     rows = mask[:, 0, 0]
-    return Masks(rows, None) if mask.dtype == torch.bool else Masks(None, rows)
+    return ModelMasks(rows, None) if mask.dtype == torch.bool else ModelMasks(None, rows)

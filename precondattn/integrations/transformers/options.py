@@ -16,7 +16,7 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.spec.softmax import Softmax
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """What the attention of a model has, besides queries, keys and values."""
 
     scale: float | None
@@ -26,13 +26,13 @@ class Options(NamedTuple):
     causal: bool = True
 
 
-def options_of(module: nn.Module, config: Any, index: int) -> Options:
+def options_of(module: nn.Module, config: Any, index: int) -> AttentionOptions:
     """The options of one attention module."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is not None and types[index] == "full_attention":
         window = None
-    return Options(
+    return AttentionOptions(
         getattr(module, "scaling", None),
         window,
         getattr(module, "attn_logit_softcapping", None),
@@ -41,7 +41,7 @@ def options_of(module: nn.Module, config: Any, index: int) -> Options:
     )
 
 
-def with_options(mechanism: Mechanism, options: Options) -> Mechanism:
+def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
     """The mechanism with these options in its base.
 
     Raises

@@ -24,7 +24,7 @@ from precondattn.integrations.transformers.interface import (
 )
 from precondattn.integrations.transformers.linear.computed import class_of, code_of
 from precondattn.integrations.transformers.masks import mask_of_encoder, mask_of_tokens
-from precondattn.integrations.transformers.options import Options, options_of, with_options
+from precondattn.integrations.transformers.options import AttentionOptions, options_of, with_options
 
 PREVIOUS = "precondattn_replaces"
 """The attribute of a model with the name of its former implementation."""
@@ -180,7 +180,7 @@ def _replace(
     module: nn.Module,
     config: Any,
     mechanism: Mechanism,
-    options: Options,
+    options: AttentionOptions,
     inputs: tuple[learned.Input, ...],
 ) -> None:
     _forget(module)

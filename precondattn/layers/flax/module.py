@@ -11,7 +11,7 @@ from flax import nnx
 
 from precondattn.layers.functions import LinearMap
 from precondattn.layers.maps import Map, Stored, Weight
-from precondattn.layers.parameters import Start
+from precondattn.layers.parameters import FirstValues
 
 
 def parameter(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
@@ -19,7 +19,9 @@ def parameter(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
     return nnx.Param(_first(weight, dtype, rngs), **_metadata(weight))
 
 
-def linear_of(of_map: Map, starts: Mapping[str, Start], dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+def linear_of(
+    of_map: Map, starts: Mapping[str, FirstValues], dtype: Any, rngs: nnx.Rngs
+) -> nnx.Linear:
     """The module of a linear map, with the first values of `weight` and `bias`."""
     weights = {
         own: Stored(of_map, is_bias=own == "bias").weight(start) for own, start in starts.items()

@@ -9,7 +9,7 @@ from typing import ClassVar
 from precondattn.arrays import Array, cast
 from precondattn.layers.functions import sigmoid, unit_rows, upcast
 from precondattn.layers.parameters import Constant, Parameter
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 from precondattn.layers.recipes.projections import Convolution
 
 
@@ -25,7 +25,7 @@ class InnerDecay(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"decay": Parameter("h", Constant(1))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = tokens.values["raw"]
         return cast(sigmoid(upcast(p["decay"]))[:, None] * upcast(rows), rows.dtype)
 
@@ -40,7 +40,7 @@ class UnitKey(Recipe):
     eps: float = 1e-6
     reads: ClassVar[tuple[str, ...]] = ("raw",)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return unit_rows(tokens.values[self.reads[0]], self.eps)
 
 
@@ -72,7 +72,7 @@ class CorrectedQuery(Convolution):
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "D": Parameter("h", Constant(self.correction))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = upcast(super().make(tokens, p))
         corrected = rows - upcast(p["D"])[:, None] * upcast(tokens.values["shortened"])
         return cast(unit_rows(corrected, self.eps), tokens.x.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import upcast
 from precondattn.layers.parameters import Normal, Parameter
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 from precondattn.layers.recipes.gates import Sigmoid
 from precondattn.layers.recipes.outputs import Norm
 
@@ -38,7 +38,7 @@ class LambdaOfVectors(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {name: Parameter("… d", Normal(0.1)) for name in ("q1", "k1", "q2", "k2")}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         first, second = (
             namespace(p["q1"]).sum(upcast(p[f"q{i}"]) * upcast(p[f"k{i}"]), axis=-1) for i in (1, 2)
         )
@@ -61,5 +61,5 @@ class DifferenceNorm(Norm):
     Source: Differential Transformer (arXiv 2410.05258), 2.1; microsoft/unilm, with γ.
     """
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return (1 - first_lambda(tokens.depth)) * super().make(tokens, p)

@@ -15,7 +15,7 @@ from precondattn.layers.parameters import (
     linear_map,
     low_rank_maps,
 )
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sigmoid(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return linear_map("x …", bias=self.bias)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return self.factor * sigmoid(upcast(linear(tokens.x, p["weight"], bias=p.get("bias"))))
 
 
@@ -62,7 +62,7 @@ class LogSigmoid(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return linear_map("x …", bias=self.bias)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         score = linear(tokens.x, p["weight"], bias=p.get("bias"))
         return log_sigmoid(upcast(score)) / self.normalizer
 
@@ -80,7 +80,7 @@ class LowRankLogSigmoid(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return low_rank_maps(str(self.rank), bias=True)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         score = linear(linear(tokens.x, p["down"]), p["up"], bias=p.get("bias"))
         return log_sigmoid(upcast(score)) / self.normalizer
 
@@ -101,7 +101,7 @@ class StepSize(Recipe):
             "dt_bias": Parameter("…", InverseSoftplus(self.low, self.high)),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
 
 
@@ -119,7 +119,7 @@ class DecayOfStep(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"A_log": Parameter("…", LogUniform(self.low, self.high))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return -namespace(p["A_log"]).exp(upcast(p["A_log"])) * tokens.values["dt"]
 
 
@@ -143,7 +143,7 @@ class DecayWithBias(Recipe):
             "A_log": Parameter("…", LogUniform(0.01, self.largest)),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         step = softplus(upcast(linear(tokens.x, p["weight"])) + upcast(p["dt_bias"]))
         return -namespace(step).exp(upcast(p["A_log"])) * step
 
@@ -164,7 +164,7 @@ class LowRankDecay(DecayWithBias):
             "A_log": Parameter("u", LogUniform(self.smallest, self.largest)),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         score = linear(linear(tokens.x, p["down"]), p["up"])
         step = softplus(upcast(score) + upcast(p["dt_bias"]))
         return -namespace(step).exp(upcast(p["A_log"]))[:, None] * step
@@ -179,6 +179,6 @@ class Written(Recipe):
 
     reads: ClassVar[tuple[str, ...]] = ("g",)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         g = tokens.values["g"]
         return -namespace(g).expm1(g)

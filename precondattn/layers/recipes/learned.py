@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import softplus, upcast
 from precondattn.layers.parameters import Constant, Identity, Normal, Parameter
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Learned(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter("…", Constant(self.start))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return p["weight"]
 
 
@@ -59,7 +59,7 @@ class Positive(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"log": Parameter("…", Constant(0))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return namespace(p["log"]).exp(upcast(p["log"]))
 
 
@@ -76,5 +76,5 @@ class Ridge(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"weight": Parameter("…", Constant(math.log(math.expm1(self.start - self.low))))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return softplus(upcast(p["weight"])) + self.low

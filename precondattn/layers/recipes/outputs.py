@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from precondattn.arrays import Array, cast, namespace
 from precondattn.layers.functions import linear, rms_norm, sigmoid, silu, upcast
 from precondattn.layers.parameters import Constant, FanIn, Parameter, low_rank_maps
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 
 AFTER_PROJECTION = "projection_bias"
 """The parameter of an output's recipe that the layer adds to y."""
@@ -21,7 +21,7 @@ class Unchanged(Recipe):
 
     reads: ClassVar[tuple[str, ...]] = ("out",)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return tokens.values["out"]
 
 
@@ -49,7 +49,7 @@ class Norm(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("e", Constant(1))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return rms_norm(tokens.values["out"], self.eps, p["gain"])
 
 
@@ -65,7 +65,7 @@ class GatedNorm(Norm):
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return super().make(tokens, p) * silu(linear(tokens.x, p["gate"]))
 
 
@@ -79,7 +79,7 @@ class SigmoidGatedNorm(Norm):
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "gate": Parameter("x …", FanIn(), 1)}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         gate = linear(tokens.x, p["gate"])
         return super().make(tokens, p) * cast(sigmoid(upcast(gate)), gate.dtype)
 
@@ -97,7 +97,7 @@ class LowRankGatedNorm(Norm):
             **low_rank_maps("e", bias=True),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         score = linear(linear(tokens.x, p["down"]), p["up"], bias=p.get("bias"))
         return super().make(tokens, p) * cast(sigmoid(upcast(score)), score.dtype)
 
@@ -117,7 +117,7 @@ class GatedGroupNorm(Recipe):
         gain, gate = Parameter("…", Constant(1)), Parameter("x …", FanIn(), 1)
         return {"gain": gain, "gate": gate, "D": Parameter("u", Constant(1))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         o, x, k = (tokens.values[name] for name in self.reads)
         xp = namespace(o)
         y = cast(upcast(o) + upcast(p["D"])[:, None] * upcast(x), o.dtype)
@@ -142,5 +142,5 @@ class Activated(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("…", Constant(1))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return rms_norm(silu(tokens.values["out"]), self.eps, p["gain"], axes=2)

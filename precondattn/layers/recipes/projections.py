@@ -23,7 +23,7 @@ from precondattn.layers.parameters import (
     linear_map,
     low_rank_maps,
 )
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Projection(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return linear_map("x …", bias=self.bias)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return linear(tokens.x, p["weight"], bias=p.get("bias"))
 
 
@@ -54,11 +54,11 @@ class Rotary(Projection):
     theta: float = 10_000.0
     fraction: float = 1.0
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         x = self.projected(tokens, p)
         return rotated(x, *tokens.rotation(round(x.shape[-1] * self.fraction), self.theta))
 
-    def projected(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def projected(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """What is rotated."""
         return super().make(tokens, p)
 
@@ -75,7 +75,7 @@ class NormedRotary(Rotary):
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "gain": Parameter("d", Constant(1))}
 
-    def projected(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def projected(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return rms_norm(super().projected(tokens, p), self.eps, p["gain"])
 
 
@@ -86,7 +86,7 @@ class Activation(Projection):
     Source: GSA (arXiv 2409.07146); flash-linear-attention, fla/layers/gsa.py.
     """
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return silu(super().make(tokens, p))
 
 
@@ -110,7 +110,7 @@ class Convolution(Recipe):
     def history(self) -> int:
         return self.size - 1
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = linear(tokens.x, p["weight"])
         return silu(tokens.convolved(rows, p["convolution"], p.get("bias")))
 
@@ -124,7 +124,7 @@ class UnitConvolution(Convolution):
 
     eps: float = 1e-6
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return unit_rows(super().make(tokens, p), self.eps)
 
 
@@ -149,7 +149,7 @@ class Direction(Recipe):
     def history(self) -> int:
         return self.size - 1
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         w = linear(linear(tokens.x, p["down"]), p["up"])
         return unit_rows(silu(tokens.convolved(w, p["convolution"], None)), self.eps)
 
@@ -163,7 +163,7 @@ class Stepped(Recipe):
 
     reads: ClassVar[tuple[str, ...]] = ("x", "dt")
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = tokens.values["x"]
         return cast(tokens.values["dt"][..., None] * upcast(rows), rows.dtype)
 
@@ -177,7 +177,7 @@ class Weighted(Projection):
 
     reads: ClassVar[tuple[str, ...]] = ("beta_mesa",)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = super().make(tokens, p)
         return cast(tokens.values["beta_mesa"][..., None] * upcast(rows), rows.dtype)
 
@@ -198,7 +198,7 @@ class Contraction(Recipe):
             "bias": Parameter("…", Constant(-2.1972245773362196)),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         unit = unit_rows(upcast(tokens.values["q"]), self.eps)
         score = namespace(unit).sum(unit * upcast(p["weight"]), axis=-1)
         return sigmoid(score + upcast(p["bias"]))

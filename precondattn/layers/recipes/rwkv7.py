@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 from precondattn.arrays import Array, cast, namespace, placement
 from precondattn.layers.functions import linear, sigmoid, unit_rows, upcast
 from precondattn.layers.parameters import Constant, Parameter, linear_map, low_rank_maps
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 
 RANK = 32
 MIX = Parameter("x", Constant(0.5))
 """μ. The published layers begin with other numbers, by depth and channel."""
 
 
-def mixed(tokens: Tokens, weight: Any, mix: Array) -> Array:
+def mixed(tokens: RecipeTokens, weight: Any, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
     xp, shape = namespace(rows), (1, *rows.shape[2:])
@@ -48,7 +48,7 @@ class Mixed(Recipe):
     def history(self) -> int:
         return 1
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return mixed(tokens, p["weight"], p["mix"])
 
 
@@ -70,7 +70,7 @@ class MixedLowRank(Recipe):
     def history_shape(self) -> str:
         return str(self.rank)
 
-    def score(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def score(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """B A x' + b, in float32."""
         rows = self.activated(mixed(tokens, p["down"], p["mix"]))
         return upcast(linear(rows, p["up"], bias=p.get("bias")))
@@ -79,7 +79,7 @@ class MixedLowRank(Recipe):
         """The rows between A and B."""
         return rows
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return sigmoid(self.score(tokens, p))
 
 
@@ -93,7 +93,7 @@ class MixedDecay(MixedLowRank):
     def activated(self, rows: Array) -> Array:
         return namespace(rows).tanh(rows)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return -math.exp(-0.5) * super().make(tokens, p)
 
 
@@ -107,7 +107,7 @@ class MixedGate(MixedLowRank):
     def parameters(self) -> dict[str, Parameter]:
         return {**low_rank_maps(str(self.rank)), "mix": MIX}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows = mixed(tokens, p["down"], p["mix"])
         return linear(cast(sigmoid(upcast(rows)), rows.dtype), p["up"])
 
@@ -125,7 +125,7 @@ class RemovalKey(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("…", Constant(0.85))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return unit_rows(p["gain"] * tokens.values["raw"], self.eps)
 
 
@@ -138,7 +138,7 @@ class NegativeKey(Recipe):
 
     reads: ClassVar[tuple[str, ...]] = ("kappa",)
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return -tokens.values["kappa"]
 
 
@@ -151,7 +151,7 @@ class ScaledKey(Recipe):
 
     reads: ClassVar[tuple[str, ...]] = ("kappa", "rate")
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         kappa = tokens.values["kappa"]
         return cast(tokens.values["rate"] * upcast(kappa), kappa.dtype)
 
@@ -168,7 +168,7 @@ class ReplacementKey(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"alpha": Parameter("…", Constant(1))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         rows, rate = tokens.values["raw"], tokens.values["rate"]
         return cast(upcast(rows) * (1 + (rate - 1) * upcast(p["alpha"])), rows.dtype)
 
@@ -190,7 +190,7 @@ class BonusGroupNorm(Recipe):
             "bonus": Parameter("h d", Constant(0)),
         }
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         out, q, k, v, gate = (upcast(tokens.values[name]) for name in self.reads)
         xp = namespace(out)
         centred = out - xp.mean(out, axis=-1, keepdims=True)

@@ -14,7 +14,7 @@ from precondattn.execution.torch.autocast import target
 from precondattn.layers.apply import apply
 from precondattn.layers.checks import check_batch, check_call, check_depth
 from precondattn.layers.histories import with_rows
-from precondattn.layers.plan import OUT, PROJECTION, Plan, plan_for
+from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes.outputs import AFTER_PROJECTION
 from precondattn.layers.segments import segments_of
@@ -150,7 +150,7 @@ class Attention(Declared):
         return torch.empty(0, device=weight.device if isinstance(weight, Tensor) else None)
 
     @property
-    def _own_plan(self) -> Plan:
+    def _own_plan(self) -> LayerPlan:
         """The plan of what this process computes."""
         of_weights = self.divided_weights
         if of_weights is None:

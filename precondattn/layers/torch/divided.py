@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from precondattn.algebra.mechanism import Mechanism
-    from precondattn.parallel.layouts import Part
+    from precondattn.parallel.layouts import TokenPart
 
 
 def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
@@ -38,11 +38,11 @@ class DividedTokens:
     """A layer's mechanism for parts of sequences."""
 
     def __init__(self, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
-        from precondattn.parallel.layouts import Order
+        from precondattn.parallel.layouts import TokenOrder
         from precondattn.parallel.torch import context_parallel
 
         self.mechanism = context_parallel(mechanism, mesh, layout=layout)
-        self.order = Order.read("contiguous" if layout == "heads" else layout)
+        self.order = TokenOrder.read("contiguous" if layout == "heads" else layout)
 
     def __deepcopy__(self, memo: Any) -> DividedTokens:
         return self  # The processes of a copy are the same.
@@ -66,12 +66,12 @@ class TokensOfProcess:
     """The tokens of one call."""
 
     divided: DividedTokens
-    parts: tuple[Part, ...]
+    parts: tuple[TokenPart, ...]
     """All parts of the sequence, in its order"""
     device: torch.device
 
     @property
-    def own(self) -> list[tuple[int, Part]]:
+    def own(self) -> list[tuple[int, TokenPart]]:
         """This process's parts, with their numbers."""
         rank = self.divided.mechanism.processes.rank
         return [(i, part) for i, part in enumerate(self.parts) if part.device == rank]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from precondattn.arrays import is_distributed
-from precondattn.layers.plan import Plan
+from precondattn.layers.plan import LayerPlan
 from precondattn.layers.shares import Share, plan_of_device, share_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
     devices, device = mesh.size(), mesh.get_local_rank()
     plan = getattr(module, "plan", None)
     try:
-        of_device = plan_of_device(plan, devices) if isinstance(plan, Plan) else None
+        of_device = plan_of_device(plan, devices) if isinstance(plan, LayerPlan) else None
         shares = {
             own: share_of(own, weight, devices, device) for own, weight in module.declared.items()
         }
@@ -129,7 +129,9 @@ def _distribute(module: Declared, divided: DividedWeights) -> None:
 class DividedWeights:
     """The weights of a module, of which this process computes with a part."""
 
-    def __init__(self, mesh: DeviceMesh, shares: Mapping[str, Share], plan: Plan | None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, shares: Mapping[str, Share], plan: LayerPlan | None
+    ) -> None:
         self.mesh, self.shares = mesh, shares
         self.plan = plan
         """That of this process's heads, if the module is an `Attention`"""
@@ -202,7 +204,7 @@ class DividedWeights:
 
     def gathered(self, y: Tensor) -> Tensor:
         """The y of all processes, one after the other along the last axis."""
-        joined: Tensor = _Gathered.apply(self.mesh, y)
+        joined: Tensor = _GatheredWeight.apply(self.mesh, y)
         return joined
 
 
@@ -230,7 +232,7 @@ class _Total(torch.autograd.Function):
         return None, d_y
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
         ctx.rank, ctx.size = mesh.get_local_rank(), y.shape[-1]

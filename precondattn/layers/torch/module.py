@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from precondattn.arrays import Shape, is_distributed, namespace
 from precondattn.layers.functions import LinearMap
 from precondattn.layers.maps import Map, Stored, Weight
-from precondattn.layers.parameters import Start
+from precondattn.layers.parameters import FirstValues
 
 if TYPE_CHECKING:
     from precondattn.layers.torch.divided_weights import DividedWeights
@@ -57,7 +57,7 @@ class Declared(nn.Module):
         module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
         self.add_module(of_map.name, module)
 
-    def declare_stored(self, own: str, of_map: Map, start: Start, before: str) -> None:
+    def declare_stored(self, own: str, of_map: Map, start: FirstValues, before: str) -> None:
         """Declare the weight or the bias of a linear map, and its earlier name."""
         stored = Stored(of_map, is_bias=own == "bias", outer_first=True)
         name = f"{of_map.name}.{own}"

@@ -27,7 +27,7 @@ from precondattn.layers.vision import (
 )
 
 
-class Filled(nn.Module):
+class Affine(nn.Module):
     """A module with a weight and a bias that are declared."""
 
     def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Filled(nn.Module):
         fill_all(self, self.weights)
 
 
-class Patches(Filled):
+class Patches(Affine):
     """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Patches(Filled):
         return rows.flatten(2).transpose(1, 2)
 
 
-class LayerNorm(Filled):
+class LayerNorm(Affine):
     """γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class VisionTransformer(nn.Module):
         """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
         fill_all(self, self._tokens)
         for module in self.modules():
-            if isinstance(module, Filled | MLP | VisionAttention):
+            if isinstance(module, Affine | MLP | VisionAttention):
                 module.reset_parameters()
         fill_all(self.head, affine_weights(self.sizes.width, self.sizes.classes))
 

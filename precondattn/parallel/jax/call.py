@@ -12,8 +12,8 @@ from jax import Array
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import library_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
-from precondattn.parallel.heads import Axes
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.heads import HeadAxes
+from precondattn.parallel.layouts import TokenOrder
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -22,14 +22,14 @@ MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""
 
 
-class Arguments(NamedTuple):
+class DividedArguments(NamedTuple):
     """Of a call, by name: whole arrays, or the parts of one device."""
 
     inputs: dict[str, Array]
     masks: dict[str, Array]
 
 
-class Call(NamedTuple):
+class DividedCall(NamedTuple):
     """A call that has been checked."""
 
     owner: str
@@ -37,10 +37,10 @@ class Call(NamedTuple):
     mechanism: Mechanism
     axis: str
     devices: int
-    order: Order | None
+    order: TokenOrder | None
     """That of the tokens, in the layouts that divide them"""
     backend: Any
-    axes: Mapping[str, Axes]
+    axes: Mapping[str, HeadAxes]
     """Of the inputs"""
     parts: Mapping[str, jax.ShapeDtypeStruct]
     """Of each device, of the inputs"""
@@ -53,13 +53,15 @@ class Call(NamedTuple):
         return self.sizes["t" if "t" in self.sizes else "s"]
 
 
-def output_axes(mechanism: Mechanism) -> Axes:
+def output_axes(mechanism: Mechanism) -> HeadAxes:
     """Those of the output, as if it had several heads."""
     pattern: Pattern = mechanism.program.output
-    return Axes.of(pattern, (2,) * len(pattern.axes))
+    return HeadAxes.of(pattern, (2,) * len(pattern.axes))
 
 
-def arguments_of(mechanism: Mechanism, owner: str, arrays: Any, named: dict[str, Any]) -> Arguments:
+def arguments_of(
+    mechanism: Mechanism, owner: str, arrays: Any, named: dict[str, Any]
+) -> DividedArguments:
     """The arguments by name.
 
     Raises
@@ -75,4 +77,4 @@ def arguments_of(mechanism: Mechanism, owner: str, arrays: Any, named: dict[str,
     for name, x in inputs.items():
         if library_of(x) != "jax":
             raise TypeError(f"{owner}: {name} must be an array of JAX; found {type(x).__name__}")
-    return Arguments(inputs, masks)
+    return DividedArguments(inputs, masks)

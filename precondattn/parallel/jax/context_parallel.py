@@ -14,11 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from precondattn.algebra.expression import parse
 from precondattn.parallel.advised_layouts import advice
-from precondattn.parallel.heads import Axes
+from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads
 from precondattn.parallel.jax import tokens as tokens_jax
-from precondattn.parallel.jax.call import MASKS, Arguments, Call, arguments_of, output_axes
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.jax.call import (
+    MASKS,
+    DividedArguments,
+    DividedCall,
+    arguments_of,
+    output_axes,
+)
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.plan import Plan
 
 if TYPE_CHECKING:
@@ -81,7 +87,7 @@ def context_parallel(
             f"found {axis!r}"
         )
     try:
-        order = None if layout == "heads" else Order.read(layout or "contiguous")
+        order = None if layout == "heads" else TokenOrder.read(layout or "contiguous")
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
     if mechanism.mixes_sequences:
@@ -100,7 +106,7 @@ class ContextParallel:
         mesh: Mesh | AbstractMesh,
         axis: str,
         layout: str | None,
-        order: Order | None,
+        order: TokenOrder | None,
     ) -> None:
         self.mechanism, self.mesh, self.axis = mechanism, mesh, axis
         self.layout, self.order = layout, order
@@ -119,7 +125,7 @@ class ContextParallel:
         function = partial(way.output, call)
         if is_part:
             return function(given)
-        specs = Arguments(
+        specs = DividedArguments(
             {name: self._spec(call.axes[name].time) for name in given.inputs},
             {name: self._spec(MASKS[name]) for name in given.masks},
         )
@@ -163,13 +169,13 @@ class ContextParallel:
 
     def _described(
         self, arrays: Any, named: dict[str, Any], backend: Any
-    ) -> tuple[Arguments, Call, bool]:
+    ) -> tuple[DividedArguments, DividedCall, bool]:
         """The arguments, the call, and whether they are parts of a device."""
         given = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
         return given, self._call(given.inputs, backend, is_part=is_part), is_part
 
-    def _way_of(self, call: Call, given: Arguments) -> tuple[ModuleType | None, str]:
+    def _way_of(self, call: DividedCall, given: DividedArguments) -> tuple[ModuleType | None, str]:
         """How a call is divided; or None, and why no layout can divide it."""
         reasons = []
         for way in self._ways():
@@ -179,9 +185,11 @@ class ContextParallel:
             reasons.append(f"layout {self._name_of(way)!r} {refused}")
         return None, "; ".join(reasons) + advice(self._refusals_of_others(call, given))
 
-    def _refusals_of_others(self, call: Call, given: Arguments) -> dict[str, str | None]:
+    def _refusals_of_others(
+        self, call: DividedCall, given: DividedArguments
+    ) -> dict[str, str | None]:
         """The refusals of `heads` and `contiguous`, which divides what any order of tokens can."""
-        in_order = call._replace(order=Order("contiguous"))
+        in_order = call._replace(order=TokenOrder("contiguous"))
         return {
             "heads": heads.refusal(call, given.masks),
             "contiguous": tokens_jax.refusal(in_order, given.masks),
@@ -196,7 +204,7 @@ class ContextParallel:
     def _name_of(self, way: ModuleType) -> str:
         return "heads" if way is heads else str(self.order)
 
-    def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> Call:
+    def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> DividedCall:
         """The sizes of a call.
 
         Raises
@@ -205,7 +213,7 @@ class ContextParallel:
             naming the input.
         """
         declared, shapes, parts = self.mechanism.inputs, {}, {}
-        axes = {name: Axes.of(declared[name], x.shape) for name, x in inputs.items()}
+        axes = {name: HeadAxes.of(declared[name], x.shape) for name, x in inputs.items()}
         divisor = 1 if self.order is None else self.order.divisor
         for name, x in inputs.items():
             time, part, whole = axes[name].time, list(x.shape), list(x.shape)
@@ -221,7 +229,7 @@ class ContextParallel:
             shapes[name] = tuple(whole)
             parts[name] = jax.ShapeDtypeStruct(tuple(part), x.dtype)
         sizes = declared.sizes(self.owner, shapes)
-        return Call(
+        return DividedCall(
             self.owner,
             self.mechanism,
             self.axis,

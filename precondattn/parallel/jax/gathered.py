@@ -19,8 +19,8 @@ from jax import Array, lax
 
 from precondattn.parallel.gathered import gathered_inputs
 from precondattn.parallel.gathered import refusal as refusal_of_leaf
-from precondattn.parallel.jax.piece import Piece
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.jax.piece import DividedPiece
+from precondattn.parallel.layouts import TokenOrder
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -29,12 +29,12 @@ PASSED = "the keys of all devices"
 SENDS_VALUES = True
 
 
-def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
     """Why keys are not gathered; None where they are."""
     return refusal_of_leaf(leaf)
 
 
-def output(piece: Piece) -> Array:
+def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     line, inputs = piece.line, piece.inputs
     own = gathered_inputs(piece.leaf)
@@ -56,21 +56,21 @@ def output(piece: Piece) -> Array:
     return jnp.reshape(outs, (outs.shape[0], tokens, *outs.shape[3:]))
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by each device to others."""
     others = piece.line.devices - 1
     of_keys = {name: piece.inputs[name] for name in gathered_inputs(piece.leaf)}
     return {name: others * math.prod(x.shape) * x.dtype.itemsize for name, x in of_keys.items()}
 
 
-def _in_order(piece: Piece, x: Array) -> Array:
+def _in_order(piece: DividedPiece, x: Array) -> Array:
     """Tokens (b, s, …) in the order of the sequence, from those of all devices."""
     position = piece.line.all_positions(x.shape[1] // piece.line.devices)
     return x[:, jnp.argsort(jnp.reshape(position, -1))]
 
 
 def _of_part(
-    piece: Piece,
+    piece: DividedPiece,
     whole: dict[str, Array],
     masks: dict[str, Array],
     first_row: Array,
@@ -100,7 +100,7 @@ def _of_part(
     return leaf(**inputs, **options, backend=piece.backend)
 
 
-def _mask_in_order(piece: Piece, of_devices: Array) -> Array:
+def _mask_in_order(piece: DividedPiece, of_devices: Array) -> Array:
     """A mask (b, s) from that of every device (devices, b, tokens)."""
     moved = jnp.moveaxis(of_devices, 0, 1)
     return _in_order(piece, jnp.reshape(moved, (moved.shape[0], -1)))

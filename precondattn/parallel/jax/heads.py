@@ -7,21 +7,21 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.heads import Axes, elements_sent, heads_of_output
+from precondattn.parallel.heads import HeadAxes, elements_sent, heads_of_output
 from precondattn.parallel.heads import refusal as refusal_of_heads
-from precondattn.parallel.jax.call import MASKS, Arguments, Call, output_axes
+from precondattn.parallel.jax.call import MASKS, DividedArguments, DividedCall, output_axes
 
 
-def refusal(call: Call, masks: Collection[str]) -> str | None:
+def refusal(call: DividedCall, masks: Collection[str]) -> str | None:
     """Why a call can not be divided like this; None where it can."""
     return refusal_of_heads(call.mechanism, call.sizes, call.devices)
 
 
-def check(call: Call, given: Arguments, *, is_part: bool) -> None:
+def check(call: DividedCall, given: DividedArguments, *, is_part: bool) -> None:
     """Nothing: a device's call of the mechanism checks all tokens of its heads."""
 
 
-def output(call: Call, given: Arguments) -> Array:
+def output(call: DividedCall, given: DividedArguments) -> Array:
     """The output of a device's tokens, from its part of everything."""
     of_heads = {name: _of_heads(x, call, call.axes[name]) for name, x in given.inputs.items()}
     whole = {
@@ -33,13 +33,13 @@ def output(call: Call, given: Arguments) -> Array:
     return lax.all_to_all(out, call.axis, time, heads, tiled=True)
 
 
-def during(call: Call) -> str:
+def during(call: DividedCall) -> str:
     """What each device has during the call."""
     count = call.sizes[heads_of_output(call.mechanism)] // call.devices
     return f"all tokens of {count} heads"
 
 
-def bytes_sent(call: Call) -> dict[str, int]:
+def bytes_sent(call: DividedCall) -> dict[str, int]:
     """Forward, by each device to others: of each input, and of the output `out`."""
     of_out = call.mechanism.program.output
     whole = of_out.shape(call.sizes)
@@ -53,7 +53,7 @@ def bytes_sent(call: Call) -> dict[str, int]:
     return {name: count * widths[name] for name, count in elements.items()}
 
 
-def _of_heads(x: Array, call: Call, axes: Axes) -> Array:
+def _of_heads(x: Array, call: DividedCall, axes: HeadAxes) -> Array:
     """All tokens of this device's heads."""
     time, heads = axes
     if heads is None:

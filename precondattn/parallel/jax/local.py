@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 
 from jax import Array
 
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.local import refusal as refusal_of_leaf
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
-    from precondattn.parallel.jax.piece import Piece
+    from precondattn.parallel.jax.piece import DividedPiece
 
 PASSED = ""
 SENDS_VALUES = False
 
 
-def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
     """Why a leaf needs all tokens; None where any order of them will do."""
     return refusal_of_leaf(leaf)
 
 
-def output(piece: Piece) -> Array:
+def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     out: Array = piece.leaf(**piece.inputs, backend=piece.backend)
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     return {}

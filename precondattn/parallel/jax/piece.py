@@ -10,18 +10,18 @@ from jax import Array, lax
 
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.execution.masks import zero_padding
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 
-class Line(NamedTuple):
+class DeviceLine(NamedTuple):
     """The devices along an axis of a mesh, which have equally many tokens in an order."""
 
     axis: str
     devices: int
-    order: Order
+    order: TokenOrder
 
     @property
     def rank(self) -> Array:
@@ -42,7 +42,7 @@ class Line(NamedTuple):
         return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
 
 
-class Masks(NamedTuple):
+class DividedMasks(NamedTuple):
     """Which tokens are valid, and their segments, of every device (devices, b, tokens).
 
     Every device has those of all, for they are small beside keys and values.
@@ -55,7 +55,7 @@ class Masks(NamedTuple):
     segment: Array | None
 
     @classmethod
-    def of(cls, line: Line, given: Mapping[str, Array], tokens: int) -> Masks:
+    def of(cls, line: DeviceLine, given: Mapping[str, Array], tokens: int) -> DividedMasks:
         """From whole masks, whose tokens are in the order of the devices."""
 
         def of_devices(mask: Array) -> Array:
@@ -104,12 +104,12 @@ class Masks(NamedTuple):
         return masks
 
 
-class Piece(NamedTuple):
+class DividedPiece(NamedTuple):
     """A leaf call that is divided."""
 
     leaf: Leaf
     inputs: dict[str, Array]
     """By the leaf's own names; of a plan, shapes and dtypes"""
-    masks: Masks
-    line: Line
+    masks: DividedMasks
+    line: DeviceLine
     backend: Any

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import upcast
-from precondattn.parallel.jax.piece import Line, Masks, Piece
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.jax.piece import DeviceLine, DividedMasks, DividedPiece
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.rectangles import Rectangle, seen
-from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, Whole, read_of
+from precondattn.parallel.ring_reads import LaserOfParts, MeanOfParts, WholeRows, read_of
 from precondattn.spec.array_functions import finite_or_zero
 from precondattn.spec.softmax import Softmax
 
@@ -35,7 +35,7 @@ PASSED = "the keys of two other devices at a time"
 SENDS_VALUES = True
 
 
-def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
     """Why softmax attention can not go around a ring; None where it can."""
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
     if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
@@ -43,16 +43,16 @@ def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
     return None
 
 
-def output(piece: Piece) -> Array:
+def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     leaf, inputs = piece.leaf, piece.inputs
     assert isinstance(leaf, Softmax)  # It has been chosen by that.
-    ring = Ring(leaf, piece.line, piece.backend)
+    ring = RingCall(leaf, piece.line, piece.backend)
     out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by each device to the next one."""
     rounds = piece.line.devices - 1
     return {
@@ -62,7 +62,7 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
     }
 
 
-class Pair(NamedTuple):
+class RingPair(NamedTuple):
     """The attention of some queries to some of a device's keys."""
 
     read: MeanOfParts | LaserOfParts
@@ -72,24 +72,24 @@ class Pair(NamedTuple):
     """Whether any of the keys are seen; None if they may be"""
 
 
-Step = Callable[[Rectangle, Pair, Any], Any]
+Step = Callable[[Rectangle, RingPair, Any], Any]
 """Of a rectangle and a state, to the next state"""
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingCall:
     """What is static in a call."""
 
     softmax: Softmax
-    line: Line
+    line: DeviceLine
     backend: Any
 
-    def own(self, masks: Masks) -> Pair:
+    def own(self, masks: DividedMasks) -> RingPair:
         """Of a device's queries to its own keys. The tokens of a device are in order."""
         options = {**masks.of_device(self.line.rank), "backend": self.backend}
-        return Pair(read_of(self.softmax, options), None, None)
+        return RingPair(read_of(self.softmax, options), None, None)
 
-    def pair(self, masks: Masks, source: Array, of: Rectangle) -> Pair:
+    def pair(self, masks: DividedMasks, source: Array, of: Rectangle) -> RingPair:
         """Of a device's queries to another's keys.
 
         Causally, the keys are all before the queries. So both are of one segment only if the first
@@ -107,9 +107,9 @@ class Ring:
             seen_by, visible = queries == facing, keys == facing
             is_any = jnp.any(visible)
             options["key_mask"] = visible & options.get("key_mask", True)
-        return Pair(read_of(replace(self.softmax, causal=False), options), seen_by, is_any)
+        return RingPair(read_of(replace(self.softmax, causal=False), options), seen_by, is_any)
 
-    def each(self, masks: Masks, source: Array, tokens: int, step: Step, state: Any) -> Any:
+    def each(self, masks: DividedMasks, source: Array, tokens: int, step: Step, state: Any) -> Any:
         """The state after a step for each rectangle that is seen of a device's keys."""
         always, before, after = seen(self.line.order, tokens, causal=self.softmax.causal)
 
@@ -135,18 +135,20 @@ class Ring:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _around(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> Array:
+def _around(ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array) -> Array:
     return _forward(ring, masks, q, k, v)[0]
 
 
-def _forward(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+def _forward(
+    ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array
+) -> tuple[Array, Any]:
     """The output of a device's queries, and what the gradient needs."""
 
     def attended(distance: Array | int, done: Any, held: Any) -> Any:
         """`done` (output and log-sum-exp), and the attention to the keys that are held."""
         source = ring.source(distance)
 
-        def step(of: Rectangle, pair: Pair, done: Any) -> Any:
+        def step(of: Rectangle, pair: RingPair, done: Any) -> Any:
             read, seen_by, _ = pair
             rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in held))
             out, lse = read.attend(*map(upcast, rows))
@@ -173,7 +175,7 @@ def _forward(ring: Ring, masks: Masks, q: Array, k: Array, v: Array) -> tuple[Ar
     return out.astype(v.dtype), (masks, q, k, v, out, lse)
 
 
-def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
+def _backward(ring: RingCall, saved: Any, d_out: Array) -> Any:
     masks, q, k, v, out, lse = saved
     lse, d_out = finite_or_zero(lse), d_out.astype(lse.dtype)
 
@@ -181,11 +183,11 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
         """Gradients of the queries, and of the keys and values that are held, added up."""
         source, tokens = ring.source(distance), held[:2]
 
-        def step(of: Rectangle, pair: Pair, sums: Any) -> Any:
+        def step(of: Rectangle, pair: RingPair, sums: Any) -> Any:
             read, seen_by, _ = pair
             rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in tokens))
             of_queries = [of.rows(x, of.queries) for x in (out, lse, d_out)]
-            whole = Whole.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
+            whole = WholeRows.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
             gradients = read.pulled(tuple(map(upcast, rows)), whole)
             return tuple(
                 of.placed(total, which, of.rows(total, which) + gradients[name])
@@ -198,7 +200,7 @@ def _backward(ring: Ring, saved: Any, d_out: Array) -> Any:
         return d_q, (*tokens, *d_held)
 
     own = ring.own(masks).read.pulled(
-        tuple(map(upcast, (q, k, v))), Whole.of(out, lse, d_out, None)
+        tuple(map(upcast, (q, k, v))), WholeRows.of(out, lse, d_out, None)
     )
     d_q, held = own["q"], (k, v, own["k"], own["v"])
 

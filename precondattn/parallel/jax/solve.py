@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import upcast
-from precondattn.parallel.jax.piece import Masks, Piece
-from precondattn.parallel.jax.solve_blocks import Blocks
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.jax.piece import DividedMasks, DividedPiece
+from precondattn.parallel.jax.solve_blocks import SolveBlocks
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.partial_attention import with_lse, with_lse_vjp
 from precondattn.parallel.solve import BLOCK, attention_of
 from precondattn.parallel.solve import refusal as refusal_of_solve
@@ -33,21 +33,21 @@ PASSED = "a block of solved values of another device at a time"
 SENDS_VALUES = True
 
 
-def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
     """Why a solve can not be divided; None where it can."""
     return refusal_of_solve(leaf, order)
 
 
-def output(piece: Piece) -> Array:
+def output(piece: DividedPiece) -> Array:
     """y of a device's tokens."""
     x, leaf = piece.inputs, piece.leaf
     assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
-    blocks = Blocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
+    blocks = SolveBlocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
     out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by each device: a sum over P devices sends 2 (P − 1) / P of what it adds up."""
     others, k, v = piece.line.devices - 1, piece.inputs["k"], piece.inputs["v"]
     wide = 8 if v.dtype == jnp.float64 else 4
@@ -57,7 +57,9 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
 class _Stacks:
     """A device's blocks, and how rows see a block that has been given to it."""
 
-    def __init__(self, blocks: Blocks, masks: Masks, k: Array, beta: Array | None) -> None:
+    def __init__(
+        self, blocks: SolveBlocks, masks: DividedMasks, k: Array, beta: Array | None
+    ) -> None:
         self.blocks, self.masks = blocks, masks
         self.k = blocks.stacked(k)
         self.unit = blocks.unit(self.k)
@@ -92,12 +94,14 @@ class _Stacks:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _solved(blocks: Blocks, masks: Masks, k: Array, v: Array, beta: Array | None) -> Array:
+def _solved(
+    blocks: SolveBlocks, masks: DividedMasks, k: Array, v: Array, beta: Array | None
+) -> Array:
     return _forward(blocks, masks, k, v, beta)[0]
 
 
 def _forward(
-    blocks: Blocks, masks: Masks, k: Array, v: Array, beta: Array | None
+    blocks: SolveBlocks, masks: DividedMasks, k: Array, v: Array, beta: Array | None
 ) -> tuple[Array, Any]:
     """y of a device's rows, and what the gradient needs."""
     own = _Stacks(blocks, masks, k, beta)
@@ -140,7 +144,7 @@ def _forward(
     return blocks.unstacked(y).astype(v.dtype), (masks, k, v, beta, u, y)
 
 
-def _backward(blocks: Blocks, saved: Any, d_y: Array) -> Any:
+def _backward(blocks: SolveBlocks, saved: Any, d_y: Array) -> Any:
     masks, k, v, beta, u, y = saved
     own = _Stacks(blocks, masks, k, beta)
 

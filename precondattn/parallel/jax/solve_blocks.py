@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import upcast
-from precondattn.parallel.jax.piece import Line, Masks
+from precondattn.parallel.jax.piece import DeviceLine, DividedMasks
 from precondattn.parallel.solve import keys_of_scores
 from precondattn.spec.lucid import LucidSolve
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SolveBlocks:
     """What is static in a call."""
 
     leaf: LucidSolve
-    line: Line
+    line: DeviceLine
     backend: Any
     tokens: int
     """Of each device"""
@@ -76,7 +76,7 @@ class Blocks:
         parts = jnp.reshape(jnp.moveaxis(stack, 0, 1), (b, -1, self.of_part * self.rows, *rest))
         return jnp.reshape(parts[:, :, : self.part], (b, self.tokens, *rest))
 
-    def valid(self, masks: Masks, b: int) -> Array | None:
+    def valid(self, masks: DividedMasks, b: int) -> Array | None:
         """Which rows of a device are tokens that are not masked (blocks, b, rows); None for all."""
         valid = None if masks.valid is None else self.stacked(masks.valid[self.line.rank])
         if self.of_part * self.rows == self.part:
@@ -85,7 +85,7 @@ class Blocks:
         is_token = jnp.broadcast_to((row < self.part)[:, None], (self.own, b, self.rows))
         return is_token if valid is None else valid & is_token
 
-    def segment(self, masks: Masks, device: Array) -> Array | None:
+    def segment(self, masks: DividedMasks, device: Array) -> Array | None:
         """The segments of a device's rows (blocks, b, rows)."""
         return None if masks.segment is None else self.stacked(masks.segment[device])
 

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.parallel.jax.piece import Line, Piece
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.jax.piece import DeviceLine, DividedPiece
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.states import (
-    Borders,
-    Step,
+    SegmentBorders,
+    StateMap,
     bytes_of_steps,
     extended,
     extended_vjp,
@@ -42,21 +42,21 @@ PASSED = "the states before them"
 SENDS_VALUES = False
 
 
-def refusal(leaf: Leaf, order: Order, masks: Collection[str]) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
     """Why the states of a leaf have no scan; None where they have."""
     return refusal_of_states(leaf, order)
 
 
-def output(piece: Piece) -> Array:
+def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     segments, masks = piece.masks.segment, piece.masks.of_extension(piece.line.rank)
-    borders = None if segments is None else Borders.of(segments)
+    borders = None if segments is None else SegmentBorders.of(segments)
     scan = _Scan(piece.leaf, piece.line, piece.backend)
     out: Array = _scanned(scan, masks, borders, piece.inputs)
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by the first device to others, in the scan. No device sends more."""
     shapes = jax.eval_shape(lambda inputs: piece.leaf.init_cache(**inputs).store, piece.inputs)
     states, transitions = bytes_of_steps(piece.leaf, shapes)
@@ -67,7 +67,11 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
 
 
 def states_before(
-    line: Line, steps: Sequence[Step], borders: Borders | None, *, is_reversed: bool = False
+    line: DeviceLine,
+    steps: Sequence[StateMap],
+    borders: SegmentBorders | None,
+    *,
+    is_reversed: bool = False,
 ) -> list[Array]:
     """S_begin of a device, for each of its states; 0 for the first.
 
@@ -89,7 +93,7 @@ def states_before(
         if borders is not None:
             is_open = borders.is_open_before(line.rank, distance, is_reversed=is_reversed)
         earlier = [
-            Step(transition, state, step.is_scaled, is_open)
+            StateMap(transition, state, step.is_scaled, is_open)
             for step, (transition, state) in zip(steps, passed(sent, distance), strict=True)
         ]
         steps = [step.after(before) for step, before in zip(steps, earlier, strict=True)]
@@ -103,19 +107,25 @@ class _Scan:
     """What is static in a call."""
 
     leaf: Leaf
-    line: Line
+    line: DeviceLine
     backend: Any
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scanned(
-    scan: _Scan, masks: Mapping[str, Array], borders: Borders | None, inputs: Mapping[str, Array]
+    scan: _Scan,
+    masks: Mapping[str, Array],
+    borders: SegmentBorders | None,
+    inputs: Mapping[str, Array],
 ) -> Array:
     return _forward(scan, masks, borders, inputs)[0]
 
 
 def _forward(
-    scan: _Scan, masks: Mapping[str, Array], borders: Borders | None, inputs: Mapping[str, Array]
+    scan: _Scan,
+    masks: Mapping[str, Array],
+    borders: SegmentBorders | None,
+    inputs: Mapping[str, Array],
 ) -> tuple[Array, Any]:
     """The output of a device's tokens, from T and F of all, and what the gradient needs."""
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
@@ -138,7 +148,7 @@ def _backward(scan: _Scan, saved: Any, cotangent: Array) -> Any:
     _, _, pull = extended_vjp(leaf, cache, inputs, scan.backend, masks)
     _, d_past = pull(cotangent)
     steps = [
-        Step(transitions[key], state, is_scaled(leaf), is_open).adjoint(
+        StateMap(transitions[key], state, is_scaled(leaf), is_open).adjoint(
             kept(d_past[key], continues).astype(state.dtype)
         )
         for key, state in states.items()
@@ -148,7 +158,9 @@ def _backward(scan: _Scan, saved: Any, cotangent: Array) -> Any:
     return None, None, {name: gradients[name].astype(x.dtype) for name, x in inputs.items()}
 
 
-def _of_device(line: Line, borders: Borders | None) -> tuple[Array | None, Array | None]:
+def _of_device(
+    line: DeviceLine, borders: SegmentBorders | None
+) -> tuple[Array | None, Array | None]:
     """Whether its first token continues a segment (b,), and whether all its tokens do."""
     if borders is None:
         return None, None

@@ -38,8 +38,8 @@ from precondattn.execution.masks import (
 )
 from precondattn.parallel.half_precision import inputs_in_half
 from precondattn.parallel.jax import gathered, local, ring, solve, states
-from precondattn.parallel.jax.call import MASKS, Arguments, Call
-from precondattn.parallel.jax.piece import Line, Masks, Piece
+from precondattn.parallel.jax.call import MASKS, DividedArguments, DividedCall
+from precondattn.parallel.jax.piece import DeviceLine, DividedMasks, DividedPiece
 from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
 from precondattn.spec.linear_family import LinearFamily
@@ -61,7 +61,7 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
 }
 
 
-def refusal(call: Call, masks: Collection[str]) -> str | None:
+def refusal(call: DividedCall, masks: Collection[str]) -> str | None:
     """Why a call can not be divided like this; None where it can."""
     assert call.order is not None  # Of the layouts that divide tokens.
     keys = call.sizes.get("s", call.tokens)
@@ -77,7 +77,7 @@ def refusal(call: Call, masks: Collection[str]) -> str | None:
     return None
 
 
-def check(call: Call, given: Arguments, *, is_part: bool) -> None:
+def check(call: DividedCall, given: DividedArguments, *, is_part: bool) -> None:
     """Raise what is wrong with the arguments, whole or the parts of a device.
 
     Entries of masks are looked at where they are known; else `output` makes the sequence NaN.
@@ -88,18 +88,20 @@ def check(call: Call, given: Arguments, *, is_part: bool) -> None:
     for name, dtypes in (("key_mask", ("bool",)), ("segment_ids", INTEGERS)):
         check_mask(call.owner, name, given.masks.get(name), like, shape, dtypes, "(b s)")
     if is_part:
-        given = Arguments(given.inputs, {n: a for n, a in given.masks.items() if not MASKS[n]})
+        given = DividedArguments(
+            given.inputs, {n: a for n, a in given.masks.items() if not MASKS[n]}
+        )
     _invalid(call, given)
 
 
-def output(call: Call, given: Arguments) -> Array:
+def output(call: DividedCall, given: DividedArguments) -> Array:
     """The output of a device's tokens, from its part of everything."""
     whole = {
         name: mask if MASKS[name] is None else lax.all_gather(mask, call.axis, axis=1, tiled=True)
         for name, mask in given.masks.items()
     }
     line, program = _line(call), call.mechanism.program
-    masks = Masks.of(line, whole, call.tokens // call.devices)
+    masks = DividedMasks.of(line, whole, call.tokens // call.devices)
     values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
     name = call_dtype(given.inputs)
     is_half, dtype = name in HALF, jnp.dtype(name)
@@ -111,21 +113,23 @@ def output(call: Call, given: Arguments) -> Array:
         values[leaf_call.out] = way.output(piece)
     out = {program.out: cast(values[program.out], dtype)}
     out = masks.without_padding(line.rank, out, {program.out: program.output})
-    return nan_where_invalid(out[program.out], _invalid(call, Arguments(given.inputs, whole)))
+    return nan_where_invalid(
+        out[program.out], _invalid(call, DividedArguments(given.inputs, whole))
+    )
 
 
-def during(call: Call) -> str:
+def during(call: DividedCall) -> str:
     """What each device has during the call."""
     ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
     passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
     return f"its tokens of all heads, {', '.join(passed) or 'nothing of others'}"
 
 
-def bytes_sent(call: Call) -> dict[str, int]:
+def bytes_sent(call: DividedCall) -> dict[str, int]:
     """Forward, by each device to others, by what is sent, for which value of the program."""
     sent: dict[str, int] = {}
     values: dict[str, Any] = dict(call.parts)
-    for leaf_call, way, piece in _pieces(call, Masks(None, None, None), values):
+    for leaf_call, way, piece in _pieces(call, DividedMasks(None, None, None), values):
         for name, count in way.bytes_sent(piece).items():
             sent[f"{name} for {leaf_call.out}"] = count
         values[leaf_call.out] = _like_output(piece)
@@ -138,12 +142,12 @@ def way_of(leaf: LeafProtocol) -> ModuleType | None:
     return gathered if way is ring and not goes_around(leaf) else way
 
 
-def _line(call: Call) -> Line:
+def _line(call: DividedCall) -> DeviceLine:
     assert call.order is not None  # Of the layouts that divide tokens.
-    return Line(call.axis, call.devices, call.order)
+    return DeviceLine(call.axis, call.devices, call.order)
 
 
-def _invalid(call: Call, given: Arguments) -> Array | None:
+def _invalid(call: DividedCall, given: DividedArguments) -> Array | None:
     """Sequences (b,) whose whole masks have entries that can not be, if they are traced.
 
     Raises
@@ -163,18 +167,18 @@ def _invalid(call: Call, given: Arguments) -> Array | None:
 
 
 def _pieces(
-    call: Call, masks: Masks, values: Mapping[str, Any]
-) -> Iterator[tuple[LeafCall, ModuleType, Piece]]:
+    call: DividedCall, masks: DividedMasks, values: Mapping[str, Any]
+) -> Iterator[tuple[LeafCall, ModuleType, DividedPiece]]:
     """The leaf calls in order, with their ways; `values` has all that are computed before."""
     line = _line(call)
     for leaf_call in call.mechanism.program.calls:
         inputs = {name: values[value] for name, value in leaf_call.arguments}
         way = way_of(leaf_call.leaf)
         assert way is not None  # `refusal` has checked it.
-        yield leaf_call, way, Piece(leaf_of(leaf_call), inputs, masks, line, call.backend)
+        yield leaf_call, way, DividedPiece(leaf_of(leaf_call), inputs, masks, line, call.backend)
 
 
-def _like_output(piece: Piece) -> jax.ShapeDtypeStruct:
+def _like_output(piece: DividedPiece) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a leaf's output."""
     leaf, inputs = piece.leaf, piece.inputs
     shapes = {name: tuple(x.shape) for name, x in inputs.items()}

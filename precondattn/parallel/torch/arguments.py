@@ -14,7 +14,7 @@ from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.arrays import dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.torch.dtensor_sharding import MASKS
-from precondattn.parallel.heads import Axes, Shape
+from precondattn.parallel.heads import HeadAxes, Shape
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -29,7 +29,7 @@ class Bound(NamedTuple):
     patterns: Mapping[str, Pattern]
     inputs: dict[str, Tensor]
     masks: dict[str, Any]
-    axes: dict[str, Axes]
+    axes: dict[str, HeadAxes]
     """Of the inputs"""
     tokens: tuple[int, int]
     """Of queries and of keys, on this process"""
@@ -95,7 +95,7 @@ def bind(mechanism: Mechanism, mesh: DeviceMesh, arrays: Any, named: Mapping[str
             raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
         if x.ndim != len(pattern.axes):
             raise ValueError(f"{name} is declared ({pattern.text}); found shape {tuple(x.shape)}")
-    axes = {name: Axes.of(patterns[name], tuple(x.shape)) for name, x in inputs.items()}
+    axes = {name: HeadAxes.of(patterns[name], tuple(x.shape)) for name, x in inputs.items()}
     has_tokens = {name: axis.time is not None for name, axis in axes.items()}
     kinds = {isinstance(x, DTensor) for name, x in inputs.items() if has_tokens[name]}
     if len(kinds) > 1:

@@ -33,7 +33,7 @@ from precondattn.parallel.torch import (
     states_cache,
 )
 from precondattn.parallel.torch import states as states_torch
-from precondattn.parallel.torch.call import Call, Processes, tried
+from precondattn.parallel.torch.call import DividedCall, MeshProcesses, tried
 from precondattn.parallel.torch.divided_cache import (
     DividedCache,
     Kept,
@@ -43,8 +43,8 @@ from precondattn.parallel.torch.divided_cache import (
     rows_needed,
 )
 from precondattn.parallel.torch.new_tokens import NewTokens
-from precondattn.parallel.torch.piece import Piece, masks_of, positions_of
-from precondattn.parallel.torch.step import Parts, Shape, Step
+from precondattn.parallel.torch.piece import DividedPiece, masks_of, positions_of
+from precondattn.parallel.torch.step import DividedStep, PartExchanges, Shape
 from precondattn.parallel.torch.tokens import computed, like_output, way_of
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ CACHED: Mapping[ModuleType, ModuleType] = {
 
 
 def prefill(
-    call: Call,
-    processes: Processes,
+    call: DividedCall,
+    processes: MeshProcesses,
     mesh: DeviceMesh,
     capacity: int | None,
     begin: Cache | None,
@@ -77,7 +77,7 @@ def prefill(
     rank, keys = processes.rank, call.mechanism.program.slot_keys
     kept: dict[str, Tensor] = {}
 
-    def output_of(number: int, way: ModuleType, piece: Piece) -> Tensor:
+    def output_of(number: int, way: ModuleType, piece: DividedPiece) -> Tensor:
         first = None
         if begin is not None:
             first = {slot: begin.store[key] for slot, key in keys[number].items()}
@@ -96,7 +96,7 @@ def prefill(
 
 
 def extend(
-    new: NewTokens, processes: Processes, cache: DividedCache, *, donate: bool
+    new: NewTokens, processes: MeshProcesses, cache: DividedCache, *, donate: bool
 ) -> tuple[Tensor, DividedCache]:
     """The output of the new tokens, and the cache with them."""
     mechanism, rank = cache.mechanism, processes.rank
@@ -126,14 +126,16 @@ def extend(
     return zero_padding({name: values[name]}, of_out, new.within, new.valid)[name], after
 
 
-def bytes_of_extension(new: NewTokens, processes: Processes, cache: DividedCache) -> dict[str, int]:
+def bytes_of_extension(
+    new: NewTokens, processes: MeshProcesses, cache: DividedCache
+) -> dict[str, int]:
     """By this process to others, by what is sent, for which value of the program."""
     parts, past = _parts(new, processes), _Past.of(cache, processes.rank)
     shapes = _shapes(past, new, new.inputs)
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
 
-def bytes_of_states(call: Call, processes: Processes) -> dict[str, int]:
+def bytes_of_states(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
     """By this process to others after a prefill, of the last states."""
     program, others = call.mechanism.program, processes.devices - 1
     empty = call.mechanism.init_cache(**call.bound.inputs, capacity=1).store
@@ -148,7 +150,11 @@ def bytes_of_states(call: Call, processes: Processes) -> dict[str, int]:
 
 
 def _empty(
-    call: Call, processes: Processes, mesh: DeviceMesh, capacity: int | None, begin: Cache | None
+    call: DividedCall,
+    processes: MeshProcesses,
+    mesh: DeviceMesh,
+    capacity: int | None,
+    begin: Cache | None,
 ) -> DividedCache:
     """A cache with the numbers of the tokens that a prefill gives, but without them."""
     assert call.order is not None  # Of the layouts that divide tokens.
@@ -198,9 +204,9 @@ def _kept(cache: DividedCache, kept: Mapping[str, Tensor]) -> Kept:
     return Kept(rows, {name: x for name, x in kept.items() if name not in rows})
 
 
-def _parts(new: NewTokens, processes: Processes) -> Parts:
+def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
     is_double = any(x.dtype == torch.float64 for x in new.inputs.values())
-    return Parts(processes, torch.float64 if is_double else torch.float32)
+    return PartExchanges(processes, torch.float64 if is_double else torch.float32)
 
 
 class _Past(NamedTuple):
@@ -223,11 +229,11 @@ class _Past(NamedTuple):
             seen = within if seen is None else seen & within
         return cls(cache.mechanism, store, rows, seen)
 
-    def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> Step:
+    def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> DividedStep:
         """A call of the program on the new tokens; `values` has all that are computed before."""
         program = self.mechanism.program
         call, keys = program.calls[number], program.slot_keys[number]
-        return Step(
+        return DividedStep(
             leaf_of(call),
             {name: values[value] for name, value in call.arguments},
             {slot: self.store[key] for slot, key in keys.items()},

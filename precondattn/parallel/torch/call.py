@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.torch.agreement import agreed
 from precondattn.parallel.torch.arguments import Bound
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Processes:
+class MeshProcesses:
     """Those of a mesh of one dimension, and this one among them."""
 
     owner: str
@@ -65,10 +65,10 @@ def check_mesh(owner: str, mesh: object, example: str) -> None:
         )
 
 
-def processes_of(owner: str, mesh: DeviceMesh) -> Processes:
+def processes_of(owner: str, mesh: DeviceMesh) -> MeshProcesses:
     """Those of a mesh of one dimension."""
     group, rank = ref(mesh.get_group()), mesh.get_local_rank()
-    return Processes(owner, group, rank, mesh.size(), device_of(mesh))
+    return MeshProcesses(owner, group, rank, mesh.size(), device_of(mesh))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -86,7 +86,7 @@ def tried(function: Callable[[], Result]) -> tuple[Result | None, Exception | No
         return None, error
 
 
-class Call(NamedTuple):
+class DividedCall(NamedTuple):
     """A call that all processes have agreed on."""
 
     mechanism: Mechanism
@@ -96,5 +96,5 @@ class Call(NamedTuple):
     sizes: dict[str, int]
     """By letter, for all tokens"""
     backend: Any
-    order: Order | None = None
+    order: TokenOrder | None = None
     """That of the tokens, in the layouts that divide them"""

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from precondattn.algebra.expression import parse
 from precondattn.cache import Cache
 from precondattn.parallel.advised_layouts import advice
-from precondattn.parallel.heads import Axes
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.heads import HeadAxes
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.plan import Plan
 from precondattn.parallel.torch import cached, heads
 from precondattn.parallel.torch import start as start_torch
 from precondattn.parallel.torch import tokens as tokens_torch
 from precondattn.parallel.torch.arguments import bind
-from precondattn.parallel.torch.call import Call, check_mesh, processes_of
+from precondattn.parallel.torch.call import DividedCall, check_mesh, processes_of
 from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
 
@@ -80,7 +80,7 @@ def context_parallel(
     owner = f"context_parallel({mechanism})"
     check_mesh(owner, mesh, "mesh['cp']")
     try:
-        order = None if layout == "heads" else Order.read(layout or "contiguous")
+        order = None if layout == "heads" else TokenOrder.read(layout or "contiguous")
     except ValueError as error:
         raise ValueError(f"{owner}: {error}") from None
     if mechanism.mixes_sequences:
@@ -94,7 +94,7 @@ class ContextParallel:
     """A mechanism for parts of sequences; `context_parallel` makes it."""
 
     def __init__(
-        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: Order | None
+        self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: TokenOrder | None
     ) -> None:
         self.mechanism, self.mesh, self.layout, self.order = mechanism, mesh, layout, order
         self.processes = processes_of(f"context_parallel({mechanism})", mesh)
@@ -150,7 +150,7 @@ class ContextParallel:
         processes' losses together. That of an initial state is the first process's term of it, 0 on
         the others.
         """
-        start = start_torch.Start(self.mechanism, capacity, cache)
+        start = start_torch.CacheStart(self.mechanism, capacity, cache)
         call = self._agreed(arrays, named, backend, start)
         out, divided = cached.prefill(call, self.processes, self.mesh, capacity, cache)
         return self._as_given(call, out), divided
@@ -196,13 +196,13 @@ class ContextParallel:
             out = DTensor.from_local(out, self.mesh, [Replicate()], run_check=False)
         return out, after
 
-    def _as_given(self, call: Call, part: Any) -> Any:
+    def _as_given(self, call: DividedCall, part: Any) -> Any:
         """The output, as a DTensor if inputs were."""
         if not call.bound.is_distributed:
             return part
         pattern = self.mechanism.program.output
         whole = pattern.shape(call.sizes)
-        time = Axes.of(pattern, whole).time
+        time = HeadAxes.of(pattern, whole).time
         assert time is not None  # Every output has tokens.
         stride = torch.empty(whole, device="meta").stride()
         return DTensor.from_local(
@@ -239,7 +239,7 @@ class ContextParallel:
             sent = cached.bytes_of_extension(new, self.processes, cache)
             during = f"{cache.rows_of(rank)} cached tokens and all new ones, of all heads"
             return self._plan(cache.layout, new.sizes["t"], during, sent)
-        start = start_torch.Start(self.mechanism, 1, None) if verb == "prefill" else None
+        start = start_torch.CacheStart(self.mechanism, 1, None) if verb == "prefill" else None
         call = self._agreed(arrays, named, None, start)
         way = tokens_torch if verb == "prefill" else self._way(call)
         layout = "heads" if way is heads else str(self.order)
@@ -276,8 +276,8 @@ class ContextParallel:
         arrays: Any,
         named: Mapping[str, Any],
         backend: Any,
-        start: start_torch.Start | None = None,
-    ) -> Call:
+        start: start_torch.CacheStart | None = None,
+    ) -> DividedCall:
         """The arguments of a call that the layout can divide."""
         call = self._bound(arrays, named, backend, start)
         refused = self._refusal(call) if start is None else self._refusal_of_prefill(call)
@@ -285,13 +285,13 @@ class ContextParallel:
             raise ValueError(f"{self.processes.owner}: {refused}")
         return call
 
-    def _way(self, call: Call) -> ModuleType:
+    def _way(self, call: DividedCall) -> ModuleType:
         """How a call is divided that has not been refused."""
         if self.layout is None:
             return tokens_torch if self._refused_by(heads, call) else heads
         return heads if self.order is None else tokens_torch
 
-    def _refusal(self, call: Call) -> str | None:
+    def _refusal(self, call: DividedCall) -> str | None:
         ways = (heads, tokens_torch) if self.layout is None else (self._way(call),)
         reasons = [self._refused_by(way, call) for way in ways]
         if None in reasons:
@@ -300,19 +300,19 @@ class ContextParallel:
         others = {"heads": of_heads, "contiguous": self._refusal_in_order(call)}
         return "; ".join(map(str, reasons)) + advice(others)
 
-    def _refusal_of_prefill(self, call: Call) -> str | None:
+    def _refusal_of_prefill(self, call: DividedCall) -> str | None:
         of_cache = cached.refusal(self.mechanism)
         refused = self._refused_by(tokens_torch, call)
         if refused is None:
             return of_cache
         return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
 
-    def _refusal_in_order(self, call: Call) -> str | None:
+    def _refusal_in_order(self, call: DividedCall) -> str | None:
         """The refusal of the layout `contiguous`, which divides what any order of tokens can."""
-        in_order = call._replace(order=Order("contiguous"))
+        in_order = call._replace(order=TokenOrder("contiguous"))
         return tokens_torch.refusal(self.mechanism, in_order, self.processes)
 
-    def _refused_by(self, way: ModuleType, call: Call) -> str | None:
+    def _refused_by(self, way: ModuleType, call: DividedCall) -> str | None:
         refused = way.refusal(self.mechanism, call, self.processes)
         layout = "heads" if way is heads else str(self.order)
         return None if refused is None else f"layout {layout!r} {refused}"
@@ -322,8 +322,8 @@ class ContextParallel:
         arrays: Any,
         named: Mapping[str, Any],
         backend: Any,
-        start: start_torch.Start | None = None,
-    ) -> Call:
+        start: start_torch.CacheStart | None = None,
+    ) -> DividedCall:
         """The arguments, after all processes have checked theirs together."""
         bound, error = None, None
         try:
@@ -349,4 +349,4 @@ class ContextParallel:
             )
         shapes = {name: bound.whole_shape(name, tokens) for name in bound.inputs}
         sizes = self.mechanism.inputs.sizes(owner, shapes)
-        return Call(self.mechanism, bound, tokens, sizes, backend, self.order)
+        return DividedCall(self.mechanism, bound, tokens, sizes, backend, self.order)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from precondattn.arrays import take_tokens
 from precondattn.cache import Cache, append
 from precondattn.cache.kinds import holding, kinds_of
-from precondattn.parallel.layouts import Part
+from precondattn.parallel.layouts import TokenPart
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
@@ -86,7 +86,7 @@ class Kept(NamedTuple):
     states: Mapping[str, Tensor]
 
 
-def held_of(parts: Sequence[Part], counts: Sequence[int], devices: int) -> Counts:
+def held_of(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> Counts:
     """The tokens of each process, where `counts[i]` of sequence i are valid.
 
     Examples

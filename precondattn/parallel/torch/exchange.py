@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.heads import Axes, Shape, first_with, share
+from precondattn.parallel.heads import HeadAxes, Shape, first_with, share
 
 if TYPE_CHECKING:
-    from precondattn.parallel.torch.call import Processes
+    from precondattn.parallel.torch.call import MeshProcesses
 
 Pieces = list[list[Tensor]]
 """Of each device, one of each array."""
@@ -27,8 +27,8 @@ Pieces = list[list[Tensor]]
 class Exchange(NamedTuple):
     """Arrays (b, T_r, heads, …) of this device, and (b, all tokens, heads of r, …)."""
 
-    processes: Processes
-    axes: tuple[Axes, ...]
+    processes: MeshProcesses
+    axes: tuple[HeadAxes, ...]
     times: tuple[tuple[int, ...], ...]
     """The size of each array along the tokens, on every device."""
     heads: tuple[int, ...]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from precondattn.parallel.gathered import gathered_inputs
 from precondattn.parallel.gathered import refusal as refusal_of_leaf
-from precondattn.parallel.layouts import Order, Part
+from precondattn.parallel.layouts import TokenOrder, TokenPart
 from precondattn.parallel.torch.exchange import exchanged
-from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.piece import DividedPiece
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -28,15 +28,17 @@ PASSED = "the keys of all processes"
 SENDS_VALUES = True
 
 
-def refusal(leaf: Leaf, order: Order) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """Why keys are not gathered; None where they are."""
     return refusal_of_leaf(leaf)
 
 
-def output(piece: Piece) -> Tensor:
+def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
     own = gathered_inputs(piece.leaf)
-    whole = dict(zip(own, _Gathered.apply(piece, *(piece.inputs[n] for n in own)), strict=True))
+    whole = dict(
+        zip(own, _GatheredTokens.apply(piece, *(piece.inputs[n] for n in own)), strict=True)
+    )
 
     def attended() -> Tensor:
         parts = piece.own_parts(piece.processes.rank)
@@ -46,7 +48,7 @@ def output(piece: Piece) -> Tensor:
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by this process to others."""
     others = piece.processes.devices - 1
     return {
@@ -55,7 +57,7 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
     }
 
 
-def _of_part(piece: Piece, part: Part, whole: dict[str, Tensor]) -> Tensor:
+def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
     """Some consecutive queries, as the last ones of all tokens up to them."""
     end = part.first + part.tokens
     inputs = {}
@@ -69,7 +71,7 @@ def _of_part(piece: Piece, part: Part, whole: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def _masks_until(piece: Piece, end: int) -> dict[str, Tensor]:
+def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
     """Those of the first tokens of the sequence."""
     masks = piece.masks
     given = {"key_mask": masks.valid, "segment_ids": masks.segment}
@@ -80,16 +82,16 @@ def _masks_until(piece: Piece, end: int) -> dict[str, Tensor]:
     }
 
 
-def _in_order(piece: Piece, of_processes: Any) -> Tensor:
+def _in_order(piece: DividedPiece, of_processes: Any) -> Tensor:
     """Tokens (b, s, …) in the order of the sequence, from those of every process."""
     return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
 
 
-class _Gathered(torch.autograd.Function):  # type: ignore[misc]
+class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
     """All tokens of some arrays in the order of the sequence; its gradient is the sum of all."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Piece, *arrays: Tensor) -> Any:
+    def forward(ctx: Any, piece: DividedPiece, *arrays: Tensor) -> Any:
         ctx.piece = piece
         processes = piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
@@ -103,7 +105,7 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        piece: Piece = ctx.piece
+        piece: DividedPiece = ctx.piece
         processes = piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
         sent = [[_of_process(piece, process, d) for d in cotangents] for process in range(devices)]
@@ -111,7 +113,7 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
         return None, *(torch.stack(of_one).sum(0) for of_one in zip(*received, strict=True))
 
 
-def _of_process(piece: Piece, process: int, whole: Tensor) -> Tensor:
+def _of_process(piece: DividedPiece, process: int, whole: Tensor) -> Tensor:
     """A process's tokens, in its order, of all."""
     parts = [whole[:, part.first : part.first + part.tokens] for part in piece.own_parts(process)]
     return torch.cat(parts, 1)

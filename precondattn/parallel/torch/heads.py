@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from precondattn.parallel import heads
-from precondattn.parallel.heads import Axes, elements_sent, heads_of_output, share
+from precondattn.parallel.heads import HeadAxes, elements_sent, heads_of_output, share
 from precondattn.parallel.torch.arguments import WHOLE, Bound
-from precondattn.parallel.torch.call import Call, Processes
+from precondattn.parallel.torch.call import DividedCall, MeshProcesses
 from precondattn.parallel.torch.exchange import Exchange, gathered
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 
-def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | None:
+def refusal(mechanism: Mechanism, call: DividedCall, processes: MeshProcesses) -> str | None:
     """Why a call can not be divided like this; None where it can."""
     return heads.refusal(mechanism, call.sizes, processes.devices)
 
 
-def output(call: Call, processes: Processes) -> Tensor:
+def output(call: DividedCall, processes: MeshProcesses) -> Tensor:
     """The output of this process's tokens."""
     bound, names = call.bound, call.bound.with_tokens
     moved = _exchange(call, processes).to_heads([bound.inputs[name] for name in names])
@@ -35,13 +35,13 @@ def output(call: Call, processes: Processes) -> Tensor:
     return part
 
 
-def during(call: Call, processes: Processes) -> str:
+def during(call: DividedCall, processes: MeshProcesses) -> str:
     """What a process has during the call."""
     count = call.sizes[heads_of_output(call.mechanism)] // processes.devices
     return f"all tokens of {count} heads"
 
 
-def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
     """Forward, by this process to others: of each input, and of the output `out`."""
     bound, of_out = call.bound, call.mechanism.program.output
     shapes = {name: tuple(bound.inputs[name].shape) for name in bound.with_tokens}
@@ -53,7 +53,7 @@ def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
     return {name: count * widths[name] for name, count in elements.items()}
 
 
-def _exchange(call: Call, processes: Processes) -> Exchange:
+def _exchange(call: DividedCall, processes: MeshProcesses) -> Exchange:
     """Of all inputs with tokens."""
     bound, names = call.bound, call.bound.with_tokens
     axes = tuple(bound.axes[name] for name in names)
@@ -65,17 +65,17 @@ def _exchange(call: Call, processes: Processes) -> Exchange:
     return Exchange(processes, axes, times, counts)
 
 
-def _exchange_of_output(call: Call, processes: Processes) -> Exchange:
+def _exchange_of_output(call: DividedCall, processes: MeshProcesses) -> Exchange:
     pattern = call.mechanism.program.output
     whole = pattern.shape(call.sizes)
-    axes = Axes.of(pattern, whole)
+    axes = HeadAxes.of(pattern, whole)
     assert axes.time is not None  # Every output has tokens.
     times = call.tokens[pattern.letters[axes.time]]
     count = 1 if axes.heads is None else whole[axes.heads]
     return Exchange(processes, (axes,), (times,), (count,))
 
 
-def _weights(bound: Bound, processes: Processes) -> dict[str, Tensor]:
+def _weights(bound: Bound, processes: MeshProcesses) -> dict[str, Tensor]:
     """Inputs without tokens, those of this process's heads."""
     result = {}
     for name, x in bound.inputs.items():

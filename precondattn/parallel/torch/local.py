@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from precondattn.parallel.layouts import Order
+from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.local import refusal as refusal_of_leaf
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
-    from precondattn.parallel.torch.piece import Piece
+    from precondattn.parallel.torch.piece import DividedPiece
 
 PASSED = ""
 SENDS_VALUES = False
 
 
-def refusal(leaf: Leaf, order: Order) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """Why a leaf needs all tokens; None where any order of them will do."""
     return refusal_of_leaf(leaf)
 
 
-def output(piece: Piece) -> Tensor:
+def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
     out: Tensor = piece.processes.together(
         lambda: piece.leaf(**piece.inputs, backend=piece.backend)
@@ -30,5 +30,5 @@ def output(piece: Piece) -> Tensor:
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     return {}

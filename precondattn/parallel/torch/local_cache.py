@@ -7,20 +7,22 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from precondattn.parallel.torch import local
-from precondattn.parallel.torch.piece import Piece
-from precondattn.parallel.torch.step import Shape, Step
+from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.step import DividedStep, Shape
 
 
-def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens."""
     return local.output(piece), {}
 
 
-def part_shape(step: Step) -> Shape | None:
+def part_shape(step: DividedStep) -> Shape | None:
     """None: nothing is exchanged."""
     return None
 
 
-def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, computed by every process."""
     return step.leaf(**step.inputs, backend=step.backend), {}

@@ -12,8 +12,8 @@ from torch import Tensor
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.masks import ValueChecks, is_contiguous, zero_padding
-from precondattn.parallel.layouts import Part
-from precondattn.parallel.torch.call import Call, Processes
+from precondattn.parallel.layouts import TokenPart
+from precondattn.parallel.torch.call import DividedCall, MeshProcesses
 from precondattn.parallel.torch.exchange import gathered
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Masks:
+class DividedMasks:
     """Which tokens are valid, and their segments (b, tokens of a process), of every process.
 
     Every process has those of all, for they are small beside keys and values.
@@ -72,19 +72,19 @@ class Masks:
         return masks
 
 
-class Piece(NamedTuple):
+class DividedPiece(NamedTuple):
     """A leaf call that is divided."""
 
     leaf: Leaf
     inputs: dict[str, Tensor]
     """By the leaf's own names"""
-    parts: tuple[Part, ...]
+    parts: tuple[TokenPart, ...]
     """All parts of the sequence, in its order"""
-    masks: Masks
-    processes: Processes
+    masks: DividedMasks
+    processes: MeshProcesses
     backend: Any
 
-    def own_parts(self, process: int) -> list[Part]:
+    def own_parts(self, process: int) -> list[TokenPart]:
         """Those of one process, in the order of the sequence."""
         return [part for part in self.parts if part.device == process]
 
@@ -93,7 +93,9 @@ class Piece(NamedTuple):
         return sum(part.tokens for part in self.own_parts(process))
 
 
-def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> Masks:
+def masks_of(
+    call: DividedCall, processes: MeshProcesses, *, is_planned: bool = False
+) -> DividedMasks:
     """The masks of all processes' tokens, after an exchange of those that are of tokens.
 
     For a plan they are not exchanged, and there are none.
@@ -105,7 +107,7 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
     """
     given, counts, b = call.bound.masks, call.tokens["s"], call.sizes["b"]
     if not given or is_planned:
-        return Masks(None, None, None)
+        return DividedMasks(None, None, None)
     assert call.order is not None  # Of the layouts that divide tokens.
     total, device = sum(counts), processes.device
     parts = call.order.parts(counts)
@@ -133,10 +135,10 @@ def masks_of(call: Call, processes: Processes, *, is_planned: bool = False) -> M
         in_order[:, torch.cat(of_process)] = whole
         if not bool(is_contiguous(in_order).all()):
             raise ValueError(f"{processes.owner}: segment_ids must be contiguous")
-    return Masks(within, valid, segment)
+    return DividedMasks(within, valid, segment)
 
 
-def positions_of(parts: Sequence[Part], process: int, device: torch.device) -> Tensor:
+def positions_of(parts: Sequence[TokenPart], process: int, device: torch.device) -> Tensor:
     """The positions in the sequence of a process's tokens."""
     spans = [(part.first, part.first + part.tokens) for part in parts if part.device == process]
     return torch.cat([torch.arange(*span, device=device) for span in spans])

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.layouts import Order
-from precondattn.parallel.ring_reads import Whole, read_of
+from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.ring_reads import WholeRows, read_of
 from precondattn.parallel.torch.call import tried
-from precondattn.parallel.torch.piece import Piece, crossing
+from precondattn.parallel.torch.piece import DividedPiece, crossing
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ PASSED = "the keys of two other processes at a time"
 SENDS_VALUES = True
 
 
-def refusal(leaf: Leaf, order: Order) -> str | None:
+def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """None: every leaf that `goes_around` can be divided in every order."""
     return None
 
 
-def output(piece: Piece) -> Tensor:
+def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
-    out: Tensor = _Around.apply(Ring(piece), *(piece.inputs[name] for name in "qkv"))
+    out: Tensor = _Around.apply(RingCall(piece), *(piece.inputs[name] for name in "qkv"))
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by this process to the next one."""
     processes = piece.processes
     rank, devices = processes.rank, processes.devices
@@ -64,7 +64,7 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
     }
 
 
-class Pair(NamedTuple):
+class RingPair(NamedTuple):
     """The attention of some of this process's queries to some of a process's keys."""
 
     softmax: Softmax
@@ -76,12 +76,12 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingCall:
     """A call, and who takes part."""
 
-    piece: Piece
+    piece: DividedPiece
 
-    def pairs(self, source: int) -> Iterator[Pair]:
+    def pairs(self, source: int) -> Iterator[RingPair]:
         """Of all parts of this process's queries and of a process's keys.
 
         Causally there is none with later parts. Parts before, and after, are taken together.
@@ -95,7 +95,7 @@ class Ring:
             after = [other for other in keys if other.first > part.first]
             if source == processes.rank:
                 masks = self.piece.masks.of(source, part.rows)
-                yield Pair(leaf, part.rows, part.rows, masks, None)
+                yield RingPair(leaf, part.rows, part.rows, masks, None)
             for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
                 if others:
                     rows = slice(others[0].rows.start, others[-1].rows.stop)
@@ -105,7 +105,7 @@ class Ring:
 
     def _between(
         self, softmax: Softmax, queries: slice, source: int, keys: slice, at: int
-    ) -> Pair | None:
+    ) -> RingPair | None:
         """Queries and keys all before them (`at` 0) or after them; None if none is visible."""
         masks, rank = self.piece.masks, self.piece.processes.rank
         given = masks.of(source, keys)
@@ -114,12 +114,12 @@ class Ring:
             None if own is None else own[:, queries], at, given.pop("segment_ids", None)
         )
         if both is None:
-            return Pair(softmax, queries, keys, given, None)
+            return RingPair(softmax, queries, keys, given, None)
         seen_by, seen = both
         if not bool(seen.any()):
             return None
         given["key_mask"] = seen & given["key_mask"] if "key_mask" in given else seen
-        return Pair(softmax, queries, keys, given, seen_by)
+        return RingPair(softmax, queries, keys, given, seen_by)
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
@@ -158,7 +158,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         done: dict[int, tuple[Tensor, Tensor]] = {}
         error: Exception | None = None
         for source, held in ring.rounds(k, v):
@@ -173,7 +173,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        ring: Ring = ctx.ring
+        ring: RingCall = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         given = (q, out, lse, d_out.to(lse.dtype))
@@ -188,7 +188,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _attend(
-    ring: Ring,
+    ring: RingCall,
     done: dict[int, tuple[Tensor, Tensor]],
     source: int,
     q: Tensor,
@@ -208,7 +208,7 @@ def _attend(
 
 
 def _pull(
-    ring: Ring, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
+    ring: RingCall, source: int, given: tuple[Tensor, ...], held: list[Tensor], d_q: Tensor
 ) -> None:
     """Add the gradients of this process's queries, and of a process's keys and values."""
     q, *whole = given
@@ -217,7 +217,7 @@ def _pull(
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
         read = read_of(softmax, {**masks, "backend": ring.piece.backend})
         out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = read.pulled(tokens, Whole.of(out, lse, d_out, seen_by))
+        gradients = read.pulled(tokens, WholeRows.of(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

@@ -18,22 +18,24 @@ from torch import Tensor
 from precondattn.arrays import upcast
 from precondattn.parallel.ring_reads import read_of
 from precondattn.parallel.torch import ring
-from precondattn.parallel.torch.piece import Piece
-from precondattn.parallel.torch.step import Shape, Step
+from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.step import DividedStep, Shape
 from precondattn.spec.softmax import Softmax
 
 
-def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens, and their rows by slot."""
     return ring.output(piece), {"key": piece.inputs["k"], "value": piece.inputs["v"]}
 
 
-def part_shape(step: Step) -> Shape:
+def part_shape(step: DividedStep) -> Shape:
     """o_r and λ_r (b, t, h, e + 1)."""
     return (*step.inputs["q"].shape[:3], step.inputs["v"].shape[-1] + 1)
 
 
-def part(step: Step) -> Tensor:
+def part(step: DividedStep) -> Tensor:
     """Those of this process's keys."""
     leaf, q = _softmax(step), upcast(step.inputs["q"])
     if not step.rows:
@@ -45,7 +47,7 @@ def part(step: Step) -> Tensor:
     return torch.cat([out, lse[..., None]], -1)
 
 
-def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, and their rows by slot."""
     assert parts is not None  # There is a `part_shape`.
     q, k, v = (step.inputs[name] for name in "qkv")
@@ -56,6 +58,6 @@ def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]
     return whole[0].to(v.dtype), {"key": k, "value": v}
 
 
-def _softmax(step: Step) -> Softmax:
+def _softmax(step: DividedStep) -> Softmax:
     assert isinstance(step.leaf, Softmax)
     return step.leaf

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.states import Borders, Step
+from precondattn.parallel.states import SegmentBorders, StateMap
 
 
-class Line(NamedTuple):
+class ProcessLine(NamedTuple):
     """Those of a group, in their order or in reverse."""
 
     group: Any
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 def states_before(
-    line: Line, steps: Sequence[Step], borders: Borders | None = None
+    line: ProcessLine, steps: Sequence[StateMap], borders: SegmentBorders | None = None
 ) -> list[Tensor] | None:
     """S_begin of this process, for each of its states; None for the first, whose states are 0.
 
@@ -79,7 +79,7 @@ def states_before(
     return line.passed([step.state.contiguous() for step in steps], 1)
 
 
-def tensors_sent(line: Line) -> tuple[int, int]:
+def tensors_sent(line: ProcessLine) -> tuple[int, int]:
     """How many transitions and how many states this process sends."""
     rounds, distance = 0, 1
     while distance < line.devices:

@@ -40,11 +40,11 @@ import torch
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.layouts import Part
+from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.partial_attention import part_vjp, with_lse
 from precondattn.parallel.solve import attention_of, refusal
-from precondattn.parallel.torch.piece import Piece
-from precondattn.parallel.torch.solve_blocks import Blocks, Failed, added, in_order
+from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.solve_blocks import Failed, SolveBlocks, added, in_order
 from precondattn.spec.rms_norm import rms_norm_vjp
 
 __all__ = ["PASSED", "bytes_sent", "output", "refusal"]
@@ -53,14 +53,14 @@ PASSED = "a block of solved values of another process at a time"
 SENDS_VALUES = True
 
 
-def output(piece: Piece) -> Tensor:
+def output(piece: DividedPiece) -> Tensor:
     """y of this process's tokens."""
     x = piece.inputs
-    out: Tensor = _Solved.apply(Blocks(piece), x["k"], x["v"], x.get("lucid_beta"))
+    out: Tensor = _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
     return out
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by this process to all others."""
     others = piece.processes.devices - 1
     k, v = piece.inputs["k"], piece.inputs["v"]
@@ -72,16 +72,16 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
     """y of this process's rows. A process that has an error takes part to the end."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Blocks, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
+    def forward(ctx: Any, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         u = upcast(v).clone()
         y, unit = torch.zeros_like(u), blocks.unit(k)
         softmax, shift = attention_of(blocks.leaf, k.shape[-1])
         failed = Failed()
 
-        def solve(block: Part) -> None:
+        def solve(block: TokenPart) -> None:
             y[:, block.rows] = blocks.leaf(**blocks.of_block(block, k, u, beta))
 
-        def subtract(block: Part, keys: Tensor, values: Tensor, rows: slice) -> None:
+        def subtract(block: TokenPart, keys: Tensor, values: Tensor, rows: slice) -> None:
             seen, seen_by, some = blocks.visible(block, rows, -1)
             if rows.start >= rows.stop or not some:
                 return
@@ -102,7 +102,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_y: Tensor) -> Any:
-        blocks: Blocks = ctx.blocks
+        blocks: SolveBlocks = ctx.blocks
         k, v, u, y, *more = ctx.saved_tensors
         beta = more[0] if more else None
         unit = blocks.unit(k)
@@ -113,7 +113,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
         failed = Failed()
         parts: dict[int, Tensor] = {}
 
-        def solve(block: Part) -> None:
+        def solve(block: TokenPart) -> None:
             _, pull = blocks.leaf.vjp(**blocks.of_block(block, k, u, beta))
             gradients = pull(r[:, block.rows])
             g[:, block.rows] = gradients["v"]
@@ -121,7 +121,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             if d_beta is not None:
                 d_beta[:, block.rows] = gradients["lucid_beta"]
 
-        def subtract(block: Part, keys: Tensor, of_block: Tensor, rows: slice) -> None:
+        def subtract(block: TokenPart, keys: Tensor, of_block: Tensor, rows: slice) -> None:
             seen_by, seen, some = blocks.visible(block, rows, 0)
             if rows.start >= rows.stop or not some:
                 return
@@ -136,7 +136,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
             r[:, rows] += gradients["v"]
             parts[block.first] = parts.get(block.first, 0) + gradients["q"]
 
-        def collect(block: Part, keys: Tensor) -> None:
+        def collect(block: TokenPart, keys: Tensor) -> None:
             total = parts.pop(block.first, None)
             if total is None:
                 total = torch.zeros_like(blocks.unit(keys))

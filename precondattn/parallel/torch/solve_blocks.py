@@ -16,24 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.arrays import upcast
-from precondattn.parallel.layouts import Part
+from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.solve import BLOCK, keys_of_scores
 from precondattn.parallel.torch.call import tried
-from precondattn.parallel.torch.piece import Piece, crossing
+from precondattn.parallel.torch.piece import DividedPiece, crossing
 from precondattn.spec.lucid import LucidSolve
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SolveBlocks:
     """The blocks of a solve, and what is done between them."""
 
-    piece: Piece
+    piece: DividedPiece
 
     @cached_property
-    def all(self) -> tuple[Part, ...]:
+    def all(self) -> tuple[TokenPart, ...]:
         """In the order of the sequence."""
         return tuple(
-            Part(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
+            TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
             for part in self.piece.parts
             for start, first in zip(
                 range(part.rows.start, part.rows.stop, BLOCK),
@@ -53,17 +53,17 @@ class Blocks:
         return leaf
 
     @cached_property
-    def own(self) -> tuple[Part, ...]:
+    def own(self) -> tuple[TokenPart, ...]:
         """Those of this process."""
         return tuple(block for block in self.all if block.device == self.rank)
 
-    def later(self, block: Part) -> slice:
+    def later(self, block: TokenPart) -> slice:
         """This process's rows after a block."""
         count = self.piece.count(self.rank)
         starts = (own.rows.start for own in self.own if own.first > block.first)
         return slice(next(starts, count), count)
 
-    def earlier(self, block: Part) -> slice:
+    def earlier(self, block: TokenPart) -> slice:
         """This process's rows before a block."""
         stops = (own.rows.stop for own in reversed(self.own) if own.first < block.first)
         return slice(0, next(stops, 0))
@@ -72,7 +72,9 @@ class Blocks:
         """The keys of the scores."""
         return keys_of_scores(self.leaf, k)
 
-    def of_block(self, block: Part, k: Tensor, u: Tensor, beta: Tensor | None) -> dict[str, Any]:
+    def of_block(
+        self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None
+    ) -> dict[str, Any]:
         """The arguments of the block's own solve."""
         rows = block.rows
         given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
@@ -81,7 +83,7 @@ class Blocks:
         return {**given, **self.piece.masks.of(self.rank, rows), "backend": self.piece.backend}
 
     def visible(
-        self, block: Part, rows: slice, at: int
+        self, block: TokenPart, rows: slice, at: int
     ) -> tuple[Tensor | None, Tensor | None, bool]:
         """Which tokens of a block (b, B) and of this process's rows (b, t) have pairs that are not
         masked; `at` is −1 for rows after the block, and 0 for rows before it."""
@@ -96,7 +98,7 @@ class Blocks:
         any_visible = others is None or bool(others.any())
         return tokens, others, any_visible
 
-    def given_away(self, block: Part, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def given_away(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The owner's rows of the block, on all processes, and what to wait for."""
         processes = self.piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
@@ -121,14 +123,14 @@ class Failed:
 
 
 def in_order(
-    blocks: Blocks,
-    order: Sequence[Part],
+    blocks: SolveBlocks,
+    order: Sequence[TokenPart],
     arrays: tuple[Tensor, Tensor],
-    rest: Callable[[Part], slice],
-    solve: Callable[[Part], None],
-    subtract: Callable[[Part, Tensor, Tensor, slice], None],
+    rest: Callable[[TokenPart], slice],
+    solve: Callable[[TokenPart], None],
+    subtract: Callable[[TokenPart, Tensor, Tensor, slice], None],
     failed: Failed,
-    collect: Callable[[Part, Tensor], None] | None = None,
+    collect: Callable[[TokenPart, Tensor], None] | None = None,
 ) -> None:
     """Solve the blocks, give each to all, and subtract it from the rest of the rows.
 
@@ -159,7 +161,7 @@ def in_order(
             collect(block, keys)
 
 
-def added(blocks: Blocks, block: Part, x: Tensor) -> Tensor:
+def added(blocks: SolveBlocks, block: TokenPart, x: Tensor) -> Tensor:
     """The sum of all processes' x, on the process that has the block."""
     processes = blocks.piece.processes
     group, devices = processes.group, processes.devices

@@ -18,25 +18,27 @@ from precondattn.arrays import upcast
 from precondattn.parallel.partial_attention import with_lse
 from precondattn.parallel.solve import attention_of
 from precondattn.parallel.torch import solve
-from precondattn.parallel.torch.piece import Piece
-from precondattn.parallel.torch.step import Shape, Step
+from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.step import DividedStep, Shape
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms, rms_norm
 
 
-def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """y of this process's tokens, and their rows by slot."""
     y = solve.output(piece)
     assert isinstance(piece.leaf, LucidSolve)
     return y, _rows(piece.leaf, piece.inputs["k"], y)
 
 
-def part_shape(step: Step) -> Shape:
+def part_shape(step: DividedStep) -> Shape:
     """A sum for each new value (b, t, n, e)."""
     return tuple(step.inputs["v"].shape)
 
 
-def part(step: Step) -> Tensor:
+def part(step: DividedStep) -> Tensor:
     """Σ Φ y over this process's rows."""
     leaf, k = _leaf(step), upcast(step.inputs["k"])
     if not step.rows:
@@ -51,7 +53,7 @@ def part(step: Step) -> Tensor:
     return product
 
 
-def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """y of the new tokens, and their rows by slot."""
     assert parts is not None  # There is a `part_shape`.
     given = {name: upcast(x) for name, x in step.inputs.items()}
@@ -67,6 +69,6 @@ def _rows(leaf: LucidSolve, k: Tensor, y: Tensor) -> dict[str, Tensor]:
     return rows
 
 
-def _leaf(step: Step) -> LucidSolve:
+def _leaf(step: DividedStep) -> LucidSolve:
     assert isinstance(step.leaf, LucidSolve)
     return step.leaf

@@ -15,14 +15,14 @@ from precondattn.execution.cache_checks import (
     check_cacheable,
     keeps_tokens,
 )
-from precondattn.parallel.layouts import ORDERS, Order
+from precondattn.parallel.layouts import ORDERS, TokenOrder
 from precondattn.parallel.torch.arguments import Bound
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 
-class Start(NamedTuple):
+class CacheStart(NamedTuple):
     """How a divided cache begins."""
 
     mechanism: Mechanism
@@ -30,7 +30,7 @@ class Start(NamedTuple):
     cache: Any
     """An ordinary cache of states, or None"""
 
-    def check(self, order: Order | None, bound: Bound) -> None:
+    def check(self, order: TokenOrder | None, bound: Bound) -> None:
         """Raise for what a cache can not be of, by this process's arguments.
 
         Raises

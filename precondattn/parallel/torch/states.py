@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precondattn.parallel.states import (
-    Borders,
-    Step,
+    SegmentBorders,
+    StateMap,
     bytes_of_steps,
     extended_vjp,
     kept,
@@ -30,8 +30,8 @@ from precondattn.parallel.states import (
     steps_of_tokens,
     with_states,
 )
-from precondattn.parallel.torch.piece import Piece
-from precondattn.parallel.torch.scan import Line, states_before, tensors_sent
+from precondattn.parallel.torch.piece import DividedPiece
+from precondattn.parallel.torch.scan import ProcessLine, states_before, tensors_sent
 
 __all__ = ["PASSED", "bytes_sent", "output", "refusal"]
 
@@ -39,14 +39,14 @@ PASSED = "the states before them"
 SENDS_VALUES = False
 
 
-def output(piece: Piece) -> Tensor:
+def output(piece: DividedPiece) -> Tensor:
     """The output of this process's tokens."""
     out, _ = scanned(piece)
     return out
 
 
 def scanned(
-    piece: Piece, begin: Mapping[str, Tensor] | None = None, *, with_end: bool = False
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None = None, *, with_end: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens, and the states after all tokens, on every process.
 
@@ -56,9 +56,9 @@ def scanned(
     leaf, processes = piece.leaf, piece.processes
     masks = piece.masks.of_extension(processes.rank)
     segments = piece.masks.segment
-    borders = None if segments is None else Borders.of(segments)
+    borders = None if segments is None else SegmentBorders.of(segments)
 
-    def steps() -> dict[str, Step]:
+    def steps() -> dict[str, StateMap]:
         with torch.no_grad():
             steps = steps_of_tokens(leaf, piece.inputs, piece.backend, masks)
         is_open = None if borders is None else borders.is_open[processes.rank]
@@ -70,7 +70,7 @@ def scanned(
     return out, dict(zip(scan.steps, end, strict=True)) if with_end else {}
 
 
-def bytes_sent(piece: Piece) -> dict[str, int]:
+def bytes_sent(piece: DividedPiece) -> dict[str, int]:
     """Forward, by this process to others, in the scan."""
     cache = piece.leaf.init_cache(**piece.inputs)
     states, transitions = bytes_of_steps(piece.leaf, cache.store)
@@ -82,10 +82,10 @@ def bytes_sent(piece: Piece) -> dict[str, int]:
 class _Scan:
     """What a call and its gradient need besides tensors that are differentiated."""
 
-    piece: Piece
-    steps: dict[str, Step]
+    piece: DividedPiece
+    steps: dict[str, StateMap]
     masks: Mapping[str, Any]
-    borders: Borders | None
+    borders: SegmentBorders | None
     has_begin: bool
     with_end: bool
 
@@ -104,7 +104,7 @@ class _Scan:
     def is_last(self) -> bool:
         return self.piece.processes.rank == self.piece.processes.devices - 1
 
-    def states_before(self, steps: Sequence[Step], *, is_reversed: bool) -> list[Tensor] | None:
+    def states_before(self, steps: Sequence[StateMap], *, is_reversed: bool) -> list[Tensor] | None:
         """Those of the process before, or in reverse the gradients of those after this one's."""
         line = line_of(self.piece)._replace(is_reversed=is_reversed)
         return states_before(line, steps, self.borders)
@@ -180,7 +180,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
         return (None, *(gradients[name] for name in scan.piece.inputs), *d_begin)
 
 
-def line_of(piece: Piece) -> Line:
+def line_of(piece: DividedPiece) -> ProcessLine:
     """The processes, in their order."""
     processes = piece.processes
-    return Line(processes.group, processes.rank, processes.devices)
+    return ProcessLine(processes.group, processes.rank, processes.devices)

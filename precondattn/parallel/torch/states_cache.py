@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from precondattn.parallel.states import with_states
-from precondattn.parallel.torch.piece import Piece
+from precondattn.parallel.torch.piece import DividedPiece
 from precondattn.parallel.torch.states import scanned
-from precondattn.parallel.torch.step import Shape, Step
+from precondattn.parallel.torch.step import DividedStep, Shape
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 
-def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+def prefilled(
+    piece: DividedPiece, begin: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of this process's tokens, and the states after all tokens, by slot.
 
     `begin` has those before the first token.
@@ -27,12 +29,12 @@ def prefilled(piece: Piece, begin: Mapping[str, Tensor] | None) -> tuple[Tensor,
     return out, {slot: end[key] for slot, key in keys.items()}
 
 
-def part_shape(step: Step) -> Shape | None:
+def part_shape(step: DividedStep) -> Shape | None:
     """None: nothing is exchanged."""
     return None
 
 
-def stepped(step: Step, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The output of the new tokens, and the states after them, by slot."""
     keys = _keys(step.leaf)
     cache = step.leaf.init_cache(**step.inputs)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.parallel.torch.call import Processes, tried
+from precondattn.parallel.torch.call import MeshProcesses, tried
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Step(NamedTuple):
+class DividedStep(NamedTuple):
     """A leaf call on new tokens."""
 
     leaf: Leaf
@@ -55,10 +55,10 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartExchanges:
     """The exchanges of parts in one call."""
 
-    processes: Processes
+    processes: MeshProcesses
     dtype: torch.dtype
     """float32 or wider"""
 

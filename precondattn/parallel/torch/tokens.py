@@ -32,8 +32,8 @@ from precondattn.parallel.half_precision import inputs_in_half
 from precondattn.parallel.ring_reads import goes_around
 from precondattn.parallel.states import SUMS
 from precondattn.parallel.torch import gathered, local, ring, solve, states
-from precondattn.parallel.torch.call import Call, Processes
-from precondattn.parallel.torch.piece import Masks, Piece, masks_of
+from precondattn.parallel.torch.call import DividedCall, MeshProcesses
+from precondattn.parallel.torch.piece import DividedMasks, DividedPiece, masks_of
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.path import Path
@@ -56,7 +56,7 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
 }
 
 
-def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | None:
+def refusal(mechanism: Mechanism, call: DividedCall, processes: MeshProcesses) -> str | None:
     """Why a call can not be divided like this; None where it can."""
     if call.tokens["t"] != call.tokens["s"]:
         return (
@@ -78,17 +78,17 @@ def refusal(mechanism: Mechanism, call: Call, processes: Processes) -> str | Non
     return None
 
 
-def output(call: Call, processes: Processes) -> Tensor:
+def output(call: DividedCall, processes: MeshProcesses) -> Tensor:
     """The output of this process's tokens."""
     masks = processes.together(lambda: masks_of(call, processes))
     return computed(call, processes, masks, lambda number, way, piece: way.output(piece))
 
 
 def computed(
-    call: Call,
-    processes: Processes,
-    masks: Masks,
-    output_of: Callable[[int, ModuleType, Piece], Tensor],
+    call: DividedCall,
+    processes: MeshProcesses,
+    masks: DividedMasks,
+    output_of: Callable[[int, ModuleType, DividedPiece], Tensor],
 ) -> Tensor:
     """The output of this process's tokens, where `output_of` computes that of each leaf call.
 
@@ -108,7 +108,7 @@ def computed(
     return masks.without_padding(rank, out, {program.out: program.output})[program.out]
 
 
-def during(call: Call, processes: Processes) -> str:
+def during(call: DividedCall, processes: MeshProcesses) -> str:
     """What a process has during the call."""
     count = call.tokens["t"][processes.rank]
     ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
@@ -116,7 +116,7 @@ def during(call: Call, processes: Processes) -> str:
     return f"{count} tokens of all heads, {', '.join(passed) or 'nothing of others'}"
 
 
-def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
+def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
     """Forward, by this process to others, by what is sent, for which value of the program."""
     sent: dict[str, int] = {}
     masks = masks_of(call, processes, is_planned=True)
@@ -129,8 +129,8 @@ def bytes_sent(call: Call, processes: Processes) -> dict[str, int]:
 
 
 def _pieces(
-    call: Call, processes: Processes, masks: Masks, values: Mapping[str, Tensor]
-) -> Iterator[tuple[LeafCall, ModuleType, Piece]]:
+    call: DividedCall, processes: MeshProcesses, masks: DividedMasks, values: Mapping[str, Tensor]
+) -> Iterator[tuple[LeafCall, ModuleType, DividedPiece]]:
     """The leaf calls in order, with their ways; `values` has all that are computed before."""
     assert call.order is not None  # Of the layouts that divide tokens.
     parts = call.order.parts(call.tokens["t"])
@@ -141,7 +141,7 @@ def _pieces(
         yield (
             leaf_call,
             way,
-            Piece(leaf_of(leaf_call), inputs, parts, masks, processes, call.backend),
+            DividedPiece(leaf_of(leaf_call), inputs, parts, masks, processes, call.backend),
         )
 
 

@@ -21,7 +21,7 @@ TILES = (
     *("laser_exact_key_gradient", "laser_exact_values"),
 )
 SMALL = dict.fromkeys(TILES, Configuration(16, 16))
-KERNELS = {"mean": softmax.Softmax, "log_mean_exp": laser.Laser}
+KERNELS = {"mean": softmax.SoftmaxKernels, "log_mean_exp": laser.LaserKernels}
 """Tiles by the leaf's read."""
 SOFTMAX = pa.Softmax()
 

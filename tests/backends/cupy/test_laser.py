@@ -6,7 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.backend import Request
 from precondattn.spec.laser import LOG_MEAN_EXP
-from precondattn_cupy.softmax.laser import Laser
+from precondattn_cupy.softmax.laser import LaserKernels
 from tests.backends.cupy.attention import check, problem, run_kernels, unwritten_is_nan, with_nan
 from tests.backends.cupy.simulated import DTYPES, ORDERS
 from tests.kernel_tools.toolchain import needs_simulator
@@ -221,7 +221,7 @@ def test_the_spread_of_many_tokens(monkeypatch):
 def test_unsupported_calls_are_declined_with_the_reason(leaf, dtype, e, reason):
     shapes = (("q", (1, 8, 2, 64)), ("k", (1, 8, 1, 64)), ("v", (1, 8, 1, e)))
     request = Request("vjp", "numpy", "cpu", dtype, shapes, frozenset())
-    assert reason in Laser().refuses(leaf, request)
+    assert reason in LaserKernels().refuses(leaf, request)
 
 
 @needs_simulator

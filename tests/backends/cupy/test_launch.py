@@ -27,7 +27,7 @@ def test_a_launch_can_be_recorded_without_running():
     out = ARRAYS[1].copy()
     with recorded() as result:
         launch.launch("unit_rows", "unit_rows<float>", (1,), 32, (ARRAYS[0], out, 1, 8, 0.0), 64)
-    assert result == [launch.Launch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
+    assert result == [launch.CudaLaunch("unit_rows", "unit_rows<float>", (1,), 32, 64)]
     np.testing.assert_array_equal(out, ARRAYS[1])
 
 

@@ -73,7 +73,7 @@ def error(result, expected):
 
 
 def run(leaf, x, d_y, frame, order=None, **tiles):
-    kernels = lucid_solve.LucidSolve()
+    kernels = lucid_solve.LucidSolveKernels()
     with forced(**{**SMALL, **tiles}), checked(order):
         y, residuals = kernels.forward(leaf, x, frame)
         return y, residuals, kernels.backward(leaf, x, frame, y, residuals, d_y)
@@ -93,7 +93,7 @@ def check(leaf, x, d_y, frame, dtype="float32", bound=None, order=None, **tiles)
     result, residuals, gradients = run(
         leaf, given, filled(d_given, frame, np.nan), frame, order, **tiles
     )
-    shapes = lucid_solve.LucidSolve().residual_shapes(leaf, {"v": (result.shape, dtype)})
+    shapes = lucid_solve.LucidSolveKernels().residual_shapes(leaf, {"v": (result.shape, dtype)})
     assert [(r.shape, str(r.dtype)) for r in residuals] == [tuple(s) for s in shapes]
     assert result.dtype == given["v"].dtype
     assert error(result, y) < bound
@@ -204,7 +204,7 @@ def test_channels_of_very_different_sizes(dtype):
     given = {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
     expected = leaf.forward({name: a.astype(np.float64) for name, a in given.items()}, frame)[0]
     with forced(**SMALL), checked():
-        result, _ = lucid_solve.LucidSolve().forward(leaf, given, frame)
+        result, _ = lucid_solve.LucidSolveKernels().forward(leaf, given, frame)
     for channel in range(expected.shape[3]):
         one, wanted = result[..., channel].astype(np.float64), expected[..., channel]
         assert np.max(np.abs(one - wanted)) < BOUNDS[dtype] * np.max(np.abs(wanted))

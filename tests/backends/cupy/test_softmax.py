@@ -193,7 +193,7 @@ def test_inputs_of_any_strides():
 
 def refusal(leaf, *, verb="vjp", dtype="bfloat16", t=8, h=2, d=64, e=64):
     shapes = (("q", (1, t, h, d)), ("k", (1, 8, 1, d)), ("v", (1, 8, 1, e)))
-    return softmax.Softmax().refuses(
+    return softmax.SoftmaxKernels().refuses(
         leaf, Request(verb, "numpy", "cpu", dtype, shapes, frozenset())
     )
 

@@ -6,7 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.backend import Request
 from precondattn_cupy.softmax import step as softmax_step
-from precondattn_cupy.softmax.leaf import Softmax
+from precondattn_cupy.softmax.leaf import SoftmaxKernels
 from precondattn_kernel_tools.cuda_simulator import checked
 from tests.backends.cupy.attention import unwritten_is_nan
 from tests.backends.cupy.simulated import DTYPES, ORDERS, TOLERANCES, error
@@ -145,7 +145,7 @@ def test_a_nan_in_a_key_of_the_cache_or_the_new_one_reaches_the_output(name, at)
 def refusal(leaf, *, t=1, h=2, d=64, e=64):
     shapes = (("q", (1, t, h, d)), ("k", (1, t, 1, d)), ("v", (1, t, 1, e)))
     request = Request("extend", "numpy", "cpu", "float16", shapes, frozenset())
-    return Softmax().refuses(leaf, request)
+    return SoftmaxKernels().refuses(leaf, request)
 
 
 @pytest.mark.parametrize(

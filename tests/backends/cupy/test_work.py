@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 
 from precondattn_cupy import variants, work
-from precondattn_cupy.work import Size
+from precondattn_cupy.work import TiledSize
 
 TOKENS = 1024
 OF = {
@@ -30,7 +30,7 @@ SIZES = [(name, size) for name in OF for size in ((64, 64), (128, 128))]
 
 @pytest.mark.parametrize(("mechanism", "widths"), SIZES)
 def test_programs_are_those_that_the_backend_launches(mechanism, widths):
-    size = Size(variants.HEADS, TOKENS, *widths)
+    size = TiledSize(variants.HEADS, TOKENS, *widths)
     grids = defaultdict(list)
     for launch in variants.launches(mechanism, "bfloat16", *widths):
         grids[launch.kernel.split("<")[0]].append(math.prod(launch.grid))
@@ -44,7 +44,7 @@ def test_programs_are_those_that_the_backend_launches(mechanism, widths):
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (256, 128)])
 def test_products_are_at_least_those_of_the_definition(widths):
     d, e = widths
-    size = Size(1, TOKENS, d, e)
+    size = TiledSize(1, TOKENS, d, e)
     pairs = TOKENS**2 / 2
     block = size.tiles("lucid_inverse").columns
     assert pairs * 2 * (d + e) < work.softmax_forward(size).half

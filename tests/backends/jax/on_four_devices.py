@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.backends.jax.four_devices import told
 
 __all__ = ["told"]
@@ -36,7 +36,9 @@ EXPLICIT = mesh_of(2, 2, kind=AxisType.Explicit)
 
 def inputs_of(expression, **sizes):
     m = pa.parse(expression)
-    layout = Layout("sharded", **({"b": 4, "t": 9, "s": 9, "h": 4, "n": 4, "d": 4, "e": 4} | sizes))
+    layout = CallLayout(
+        "sharded", **({"b": 4, "t": 9, "s": 9, "h": 4, "n": 4, "d": 4, "e": 4} | sizes)
+    )
     return {n: jnp.asarray(a, "float32") for n, a in make_inputs(m, layout, "clustered").items()}
 
 
@@ -124,7 +126,7 @@ def test_a_sharded_time_axis_is_gathered_with_one_warning(told):
     ],
 )
 def test_masks_are_sharded_over_the_batch(mask, expression):
-    layout = Layout("masked", b=4, t=9, s=9, mask=mask)
+    layout = CallLayout("masked", b=4, t=9, s=9, mask=mask)
     m, x, given = pa.parse(expression), inputs_of(expression), jnp.asarray(layout.masks()[mask])
     specs = {n: P("data", None, "model") for n in x}
     sharded = (placed(x, BOTH, specs), jax.device_put(given, NamedSharding(BOTH, P("data"))))
@@ -155,7 +157,11 @@ def test_in_a_shard_map_a_call_is_that_of_one_device():
 
 
 def test_in_a_shard_map_a_packed_call_is_that_of_one_device():
-    m, x, ids = pa.Softmax(), inputs_of("softmax"), Layout("", b=4, t=9, s=9, mask="segment_ids")
+    m, x, ids = (
+        pa.Softmax(),
+        inputs_of("softmax"),
+        CallLayout("", b=4, t=9, s=9, mask="segment_ids"),
+    )
     given = (x, jnp.asarray(ids.masks()["segment_ids"]))
 
     def gradient(x, ids):

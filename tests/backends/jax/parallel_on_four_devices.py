@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import precondattn as pa
 from precondattn.parallel.jax import context_parallel
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-TOKENS = Layout("test", t=8, s=8, h=8, n=8)
+TOKENS = CallLayout("test", t=8, s=8, h=8, n=8)
 MECHANISMS = {
     "softmax": TOKENS._replace(n=2),
     "softmax[bias=true]": TOKENS,

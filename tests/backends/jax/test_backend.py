@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from tests.backends.portable.test_blocked_backends import MECHANISMS
@@ -51,7 +51,7 @@ def compare(m, x, tolerance=1e-9, **masks):
 @pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
 def test_jax_is_chosen_over_the_reference(expression, verb):
     m = pa.parse(expression)
-    x = arrays(make_inputs(m, Layout("plain"), "random"))
+    x = arrays(make_inputs(m, CallLayout("plain"), "random"))
     if verb == "extend":
         explained = m.explain(cache=m.init_cache(**x, capacity=x["k"].shape[1]), **x)
     else:
@@ -97,7 +97,7 @@ DEFAULT = [name for name in MECHANISMS if name.isidentifier() or name == "ccq(ga
 )
 def test_several_blocks_of_the_default_size(expression):
     m = pa.parse(expression)
-    layout = Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
+    layout = CallLayout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=6)
     compare(m, make_inputs(m, layout, "clustered"))
 
 
@@ -106,7 +106,7 @@ def test_several_blocks_of_the_default_size(expression):
 def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
     """A query whose own key is masked still attends to the others."""
     m = pa.parse(expression)
-    layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
+    layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     compare(m, make_inputs(m, layout, "clustered"), **layout.masks())
 
 
@@ -114,7 +114,7 @@ def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
 @pytest.mark.parametrize("keys", ["duplicate", "zero", "clustered"])
 def test_hard_keys_around_the_edge_of_a_block(keys, tokens, small_blocks):
     m = pa.Lucid()
-    x = make_inputs(m, Layout("edge", b=1, t=tokens, s=tokens, h=2, n=1, d=8, e=4), "clustered")
+    x = make_inputs(m, CallLayout("edge", b=1, t=tokens, s=tokens, h=2, n=1, d=8, e=4), "clustered")
     if keys == "duplicate":
         x["k"][:, 1:] = x["k"][:, :1]
     elif keys == "zero":
@@ -125,7 +125,9 @@ def test_hard_keys_around_the_edge_of_a_block(keys, tokens, small_blocks):
 @pytest.mark.parametrize("tokens", [15, 16])
 def test_non_causal_softmax_with_more_queries_than_keys(tokens, small_blocks):
     m = pa.Softmax(causal=False)
-    compare(m, make_inputs(m, Layout("more", b=1, t=21, s=tokens, h=2, n=1, d=4, e=3), "random"))
+    compare(
+        m, make_inputs(m, CallLayout("more", b=1, t=21, s=tokens, h=2, n=1, d=4, e=3), "random")
+    )
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float64", 1500.0), ("float32", 130.0)])
@@ -166,7 +168,7 @@ def test_the_inverse_for_nearly_equal_keys_is_accurate(size):
 )
 def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
     m = pa.parse(expression)
-    layout = Layout("transformed", b=1, t=21, s=21, h=2, n=1, d=4, e=4)
+    layout = CallLayout("transformed", b=1, t=21, s=21, h=2, n=1, d=4, e=4)
     x = arrays(make_inputs(m, layout, "clustered"))
     call = partial(m, backend="jax")
     expected, pullback = m.vjp(**x, backend="jax")
@@ -188,7 +190,7 @@ def test_jit_grad_and_vmap_agree_with_plain_calls(expression, small_blocks):
 )
 def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, small_blocks):
     m = pa.parse(expression)
-    layout = Layout("decoded", b=2, t=20, s=20, h=2, n=1, d=4, e=4)
+    layout = CallLayout("decoded", b=2, t=20, s=20, h=2, n=1, d=4, e=4)
     x = arrays(make_inputs(m, layout, "clustered"))
     expected = m(**x, backend="reference")
 
@@ -213,7 +215,7 @@ def test_a_donated_cache_is_continued_with_lengths_that_are_traced(expression, s
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path[flush=4]"])
 def test_a_step_from_a_cache_of_tokens_has_a_gradient(expression, small_blocks):
     m = pa.parse(expression)
-    x = arrays(make_inputs(m, Layout("s", b=1, t=9, s=9, h=2, n=1, d=4, e=4), "clustered"))
+    x = arrays(make_inputs(m, CallLayout("s", b=1, t=9, s=9, h=2, n=1, d=4, e=4), "clustered"))
 
     def loss(x, backend):
         cache = m.init_cache(**x, capacity=10)
@@ -233,8 +235,8 @@ def test_memory_is_linear_in_the_number_of_tokens(expression):
     m = pa.parse(expression)
 
     def bytes_of(tokens):
-        layout = Layout("memory", b=1, t=tokens, s=tokens, h=2, n=2, d=16, e=16)
-        small = make_inputs(m, Layout("m", b=1, t=1, s=1, h=2, n=2, d=16, e=16), "random")
+        layout = CallLayout("memory", b=1, t=tokens, s=tokens, h=2, n=2, d=16, e=16)
+        small = make_inputs(m, CallLayout("m", b=1, t=1, s=1, h=2, n=2, d=16, e=16), "random")
         x = {
             n: jax.ShapeDtypeStruct((1, layout.t, *a.shape[2:]), jnp.float32)
             for n, a in small.items()

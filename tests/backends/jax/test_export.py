@@ -10,14 +10,14 @@ import pytest
 from jax import export
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 LENGTHS = (3, 150)
 """Less than a block of 128 tokens, and more."""
 
 
 def arrays_of(m, tokens):
-    layout = Layout("exported", b=3, t=tokens, s=tokens, h=2, n=1, d=4, e=4)
+    layout = CallLayout("exported", b=3, t=tokens, s=tokens, h=2, n=1, d=4, e=4)
     made = make_inputs(m, layout, "random")
     return {name: jnp.asarray(array, dtype=jnp.float32) for name, array in made.items()}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_jax import layout as jax_layout
 from precondattn_jax.grouped_attention import GroupedAttention
 from tests.backends.jax.test_backend import compare
@@ -30,7 +30,7 @@ def segments():
 
 
 def inputs(m, t=30, s=30, n=2):
-    return make_inputs(m, Layout("packed", b=2, t=t, s=s, h=4, n=n, d=6, e=5), "random")
+    return make_inputs(m, CallLayout("packed", b=2, t=t, s=s, h=4, n=n, d=6, e=5), "random")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def few_objects():
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta"])
 def test_no_tracer_outlives_its_trace(expression):
     m = pa.parse(expression)
-    x = make_inputs(m, Layout("small", b=2, t=4, s=4, h=2, n=2, d=4, e=4), "clustered")
+    x = make_inputs(m, CallLayout("small", b=2, t=4, s=4, h=2, n=2, d=4, e=4), "clustered")
     x = {name: jnp.asarray(array) for name, array in x.items()}
     cache, lengths = m.init_cache(**x, capacity=4), jnp.asarray([2, 4])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 M = pa.parse("mesa[beta=true]")
 
@@ -18,7 +18,7 @@ def double():
 
 
 def problem():
-    x = make_inputs(M, Layout("test", t=9, s=9), "clustered")
+    x = make_inputs(M, CallLayout("test", t=9, s=9), "clustered")
     return {name: jnp.asarray(array) for name, array in x.items()}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 NEW = np.asarray([[5, 3, 0], [1, 1, 1], [1, 0, 4], [7, 7, 2], [1, 1, 1], [2, 3, 8]])
 """The numbers of new tokens of three sequences, step by step."""
@@ -18,7 +18,7 @@ CAPACITY, MOST = 19, 8
 
 def inputs(m, rng):
     """New tokens for each sequence, some of which are padding."""
-    x = make_inputs(m, Layout("step", b=3, t=MOST, s=MOST, h=4, n=2, d=6, e=5), "clustered")
+    x = make_inputs(m, CallLayout("step", b=3, t=MOST, s=MOST, h=4, n=2, d=6, e=5), "clustered")
     x = {name: rng.permuted(a, axis=1) for name, a in x.items()}
     if "bias" in x:
         x["bias"] = rng.normal(size=(3, 4, MOST, CAPACITY))
@@ -62,7 +62,7 @@ def test_sequences_of_several_lengths_step_by_step(expression, small_blocks):
 def test_a_step_does_not_call_lapack():
     """Two such calls at once deadlock on a machine with two cores."""
     m = pa.Path()
-    x = {n: jnp.asarray(a) for n, a in make_inputs(m, Layout("s"), "random").items()}
+    x = {n: jnp.asarray(a) for n, a in make_inputs(m, CallLayout("s"), "random").items()}
     cache = m.init_cache(**x, capacity=32)
 
     def text(name):

@@ -9,9 +9,9 @@ import pytest
 
 import precondattn as pa
 from precondattn_conformance.declared import derived, expressions
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
-LAYOUT = Layout("several blocks", b=2, t=13, s=13, h=2, n=1, d=4, e=4)
+LAYOUT = CallLayout("several blocks", b=2, t=13, s=13, h=2, n=1, d=4, e=4)
 EACH_KIND = {
     "lucid": "tiles and a triangular solve",
     "path": "transported scores",
@@ -143,7 +143,7 @@ def test_memory_of_second_derivatives_is_linear_in_the_number_of_tokens(expressi
     m = pa.parse(expression)
 
     def bytes_of(tokens):
-        layout = Layout("memory", b=1, t=tokens, s=tokens, h=1, n=1, d=4, e=4)
+        layout = CallLayout("memory", b=1, t=tokens, s=tokens, h=1, n=1, d=4, e=4)
         x = arrays_of(m, layout)
         mode = partial(reverse_over_reverse, lambda x: jnp.sum(m(**x, backend="jax") ** 2))
         compiled = jax.jit(mode).lower(x, directions(x)).compile()

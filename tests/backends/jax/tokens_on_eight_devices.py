@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import precondattn as pa
 from precondattn.parallel.jax import context_parallel, solve
 from precondattn.parallel.layouts import to_layout
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
 """Of the largest entry"""
@@ -39,7 +39,7 @@ def mesh_of(devices, kind=AxisType.Auto):
 
 def problem(expression, tokens, kind="clustered", **sizes):
     m = pa.parse(expression)
-    return m, make_inputs(m, Layout("test", t=tokens, s=tokens, **sizes), kind)
+    return m, make_inputs(m, CallLayout("test", t=tokens, s=tokens, **sizes), kind)
 
 
 def masks_of(names, tokens, bounds=None):

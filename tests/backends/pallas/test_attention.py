@@ -8,7 +8,7 @@ pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import precondattn as pa
-from precondattn_pallas.softmax.attention import Attention
+from precondattn_pallas.softmax.attention import SoftmaxKernels
 from precondattn_pallas.softmax.score_tiles import (
     StaticMask,
     met_by_keys,
@@ -17,7 +17,7 @@ from precondattn_pallas.softmax.score_tiles import (
 )
 from tests.backends.pallas.tiles import BOUNDS, check, frame_of
 
-KERNELS = Attention(interpret=True)
+KERNELS = SoftmaxKernels(interpret=True)
 
 
 def problem(t, s, h=4, n=2, d=12, e=20, b=2, spread=1.0):

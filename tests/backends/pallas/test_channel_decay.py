@@ -19,8 +19,8 @@ from precondattn_pallas.recurrence.channel_decay import (
     read_of_channels,
     scores_of_channels,
 )
-from precondattn_pallas.recurrence.chunk_arrays import Plan
-from precondattn_pallas.recurrence.leaves import Recurrence
+from precondattn_pallas.recurrence.chunk_arrays import ChunkPlan
+from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from tests.backends.pallas.tiles import (
     BOUNDS,
     check,
@@ -32,7 +32,7 @@ from tests.backends.pallas.tiles import (
     small_tiles,
 )
 
-KERNELS = Recurrence(interpret=True)
+KERNELS = RecurrenceKernels(interpret=True)
 TILES = {
     key.kernel: Configuration(64, 16)
     for key in CONFIGURATIONS
@@ -88,7 +88,7 @@ def test_a_chunks_scores_and_their_gradients():
     gates = [random_gates(rng, (1, 128, 16), which) for which in ("random", "extreme")]
     gates = np.maximum(np.concatenate(gates, axis=2), -200)
     given["g"], exact["g"] = rounded(gates, "float32")
-    plan = Plan(Products(interpret=True, tf32=False), 64, 32)
+    plan = ChunkPlan(Products(interpret=True, tf32=False), 64, 32)
 
     def run(x):
         a = x.pop("a")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 
 def test_queries_are_not_rounded_by_the_scale():
@@ -25,7 +25,7 @@ def test_queries_are_not_rounded_by_the_scale():
 def test_small_cotangents_of_lucid_beside_large_ones():
     """dv of a token depends on its own cotangent and on later ones, which are small here."""
     m = pa.LucidSolve()
-    inputs = make_inputs(m, Layout("range", t=12, s=12, d=8, e=4), "random")
+    inputs = make_inputs(m, CallLayout("range", t=12, s=12, d=8, e=4), "random")
     x = {name: array.astype(np.float16) for name, array in inputs.items()}
     cotangent = np.random.default_rng(0).normal(size=x["v"].shape).astype(np.float16)
     cotangent[:, :3] *= np.float16(4000)

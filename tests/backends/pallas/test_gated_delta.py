@@ -13,10 +13,10 @@ from precondattn_pallas.configurations import CONFIGURATIONS, Configuration
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.recurrence.chunk_tiles import pairs_of
-from precondattn_pallas.recurrence.leaves import Recurrence
+from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from tests.backends.pallas.tiles import BOUNDS, check, check_extension, error, frame_of, rounded
 
-KERNELS = Recurrence(interpret=True)
+KERNELS = RecurrenceKernels(interpret=True)
 TILES = {
     key.kernel: Configuration(16, 16)
     for key in CONFIGURATIONS

@@ -6,10 +6,10 @@ import pytest
 pytest.importorskip("jax")
 
 import precondattn as pa
-from precondattn_pallas.softmax.laser import Laser
+from precondattn_pallas.softmax.laser import LaserKernels
 from tests.backends.pallas.tiles import BOUNDS, check, frame_of
 
-KERNELS = Laser(interpret=True)
+KERNELS = LaserKernels(interpret=True)
 
 
 def problem(t, s, h=4, n=2, d=12, e=20, b=2, apart=1.0):

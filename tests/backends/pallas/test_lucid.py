@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.lucid.solve import LucidSolve
+from precondattn_pallas.lucid.solve import LucidSolveKernels
 from tests.backends.pallas.tiles import BOUNDS, check, error, frame_of, quick, rounded, small_tiles
 
-KERNELS = LucidSolve(interpret=True)
+KERNELS = LucidSolveKernels(interpret=True)
 
 
 def problem(t, d=8, e=16, n=2, b=2, keys="clustered", **options):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.backends.pallas.tiles import quick, small_tiles
 
 
 def arrays_of(m):
-    layout = Layout("small", b=1, t=5, s=5, h=2, n=1, d=16, e=16)
+    layout = CallLayout("small", b=1, t=5, s=5, h=2, n=1, d=16, e=16)
     made = make_inputs(m, layout, "random")
     return {name: jnp.asarray(array, dtype=jnp.float32) for name, array in made.items()}
 

@@ -8,10 +8,10 @@ pytest.importorskip("jax")
 import precondattn as pa
 from precondattn.backend import Request
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.windowed.leaf import WindowedAttention
+from precondattn_pallas.windowed.leaf import WindowedKernels
 from tests.backends.pallas.tiles import BOUNDS, check, frame_of
 
-KERNELS = WindowedAttention(interpret=True)
+KERNELS = WindowedKernels(interpret=True)
 SWIN = "windowed[size=3/2,shift=1,grid=5/7,bias=true]"
 
 

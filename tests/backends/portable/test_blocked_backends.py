@@ -6,7 +6,7 @@ import torch
 
 import precondattn as pa
 from precondattn.arrays import library_of, namespace
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 BACKENDS = {"numpy": "portable", "torch": "torch"}
 MECHANISMS = [
@@ -53,7 +53,7 @@ def test_several_blocks_of_the_default_size(expression, library):
     m = pa.parse(expression)
     # PyTorch's kernel is used for PaTH's past only if values are as wide as keys.
     e = 8 if "path" in expression else 6
-    x = make_inputs(m, Layout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e), "clustered")
+    x = make_inputs(m, CallLayout("blocks", b=1, t=301, s=301, h=4, n=2, d=8, e=e), "clustered")
     cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
     result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
     for name, expected in with_gradient(m, x, cotangent, "reference").items():
@@ -67,7 +67,7 @@ def test_several_blocks_of_the_default_size(expression, library):
 def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_blocks):
     """A query whose own key is masked still attends to the others."""
     m = pa.parse(expression)
-    layout = Layout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
+    layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     x = make_inputs(m, layout, "clustered") | layout.masks()
     cotangent = np.random.default_rng(0).normal(size=m(**x, backend="reference").shape)
     result = with_gradient(m, given(library, x), cotangent, BACKENDS[library])
@@ -98,7 +98,7 @@ def test_laser_reads_values_too_far_apart_for_one_shift(library, dtype, apart, s
 @pytest.mark.parametrize("verb", ["forward", "vjp", "extend"])
 def test_blocked_backends_are_chosen_over_the_reference(expression, library, verb):
     m = pa.parse(expression)
-    x = given(library, make_inputs(m, Layout("plain"), "random"))
+    x = given(library, make_inputs(m, CallLayout("plain"), "random"))
     if verb == "extend":
         cache = m.init_cache(**x, capacity=x["k"].shape[1])
         explained = m.explain(cache=cache, **x)
@@ -110,7 +110,7 @@ def test_blocked_backends_are_chosen_over_the_reference(expression, library, ver
 @pytest.mark.parametrize("expression", ["lucid", "gated_delta", "ccq(gated_delta)", "gsa"])
 def test_an_extension_is_differentiable_as_the_references_is(expression):
     m = pa.parse(expression)
-    layout = Layout("extended", b=2, t=9, s=9, h=2, n=2, d=4, e=4)
+    layout = CallLayout("extended", b=2, t=9, s=9, h=2, n=2, d=4, e=4)
     x = given("torch", make_inputs(m, layout, "clustered"))
 
     def gradients(backend):
@@ -133,7 +133,7 @@ def test_an_extension_is_differentiable_as_the_references_is(expression):
 @pytest.mark.parametrize("expression", ["softmax", "lucid", "laser", "path", "ccq(gated_delta)"])
 def test_a_compiled_graph_contains_the_blocked_backend(expression):
     m = pa.parse(expression)
-    x = given("torch", make_inputs(m, Layout("compiled"), "clustered"))
+    x = given("torch", make_inputs(m, CallLayout("compiled"), "clustered"))
 
     def function(*arrays, backend):
         return m(**dict(zip(x, arrays, strict=True)), backend=backend).sin()

@@ -9,7 +9,7 @@ import precondattn as pa
 from precondattn.arrays import library_of
 from precondattn.spec.l2_norm import l2_norm
 from precondattn.spec.recurrence import Stream, recurrent
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_portable import few_tokens
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
@@ -67,7 +67,7 @@ def test_a_small_call_has_no_chunks(expression, monkeypatch):
         raise AssertionError("few tokens were computed in chunks")
 
     mechanism = pa.parse(expression)
-    x = make_inputs(mechanism, Layout("test", b=2, t=9, s=9), "random")
+    x = make_inputs(mechanism, CallLayout("test", b=2, t=9, s=9), "random")
     x["k"] = np.abs(x["k"])
     segments = np.asarray([[0] * 4 + [2] * 5, [1] * 9], dtype=np.int32)
     masks = {"segment_ids": segments}, {"lengths": [9, 3]}, {}

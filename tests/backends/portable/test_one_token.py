@@ -11,7 +11,7 @@ import precondattn as pa
 from precondattn.arrays import library_of
 from precondattn.cache import Cache
 from precondattn.spec.recurrence import Stream, recurrent
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.one_token import OneToken
@@ -146,7 +146,7 @@ def test_in_place_the_new_state_has_the_memory_of_the_old_one(library, is_delta,
 def test_a_donated_cache_gives_what_one_that_is_kept_gives(expression, library):
     """In `differential` two calls read one buffer, which the first must not overwrite."""
     mechanism = pa.parse(expression)
-    x = make_inputs(mechanism, Layout("test", b=2, t=5, s=5), "random")
+    x = make_inputs(mechanism, CallLayout("test", b=2, t=5, s=5), "random")
     outs = {}
     for donate in (False, True):
         tokens = [
@@ -196,7 +196,7 @@ LucidWithWindows.name = "lucid_with_windows"  # A class with a name would be reg
 @pytest.mark.parametrize(("of_system", "of_softmax"), [(3, None), (None, 3), (None, None), (3, 3)])
 def test_a_token_of_lucid_sees_what_is_in_both_windows(of_system, of_softmax):
     mechanism = LucidWithWindows(pa.Softmax(window=of_softmax), window=of_system)
-    x = make_inputs(mechanism, Layout("test", t=6, s=6), "random")
+    x = make_inputs(mechanism, CallLayout("test", t=6, s=6), "random")
     cache, outs = mechanism.init_cache(**x, capacity=6), []
     for i in range(6):
         out, cache = mechanism.extend(cache, **slice_tokens(mechanism, x, i, i + 1))

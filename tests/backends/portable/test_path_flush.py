@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 
 @pytest.mark.parametrize("first", [4, 5, 6, 7])
 def test_tokens_after_a_flush_are_those_of_a_full_call(first):
     mechanism = pa.parse("path[flush=4]")
-    x = make_inputs(mechanism, Layout("test", t=12, s=12), "random")
+    x = make_inputs(mechanism, CallLayout("test", t=12, s=12), "random")
     cache, outs = mechanism.init_cache(**x, capacity=12), []
     edges = [0, *range(first, 13)]
     for start, stop in pairwise(edges):

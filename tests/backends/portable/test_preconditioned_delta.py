@@ -7,7 +7,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra.group import group_of, read_program
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_portable import chunkwise
 from precondattn_portable.preconditioned_delta import is_preconditioned_delta
 
@@ -17,7 +17,7 @@ GROUP = "y1 = preconditioned_key"
 
 
 def inputs(mechanism, s, b=2, h=3, values_per_head=1):
-    layout = Layout("x", b=b, t=s, s=s, h=h, n=h, d=8, e=6, values_per_head=values_per_head)
+    layout = CallLayout("x", b=b, t=s, s=s, h=h, n=h, d=8, e=6, values_per_head=values_per_head)
     return make_inputs(mechanism, layout, "clustered")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_portable import symmetric_lucid
 
 EXPRESSION = "lucid[normalize=queries_and_keys,rho=0.1](softmax[causal=false,bias=true])"
@@ -17,7 +17,7 @@ def test_blocks_of_rows_that_begin_at_the_first_key_and_later(masks, small_block
     # segments, of which the first is not key 0.
     monkeypatch.setattr(symmetric_lucid, "DIRECT", 4)
     mechanism = pa.parse(EXPRESSION)
-    x = make_inputs(mechanism, Layout("test", b=1, t=40, s=40, h=2, n=2), "clustered")
+    x = make_inputs(mechanism, CallLayout("test", b=1, t=40, s=40, h=2, n=2), "clustered")
     out, pullback = mechanism.vjp(**x, **masks, backend="portable")
     expected, expected_pullback = mechanism.vjp(**x, **masks, backend="reference")
     np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)

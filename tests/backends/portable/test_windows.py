@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn_portable.windowed import WindowedAttention
+from precondattn_portable.windowed import WindowedBlocks
 from tests.mathematics.identities import assert_close
 
 
@@ -29,7 +29,7 @@ def test_windows_in_groups_are_the_definition(monkeypatch, expression, tokens, f
     # Padding has no fewer queries than keys.
     m, x, cotangent = problem(expression, tokens, 0 if mask == "lengths" else fewer)
     together = 1 if groups == "one window" else 700
-    monkeypatch.setattr(WindowedAttention, "entries_together", together)
+    monkeypatch.setattr(WindowedBlocks, "entries_together", together)
     masks = {
         "none": {},
         "lengths": {"lengths": [tokens - 9, tokens]},

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_torch import by_heads
 
 DIVIDED = [
@@ -44,7 +44,7 @@ WHOLE = [
 
 def inputs(expression, h, n, t=19):
     mechanism = pa.parse(expression)
-    layout = Layout("heads", b=2, t=t, s=t, h=h, n=n)
+    layout = CallLayout("heads", b=2, t=t, s=t, h=h, n=n)
     drawn = make_inputs(mechanism, layout, "clustered")
     return mechanism, {name: torch.tensor(array) for name, array in drawn.items()}
 

@@ -14,7 +14,7 @@ from precondattn_conformance.cancellation import sizes_of_terms
 from precondattn_conformance.tolerance import error
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.softmax.differential import Differential
+from precondattn_triton.softmax.differential import DifferentialKernels
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -41,7 +41,7 @@ def run_kernels(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     """Output and gradients by the kernels."""
     group = Group(group_of(expression))
     frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
-    kernels = Differential()
+    kernels = DifferentialKernels()
     with torch.no_grad(), tiles_as_given(seed, tiles):
         out, residuals = kernels.forward(group, x, frame)
         gradients = kernels.backward(group, x, frame, out, residuals, d_out)

@@ -11,20 +11,20 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.softmax.laser import Laser
+from precondattn_triton.softmax.laser import LaserKernels
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 HALF = (torch.bfloat16, torch.float16)
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
-class KernelRun:
+class LaserRun:
     """The kernels' results of a call: output, gradients by input, and which heads are close."""
 
     def __init__(self, x, d_out, *, causal=True, seed=0, tiles=SMALL, **masks):
         leaf = mechanism(causal).program.leaves[0]
         frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
-        laser = Laser()
+        laser = LaserKernels()
         with torch.no_grad(), tiles_as_given(seed, tiles):
             self.out, self.residuals = laser.forward(leaf, x, frame)
             self.gradients = laser.backward(leaf, x, frame, self.out, self.residuals, d_out)
@@ -68,7 +68,7 @@ def check(x, d_out, *, bound=None, gradient_bound=None, **options):
     """The kernels agree with the definition, and write to none of the inputs."""
     bound = bound or BOUND[x["v"].dtype]
     before = {name: a.clone() for name, a in x.items()}
-    result = KernelRun(x, d_out, **options)
+    result = LaserRun(x, d_out, **options)
     out, gradients = expected(x, d_out, **{k: v for k, v in options.items() if k != "tiles"})
     assert result.out.dtype == x["v"].dtype
     assert error(wide(result.out), wide(out)) < bound
@@ -164,7 +164,7 @@ def test_segments_of_fewer_queries_than_keys():
 def test_a_nan_in_a_key_reaches_its_own_output_and_later_ones(spread):
     x, d_out = problem(20, spread=spread)
     x["k"][:, 7, 0, 3] = torch.nan
-    out = KernelRun(x, d_out).out
+    out = LaserRun(x, d_out).out
     assert torch.isnan(out[:, 7:]).all()
     assert torch.isfinite(out[:, :7]).all()
 
@@ -195,7 +195,7 @@ def test_logits_of_any_size(size):
 def test_constant_values_give_that_constant(dtype, height):
     x, d_out = problem(33, b=1, dtype=dtype)
     x["v"] = torch.full_like(x["v"], height)
-    result = KernelRun(x, d_out)
+    result = LaserRun(x, d_out)
     assert (result.out == height).all()
     assert (result.gradients["q"] == 0).all()
 
@@ -253,7 +253,7 @@ def test_a_padded_value_does_not_count_for_the_spread_of_a_head():
     x, d_out = problem(17, b=1)
     x["v"][:, 16] = 1e4
     assert check(x, d_out, lengths=torch.tensor([16])).is_close == [[True]]
-    assert KernelRun(x, d_out).is_close == [[False]]
+    assert LaserRun(x, d_out).is_close == [[False]]
 
 
 @pytest.mark.parametrize("apart", [50.0, 130.0])
@@ -282,7 +282,7 @@ def test_outputs_do_not_depend_on_later_values():
     later = {name: a.clone() for name, a in x.items()}
     later["v"][:, 12:] += 3e4
     later["k"][:, 12:] *= 7
-    assert torch.equal(KernelRun(x, d_out).out[:, :12], KernelRun(later, d_out).out[:, :12])
+    assert torch.equal(LaserRun(x, d_out).out[:, :12], LaserRun(later, d_out).out[:, :12])
 
 
 # ------------------------------------------------------------------------------ any tensors
@@ -314,7 +314,7 @@ def test_tensors_of_more_than_two_to_the_31_elements():
 @pytest.mark.thorough
 def test_any_order_of_programs_gives_the_same_bits():
     x, d_out = problem(33, h=4, n=2)
-    first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
+    first, second = (LaserRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
     for name, gradient in first.gradients.items():
         assert torch.equal(gradient, second.gradients[name])
@@ -333,7 +333,7 @@ def test_shipped_tiles_compute_the_same():
 def refusal(leaf, *, verb="vjp", dtype="bfloat16", d=64, e=64):
     shapes = (("q", (1, 8, 2, d)), ("k", (1, 8, 1, d)), ("v", (1, 8, 1, e)))
     request = Request(verb, "torch", "cuda", dtype, shapes, frozenset())
-    return Laser().refuses(leaf.program.leaves[0], request)
+    return LaserKernels().refuses(leaf.program.leaves[0], request)
 
 
 def test_supported_calls_are_accepted():

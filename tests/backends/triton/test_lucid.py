@@ -9,10 +9,10 @@ import torch
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_conformance.case import Case
-from precondattn_conformance.inputs import Layout
+from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.runner import run_case
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.lucid.solve import LucidSolve
+from precondattn_triton.lucid.solve import LucidSolveKernels
 from tests.backends.triton.tiles import error, small_tiles
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
@@ -67,7 +67,7 @@ def check(leaf, x, d_y, frame, bound, **tiles):
     expected = leaf.backward(wide, frame, y, (), only_valid(d_y.double(), frame, 0))
     given = {name: only_valid(array, frame, torch.nan) for name, array in x.items()}
     before = {name: array.clone() for name, array in given.items()}
-    kernels = LucidSolve()
+    kernels = LucidSolveKernels()
     with small_tiles(**tiles):
         result, residuals = kernels.forward(leaf, given, frame)
         d_y = only_valid(d_y, frame, torch.nan)
@@ -103,16 +103,16 @@ def test_small_cotangents_beside_large_ones_keep_their_digits():
     y = leaf.forward(wide, frame)[0]
     expected = leaf.backward(wide, frame, y, (), d_y.double())["v"][:, 3:]
     with small_tiles():
-        y, residuals = LucidSolve().forward(leaf, x, frame)
-        found = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)["v"][:, 3:].double()
+        y, residuals = LucidSolveKernels().forward(leaf, x, frame)
+        found = LucidSolveKernels().backward(leaf, x, frame, y, residuals, d_y)["v"][:, 3:].double()
     assert (found - expected).abs().max() < 5e-3 * expected.abs().max()
 
 
 def test_for_one_token_y_is_its_value():
     leaf, x, d_y, frame = problem(1)
     with small_tiles():
-        y, _ = LucidSolve().forward(leaf, x, frame)
-        result = LucidSolve().backward(leaf, x, frame, y, (), d_y)
+        y, _ = LucidSolveKernels().forward(leaf, x, frame)
+        result = LucidSolveKernels().backward(leaf, x, frame, y, (), d_y)
     torch.testing.assert_close(y, x["v"])
     torch.testing.assert_close(result["v"], d_y)
     assert not result["k"].any()
@@ -149,7 +149,7 @@ def test_channels_of_very_different_sizes(dtype):
     leaf, x, _, frame = problem(34, b=1, n=1, dtype=dtype, spread=1e4)
     expected = leaf.forward({name: a.double() for name, a in x.items()}, frame)[0]
     with small_tiles():
-        result, _ = LucidSolve().forward(leaf, x, frame)
+        result, _ = LucidSolveKernels().forward(leaf, x, frame)
     for channel in range(expected.shape[3]):
         assert error(result[..., channel], expected[..., channel]) < BOUNDS[dtype]
 
@@ -173,7 +173,7 @@ def test_large_gradients_in_float16():
 @pytest.mark.thorough
 def test_the_gradient_of_wide_clustered_keys_in_bfloat16():
     """The norm's gradient cancels most of it: factors of 8 bits would leave an error of 0.015."""
-    layout = Layout("wide", b=1, t=40, s=40, h=2, n=2, d=64, e=64)
+    layout = CallLayout("wide", b=1, t=40, s=40, h=2, n=2, d=64, e=64)
     case = Case("gradients", "lucid_solve[beta=true]", "torch", "bfloat16", layout, "clustered")
     with small_tiles():
         outcome = run_case(case, ("triton",))
@@ -208,12 +208,12 @@ def test_any_strides():
     leaf, x, d_y, frame = problem(20, d=8, e=8)
     strided = {name: a.transpose(1, 3).contiguous().transpose(1, 3) for name, a in x.items()}
     with small_tiles():
-        expected, _ = LucidSolve().forward(leaf, x, frame)
-        y, _ = LucidSolve().forward(leaf, strided, frame)
-        wanted = LucidSolve().backward(leaf, x, frame, y, (), d_y)
+        expected, _ = LucidSolveKernels().forward(leaf, x, frame)
+        y, _ = LucidSolveKernels().forward(leaf, strided, frame)
+        wanted = LucidSolveKernels().backward(leaf, x, frame, y, (), d_y)
         shared = d_y[:, :1].expand_as(d_y)
-        result = LucidSolve().backward(leaf, strided, frame, y, (), shared)
-        again = LucidSolve().backward(leaf, x, frame, y, (), shared.contiguous())
+        result = LucidSolveKernels().backward(leaf, strided, frame, y, (), shared)
+        again = LucidSolveKernels().backward(leaf, x, frame, y, (), shared.contiguous())
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     assert not torch.equal(result["v"], wanted["v"])
     for name in result:
@@ -226,8 +226,8 @@ def test_the_order_of_the_programs_does_not_matter():
     results = []
     for seed in (1, 2):
         with small_tiles(seed):
-            y, residuals = LucidSolve().forward(leaf, x, frame)
-            result = LucidSolve().backward(leaf, x, frame, y, residuals, d_y)
+            y, residuals = LucidSolveKernels().forward(leaf, x, frame)
+            result = LucidSolveKernels().backward(leaf, x, frame, y, residuals, d_y)
         results.append((y, *result.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -11,7 +11,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import full_frame
 from precondattn.spec.transported import Transported
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.lucid.solve import LucidSolve
+from precondattn_triton.lucid.solve import LucidSolveKernels
 from tests.backends.triton.tiles import SMALL, error, small_tiles, tiles_as_given
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
@@ -49,7 +49,7 @@ def expected(leaf, x, d_y, frame):
 
 def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
     """The kernels' output and gradients; their residuals have the declared shapes."""
-    kernels = LucidSolve()
+    kernels = LucidSolveKernels()
     with torch.no_grad(), tiles_as_given(seed, tiles):
         y, residuals = kernels.forward(leaf, x, frame)
         gradients = kernels.backward(leaf, x, frame, y, residuals, d_y)
@@ -266,7 +266,7 @@ def test_lucid_around_path_with_fewer_heads_of_keys():
 def refusal(leaf, d=64, e=64):
     shapes = {"k": (1, 8, 1, d), "v": (1, 8, 1, e), "w": (1, 8, 1, d), "beta": (1, 8, 1)}
     request = Request("vjp", "torch", "cuda", "bfloat16", tuple(shapes.items()), frozenset())
-    return LucidSolve().refuses(leaf, request)
+    return LucidSolveKernels().refuses(leaf, request)
 
 
 def test_supported_calls_are_accepted():

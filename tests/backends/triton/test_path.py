@@ -12,7 +12,7 @@ from precondattn.frame import full_frame
 from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.path.leaf import Path
+from precondattn_triton.path.leaf import PathKernels
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -35,13 +35,13 @@ def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
     return {name: a.to(dtype) for name, a in x.items()}, torch.randn(b, t, h, e).to(dtype)
 
 
-class KernelRun:
+class PathRun:
     """The kernels' results of a call: output, and gradients by input."""
 
     def __init__(self, x, d_out, *, window=None, seed=0, tiles=SMALL, **masks):
         leaf = pa.Path(window=window)
         frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
-        path = Path()
+        path = PathKernels()
         with torch.no_grad(), tiles_as_given(seed, tiles):
             self.out, residuals = path.forward(leaf, x, frame)
             self.gradients = path.backward(leaf, x, frame, self.out, residuals, d_out)
@@ -71,7 +71,7 @@ def check(x, d_out, *, bound=None, **options):
     """The kernels agree with the definition, and write to none of the inputs."""
     bound = bound or BOUND[x["v"].dtype]
     before = {name: a.clone() for name, a in x.items()}
-    result = KernelRun(x, d_out, **options)
+    result = PathRun(x, d_out, **options)
     call = {name: a for name, a in options.items() if name not in ("tiles", "seed")}
     out, gradients = expected(x, d_out, **call)
     assert result.out.dtype == x["v"].dtype
@@ -164,7 +164,7 @@ def test_with_zero_strength_path_is_softmax():
     x["beta"].zero_()
     with pa.use_backend("reference"):
         softmax = pa.Softmax()(x["q"], x["k"], x["v"])
-    assert error(wide(KernelRun(x, d_out).out), wide(softmax)) < 1e-6
+    assert error(wide(PathRun(x, d_out).out), wide(softmax)) < 1e-6
 
 
 @pytest.mark.parametrize("size", [1e-4, 30.0])
@@ -194,13 +194,13 @@ def test_inputs_of_any_strides():
     }
     first = check(apart, d_out[:1, :1].expand(2, 20, 2, 8))
     contiguous = {name: a.contiguous() for name, a in x.items()}
-    again = KernelRun(contiguous, d_out[:1, :1].expand_as(d_out))
+    again = PathRun(contiguous, d_out[:1, :1].expand_as(d_out))
     assert torch.equal(first.out, again.out)
 
 
 def test_any_order_of_programs_gives_the_same_bits():
     x, d_out = problem(33, h=2)
-    first, second = (KernelRun(x, d_out, seed=seed) for seed in (1, 2))
+    first, second = (PathRun(x, d_out, seed=seed) for seed in (1, 2))
     assert torch.equal(first.out, second.out)
     for name, gradient in first.gradients.items():
         assert torch.equal(gradient, second.gradients[name])
@@ -227,7 +227,7 @@ def refusal(leaf, *, verb="vjp", d=64, e=64, t=8):
     shapes = {"q": (1, t, 2, d), "k": (1, 8, 1, d), "v": (1, 8, 1, e)}
     shapes |= {"w": (1, 8, 1, d), "beta": (1, 8, 1)}
     request = Request(verb, "torch", "cuda", "bfloat16", tuple(shapes.items()), frozenset())
-    return Path().refuses(leaf.program.leaves[0], request)
+    return PathKernels().refuses(leaf.program.leaves[0], request)
 
 
 def test_supported_calls_are_accepted():
@@ -256,5 +256,5 @@ def test_in_a_precise_kernel_equal_keys_give_queries_a_gradient_of_zero(monkeypa
     monkeypatch.setenv(VARIABLE, "1")
     x, d_out = problem(40, d=16, e=16, dtype=torch.bfloat16)
     x |= {"k": 16 * x["k"][:, :1].expand_as(x["k"]), "beta": torch.zeros_like(x["beta"])}
-    d_q = KernelRun(x, d_out).gradients["q"]
+    d_q = PathRun(x, d_out).gradients["q"]
     assert d_q.abs().max() < 1e-4 * x["k"].abs().max()

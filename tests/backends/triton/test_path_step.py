@@ -8,7 +8,7 @@ import torch
 
 import precondattn as pa
 from precondattn.backend import Request
-from precondattn_triton.path.leaf import Path
+from precondattn_triton.path.leaf import PathKernels
 from tests.backends.triton.tiles import error, small_tiles
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -98,7 +98,7 @@ def test_masked_keys_before_and_after_the_last_flush(masked_token):
 def refusal(*, t=1, h=2, d=64, e=64):
     shapes = {"q": (1, t, h, d), "k": (1, t, 1, d), "v": (1, t, 1, e)}
     request = Request("extend", "torch", "cuda", "bfloat16", tuple(shapes.items()), frozenset())
-    return Path().refuses(pa.Path(), request)
+    return PathKernels().refuses(pa.Path(), request)
 
 
 def test_a_step_supports_one_token_and_limited_widths():

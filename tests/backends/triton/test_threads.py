@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_triton.backend import is_interpreting
 
 torch = pytest.importorskip("torch")
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.skipif(not is_interpreting(), reason="kernels run on a GPU")
 def test_interpreted_calls_from_several_threads():
     m = pa.Linear()
-    inputs = make_inputs(m, Layout("threads", t=70, s=70), "random")
+    inputs = make_inputs(m, CallLayout("threads", t=70, s=70), "random")
     x = {name: torch.asarray(array, dtype=torch.float32) for name, array in inputs.items()}
     other = {name: -2 * array for name, array in x.items()}
 

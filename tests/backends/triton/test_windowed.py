@@ -14,7 +14,7 @@ from precondattn.kernel_backend.windows import grid_of
 from precondattn_conformance.tolerance import error
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
-from precondattn_triton.windowed.leaf import WindowedAttention
+from precondattn_triton.windowed.leaf import WindowedKernels
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
 BOUND = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -37,7 +37,7 @@ def wide(array):
 
 def run_kernels(expression, x, d_out, *, seed=0, tiles=SMALL, **masks):
     """Output and gradients by the kernels."""
-    leaf, kernels = pa.parse(expression), WindowedAttention()
+    leaf, kernels = pa.parse(expression), WindowedKernels()
     frame = full_frame(x["q"].shape[1], x["k"].shape[1], x["q"], **masks)
     with torch.no_grad(), tiles_as_given(seed, tiles):
         out, residuals = kernels.forward(leaf, x, frame)

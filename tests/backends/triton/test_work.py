@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 import precondattn as pa
-from precondattn_kernel_tools.roof import H100, Work, filled, predicted, roof
+from precondattn_kernel_tools.roof import H100, KernelWork, filled, predicted, roof
 from precondattn_triton import work
 from precondattn_triton.backend import Triton
 from precondattn_triton.configurations import Configuration
@@ -97,19 +97,19 @@ def test_the_stated_products_are_those_that_the_interpreter_counts(mechanism):
 
 
 def test_the_roof_is_the_longest_of_three_times():
-    products = Work("", (132,), 989e9, 0, 0, 1e6, 1e6)
+    products = KernelWork("", (132,), 989e9, 0, 0, 1e6, 1e6)
     assert roof(products, H100).limit == "tensor cores"
     assert roof(products, H100).seconds == pytest.approx(1e-3)
-    moving = Work("", (132,), 1e9, 1e9, 1e6, 3.35e9, 1e10)
+    moving = KernelWork("", (132,), 1e9, 1e9, 1e6, 3.35e9, 1e10)
     assert roof(moving, H100).limit == "bandwidth"
     assert roof(moving, H100).seconds == pytest.approx(1e-3)
-    special = Work("", (132,), 1e9, 1e9, H100.special, 1e6, 1e6)
+    special = KernelWork("", (132,), 1e9, 1e9, H100.special, 1e6, 1e6)
     assert roof(special, H100).limit == "exponentials"
     assert roof(special, H100).seconds == pytest.approx(1)
 
 
 def test_a_grid_of_one_program_too_many_takes_a_second_turn():
-    full, over = (Work("", (n,), 989e9, 0, 0, 0, 0) for n in (264, 265))
+    full, over = (KernelWork("", (n,), 989e9, 0, 0, 0, 0) for n in (264, 265))
     assert filled(full, H100, resident=2) == 1
     assert filled(over, H100, resident=2) == pytest.approx(265 / 528)
     assert predicted(full, H100, 0.5, 2) == pytest.approx(2e-3 + 3e-6)

@@ -105,7 +105,7 @@ class Crashes(Definition):
         return super().forward(mechanism, inputs, frame)
 
 
-class Leaks(Definition):
+class Leaking(Definition):
     name = "leaks"
 
     def __init__(self):

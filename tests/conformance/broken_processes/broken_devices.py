@@ -4,9 +4,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from precondattn.parallel.jax.ring import Ring
+from precondattn.parallel.jax.ring import RingCall
 
-own = Ring.own
+own = RingCall.own
 
 
 def later_ones_too(ring, masks):
@@ -17,5 +17,5 @@ def later_ones_too(ring, masks):
 
 @contextmanager
 def faults():
-    with patch.object(Ring, "own", later_ones_too):
+    with patch.object(RingCall, "own", later_ones_too):
         yield

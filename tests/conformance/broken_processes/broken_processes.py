@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from precondattn.parallel.torch import ContextParallel
-from precondattn.parallel.torch.ring import Ring
+from precondattn.parallel.torch.ring import RingCall
 
-passed_on = Ring.passed_on
+passed_on = RingCall.passed_on
 call = ContextParallel.__call__
 
 
@@ -36,7 +36,7 @@ def called(attn, *arrays, **named):
 @contextmanager
 def faults():
     with (
-        patch.object(Ring, "passed_on", passed_in_disorder),
+        patch.object(RingCall, "passed_on", passed_in_disorder),
         patch.object(ContextParallel, "__call__", called),
     ):
         yield

@@ -20,7 +20,7 @@ HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 RECURRENT = (pa.GLA, pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
 
 
-class RoundingModel(pa.Backend):
+class HalfPrecisionModel(pa.Backend):
     """A backend of leaves in half precision."""
 
     libraries = frozenset({"torch"})
@@ -38,7 +38,7 @@ class RoundingModel(pa.Backend):
         return ()
 
 
-class FlashAttention(RoundingModel):
+class FlashAttention(HalfPrecisionModel):
     name = "flash_attention"
 
     def refuses(self, leaf, request):
@@ -79,7 +79,7 @@ class FlashAttention(RoundingModel):
         return out.to(like.dtype), {keys[slot]: update for slot, update in updates.items()}
 
 
-class FlashLinearAttention(RoundingModel):
+class FlashLinearAttention(HalfPrecisionModel):
     name = "flash_linear_attention"
 
     def refuses(self, leaf, request):

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from precondattn.spec.recurrence import Gradients, Stream
+from precondattn.spec.recurrence import Stream, StreamGradients
 from tests.conformance.rounding_models.rounding import Rounding, product, stored, tf32
 
 CHUNK = 64
@@ -47,18 +47,20 @@ class RoundedChunks:
             outs.append(out)
         return torch.cat(outs, dim=3)[:, :, :, s - t : s].transpose(2, 3), h
 
-    def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> Gradients:
+    def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> StreamGradients:
         # A custom operator runs below PyTorch's autograd; another thread does not.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._differentiated, x, state, d_o, d_final).result()
 
-    def _differentiated(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> Gradients:
+    def _differentiated(
+        self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor
+    ) -> StreamGradients:
         given = [a.detach().requires_grad_() for a in (state, *x) if a is not None]
         results = self.forward(Stream(*given[1:]), given[0])
         d_state, *d_x = torch.autograd.grad(
             results, given, (d_o, d_final), allow_unused=True, materialize_grads=True
         )
-        return Gradients(Stream(*d_x), d_state)
+        return StreamGradients(Stream(*d_x), d_state)
 
     def _whole(self, x: Stream):
         """The stream with a query for every key; tokens are the third axis."""

@@ -23,7 +23,7 @@ from tests.integrations.transformers.test_linear_layers import made
 IDS, MASK = prompts()
 
 
-class Advice(NamedTuple):
+class ModelAdvice(NamedTuple):
     """A refused call, what its message advises, and the call that does that."""
 
     says: str
@@ -129,53 +129,53 @@ def with_ccq(advised):
 
 
 ADVICE = [
-    Advice(
+    ModelAdvice(
         "set attention_dropout, or attention_probs_dropout_prob, to 0 in the model's config",
         lambda: in_training(attention_dropout=0.1),
         lambda: in_training(attention_dropout=0.0),
     ),
-    Advice(
+    ModelAdvice(
         "call replace_attention(model, ...)",
         lambda: by_name_only(model_of()),
         lambda: whole(replace_attention(model_of(), "lucid")),
     ),
-    Advice("use one without offloading", lambda: offloaded(True), lambda: offloaded(False)),
-    Advice(
+    ModelAdvice("use one without offloading", lambda: offloaded(True), lambda: offloaded(False)),
+    ModelAdvice(
         "begin with an empty one after replace_attention",
         lambda: after(*kept_from_before()),
         lambda: close(after(ours(), DynamicCache()), whole(ours())),
     ),
-    Advice(
+    ModelAdvice(
         "call activate_past_recording() before the tokens that may be removed",
         lambda: cropped(False),
         lambda: cropped(True),
     ),
-    Advice(
+    ModelAdvice(
         "pass the same mask with columns for the new tokens appended",
         lambda: with_the_same_mask(False),
         lambda: with_the_same_mask(True),
     ),
-    Advice(
+    ModelAdvice(
         "pass past_key_values=static_cache(model, max_cache_len)",
         lambda: static_window(cache_implementation="static"),
         lambda: static_window(advised=True),
     ),
-    Advice(
+    ModelAdvice(
         "such as 'lucid' or 'lucid(laser)'",
         lambda: ours("linear"),
         lambda: [ours("lucid"), ours("lucid(laser)")],
     ),
-    Advice(
+    ModelAdvice(
         "pad prompts at the left",
         lambda: linear_prompts(slice(5, 8)),
         lambda: linear_prompts(slice(0, 3)),
     ),
-    Advice(
+    ModelAdvice(
         "give its first token together with one before or after it",
         lambda: linear_parts((5, 6)),
         lambda: [linear_parts((4, 6)), linear_parts((5, 7))],
     ),
-    Advice("pass the backend to add_ccq", lambda: with_ccq(False), lambda: with_ccq(True)),
+    ModelAdvice("pass the backend to add_ccq", lambda: with_ccq(False), lambda: with_ccq(True)),
 ]
 
 

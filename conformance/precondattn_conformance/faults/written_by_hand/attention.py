@@ -13,8 +13,8 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Call,
     Fault,
+    MethodCall,
     inside,
     with_call,
 )
@@ -81,7 +81,7 @@ def _finite_mask(visible: Any, scores: Any) -> Any:
     return namespace(scores).where(visible, scores, -1e9)
 
 
-def _with_segments_of_first_keys(call: Call) -> Call:
+def _with_segments_of_first_keys(call: MethodCall) -> MethodCall:
     frame = call.frame
     if frame.k_segment is None:
         return call
@@ -89,7 +89,7 @@ def _with_segments_of_first_keys(call: Call) -> Call:
     return replace(call, frame=frame.replaced(q_segment=first))
 
 
-def _without_new_keys(call: Call) -> Call:
+def _without_new_keys(call: MethodCall) -> MethodCall:
     """New tokens do not attend to one another, only to themselves."""
     frame = call.frame
     t = frame.q_position.shape[1]

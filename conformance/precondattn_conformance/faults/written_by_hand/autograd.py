@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from precondattn_conformance.faults.fault import FORWARD, STEP, Call, Fault, with_call
+from precondattn_conformance.faults.fault import FORWARD, STEP, Fault, MethodCall, with_call
 from precondattn_conformance.faults.written_by_hand.written import written
 
 INPUTS = {
@@ -46,9 +46,9 @@ def faults() -> list[Fault]:
     return planted
 
 
-def _without_input(name: str, call: Call) -> Call:
+def _without_input(name: str, call: MethodCall) -> MethodCall:
     return call.given(**{name: call.inputs[name].detach()})
 
 
-def _without_state(name: str, call: Call) -> Call:
+def _without_state(name: str, call: MethodCall) -> MethodCall:
     return replace(call, past={**call.past, name: call.past[name].detach()})

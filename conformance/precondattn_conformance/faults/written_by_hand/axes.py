@@ -16,9 +16,9 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     with_call,
 )
@@ -51,7 +51,7 @@ def faults() -> list[Fault]:
     ]
 
 
-def _as_first(call: Call) -> Call:
+def _as_first(call: MethodCall) -> MethodCall:
     """The positions of the first sequence's new tokens for all sequences."""
     position = call.frame.q_position
     first = np.broadcast_to(position[:1], position.shape)
@@ -60,14 +60,14 @@ def _as_first(call: Call) -> Call:
     return replace(call, frame=call.frame.replaced(q_position=first, k_position=keys))
 
 
-def _only_d_columns(truth: Truth, call: Call) -> Result:
+def _only_d_columns(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     out = result.out.copy()
     out[..., call.inputs["k"].shape[-1] :] = 0
     return replace(result, out=out)
 
 
-def _merged(call: Call) -> Call:
+def _merged(call: MethodCall) -> MethodCall:
     """Tokens after a block's edge belong to the segment before it, if another begins there."""
 
     def without_edges(segments: Array) -> Array:
@@ -85,7 +85,7 @@ def _merged(call: Call) -> Call:
     return replace(call, frame=frame.replaced(q_segment=changed, k_segment=changed))
 
 
-def _dense(call: Call) -> Call:
+def _dense(call: MethodCall) -> MethodCall:
     """What is read of an expanded array as if its entries followed each other in memory."""
     inputs = dict(call.inputs)
     for name, array in inputs.items():
@@ -96,7 +96,7 @@ def _dense(call: Call) -> Call:
     return replace(call, inputs=inputs)
 
 
-def _shapes(call: Call) -> tuple[Any, ...]:
+def _shapes(call: MethodCall) -> tuple[Any, ...]:
     return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
 
 
@@ -106,7 +106,7 @@ class _Kept:
     def __init__(self) -> None:
         self.outputs: dict[tuple[Any, ...], Array] = {}
 
-    def __call__(self, truth: Truth, call: Call) -> Result:
+    def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         if call.stage == FORWARD:
             result = truth(call)
             self.outputs[_shapes(call)] = result.out
@@ -120,6 +120,6 @@ class _Compiled:
     def __init__(self) -> None:
         self.mechanisms: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, truth: Truth, call: Call) -> Result:
+    def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         first = self.mechanisms.setdefault(_shapes(call), call.mechanism)
         return truth(replace(call, mechanism=first))

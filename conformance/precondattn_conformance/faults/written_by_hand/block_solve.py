@@ -17,7 +17,7 @@ from precondattn_portable import (
     extension,
 )
 from precondattn_portable.layout import time_first
-from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, System
+from precondattn_portable.lucid_solve import LucidMatrix, LucidSolveBlocks, PastSystem
 
 BOTH = (FORWARD, BACKWARD)
 
@@ -35,7 +35,7 @@ def _of_the_solve() -> list[Fault]:
             SOLVE,
             BOTH,
             "a row block without the preceding blocks",
-            System,
+            LucidMatrix,
             "rows",
             _own_row_block_only,
         ),
@@ -43,7 +43,7 @@ def _of_the_solve() -> list[Fault]:
             SOLVE,
             FORWARD,
             "the second block of a row block without the first",
-            System,
+            LucidMatrix,
             "weights",
             _blind_second_block,
         ),
@@ -72,7 +72,7 @@ def _of_the_unbounded_solve() -> list[Fault]:
             "lucid_solve[normalize=rows]",
             BOTH,
             "a row's maximum from its own block only",
-            System,
+            LucidMatrix,
             "_row_maxima",
             _maxima_of_own,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from precondattn.arrays import Array
-from precondattn_conformance.faults.fault import STEP, Call, Fault, Result, Truth
+from precondattn_conformance.faults.fault import STEP, Fault, MethodCall, MethodResult, Truth
 from precondattn_conformance.faults.written_by_hand.written import written
 
 
@@ -30,7 +30,7 @@ class _Remembering:
         self.name = name
         self.kept: Array = None
 
-    def __call__(self, truth: Truth, call: Call) -> Result:
+    def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         buffer = call.past[self.name]
         held = int(call.frame.q_position[:, 0].min())
         seen, self.kept = self.kept, buffer[:, :held].copy()

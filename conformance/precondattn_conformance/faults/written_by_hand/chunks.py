@@ -20,7 +20,7 @@ from precondattn_portable import (
     chunkwise,
     chunkwise_additive,
 )
-from precondattn_portable.chunkwise import Work
+from precondattn_portable.chunkwise import ChunkWork
 from precondattn_portable.chunkwise_additive import Additive
 
 BOTH = (FORWARD, BACKWARD)
@@ -70,7 +70,7 @@ def faults() -> list[Fault]:
             "linear",
             BOTH,
             "fewer queries than keys placed at the first keys",
-            Work,
+            ChunkWork,
             "of_reads",
             lambda _: lambda self, queries, part: self._chunks(queries, part, 0),
         ),
@@ -78,7 +78,7 @@ def faults() -> list[Fault]:
             "linear",
             STEP,
             "padding after the last token is written to the state",
-            Work,
+            ChunkWork,
             "_chunks",
             _with_padding_of_ones,
         ),

@@ -13,9 +13,9 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
     with_call,
@@ -75,28 +75,28 @@ def _of_half() -> list[Fault]:
     ]
 
 
-def _with_options(call: Call, **options: Any) -> Call:
+def _with_options(call: MethodCall, **options: Any) -> MethodCall:
     return replace(call, mechanism=dataclasses.replace(call.mechanism, **options))
 
 
-def _at_most_a_block(call: Call) -> Call:
+def _at_most_a_block(call: MethodCall) -> MethodCall:
     window = call.mechanism.window
     return call if window is None else _with_options(call, window=min(window, 16))
 
 
-def _no_bias(call: Call) -> Call:
+def _no_bias(call: MethodCall) -> MethodCall:
     if call.mechanism.window is None or "bias" not in call.inputs:
         return call
     return call.given(bias=0 * call.inputs["bias"])
 
 
-def _cap_last(call: Call) -> Call:
+def _cap_last(call: MethodCall) -> MethodCall:
     """No cap where there is a bias."""
     has_both = call.mechanism.softcap is not None and "bias" in call.inputs
     return _with_options(call, softcap=None) if has_both else call
 
 
-def _no_window(call: Call) -> Call:
+def _no_window(call: MethodCall) -> MethodCall:
     return _with_options(call, window=None) if call.mechanism.sink else call
 
 
@@ -104,7 +104,7 @@ def _default_eps(true: Any) -> Any:
     return lambda leaf, k: true(dataclasses.replace(leaf, eps=1e-6), k)
 
 
-def _shapes(call: Call) -> tuple[Any, ...]:
+def _shapes(call: MethodCall) -> tuple[Any, ...]:
     return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
 
 
@@ -115,7 +115,7 @@ class _Last:
         self.name = name
         self.held: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, truth: Truth, call: Call) -> Result:
+    def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         if call.stage == FORWARD:
             self.held[_shapes(call)] = np.array(call.inputs[self.name])
             return truth(call)
@@ -129,7 +129,7 @@ class _First:
         self.name = name
         self.held: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, truth: Truth, call: Call) -> Result:
+    def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         first = self.held.setdefault(_shapes(call), np.array(call.inputs[self.name]))
         return truth(call.given(**{self.name: first}))
 
@@ -148,8 +148,8 @@ def _finite_mask() -> Any:
 
 
 def _in_float16(change: Any) -> Any:
-    def planted(truth: Truth, call: Call) -> Result:
-        result: Result = change(truth, call) if call.dtype == "float16" else truth(call)
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
+        result: MethodResult = change(truth, call) if call.dtype == "float16" else truth(call)
         return result
 
     return planted

@@ -15,10 +15,10 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Call,
     Change,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
 )
@@ -48,7 +48,7 @@ def faults() -> list[Fault]:
 
 
 def _in_half_calls(dtype: str, change: Change) -> Change:
-    def planted(truth: Truth, call: Call) -> Result:
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
         return change(truth, call) if call.dtype == dtype else truth(call)
 
     return planted

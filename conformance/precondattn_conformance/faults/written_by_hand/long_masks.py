@@ -15,10 +15,10 @@ from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
-    Call,
     Change,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
     with_call,
@@ -63,7 +63,7 @@ def faults() -> list[Fault]:
 def _in_keys(change: Any) -> Change:
     """A changed validity of keys (b, s), from it and the frame."""
 
-    def other(call: Call) -> Call:
+    def other(call: MethodCall) -> MethodCall:
         frame = call.frame
         if frame.k_valid is None and change not in (_in_three_bits,):
             return call
@@ -136,13 +136,13 @@ def _cut(after: int) -> Any:
         start = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
         return np.cumsum(begins, axis=1) * ids.shape[1] + (index - start) // after
 
-    def other(call: Call) -> Call:
+    def other(call: MethodCall) -> MethodCall:
         return _with_segments(call, segments)
 
     return other
 
 
-def _with_segments(call: Call, change: Any) -> Call:
+def _with_segments(call: MethodCall, change: Any) -> MethodCall:
     frame = call.frame
     if frame.k_segment is None:
         return call
@@ -161,7 +161,7 @@ def _or_lengths(valid: Any, frame: Frame) -> Any:
     return valid if q_valid is None or q_valid.shape != valid.shape else np.array(q_valid)
 
 
-def _or_keys(call: Call) -> Call:
+def _or_keys(call: MethodCall) -> MethodCall:
     frame = call.frame
     if frame.k_valid is None or frame.k_valid.all():
         return call
@@ -173,7 +173,7 @@ def _in_three_bits(valid: Any, frame: Frame) -> Any:
     return valid
 
 
-def _restarted(call: Call) -> Call:
+def _restarted(call: MethodCall) -> MethodCall:
     """Tokens from 1,024 on are a segment of their own."""
     frame = call.frame
     position = np.broadcast_to(frame.k_position, (len(call.inputs["k"]), frame.k_position.shape[1]))
@@ -182,7 +182,7 @@ def _restarted(call: Call) -> Call:
     return _with_segments(replace(call, frame=frame.replaced(k_segment=ids)), lambda given: given)
 
 
-def _one_left(truth: Truth, call: Call) -> Result:
+def _one_left(truth: Truth, call: MethodCall) -> MethodResult:
     """A last block of one row, after two blocks of 64 or more, is not written."""
     result = truth(call)
     tokens = result.out.shape[1]
@@ -193,16 +193,16 @@ def _one_left(truth: Truth, call: Call) -> Result:
     return replace(result, out=out)
 
 
-def _offset(call: Call, change: Any) -> Call:
+def _offset(call: MethodCall, change: Any) -> MethodCall:
     frame = call.frame
     t, s = frame.q_position.shape[1], frame.k_position.shape[1]
     moved = frame.q_position - (s - t) + change(s - t)
     return replace(call, frame=frame.replaced(q_position=moved))
 
 
-def _near(call: Call) -> Call:
+def _near(call: MethodCall) -> MethodCall:
     return _offset(call, lambda missing: min(missing, 16))
 
 
-def _at_edge(call: Call) -> Call:
+def _at_edge(call: MethodCall) -> MethodCall:
     return _offset(call, lambda missing: missing // 16 * 16 if missing > 16 else missing)

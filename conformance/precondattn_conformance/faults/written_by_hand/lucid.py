@@ -9,13 +9,13 @@ from precondattn.arrays import namespace
 from precondattn.cache import Append
 from precondattn.spec import lucid
 from precondattn.spec.array_functions import identity_like
-from precondattn.spec.lucid import System
+from precondattn.spec.lucid import TriangularSystem
 from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
     with_call,
@@ -38,7 +38,7 @@ def faults() -> list[Fault]:
             SOLVE,
             STEP,
             "no solve among the new tokens",
-            inside(System, "matrix", lambda true: _of_diagonal_only(true)),
+            inside(TriangularSystem, "matrix", lambda true: _of_diagonal_only(true)),
         ),
         written(
             SOLVE, STEP, "v kept in place of y", _keeping("solved", lambda call: call.inputs["v"])
@@ -68,14 +68,14 @@ def _of_diagonal_only(true: Any) -> Any:
 
 
 def _keeping(slot: str, tokens: Any) -> Any:
-    def planted(truth: Truth, call: Call) -> Result:
+    def planted(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         return replace(result, updates={**result.updates, slot: Append(tokens(call))})
 
     return planted
 
 
-def _with_norms_of_cached_keys(call: Call) -> Call:
+def _with_norms_of_cached_keys(call: MethodCall) -> MethodCall:
     xp = namespace(call.past["key"])
     mean_square = xp.mean(call.past["key"] ** 2, axis=-1)
     rms = xp.sqrt(mean_square + call.mechanism.eps) * (call.past["rms"] > 0)

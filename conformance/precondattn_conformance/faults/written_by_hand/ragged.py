@@ -11,9 +11,9 @@ from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
     STEP,
     STEP_BACKWARD,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
     with_call,
@@ -51,29 +51,29 @@ def faults() -> list[Fault]:
     ]
 
 
-def _as_longest(call: Call) -> Call:
+def _as_longest(call: MethodCall) -> MethodCall:
     position = np.array(call.frame.q_position)
     position[...] = np.max(position, axis=0, keepdims=True)
     return replace(call, frame=call.frame.replaced(q_position=position))
 
 
-def _slots(call: Call) -> int:
+def _slots(call: MethodCall) -> int:
     """The capacity of the cache."""
     return int(call.frame.k_position.shape[1] - call.frame.q_position.shape[1])
 
 
-def _with_past_validity(call: Call, change: Any) -> Call:
+def _with_past_validity(call: MethodCall, change: Any) -> MethodCall:
     valid = np.array(call.frame.k_valid)
     slots = _slots(call)
     valid[:, :slots] = change(valid[:, :slots], call.frame.q_position[:, 0])
     return replace(call, frame=call.frame.replaced(k_valid=valid))
 
 
-def _cached(call: Call) -> Call:
+def _cached(call: MethodCall) -> MethodCall:
     return _with_past_validity(call, lambda valid, held: np.arange(valid.shape[1]) < held[0])
 
 
-def _without_last_block(call: Call) -> Call:
+def _without_last_block(call: MethodCall) -> MethodCall:
     def changed(valid: Any, held: Any) -> Any:
         is_last = np.arange(valid.shape[1]) >= held[:, None] - BLOCK
         return valid & ~(is_last & (held % BLOCK == 0)[:, None])
@@ -94,7 +94,7 @@ def _within_blocks(true: Any) -> Any:
     return visible
 
 
-def _one_token(call: Call) -> Call:
+def _one_token(call: MethodCall) -> MethodCall:
     """The first row of a sequence without new tokens counts as a token of zeros."""
     frame = call.frame
     if frame.q_valid is None:
@@ -106,14 +106,14 @@ def _one_token(call: Call) -> Call:
     return replace(call, frame=frame.replaced(q_valid=q_valid, k_valid=k_valid))
 
 
-def _only_of_part_blocks(truth: Truth, call: Call) -> Result:
+def _only_of_part_blocks(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     if call.frame.q_position.shape[1] % BLOCK:
         return result
     return replace(result, d_past={name: 0 * d for name, d in result.d_past.items()})
 
 
-def _lost(truth: Truth, call: Call) -> Result:
+def _lost(truth: Truth, call: MethodCall) -> MethodResult:
     result, valid = truth(call), call.frame.q_valid
     if valid is None:
         return result

@@ -13,9 +13,9 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
 )
@@ -60,7 +60,7 @@ def faults() -> list[Fault]:
     ]
 
 
-def _with_resets(truth: Truth, call: Call) -> Result:
+def _with_resets(truth: Truth, call: MethodCall) -> MethodResult:
     """The state is reset every 128 tokens."""
     t = call.inputs["q"].shape[1]
     if t <= 128 or call.frame.k_segment is not None:
@@ -69,7 +69,7 @@ def _with_resets(truth: Truth, call: Call) -> Result:
     for i in range(0, t, 128):
         part = {name: x[:, i : i + 128] for name, x in call.inputs.items()}
         outs.append(truth(replace(call, inputs=part)).out)
-    return Result(namespace(outs[0]).concat(outs, axis=1))
+    return MethodResult(namespace(outs[0]).concat(outs, axis=1))
 
 
 def _stopping_early(true: Any) -> Any:

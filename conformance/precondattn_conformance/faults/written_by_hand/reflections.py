@@ -12,10 +12,10 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Call,
     Change,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     inside,
     with_call,
@@ -118,7 +118,7 @@ def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_pending_kept() -> Change:
-    def kept(truth: Truth, call: Call) -> Result:
+    def kept(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         for name, update in result.updates.items():
             if name.startswith("pending"):
@@ -159,7 +159,7 @@ def _of_steps_in_blocks() -> list[Fault]:
     ]
 
 
-def _keeping_past_keys(truth: Truth, call: Call) -> Result:
+def _keeping_past_keys(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     update = result.updates["key"]
     if isinstance(update, Rewrite):

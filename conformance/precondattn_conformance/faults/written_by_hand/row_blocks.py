@@ -74,7 +74,7 @@ def _of_row_blocks() -> list[Fault]:
             "softmax[bias=true]",
             BOTH,
             "the bias of the first sequence for all sequences",
-            attention.View,
+            attention.AttentionView,
             "group",
             _with_first_bias,
         ),

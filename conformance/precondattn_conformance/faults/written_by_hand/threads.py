@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from precondattn_conformance.faults.fault import FORWARD, Call, Fault, Result, Truth
+from precondattn_conformance.faults.fault import FORWARD, Fault, MethodCall, MethodResult, Truth
 from precondattn_conformance.faults.written_by_hand.written import written
 
 SECONDS = 0.02
@@ -23,16 +23,16 @@ def faults() -> list[Fault]:
     ]
 
 
-_shared: dict[str, Call] = {}
+_shared: dict[str, MethodCall] = {}
 
 
-def _through_shared_memory(truth: Truth, call: Call) -> Result:
+def _through_shared_memory(truth: Truth, call: MethodCall) -> MethodResult:
     _shared["call"] = call
     time.sleep(SECONDS)
     return truth(_shared["call"])
 
 
-def _without_remainder(truth: Truth, call: Call) -> Result:
+def _without_remainder(truth: Truth, call: MethodCall) -> MethodResult:
     import torch
 
     result = truth(call)

@@ -11,9 +11,9 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
-    Call,
     Fault,
-    Result,
+    MethodCall,
+    MethodResult,
     Truth,
     with_call,
 )
@@ -43,7 +43,7 @@ def faults() -> list[Fault]:
 
 
 def _without_columns(first: int) -> Any:
-    def change(truth: Truth, call: Call) -> Result:
+    def change(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         out = np.array(result.out)
         out[..., first:] = 0
@@ -52,14 +52,14 @@ def _without_columns(first: int) -> Any:
     return change
 
 
-def _narrow(call: Call) -> Call:
+def _narrow(call: MethodCall) -> MethodCall:
     inputs = {name: np.array(call.inputs[name]) for name in ("q", "k")}
     for array in inputs.values():
         array[..., 128:] = 0
     return call.given(**inputs)
 
 
-def _third_sequence(truth: Truth, call: Call) -> Result:
+def _third_sequence(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     out = np.array(result.out)
     if len(out) > 2:
@@ -67,7 +67,7 @@ def _third_sequence(truth: Truth, call: Call) -> Result:
     return replace(result, out=out)
 
 
-def _pairs_of_heads(call: Call) -> Call:
+def _pairs_of_heads(call: MethodCall) -> MethodCall:
     h, n = call.inputs["q"].shape[2], call.inputs["k"].shape[2]
     if n == h or n == 1:
         return call
@@ -75,14 +75,14 @@ def _pairs_of_heads(call: Call) -> Call:
     return call.given(**{name: call.inputs[name][:, :, heads] for name in ("k", "v")})
 
 
-def _two_heads(truth: Truth, call: Call) -> Result:
+def _two_heads(truth: Truth, call: MethodCall) -> MethodResult:
     result = truth(call)
     gradients = {name: np.array(array) for name, array in result.gradients.items()}
     gradients["k"][:, :, 2:] = 0
     return replace(result, gradients=gradients)
 
 
-def _summed(truth: Truth, call: Call) -> Result:
+def _summed(truth: Truth, call: MethodCall) -> MethodResult:
     """The gradient of an expanded input added up in the memory of its one entry."""
     result = truth(call)
     gradients = dict(result.gradients)
@@ -94,7 +94,7 @@ def _summed(truth: Truth, call: Call) -> Result:
     return replace(result, gradients=gradients)
 
 
-def _strides_of_k(call: Call) -> Call:
+def _strides_of_k(call: MethodCall) -> MethodCall:
     """Values of the same shape are read with the strides of keys: once where k is expanded."""
     k, v = call.inputs["k"], call.inputs["v"]
     if k.shape == v.shape:
@@ -104,14 +104,14 @@ def _strides_of_k(call: Call) -> Call:
     return call.given(v=v)
 
 
-def _first_head(call: Call) -> Call:
+def _first_head(call: MethodCall) -> MethodCall:
     bias = call.inputs["bias"]
     if bias.shape[0] == 1 and call.inputs["q"].shape[0] > 1:
         bias = np.broadcast_to(bias[:, :1], bias.shape)
     return call.given(bias=bias)
 
 
-def _of_one_head(truth: Truth, call: Call) -> Result:
+def _of_one_head(truth: Truth, call: MethodCall) -> MethodResult:
     bias, heads = call.inputs["bias"], call.inputs["q"].shape[2]
     result = truth(call)
     if bias.shape[1] == heads or bias.shape[0] == 1:

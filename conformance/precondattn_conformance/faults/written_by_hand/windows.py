@@ -9,11 +9,11 @@ import numpy as np
 from precondattn.arrays import namespace
 from precondattn.frame import Frame
 from precondattn.spec import windowed
-from precondattn.spec.grid_windows import Windows
+from precondattn.spec.grid_windows import GridWindows
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
 from precondattn_portable import windowed as blocks
-from precondattn_portable.windows import Part
+from precondattn_portable.windows import WindowPart
 
 BOTH = (FORWARD, BACKWARD)
 SHIFTED = "windowed[size=3,shift=1,scale=0.3]"
@@ -28,7 +28,7 @@ def faults() -> list[Fault]:
 
 def _of_windows() -> list[Fault]:
     return [
-        written(mechanism, BOTH, detail, inside(Windows, "share", change))
+        written(mechanism, BOTH, detail, inside(GridWindows, "share", change))
         for mechanism, detail, change in (
             (ON_GRID, "one shift for rows and columns", lambda true: _one_shift(true)),
             (ON_GRID, "tokens at opposite edges in one window", lambda true: _around_edges),
@@ -40,7 +40,7 @@ def _one_shift(true: Any) -> Any:
     return lambda self, *at: true(self._replace(shift=self.shift[:1] * 2), *at)
 
 
-def _around_edges(self: Windows, q_position: Any, k_position: Any) -> Any:
+def _around_edges(self: GridWindows, q_position: Any, k_position: Any) -> Any:
     """A cyclic shift without the mask of the parts of the window that wraps around."""
     of_q, of_k = (self.coordinates(position) for position in (q_position, k_position))
     same = q_position[:, :, None] == q_position[:, :, None]
@@ -105,7 +105,7 @@ def _of_blocks() -> list[Fault]:
             ON_GRID,
             BOTH,
             "the mask of the first windows for all",
-            Part,
+            WindowPart,
             "some",
             lambda true: _with_first_mask,
         ),
@@ -113,7 +113,7 @@ def _of_blocks() -> list[Fault]:
             ON_GRID,
             BOTH,
             "the masks of windows in another order than the windows",
-            blocks.Call,
+            blocks.WindowedCall,
             "never_hidden",
             lambda true: _by_window,
         ),
@@ -121,7 +121,7 @@ def _of_blocks() -> list[Fault]:
             f"laser({SHIFTED})",
             BACKWARD,
             "queries that the call does not have, with an output of 0",
-            blocks.Call,
+            blocks.WindowedCall,
             "is_query",
             lambda true: lambda self: None,
             subject="windowed",
@@ -130,7 +130,7 @@ def _of_blocks() -> list[Fault]:
             SHIFTED,
             BOTH,
             "the keys of the first group of windows for the last",
-            blocks.Call,
+            blocks.WindowedCall,
             "windows",
             lambda true: _with_first_keys(true),
         ),
@@ -138,7 +138,7 @@ def _of_blocks() -> list[Fault]:
 
 
 def _with_every_slot(partition: Any) -> Any:
-    def part(each: Part) -> Part:
+    def part(each: WindowPart) -> WindowPart:
         if each.hidden is None:
             return each
         is_token = ~np.diagonal(each.hidden, axis1=1, axis2=2)
@@ -147,13 +147,13 @@ def _with_every_slot(partition: Any) -> Any:
     return partition._replace(parts=tuple(map(part, partition.parts)))
 
 
-def _with_first_mask(self: Part, start: int, stop: int) -> Part:
+def _with_first_mask(self: WindowPart, start: int, stop: int) -> WindowPart:
     tokens = self.tokens[start:stop]
     hidden = None if self.hidden is None else self.hidden[: len(tokens)]
-    return Part(tokens, hidden)
+    return WindowPart(tokens, hidden)
 
 
-def _by_window(self: Any, part: Part) -> Any:
+def _by_window(self: Any, part: WindowPart) -> Any:
     if part.hidden is None:
         return None
     return self.index(np.repeat(~part.hidden, self.x["q"].shape[0], axis=0)[:, None])

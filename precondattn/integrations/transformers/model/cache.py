@@ -13,7 +13,7 @@ from torch import Tensor
 
 from precondattn.cache import Cache
 from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache
-from precondattn.integrations.transformers.model.drafts import Extend, Recording
+from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
 from precondattn.layers.torch import Attention
 
 ROOM = 32
@@ -33,7 +33,7 @@ class LayerCache(CacheLayerMixin):
         self.held: Cache | None = None
         self.seen = 0
         """The number of columns, with those of padding."""
-        self.recording: Recording | None = None
+        self.recording: DraftRecording | None = None
         """Calls that `crop` may take back; None before `activate_past_recording`."""
 
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
@@ -71,14 +71,14 @@ class LayerCache(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         if self.recording is None:
-            self.recording = Recording()
+            self.recording = DraftRecording()
 
     def crop(self, left: int, lengths: Any) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
         if self.is_croppable:
             self.held = cast(Cache, self.held).crop(lengths)
         else:
-            self.held = cast(Recording, self.recording).before(left)
+            self.held = cast(DraftRecording, self.recording).before(left)
         self.seen = left
 
     def can_go_back_to(self, left: int) -> bool:

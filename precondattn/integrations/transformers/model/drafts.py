@@ -17,7 +17,7 @@ Extend = Callable[[Cache, int], Cache]
 """From a cache to the same with the first tokens of a call, of which it is given the number."""
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A recorded call of a layer."""
 
     before: Cache
@@ -26,14 +26,14 @@ class Call(NamedTuple):
     extend: Extend
 
 
-class Recording:
+class DraftRecording:
     """The calls since the last `crop`."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
 
     def add(self, before: Cache, seen: int, extend: Extend) -> None:
-        self.calls.append(Call(before, seen, extend))
+        self.calls.append(LayerCall(before, seen, extend))
 
     def clear(self) -> None:
         self.calls.clear()
