@@ -44,6 +44,7 @@ from precondattn.preconditioners import (
     PerDimScale,
     QKNorm,
     RowNormalized,
+    StableStep,
     Temperature,
 )
 from precondattn.shorthands import shorthand
@@ -81,6 +82,7 @@ from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.ssd import SSD
+from precondattn.spec.stable_strength import StableBeta, StableChannels
 from precondattn.spec.stateful import Stateful
 from precondattn.spec.symmetric_lucid import SymmetricLucidSolve
 from precondattn.spec.tempered import Tempered
@@ -119,6 +121,7 @@ per_dim_scale = shorthand(PerDimScale)
 qk_norm = shorthand(QKNorm)
 differential = shorthand(Differential)
 row_normalized = shorthand(RowNormalized)
+stable_step = shorthand(StableStep)
 elu1 = shorthand(Elu1)
 hedgehog = shorthand(Hedgehog)
 
@@ -192,6 +195,9 @@ __all__ = [
     "Slot",
     "Snapshot",
     "Softmax",
+    "StableBeta",
+    "StableChannels",
+    "StableStep",
     "Stateful",
     "Step",
     "Stream",
@@ -248,6 +254,7 @@ __all__ = [
     "softmax",
     "split_heads",
     "ssd",
+    "stable_step",
     "step",
     "temperature",
     "unregister_backend",

@@ -50,6 +50,8 @@ TOKEN_WISE = (
     pa.LayerNorm,
     pa.RMSNorm,
     pa.ScaledDims,
+    pa.StableBeta,
+    pa.StableChannels,
     pa.Tempered,
     pa.UnitRows,
 )

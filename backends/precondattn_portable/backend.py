@@ -64,6 +64,8 @@ TOKEN_WISE = frozenset(
         pa.LayerNorm,
         pa.RMSNorm,
         pa.ScaledDims,
+        pa.StableBeta,
+        pa.StableChannels,
         pa.Tempered,
         pa.UnitRows,
     }

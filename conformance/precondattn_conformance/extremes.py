@@ -48,6 +48,8 @@ TINY_ELSEWHERE = 2.0**-5
 GATES = np.asarray([0.0, -1e-4, -20.0, -0.5, -1e4, 0.0, -3.0])
 """Logarithms of decays."""
 FAR = 50.0
+STRONG = 1e4
+"""β where it has no upper end."""
 HIGH = {"float64": 800.0}
 HIGH_ELSEWHERE = 100.0
 """Values whose exponentials overflow, by dtype."""
@@ -119,7 +121,8 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
             if _is_gate(mechanism, name):
                 arrays[name] = np.resize(GATES, array.size).reshape(array.shape)
             elif name in ("beta", "lucid_beta"):
-                ends = (mechanism.inputs[name].low, mechanism.inputs[name].high)
+                pattern = mechanism.inputs[name]
+                ends = pattern.low, np.minimum(pattern.high, STRONG)
                 arrays[name].flat[::3], arrays[name].flat[1::3] = ends
     if kind == "hidden_by_bias":
         masked = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3

@@ -83,7 +83,7 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
     """The letters of a program, which have the same meaning in all of its patterns.
 
     The range of a value, and whether its rows have length 1, are those that its last reader
-    declares.
+    declares; where a reader makes any length harmless, rows have no length.
 
     Raises
     ------
@@ -112,6 +112,10 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         value: declared[0][1].substituted(axes[declared[0][0]])
         for value, declared in declarations.items()
     }
+    for call in calls:
+        for formal, value in call.arguments:
+            if formal in call.leaf.allows_any_length:
+                patterns[value] = patterns[value]._replace(unit=False, row=False)
     return Letters(patterns, axes)
 
 

@@ -157,6 +157,9 @@ class Leaf(Mechanism):
 
     role: ClassVar[str] = "base"
     output: ClassVar[str]
+    allows_any_length: ClassVar[frozenset[str]] = frozenset()
+    """Inputs whose rows may have any length because of it, also where another leaf that reads them
+    declares length 1."""
 
     @property
     def is_base(self) -> bool:

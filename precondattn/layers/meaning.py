@@ -25,6 +25,10 @@ class Meaning(NamedTuple):
 def meanings(program: Program) -> dict[str, Meaning]:
     """The meaning of every input of a program."""
     known: dict[str, Meaning] = {}
+    for call in program.calls:  # An input that may have any length is not made as its base's.
+        for formal, value in call.arguments:
+            if formal in call.leaf.allows_any_length:
+                known.setdefault(origin(program, value), Meaning(call, formal))
     for is_base in (True, False):
         for call in program.calls:
             if call.leaf.is_base is is_base:

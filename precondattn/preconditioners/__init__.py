@@ -13,6 +13,7 @@ from precondattn.preconditioners.mesa import Mesa
 from precondattn.preconditioners.per_dim_scale import PerDimScale
 from precondattn.preconditioners.qk_norm import QKNorm
 from precondattn.preconditioners.row_normalized import RowNormalized
+from precondattn.preconditioners.stable_step import StableStep
 from precondattn.preconditioners.temperature import Temperature
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "PerDimScale",
     "QKNorm",
     "RowNormalized",
+    "StableStep",
     "Temperature",
 ]

@@ -179,6 +179,8 @@ PUBLISHED: dict[str, Recipes] = {
         "beta_atk": Sigmoid(),
         "log_atk_scale": Learned(-0.2),
     },
+    "stable_beta": {"k": Convolution(), "beta": Sigmoid()},
+    "stable_channels": {"k": Convolution(), "b": Sigmoid(), "w": Sigmoid()},
     "lucid_solve": {"lucid_beta": StepOfSolve()},
     "mesa_query": {
         "q": UnitConvolution(),
