@@ -291,6 +291,20 @@ def atk() -> Figure:
     return figure
 
 
+def stable_step() -> Figure:
+    figure, (ax,) = panels(1, height=1.9)
+    c = np.linspace(0, 5, 201)
+    ones = np.ones((1, 201, 1, 1))
+    ax.plot(c, 1 - c, label="without", color=INK, lw=0.9)
+    for rule, color in (("implicit", BLUE), ("exact", ORANGE)):
+        step = pa.StableBeta(rule=rule)(ones, beta=c.reshape(1, 201, 1))
+        ax.plot(c, 1 - step.ravel(), label=rule, color=color)
+    ax.axhline(-1.0, color=INK, lw=0.7, ls="--")
+    ax.set(xlabel="c = β ‖k‖²", ylabel="factor along k", ylim=(-2.1, 1.1))
+    ax.legend()
+    return figure
+
+
 def mesa() -> Figure:
     figure, (left, right) = panels(2)
     tokens, d = 48, 32
@@ -423,6 +437,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     delta,
     general_delta,
     atk,
+    stable_step,
     mesa,
     gsa,
     deltaformer,

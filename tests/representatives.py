@@ -40,6 +40,8 @@ REPRESENTATIVES = (
     "atk",
     "atk(kda)",
     "atk(gdn2)",
+    "stable_step[rule=exact]",  # A strength that depends on the key.
+    "stable_step(gdn2)",
     # Preconditioners of values.
     "lucid[beta=true]",  # A solve with a unit diagonal.
     "lucid[normalize=rows]",  # A solve with another diagonal.
