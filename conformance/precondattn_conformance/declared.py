@@ -95,9 +95,9 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
 
     They can not if the mechanism declares a quantity to be constant in the gradient. Nor can they
     where the function is not differentiable, or too curved within the step: at two equal maxima, at
-    a zero key under a norm without eps, under two norms in a row, or under a norm and elu or ATK,
-    at a feature of almost 0, whose square ATK takes the logarithm of, or at a zero row (β = 0) that
-    is normalised to length 1.
+    a zero key under a norm without eps, under two norms in a row, or under a norm and elu, ATK or
+    a stable step, at a feature of almost 0, whose square ATK takes the logarithm of, or at a zero
+    row (β = 0) that is normalised to length 1.
     """
     leaves = mechanism.program.leaves
     has_features = any(isinstance(leaf, pa.EluPlusOne | pa.HedgehogMap) for leaf in leaves)
@@ -109,7 +109,8 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
             return False
         if kind == "zero" and norms and getattr(leaf, "normalize", None) == "keys":
             return False
-        if kind == "zero" and norms and isinstance(leaf, pa.EluPlusOne | pa.PreconditionedKey):
+        curved = pa.EluPlusOne | pa.PreconditionedKey | pa.StableBeta | pa.StableChannels
+        if kind == "zero" and norms and isinstance(leaf, curved):
             return False
         if has_features and isinstance(leaf, pa.PreconditionedKey):
             return False

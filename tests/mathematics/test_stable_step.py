@@ -128,6 +128,23 @@ def test_the_slope_of_the_exact_factor_is_accurate_for_any_argument():
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
+def test_the_gradient_of_a_zero_key_under_a_norm_is_that_of_a_small_enough_difference():
+    """The norm has the slope 1/√ε there, and c is quadratic in its result."""
+    layer, x, rng = (
+        pa.parse("qk_norm(stable_step)"),
+        problem("gated_delta"),
+        np.random.default_rng(1),
+    )
+    x |= {"k": x["k"] * (np.arange(6) % 3 > 0)[:, None, None]}
+    out, pullback = layer.vjp(**x)
+    d_out, direction = rng.normal(size=out.shape), rng.normal(size=x["k"].shape)
+    expected = np.sum(pullback(d_out)["k"] * direction)
+    above, below = (
+        np.sum(d_out * layer(**x | {"k": x["k"] + h * direction})) for h in (1e-8, -1e-8)
+    )
+    assert abs((above - below) / 2e-8 - expected) < 1e-7 * abs(expected)
+
+
 def test_a_stable_step_of_the_public_code_of_error_free_linear_attention():
     """`mnist.py` of declare-lab/EFLA: α = (1 − e^{−βλ}) / (λ + 1e-6), λ = max(‖k‖², 1e-6)."""
     x = problem("delta", s=9)
