@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Offers, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice
 from precondattn.preconditioners.query_side import has_several_keys, misses_second_map
 from precondattn.spec.delta import GatedDelta
@@ -42,7 +43,7 @@ class StableStep(Preconditioner):
     >>> import numpy as np, precondattn as pa
     >>> k, beta = np.full((1, 3, 1, 1), 50.0), np.full((1, 3, 1), 10.0)
     >>> v = np.asarray([2.0, 5.0, 7.0]).reshape(1, 3, 1, 1)
-    >>> pa.StableStep(pa.Delta(), rule="exact")(k / 2500, k, v, beta=beta).ravel()
+    >>> pa.StableStep(pa.Delta(), rule="exact")(k, k, v, beta=beta).ravel()
     array([2., 5., 7.])
     """
 

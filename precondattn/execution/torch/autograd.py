@@ -15,6 +15,7 @@ from torch import Tensor
 from precondattn.arrays import counts_flops, has_tangent, wants_gradient
 from precondattn.cache import Replace
 from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.torch import second_derivative  # noqa: F401
 from precondattn.execution.torch import vmap as torch_vmap  # noqa: F401
 from precondattn.execution.torch.operators import backward, forward, inference
 from precondattn.execution.torch.steps import extension, step, step_backward
