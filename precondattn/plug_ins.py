@@ -58,7 +58,7 @@ class PlugIns:
                 error = raised
             with self._lock:
                 self._add(entry_point, prepared, error, add)
-        self.complete = all(_key(entry_point) in self._known for entry_point in found)
+        self.complete = {(each.name, each.value) for each in found} <= self._known
 
     def _add(
         self,

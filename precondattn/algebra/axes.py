@@ -91,6 +91,8 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         where two calls contradict each other about the shape of a value.
     """
     declarations = _declarations(calls)
+    if len(calls) == 1 and max(map(len, declarations.values())) == 1:
+        return _own_letters(calls[0], {v: declared[0][1] for v, declared in declarations.items()})
     families = _Families()
     for value, declared in declarations.items():
         first_number, first = declared[0]
@@ -113,10 +115,21 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         for value, declared in declarations.items()
     }
     for call in calls:
-        for formal, value in call.arguments:
-            if formal in call.leaf.allows_any_length:
-                patterns[value] = patterns[value]._replace(unit=False, row=False)
+        _allow_any_length(call, patterns)
     return Letters(patterns, axes)
+
+
+def _own_letters(call: LeafCall, patterns: dict[str, Pattern]) -> Letters:
+    """Those of one leaf."""
+    letters = dict.fromkeys("".join([p.letters for p in patterns.values()]).replace(FIXED, ""))
+    _allow_any_length(call, patterns)
+    return Letters(patterns, ({letter: Axis(letter) for letter in letters},))
+
+
+def _allow_any_length(call: LeafCall, patterns: dict[str, Pattern]) -> None:
+    for formal, value in call.arguments:
+        if formal in call.leaf.allows_any_length:
+            patterns[value] = patterns[value]._replace(unit=False, row=False)
 
 
 def _call_letter(number: int, axis: Axis) -> CallLetter:

@@ -79,6 +79,11 @@ class Axis(NamedTuple):
         return ("1|" if self.broadcasts else "") + multiple + self.letter
 
 
+@lru_cache(maxsize=KEPT_TEXTS)
+def _letters(axes: tuple[Axis, ...]) -> str:
+    return "".join([axis.letter for axis in axes])
+
+
 class Pattern(NamedTuple):
     """One input's symbolic shape and, optionally, the range of its entries."""
 
@@ -125,7 +130,7 @@ class Pattern(NamedTuple):
 
     @property
     def letters(self) -> str:
-        return "".join(axis.letter for axis in self.axes)
+        return _letters(self.axes)
 
     @property
     def is_pairwise(self) -> bool:
@@ -242,26 +247,30 @@ class Inputs(Mapping[str, Pattern]):
         source: dict[str, str] = dict.fromkeys(sizes, "the cache")
         for name, shape in shapes.items():
             pattern = self[name]
-            about = f"{owner}: {name} is declared ({pattern}), found shape {shape}"
             if len(shape) != len(pattern.axes):
-                raise ShapeError(f"{about}: {len(pattern.axes)} axes expected, not {len(shape)}")
+                raise ShapeError(
+                    f"{owner}: {name} is declared ({pattern}), found shape {shape}: "
+                    f"{len(pattern.axes)} axes expected, not {len(shape)}"
+                )
             for i, (axis, size) in enumerate(zip(pattern.axes, shape, strict=True)):
-                where = f"{about}: axis {i} ({axis})"
-                if size == 0 and axis.letter not in MAY_BE_EMPTY:
-                    raise ShapeError(f"{where} is empty")
-                if axis.broadcasts and size == 1:
+                letter, multiple, fault = axis.letter, axis.multiple, ""
+                if size == 0 and letter not in MAY_BE_EMPTY:
+                    fault = "empty"
+                elif axis.broadcasts and size == 1:
                     continue
-                if axis.letter == FIXED and size != axis.multiple:
-                    raise ShapeError(f"{where} is {size}, but {axis.multiple} is needed")
-                if axis.letter == FIXED:
-                    continue
-                if size % axis.multiple:
-                    raise ShapeError(f"{where} is {size}, not a multiple of {axis.multiple}")
-                letter, letter_size = axis.letter, size // axis.multiple
-                if sizes.setdefault(letter, letter_size) != letter_size:
-                    expected = axis.multiple * sizes[letter]
-                    raise ShapeError(f"{where} is {size}, but {expected} in {source[letter]}")
-                source.setdefault(letter, name)
+                elif letter == FIXED:
+                    fault = "" if size == multiple else f"{size}, but {multiple} is needed"
+                elif size % multiple:
+                    fault = f"{size}, not a multiple of {multiple}"
+                elif sizes.setdefault(letter, size // multiple) != size // multiple:
+                    fault = f"{size}, but {multiple * sizes[letter]} in {source[letter]}"
+                else:
+                    source.setdefault(letter, name)
+                if fault:
+                    raise ShapeError(
+                        f"{owner}: {name} is declared ({pattern}), found shape {shape}: "
+                        f"axis {i} ({axis}) is {fault}"
+                    )
         _check_heads(owner, sizes, shapes)
         return sizes
 

@@ -64,8 +64,8 @@ class Mechanism(Verbs):
 
     @cached_property
     def _hash(self) -> int:
-        compared = (f.name for f in dataclasses.fields(self) if f.compare)  # type: ignore[arg-type]
-        return hash((type(self), *(getattr(self, name) for name in compared)))
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return hash((type(self), *[getattr(self, f.name) for f in fields if f.compare]))
 
     def __reduce__(self) -> Any:
         """Copies are constructed: what is kept with a mechanism depends on the process."""
