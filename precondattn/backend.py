@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from precondattn.arrays import Array, dtype_name
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.runner import METHODS, Runner
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -116,7 +118,8 @@ class Backend(Protocol):
     """The base class of backends.
 
     A subclass must define `name`, `supports` and `forward`. If it does not define one of the other
-    methods, `supports` must answer requests that need that method with `Support.no`.
+    methods, `supports` must answer requests that need that method with `Support.no`. A backend that
+    has an object for each piece defines `runner` in place of `forward` and the methods after it.
     """
 
     name: str
@@ -161,6 +164,23 @@ class Backend(Protocol):
         Only a backend whose answers depend on this machine needs it.
         """
         return nullcontext()
+
+    def prepare(self, mechanism: Mechanism, request: Request) -> Runner | Support:
+        """What runs a piece under a request, or why the backend does not support it.
+
+        A plan asks once, and keeps the answer for all calls like the first.
+        """
+        support = self.supports(mechanism, request)
+        if not support.ok:
+            return support
+        return runner_of(self, mechanism, differentiable=support.differentiable)
+
+    def runner(self, mechanism: Mechanism, *, differentiable: bool = False) -> Runner:
+        """What runs a piece that the backend supports, in calls of any sizes.
+
+        PyTorch's operators ask for it: a graph that has them is run with other sizes too.
+        """
+        return MethodsOf(self, mechanism, differentiable=differentiable)
 
     def forward(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
@@ -235,3 +255,40 @@ class Backend(Protocol):
         PyTorch uses them to trace `forward` with tensors whose entries are unknown.
         """
         raise _missing_method(self, "residual_shapes")
+
+
+class MethodsOf:
+    """A backend's own methods, on one piece. One that the backend lacks is that of `Backend`."""
+
+    algorithm = ""
+    forward: Any
+    forward_with_residuals: Any
+    backward: Any
+    residuals_from_lse: Any
+    step: Any
+    step_backward: Any
+    residual_shapes: Any
+
+    def __init__(self, backend: Any, piece: Any, *, differentiable: bool = False) -> None:
+        self.differentiable = differentiable
+        for name in METHODS:
+            method = getattr(backend, name, None) or partial(getattr(Backend, name), backend)
+            setattr(self, name, partial(method, piece))
+
+
+def prepare(backend: Any, piece: Any, request: Request) -> Runner | Support:
+    """`backend.prepare`, also of an object whose class does not inherit from `Backend`."""
+    own = getattr(backend, "prepare", None)
+    answer: Runner | Support = (
+        Backend.prepare(backend, piece, request) if own is None else own(piece, request)
+    )
+    return answer
+
+
+def runner_of(backend: Any, piece: Any, *, differentiable: bool = False) -> Runner:
+    """`backend.runner`, also of an object whose class does not inherit from `Backend`."""
+    own = getattr(backend, "runner", None)
+    if own is None:
+        return MethodsOf(backend, piece, differentiable=differentiable)
+    runner: Runner = own(piece, differentiable=differentiable)
+    return runner

@@ -81,18 +81,19 @@ def _checked(backend: Backend | type[Backend]) -> Backend:
     """The backend, or an instance of the class. Raises a TypeError for one that is none."""
     if isinstance(backend, type):
         backend = backend()
-    missing = [
-        name
-        for name in _PROTOCOL
-        # A method that is inherited from the protocol is not implemented.
-        if getattr(type(backend), name, None) in (None, vars(Backend).get(name))
-    ]
+    required = ("supports",) if _has_own(backend, "runner") else ("supports", "forward")
+    missing = [name for name in required if not _has_own(backend, name)]
     missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
         missing.insert(0, "name")
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
     return backend
+
+
+def _has_own(backend: Backend, method: str) -> bool:
+    """Whether the method is defined: one that is inherited from `Backend` is not."""
+    return getattr(type(backend), method, None) not in (None, vars(Backend).get(method))
 
 
 def _add(backend: Backend) -> None:
@@ -122,9 +123,6 @@ def unregister_backend(name: str) -> None:
 
 _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
 """Attributes that a subclass of `Backend` inherits, and any other class must define."""
-_PROTOCOL = ("supports", "forward")
-"""Methods that every backend must define. One without a gradient or a step declines in `supports`
-the requests that need it."""
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class Explanation:
             sizes = ", ".join(f"{b} × {t} tokens" for b, t in self.batches)
             lines.append(f"  segments as batches: {sizes}")
         for call in self.plan.calls:
-            lines.append(f"  {call.piece}  [{call.out}]: {call.backend.name}")
+            algorithm = f" ({call.runner.algorithm})" if call.runner.algorithm else ""
+            lines.append(f"  {call.piece}  [{call.out}]: {call.backend.name}{algorithm}")
         refused = [
             c for c in self.plan.considered if not c.support.ok and c.backend != REFERENCE.name
         ]
@@ -89,7 +90,12 @@ class Explanation:
             "device": r.device,
             "masks": sorted(r.masks),
             "pieces": [
-                {"piece": str(c.piece), "value": c.out, "backend": c.backend.name}
+                {
+                    "piece": str(c.piece),
+                    "value": c.out,
+                    "backend": c.backend.name,
+                    "algorithm": c.runner.algorithm,
+                }
                 for c in self.plan.calls
             ],
             "refusals": [

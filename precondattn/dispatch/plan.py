@@ -26,10 +26,13 @@ from precondattn.backend import (
     Request,
     Support,
     UnsupportedError,
+    prepare,
+    runner_of,
 )
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.dispatch.empty import EMPTY, is_empty
 from precondattn.limits import KEPT, KEPT_PLANS
+from precondattn.runner import Runner
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -44,7 +47,7 @@ Names = dict[str, str]
 
 
 class PlannedCall(NamedTuple):
-    """A leaf or a group, its backend, and the program's names of its values."""
+    """A leaf or a group, what runs it, and the program's names of its values."""
 
     out: str
     piece: Any
@@ -53,9 +56,11 @@ class PlannedCall(NamedTuple):
     buffers: tuple[tuple[str, str], ...]
     """(the piece's name of a cache buffer, the buffer's name in the store)."""
     backend: Backend
-    support: Support
+    runner: Runner
     is_symbolic: bool = False
     """Whether PyTorch traces the call with sizes that are symbols (`Request.is_symbolic`)."""
+    has_gradient_of_step: bool = False
+    """In an extension of JAX's arrays: whether the runner has `step_backward` for it."""
 
 
 class Considered(NamedTuple):
@@ -131,8 +136,9 @@ def _plan(
     program = mechanism.program
     if is_empty(shape for _, shape in request.shapes):
         every = frozenset(range(len(program.calls)))
-        support = EMPTY.supports(mechanism, request)
-        call = _planned(program, every, *_piece(program, every), EMPTY, support)
+        piece, arguments, names = _piece(program, every)
+        runner = runner_of(EMPTY, piece, differentiable=True)
+        call = _planned(program, every, piece, arguments, names, EMPTY, runner)
         return CallPlan((call,), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
@@ -140,20 +146,21 @@ def _plan(
     else:
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []
-    claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Support]] = {}
+    claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Runner, bool]] = {}
     taken: frozenset[int] = frozenset()
     for calls in _groups(program):
         if calls & taken or not _is_acyclic(program, [*claimed, calls]):
             continue
         piece, arguments, names = _piece(program, calls)
-        piece_request = request_for(arguments, request, shapes)
+        piece_request = _request_for(arguments, request, shapes)
         for backend in backends:
-            support = query(backend, piece, piece_request)
-            if allowed is None and support.ok:
-                support = _by_default(backend, piece, piece_request, support)
-            considered.append(Considered(calls, backend.name, support))
-            if support.ok:
-                claimed[calls] = piece, arguments, names, backend, support
+            answer = query(backend, piece, piece_request)
+            if allowed is None:
+                answer = _by_default(backend, piece, piece_request, answer)
+            considered.append(Considered(calls, backend.name, _support(answer)))
+            if not isinstance(answer, Support):
+                has_gradient = _has_gradient_of_jax(backend, piece, piece_request)
+                claimed[calls] = piece, arguments, names, backend, answer, has_gradient
                 taken |= calls
                 break
     unclaimed = set(range(len(program.calls))) - taken
@@ -167,37 +174,56 @@ def _plan(
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
-def query(backend: Backend, piece: Any, request: Request) -> Support:
+def query(backend: Backend, piece: Any, request: Request) -> Runner | Support:
     """A backend's answer. Requests that it can not support in general are answered without it."""
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
         return Support.no(f"supports arrays of {supported}, not of {request.library}")
     if request.transformed and backend is not REFERENCE:
         return Support.no("only the reference supports differentiation by torch.func")
-    if request.verb == "extend" and request.differentiated and request.library == "torch":
-        support = backend.supports(piece, request)
-        if not support.ok or support.differentiable or has_step_backward(backend, piece, request):
-            return support
+    answer = prepare(backend, piece, request)
+    if isinstance(answer, Support) or answer.differentiable or request.library != "torch":
+        return answer
+    is_differentiated = request.verb == "extend" and request.differentiated
+    if is_differentiated and not _has_step_backward(backend, piece, request):
         return Support.no("its extend has no gradient, which these inputs require")
-    return backend.supports(piece, request)
+    return answer
 
 
-def _by_default(backend: Backend, piece: Any, request: Request, support: Support) -> Support:
+def _by_default(
+    backend: Backend, piece: Any, request: Request, answer: Runner | Support
+) -> Runner | Support:
     """The answer to a call that names no backend, from the answer to one that names this."""
     refuses = getattr(backend, "refuses_by_default", None)
-    reason = None if refuses is None else refuses(piece, request)
-    return support if reason is None else Support(False, reason, by_name=True)
+    if refuses is None or isinstance(answer, Support):
+        return answer
+    reason = refuses(piece, request)
+    return answer if reason is None else Support(False, reason, by_name=True)
 
 
-def has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
+def _support(answer: Runner | Support) -> Support:
+    """An answer without what runs."""
+    if isinstance(answer, Support):
+        return answer
+    return Support.yes(differentiable=answer.differentiable)
+
+
+def _has_gradient_of_jax(backend: Backend, piece: Any, request: Request) -> bool:
+    """Whether a step of JAX's arrays can have its gradient from the backend."""
+    is_step = request.verb == "extend" and request.library == "jax"
+    return is_step and _has_step_backward(backend, piece, request)
+
+
+def _has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
     """Whether the cache of the piece is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
     if not slots or any("c" in pattern.letters for _, pattern in slots):
         return False
-    return backend.supports(piece, dataclasses.replace(request, verb="extend_vjp")).ok
+    asked = dataclasses.replace(request, verb="extend_vjp")
+    return not isinstance(prepare(backend, piece, asked), Support)
 
 
-def request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
+def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
     """The request for a piece: the shapes of its inputs, by the piece's names of them."""
     piece_shapes = tuple((name, shapes[value]) for name, value in arguments.items())
     return dataclasses.replace(request, shapes=piece_shapes)
@@ -271,7 +297,8 @@ def _planned(
     arguments: Names,
     names: Names,
     backend: Backend,
-    support: Support,
+    runner: Runner,
+    has_gradient_of_step: bool = False,
 ) -> PlannedCall:
     (out,) = _results(program, calls)
     piece_calls = {call.out: call for call in piece.program.calls}
@@ -281,7 +308,13 @@ def _planned(
         for slot, piece_key in piece_calls[names[call.out]].slot_keys().items():
             buffers[piece_key] = keys[slot]
     return PlannedCall(
-        out, piece, tuple(arguments.items()), tuple(buffers.items()), backend, support
+        out,
+        piece,
+        tuple(arguments.items()),
+        tuple(buffers.items()),
+        backend,
+        runner,
+        has_gradient_of_step=has_gradient_of_step,
     )
 
 

@@ -15,11 +15,10 @@ gradients are multiplied by c in float32. Values are not scaled: beyond 65504 th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from precondattn.arrays import Array, Arrays, Residuals, cast, dtype_name, namespace, upcast
-from precondattn.backend import Backend
 from precondattn.frame import Frame
+from precondattn.runner import Runner
 
 LARGEST = 8192.0
 """Sums of seven such cotangents are finite in float16, and 1e-11 of it is above 0."""
@@ -27,24 +26,22 @@ LARGEST = 8192.0
 
 def gradients_at(
     cotangent: Array,
-    backend: Backend,
-    piece: Any,
+    runner: Runner,
     inputs: Mapping[str, Array],
     frame: Frame,
     out: Array,
     residuals: Residuals,
 ) -> Arrays:
-    """The backend's gradients at a cotangent that may be wider than its output."""
+    """The gradients of a piece at a cotangent that may be wider than its output."""
     c = _divisor(cotangent, out)
     narrow = cast(_divided(cotangent, c), out.dtype)
-    return _multiplied(backend.backward(piece, inputs, frame, out, residuals, narrow), c)
+    return _multiplied(runner.backward(inputs, frame, out, residuals, narrow), c)
 
 
 def step_gradients_at(
     cotangent: Array,
     d_buffers: Mapping[str, Array],
-    backend: Backend,
-    piece: Any,
+    runner: Runner,
     past: Mapping[str, Array],
     inputs: Mapping[str, Array],
     frame: Frame,
@@ -54,7 +51,7 @@ def step_gradients_at(
     c = _divisor(cotangent, like)
     narrow = cast(_divided(cotangent, c), like.dtype)
     d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_buffers.items()}
-    gradients, d_past = backend.step_backward(piece, past, inputs, frame, narrow, d_narrow)
+    gradients, d_past = runner.step_backward(past, inputs, frame, narrow, d_narrow)
     return _multiplied(gradients, c), _multiplied(d_past, c)
 
 

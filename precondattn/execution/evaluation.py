@@ -26,7 +26,7 @@ from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
 from precondattn.cache.kinds import holding
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
-from precondattn.dispatch.plan import CallPlan, PlannedCall, has_step_backward, request_for
+from precondattn.dispatch.plan import CallPlan, PlannedCall
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
@@ -77,14 +77,12 @@ def gradients_from_lse(
     None where the backend needs its own forward pass.
     """
     (planned,) = plan.calls
-    residuals = planned.backend.residuals_from_lse(planned.piece, lse)
+    residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:
         return None
     inputs = _inputs(planned, call.inputs, call)
     cotangent = used_part(cotangent, call)
-    gradients = gradients_at(
-        cotangent, planned.backend, planned.piece, inputs, call.frame, out, residuals
-    )
+    gradients = gradients_at(cotangent, planned.runner, inputs, call.frame, out, residuals)
     return _input_gradients({value: gradients[n] for n, value in planned.arguments}, call)
 
 
@@ -289,7 +287,7 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """The function that runs a call and registers its gradient with the framework's autograd."""
     if call.prepared.is_direct or planned.backend is EMPTY:
         return _plain
-    is_differentiable = planned.support.differentiable
+    is_differentiable = planned.runner.differentiable
     if call.library == "torch" and (not is_differentiable or _is_counted(call)):
         from precondattn.execution.torch.autograd import apply
 
@@ -321,7 +319,7 @@ def _bridged_step(
         return _plain_step(planned, past, inputs, frame)
     if call.library == "torch":
         if wants_gradient(*arrays):
-            if not planned.support.differentiable:
+            if not planned.runner.differentiable:
                 from precondattn.execution.torch.autograd import apply_step
 
                 return apply_step(planned, past, inputs, frame)
@@ -331,28 +329,23 @@ def _bridged_step(
             from precondattn.execution.torch.autograd import apply_extension
 
             return apply_extension(planned, past, inputs, frame, length, count)
-    elif call.library == "jax" and _has_gradient_of_step(planned, inputs, call):
+    elif call.library == "jax" and _has_gradient_of_step(planned, call):
         from precondattn.execution.jax import autograd
 
         return autograd.apply_step(planned, past, inputs, frame)
     return _plain_step(planned, past, inputs, frame)
 
 
-def _has_gradient_of_step(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> bool:
+def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
     """Whether JAX gets the gradient of a step from the backend, as it has to where the step is a
     kernel, or where cotangents in float16 have to be divided."""
     from precondattn.execution.jax.second_derivative import differentiates_step
 
     is_narrow = call.dtype == "float16" and not planned.backend.wide_values
-    is_differentiable = planned.support.differentiable or differentiates_step(
+    is_differentiable = planned.runner.differentiable or differentiates_step(
         planned.backend, planned.piece
     )
-    if is_differentiable and not is_narrow:
-        return False
-    names = {name: name for name in inputs}
-    shapes = {name: tuple(array.shape) for name, array in inputs.items()}
-    request = request_for(names, call.prepared.request, shapes)
-    return has_step_backward(planned.backend, planned.piece, request)
+    return planned.has_gradient_of_step and (is_narrow or not is_differentiable)
 
 
 def _is_mapped(planned: PlannedCall, *arrays: Array) -> bool:
@@ -365,7 +358,7 @@ def _with_residuals(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> tu
         from precondattn.execution.torch import autograd
 
         return autograd.with_residuals(planned, inputs, call.frame)
-    return planned.backend.forward(planned.piece, inputs, call.frame)
+    return planned.runner.forward(inputs, call.frame)
 
 
 def _gradients(
@@ -375,7 +368,7 @@ def _gradients(
         from precondattn.execution.torch import autograd
 
         return autograd.gradients(planned, inputs, frame, out, residuals, cotangent)
-    return gradients_at(cotangent, planned.backend, planned.piece, inputs, frame, out, residuals)
+    return gradients_at(cotangent, planned.runner, inputs, frame, out, residuals)
 
 
 def _mapped_step(
@@ -401,17 +394,15 @@ def _step_gradients(
         from precondattn.execution.torch import autograd
 
         return autograd.step_gradients(planned, past, inputs, frame, cotangent, d_buffers)
-    return step_gradients_at(
-        cotangent, d_buffers, planned.backend, planned.piece, past, inputs, frame, out
-    )
+    return step_gradients_at(cotangent, d_buffers, planned.runner, past, inputs, frame, out)
 
 
 def _plain_step(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
 ) -> tuple[Array, Any]:
-    return planned.backend.step(planned.piece, past, inputs, frame)
+    return planned.runner.step(past, inputs, frame)
 
 
 def _plain(planned: PlannedCall, inputs: Arrays, frame: Any) -> Array:
-    out: Array = planned.backend.forward(planned.piece, inputs, frame)[0]
+    out: Array = planned.runner.forward(inputs, frame)[0]
     return out

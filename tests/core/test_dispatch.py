@@ -207,6 +207,58 @@ def test_a_backend_that_claims_a_gradient_that_it_lacks_is_named_in_the_error(on
         pullback(out)
 
 
+def test_a_warm_call_asks_no_backend_again(only_the_reference):
+    """The plan keeps what runs, also of a class that does not inherit from `Backend`."""
+
+    class Plain:
+        name, libraries, accelerates, preference = "plain", frozenset(), frozenset(), 1
+        wide_values = True
+        asked = 0
+
+        def supports(self, mechanism, request):
+            self.asked += 1
+            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+
+        def forward(self, mechanism, inputs, frame):
+            return mechanism.forward(inputs, frame)
+
+    plain, x = Plain(), inputs_of("lucid")
+    pa.register_backend(plain)
+    first = pa.Lucid()(**x)
+    asked = plain.asked
+    np.testing.assert_array_equal(pa.Lucid()(**x), first)
+    assert asked == plain.asked > 0
+    assert pa.Lucid().explain(**x).backends == ("plain", "plain")
+
+
+def test_a_backend_may_have_an_object_for_each_piece(only_the_reference):
+    class Doubled:
+        algorithm, differentiable = "twice the definition", False
+
+        def __init__(self, leaf):
+            self.leaf = leaf
+
+        def forward(self, inputs, frame):
+            return 2 * self.leaf.forward(inputs, frame)[0], ()
+
+    class Doubles(pa.Backend):
+        name = "doubles"
+
+        def supports(self, mechanism, request):
+            return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
+
+        def runner(self, mechanism, *, differentiable=False):
+            return Doubled(mechanism)
+
+    x = inputs_of("softmax")
+    expected = 2 * pa.Softmax()(**x)
+    pa.register_backend(Doubles)
+    np.testing.assert_array_equal(pa.Softmax()(**x), expected)
+    explained = pa.Softmax().explain(**x)
+    assert "softmax  [out]: doubles (twice the definition)" in str(explained)
+    assert explained.as_dict()["pieces"][0]["algorithm"] == "twice the definition"
+
+
 def test_backends_get_half_precision_inputs_unchanged_and_wider_arrays_cast_down(
     third_party,
 ):

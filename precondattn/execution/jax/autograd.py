@@ -8,6 +8,7 @@ the gradient have derivatives in any mode (`second_derivative.py`).
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -38,46 +39,30 @@ def apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
-    return _wide(planned.backend.forward(planned.piece, inputs, frame)[0])
+    return _wide(planned.runner.forward(inputs, frame)[0])
 
 
 def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Any:
-    out, residuals = _methods(planned).forward(planned.piece, inputs, frame)
+    out, residuals = _methods(planned).forward(inputs, frame)
     return _wide(out), (inputs, frame, out, residuals)
 
 
 def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
     inputs, frame, out, residuals = saved
-    gradients = gradients_at(
-        cotangent, _methods(planned), planned.piece, inputs, frame, out, residuals
-    )
+    gradients = gradients_at(cotangent, _methods(planned), inputs, frame, out, residuals)
     cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     return cotangents, jax.tree.map(_no_cotangent, frame)
 
 
-class _WithDerivatives:
-    """Outputs and gradients of a backend whose methods JAX may not differentiate."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-
-    def forward(self, piece: Any, *arrays: Any) -> Any:
-        return with_derivatives("forward", self.backend, self.backend.forward, piece)(*arrays)
-
-    def backward(self, piece: Any, *arrays: Any) -> Any:
-        return with_derivatives("backward", self.backend, self.backend.backward, piece)(*arrays)
-
-    def step(self, piece: Any, *arrays: Any) -> Any:
-        return with_derivatives("step", self.backend, self.backend.step, piece)(*arrays)
-
-    def step_backward(self, piece: Any, *arrays: Any) -> Any:
-        method = self.backend.step_backward
-        return with_derivatives("step_backward", self.backend, method, piece)(*arrays)
-
-
 def _methods(planned: PlannedCall) -> Any:
-    backend = planned.backend
-    return backend if isinstance(backend, JaxBackend) else _WithDerivatives(backend)
+    """What runs, where JAX may differentiate it: the methods of a `JaxBackend` do so themselves."""
+    if isinstance(planned.backend, JaxBackend):
+        return planned.runner
+    methods = {
+        verb: with_derivatives(verb, planned.backend, getattr(planned.runner, verb), planned.piece)
+        for verb in ("forward", "backward", "step", "step_backward")
+    }
+    return SimpleNamespace(**methods)
 
 
 def _wide(out: Array) -> Array:
@@ -105,7 +90,7 @@ def apply_step(
 def _step(
     planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
 ) -> tuple[Array, Arrays]:
-    return _output_and_states(planned.backend.step(planned.piece, past, inputs, frame))
+    return _output_and_states(planned.runner.step(past, inputs, frame))
 
 
 def _output_and_states(result: tuple[Array, Any]) -> tuple[Array, Arrays]:
@@ -114,7 +99,7 @@ def _output_and_states(result: tuple[Array, Any]) -> tuple[Array, Arrays]:
 
 
 def _step_forward(planned: PlannedCall, past: Any, inputs: Any, frame: Frame) -> Any:
-    result = _methods(planned).step(planned.piece, past, inputs, frame)
+    result = _methods(planned).step(past, inputs, frame)
     return _output_and_states(result), (past, inputs, frame)
 
 
@@ -123,7 +108,7 @@ def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:
     d_out, d_states = cotangents
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
     gradients, d_past = step_gradients_at(
-        d_out, d_states, _methods(planned), planned.piece, past, inputs, frame, like
+        d_out, d_states, _methods(planned), past, inputs, frame, like
     )
     d_inputs = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     d_before = {name: d_past[name].astype(array.dtype) for name, array in past.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, Residuals
@@ -52,8 +53,8 @@ class JaxBackend(Backend):
         def with_derivatives(mechanism: Any, *arrays: Any) -> Any:
             from precondattn.execution.jax import second_derivative
 
-            function = second_derivative.with_derivatives(verb, self, method, mechanism)
-            return function(*arrays)
+            function = partial(method, mechanism)
+            return second_derivative.with_derivatives(verb, self, function, mechanism)(*arrays)
 
         return with_derivatives
 

@@ -30,12 +30,8 @@ from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
 
 
-def with_derivatives(verb: str, backend: Any, method: Callable[..., Any], piece: Any) -> Any:
-    """`method(piece, …)`, a method of a backend, with its derivatives."""
-
-    def function(*arrays: Any) -> Any:
-        return method(piece, *arrays)
-
+def with_derivatives(verb: str, backend: Any, function: Callable[..., Any], piece: Any) -> Any:
+    """A function of a backend that runs a piece, with its derivatives."""
     if verb in ("forward", "backward"):
         output = output_of(piece, backend)
         return _forward(function, output) if verb == "forward" else _backward(function, output)

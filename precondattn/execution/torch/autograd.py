@@ -1,8 +1,8 @@
 """PyTorch's autograd: a planned call as operators that have a gradient.
 
 `operators.py` has the operators of full calls, `steps.py` those of extensions,
-`second_derivative.py` the derivatives of their gradients, and `vmap.py` their rule for
-vmap. Transforms for which operators have no rule (torch.func.grad, forward-mode differentiation)
+`second_derivative.py` the derivatives of their gradients, and `vmap.py` their rule for vmap.
+Transforms for which operators have no rule (torch.func.grad, forward-mode differentiation)
 are planned on the reference.
 """
 
@@ -15,8 +15,7 @@ from torch import Tensor
 from precondattn.arrays import counts_flops, has_tangent, wants_gradient
 from precondattn.cache import Replace
 from precondattn.dispatch.plan import PlannedCall
-from precondattn.execution.torch import second_derivative  # noqa: F401
-from precondattn.execution.torch import vmap as torch_vmap  # noqa: F401
+from precondattn.execution.torch import second_derivative, vmap  # noqa: F401
 from precondattn.execution.torch.operators import backward, forward, inference
 from precondattn.execution.torch.steps import extension, step, step_backward
 from precondattn.frame import Frame
@@ -80,7 +79,7 @@ def gradients(
     cotangent: Tensor,
 ) -> dict[str, Tensor]:
     """The gradients of a planned call, under vmap."""
-    if planned.support.differentiable:  # PyTorch's own functions keep their residuals themselves.
+    if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
         out, residuals = with_residuals(planned, inputs, frame)
     piece, backend = planned.piece._name, planned.backend.name
     tensors, masks = list(inputs.values()), list(frame.arrays)

@@ -64,7 +64,7 @@ def _without(
     arrays: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
     """`function(*arrays)` without autocast, and its gradient too."""
-    is_plain = any(planned.support.differentiable for planned in plan.calls)
+    is_plain = any(planned.runner.differentiable for planned in plan.calls)
     is_recorded = request.differentiated and not (request.transformed or request.mapped)
     if is_plain and is_recorded:
         return tuple(_WithoutAutocast.apply(function, *arrays))

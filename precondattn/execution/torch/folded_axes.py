@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from precondattn.algebra.declaration import HEADS, Pattern, Sizes
-from precondattn.backend import ArraySpec
+from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
 from precondattn.frame import Frame
 
@@ -154,10 +154,10 @@ class OneCall:
         dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors.tensors if t is not None)
         described = zip(self.piece.inputs, shapes, dtypes, strict=True)
         specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
-        runs = discover().named(backend)
+        runner = runner_of(discover().named(backend), self.piece)
         try:
-            residuals = runs.residual_shapes(self.piece, specs, Frame(*frame.of_call(0)))
-        except (AttributeError, NotImplementedError):  # A backend needs it only to be compiled.
+            residuals = runner.residual_shapes(specs, Frame(*frame.of_call(0)))
+        except NotImplementedError:  # A backend needs it only to be compiled.
             raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]
 

@@ -19,18 +19,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.names import piece_named
 from precondattn.arrays import cast
-from precondattn.backend import ArraySpec
-from precondattn.dispatch.discovery import REFERENCE, discover
+from precondattn.backend import ArraySpec, runner_of
+from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
 from precondattn.frame import Frame
+from precondattn.limits import KEPT
+from precondattn.runner import Runner
+
+
+class Named(NamedTuple):
+    """What the texts of an operator name."""
+
+    piece: Any
+    runner: Runner
+    is_wide: bool
+    """Whether the backend has `wide_values`."""
+    is_reference: bool
+
+
+def named(piece: str, backend: str) -> Named:
+    """The piece and what runs it, found once for the backends that are known."""
+    return _named(piece, backend, discover())
+
+
+@lru_cache(KEPT)
+def _named(piece: str, backend: str, discovered: Discovered) -> Named:
+    found, runs = piece_named(piece), discovered.named(backend)
+    return Named(found, runner_of(runs, found), runs.wide_values, runs is REFERENCE)
 
 
 def without_autocast(operator: Any) -> Any:
@@ -55,7 +79,7 @@ def values_of(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def output_dtype(
-    backend: str, inputs: dict[str, Tensor], *, has_gradient: bool = False
+    inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
 ) -> torch.dtype:
     """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
 
@@ -63,9 +87,9 @@ def output_dtype(
     its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
     """
     dtype = values_of(inputs).dtype
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    is_wide = is_half and discover().named(backend).wide_values
-    return torch.float32 if is_wide or (has_gradient and dtype == torch.float16) else dtype
+    if dtype == torch.bfloat16 and is_wide:
+        return torch.float32
+    return torch.float32 if dtype == torch.float16 and (is_wide or has_gradient) else dtype
 
 
 def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -86,13 +110,11 @@ def forward(
     piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
 ) -> list[Tensor]:
     """The output, followed by the residuals."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    # A registered object need not be a subclass of `Backend`.
-    run = getattr(runs, "forward_with_residuals", runs.forward)
-    inputs = named_inputs(mechanism, tensors)
-    out, residuals = run(mechanism, inputs, Frame(*frame))
-    out = cast(out, output_dtype(backend, inputs, has_gradient=True))
-    kept = () if runs is REFERENCE else residuals
+    found = named(piece, backend)
+    inputs = named_inputs(found.piece, tensors)
+    out, residuals = found.runner.forward_with_residuals(inputs, Frame(*frame))
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
+    kept = () if found.is_reference else residuals
     return unaliased([out, *kept], [*tensors, *frame])
 
 
@@ -102,10 +124,11 @@ def inference(
     piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
 ) -> Tensor:
     """The output alone."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    inputs = named_inputs(mechanism, tensors)
-    out, _ = runs.forward(mechanism, inputs, Frame(*frame))
-    return unaliased([cast(out, output_dtype(backend, inputs))], [*tensors, *frame])[0]
+    found = named(piece, backend)
+    inputs = named_inputs(found.piece, tensors)
+    out, _ = found.runner.forward(inputs, Frame(*frame))
+    dtype = output_dtype(inputs, is_wide=found.is_wide)
+    return unaliased([cast(out, dtype)], [*tensors, *frame])[0]
 
 
 @torch.library.custom_op("precondattn::backward", mutates_args=())
@@ -119,18 +142,14 @@ def backward(
     cotangent: Tensor,
 ) -> list[Tensor]:
     """The gradient of every tensor."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    inputs, masks, out, residuals = (
-        named_inputs(mechanism, tensors),
-        Frame(*frame),
-        outputs[0],
-        tuple(outputs[1:]),
-    )
-    if runs is REFERENCE:
-        out, residuals = runs.forward(mechanism, inputs, masks)
-    if not runs.wide_values:
+    found, masks = named(piece, backend), Frame(*frame)
+    inputs = named_inputs(found.piece, tensors)
+    out, residuals = outputs[0], tuple(outputs[1:])
+    if found.is_reference:
+        out, residuals = found.runner.forward(inputs, masks)
+    if not found.is_wide:
         out = cast(out, values_of(inputs).dtype)
-    gradients = gradients_at(cotangent, runs, mechanism, inputs, masks, out, residuals)
+    gradients = gradients_at(cotangent, found.runner, inputs, masks, out, residuals)
     in_order = [gradients[name].to(tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
 
@@ -138,30 +157,28 @@ def backward(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(
-    mechanism: Any, backend: str, tensors: Sequence[Tensor], *, has_gradient: bool = False
-) -> Tensor:
-    inputs = named_inputs(mechanism, tensors)
+def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool = False) -> Tensor:
+    mechanism, inputs = found.piece, named_inputs(found.piece, tensors)
     shapes = {n: tuple(t.shape) for n, t in inputs.items()}
     shape = mechanism.program.output.shape(mechanism.inputs.sizes(str(mechanism), shapes))
-    dtype = output_dtype(backend, inputs, has_gradient=has_gradient)
+    dtype = output_dtype(inputs, is_wide=found.is_wide, has_gradient=has_gradient)
     return tensors[0].new_empty(shape, dtype=dtype)
 
 
 @forward.register_fake
 def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
-    mechanism = piece_named(piece)
-    specs = {name: ArraySpec.of(t) for name, t in named_inputs(mechanism, tensors).items()}
-    residuals = discover().named(backend).residual_shapes(mechanism, specs, Frame(*frame))
+    found = named(piece, backend)
+    specs = {name: ArraySpec.of(t) for name, t in named_inputs(found.piece, tensors).items()}
+    residuals = found.runner.residual_shapes(specs, Frame(*frame))
     return [
-        _output_like(mechanism, backend, tensors, has_gradient=True),
+        _output_like(found, tensors, has_gradient=True),
         *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
     ]
 
 
 @inference.register_fake
 def _(piece: str, backend: str, tensors: Any, frame: Any) -> Tensor:
-    return _output_like(piece_named(piece), backend, tensors)
+    return _output_like(named(piece, backend), tensors)
 
 
 @backward.register_fake

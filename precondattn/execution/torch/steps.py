@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precondattn.algebra.names import piece_named
 from precondattn.arrays import cast
 from precondattn.cache import updated
-from precondattn.dispatch.discovery import discover
 from precondattn.execution.cotangents import step_gradients_at
 from precondattn.execution.torch.operators import (
+    Named,
+    named,
     named_inputs,
     output_dtype,
     unaliased,
@@ -43,10 +43,10 @@ def step(
     frame: list[Tensor | None],
 ) -> list[Tensor]:
     """The output, followed by the new states."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
-    out, updates = runs.step(mechanism, states, inputs, Frame(*frame))
-    out = cast(out, output_dtype(backend, inputs, has_gradient=True))
+    found = named(piece, backend)
+    states, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
+    out, updates = found.runner.step(states, inputs, Frame(*frame))
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
     return unaliased([out, *new], [*past, *tensors, *frame])
@@ -63,12 +63,12 @@ def step_backward(
     cotangents: list[Tensor],
 ) -> list[Tensor]:
     """The gradients of the old states, followed by those of every tensor."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    states, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
-    d_out, d_states = cotangents[0], named_buffers(mechanism, cotangents[1:])
-    like = d_out if runs.wide_values else values_of(inputs)
+    found = named(piece, backend)
+    states, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
+    d_out, d_states = cotangents[0], named_buffers(found.piece, cotangents[1:])
+    like = d_out if found.is_wide else values_of(inputs)
     gradients, d_past = step_gradients_at(
-        d_out, d_states, runs, mechanism, states, inputs, Frame(*frame), like
+        d_out, d_states, found.runner, states, inputs, Frame(*frame), like
     )
     in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
     in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
@@ -87,10 +87,11 @@ def extension(
     count: Tensor,
 ) -> list[Tensor]:
     """The output, followed by the updated buffers, in the memory layout of the old ones."""
-    mechanism, runs = piece_named(piece), discover().named(backend)
-    buffers, inputs = named_buffers(mechanism, past), named_inputs(mechanism, tensors)
-    out, updates = runs.step(mechanism, buffers, inputs, Frame(*frame))
-    (out,) = unaliased([cast(out, output_dtype(backend, inputs))], [*past, *tensors, *frame])
+    found = named(piece, backend)
+    buffers, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
+    out, updates = found.runner.step(buffers, inputs, Frame(*frame))
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide))
+    (out,) = unaliased([out], [*past, *tensors, *frame])
     new = [
         updated(old, updates[name], length, count, donate=False) for name, old in buffers.items()
     ]
@@ -100,15 +101,12 @@ def extension(
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(
-    piece: str, backend: str, tensors: Sequence[Tensor], *, has_gradient: bool = False
-) -> Tensor:
-    mechanism = piece_named(piece)
-    inputs = named_inputs(mechanism, tensors)
+def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool = False) -> Tensor:
+    mechanism, inputs = found.piece, named_inputs(found.piece, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
     sizes = mechanism.inputs.extending().sizes(str(mechanism), shapes)
     shape = mechanism.program.output.renamed({"s": "t"}).shape(sizes)
-    dtype = output_dtype(backend, inputs, has_gradient=has_gradient)
+    dtype = output_dtype(inputs, is_wide=found.is_wide, has_gradient=has_gradient)
     return tensors[0].new_empty(shape, dtype=dtype)
 
 
@@ -116,7 +114,7 @@ def _output_like(
 def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Tensor]:
     contiguous = torch.contiguous_format
     new = [torch.empty_like(state, memory_format=contiguous) for state in past]
-    return [_output_like(piece, backend, tensors, has_gradient=True), *new]
+    return [_output_like(named(piece, backend), tensors, has_gradient=True), *new]
 
 
 @step_backward.register_fake
@@ -131,4 +129,7 @@ def _(
 def _(
     piece: str, backend: str, past: Any, tensors: Any, frame: Any, length: Any, count: Any
 ) -> list[Tensor]:
-    return [_output_like(piece, backend, tensors), *(torch.empty_like(each) for each in past)]
+    return [
+        _output_like(named(piece, backend), tensors),
+        *(torch.empty_like(each) for each in past),
+    ]

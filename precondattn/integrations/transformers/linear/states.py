@@ -64,7 +64,7 @@ def _one_token(
     frame.may_overwrite = True
     past = {name: cache.store[key] for name, key in planned.buffers}
     named = {name: inputs[value] for name, value in planned.arguments}
-    out, updates = planned.backend.step(planned.piece, past, named, frame)
+    out, updates = planned.runner.step(past, named, frame)
     after = {key: cast(Replace, updates[name]).value for name, key in planned.buffers}
     return out, tuple(after[key] for key in cache.store)
 
