@@ -165,7 +165,7 @@ class Backend(Protocol):
         """
         return nullcontext()
 
-    def prepare(self, mechanism: Mechanism, request: Request) -> Runner | Support:
+    def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
         """What runs a piece under a request, or why the backend does not support it.
 
         A plan asks once, and keeps the answer for all calls like the first.
@@ -175,7 +175,7 @@ class Backend(Protocol):
             return support
         return runner_of(self, mechanism, differentiable=support.differentiable)
 
-    def runner(self, mechanism: Mechanism, *, differentiable: bool = False) -> Runner:
+    def runner(self, mechanism: Piece, *, differentiable: bool = False) -> Runner:
         """What runs a piece that the backend supports, in calls of any sizes.
 
         PyTorch's operators ask for it: a graph that has them is run with other sizes too.
