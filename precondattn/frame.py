@@ -3,13 +3,62 @@
 One frame serves full calls and `extend`. In a full call of t queries and s keys, query i has
 position i + s − t (bottom-right alignment). In `extend` the keys are the cache's slots followed by
 the new tokens, whose positions start at the length of their own sequence.
+
+What is known of a frame without reading an array is its `Layout`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from precondattn.arrays import Array, arange_like, is_traced, namespace
+
+FULL, EXTENSION = "full", "extension"
+
+
+class Layout(NamedTuple):
+    """What is known of positions and masks without reading an array. Hashable.
+
+    It goes with the arrays through PyTorch's operators and JAX's compiled functions, so that an
+    algorithm sees the same there as outside.
+    """
+
+    kind: str = ""
+    """`"full"` or `"extension"`; empty where nothing is known."""
+    t: int | None = None
+    """The number of queries; None where it is a symbol of a compiler, as for `s`."""
+    s: int | None = None
+    """The number of keys of a full call, or of the slots of a cache."""
+    masks: frozenset[str] = frozenset()
+    """Which of `lengths`, `key_mask`, `past_mask` and `segment_ids` there are."""
+    held: int | None = None
+    """As of the frame."""
+    longest: int | None = None
+    """As of the frame."""
+
+    @property
+    def is_unmasked(self) -> bool:
+        """Whether every token may be read, but for causality."""
+        return self.held is not None or (self.kind == FULL and not self.masks)
+
+    @property
+    def has_lengths_only(self) -> bool:
+        """Whether a full call masks only padding at the end, the same for queries and keys."""
+        is_square = self.t is not None and self.t == self.s
+        return self.kind == FULL and is_square and self.masks == {"lengths"}
+
+    @property
+    def without_symbols(self) -> Layout:
+        """The layout without sizes that are symbols, which have no hash."""
+        t, s = (n if isinstance(n, int) else None for n in (self.t, self.s))
+        return self._replace(t=t, s=s)
+
+
+UNKNOWN = Layout()
 
 
 class Frame:
@@ -19,17 +68,21 @@ class Frame:
     where the call has none, so that a backend knows that nothing is masked without reading arrays.
     """
 
-    held: int | None = None
+    held: int | None
     """In `extend`: the number of tokens in every sequence's cache. None unless all sequences have
     the same number, no cached or new token is masked, and the number is known on the host without
     waiting for a device."""
 
-    longest: int | None = None
+    longest: int | None
     """In `extend`: the number of tokens in the fullest cache; None where it is not known on the
     host."""
 
     may_overwrite: bool = False
     """In `extend`: whether a step may write new states and tokens into the cache's buffers."""
+
+    _is_lazy = False
+    """Whether it was made by `of`, from these masks."""
+    _masks: Mapping[str, Array]
 
     def __init__(
         self,
@@ -39,31 +92,94 @@ class Frame:
         k_valid: Array | None = None,
         q_segment: Array | None = None,
         k_segment: Array | None = None,
+        *,
+        layout: Layout = UNKNOWN,
     ) -> None:
-        self._q_position, self.q_valid, self.q_segment = q_position, q_valid, q_segment
-        self._k_position, self._k_valid, self.k_segment = k_position, k_valid, k_segment
+        self.q_position, self.q_valid, self.q_segment = q_position, q_valid, q_segment
+        self.k_position, self.k_valid, self.k_segment = k_position, k_valid, k_segment
+        self.layout, self.held, self.longest = layout, layout.held, layout.longest
+        self._like = q_position
+
+    @classmethod
+    def of(cls, layout: Layout, like: Array, masks: Mapping[str, Array] | None = None) -> Frame:
+        """The frame of an extension, or of a full call without masks.
+
+        Its arrays are computed when they are first read: many algorithms never read them, and they
+        would take a large part of the time of a small call.
+
+        Parameters
+        ----------
+        like
+            the lengths (b,) of the caches, or any array of a full call
+        """
+        frame = cls.__new__(cls)
+        frame.layout, frame.held, frame.longest = layout, layout.held, layout.longest
+        frame._like, frame._masks, frame._is_lazy = like, masks or {}, True
+        frame.q_segment = frame.k_segment = frame._masks.get("segment_ids")
+        if "lengths" not in frame._masks:
+            frame.q_valid = None
+        if layout.kind == FULL:
+            frame.k_valid = None
+        return frame
 
     @property
+    def _sizes(self) -> tuple[int, int]:
+        t, s = self.layout.t, self.layout.s
+        assert t is not None
+        assert s is not None
+        return t, s
+
+    @cached_property
     def q_position(self) -> Array:
-        return self._q_position
+        (t, s), like = self._sizes, self._like
+        if self.layout.kind == EXTENSION:
+            return arange_like(t, like)[None, :] + like[:, None]
+        return self.k_position[:, s - t :] if s >= t else arange_like(t, like)[None, :] + (s - t)
 
-    @property
+    @cached_property
     def k_position(self) -> Array:
-        return self._k_position
+        position = arange_like(self._sizes[1], self._like)[None, :]
+        if self.layout.kind == FULL:
+            return position
+        xp, shape = namespace(position), (self._like.shape[0], position.shape[1])
+        return xp.concat([xp.broadcast_to(position, shape), self.q_position], axis=1)
 
-    @property
+    @cached_property
+    def q_valid(self) -> Array | None:
+        lengths = self._masks["lengths"]
+        return arange_like(self._sizes[0], lengths)[None, :] < lengths[:, None]
+
+    @cached_property
     def k_valid(self) -> Array | None:
-        return self._k_valid
+        return self._valid_after(self._sizes[1])
+
+    def _valid_after(self, slots: int) -> Array:
+        """Which of the first slots and of the new tokens (b, slots + t) may be read."""
+        length, masks = self._like, self._masks
+        start, new = length[:, None], arange_like(self._sizes[0], length)[None, :]
+        past_valid = arange_like(slots, length)[None, :] < start
+        if "past_mask" in masks:
+            past_valid = past_valid & masks["past_mask"][:, :slots]
+        new_valid = new >= start * 0
+        if self.q_valid is not None:
+            new_valid = new_valid & self.q_valid
+        if "key_mask" in masks:
+            new_valid = new_valid & masks["key_mask"]
+        return namespace(length).concat([past_valid, new_valid], axis=1)
 
     def valid_keys(self, count: int) -> Array | None:
         """Which of the last `count` keys are valid (b, count); None where all are."""
-        valid = self.k_valid
+        t, is_extension = self.layout.t, self.layout.kind == EXTENSION
+        are_new = is_extension and t is not None and count <= t
+        if are_new and self.held is not None:
+            return None
+        valid = self._valid_after(0) if are_new and self._is_lazy else self.k_valid
         return None if valid is None else valid[:, valid.shape[1] - count :]
 
     @property
     def is_traced(self) -> bool:
         """Whether its entries are unknown because a compiler traces the call."""
-        return is_traced(self.q_position)
+        return self.longest is None and is_traced(self._like)
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
@@ -77,22 +193,52 @@ class Frame:
             self.k_segment,
         )
 
+    @property
+    def computed(self) -> Frame:
+        """The frame with all of its arrays, where sizes may be symbols of a compiler."""
+        return self._with(self.layout.without_symbols)
+
+    @property
+    def sources(self) -> tuple[Array | None, ...]:
+        """The arrays of which `rebuilt` makes the frame again: none that its layout tells."""
+        if not self._is_lazy or not self.layout.is_unmasked:
+            return self.arrays
+        return () if self.layout.kind == FULL else (self._like,)
+
     def of_slots(self, slots: int) -> Frame:
         """In `extend`: the frame of the first slots of the cache, and the new tokens."""
-        xp, capacity = (
-            namespace(self.k_position),
-            self.k_position.shape[1] - self.q_position.shape[1],
-        )
+        layout = self.layout
+        if layout.kind:
+            layout = layout._replace(s=slots)
+        if self._is_lazy:
+            masks = dict(self._masks)
+            if "past_mask" in masks:
+                masks["past_mask"] = masks["past_mask"][:, :slots]
+            return Frame.of(layout, self._like, masks)
+        xp, new = namespace(self.k_position), self.q_position.shape[1]
 
         def kept(keys: Array) -> Array:
-            return xp.concat([keys[:, :slots], keys[:, capacity:]], axis=1)
+            return xp.concat([keys[:, :slots], keys[:, keys.shape[1] - new :]], axis=1)
 
         k_valid = None if self.k_valid is None else kept(self.k_valid)
-        return self.replaced(k_position=kept(self.k_position), k_valid=k_valid)
+        return self._with(layout, k_position=kept(self.k_position), k_valid=k_valid)
+
+    def of_held(self) -> Frame:
+        """In `extend` after caches that all hold `held` tokens: the frame of these and the new
+        tokens, which is that of a full call."""
+        assert self.held is not None
+        t = self._sizes[0]
+        return Frame.of(Layout(FULL, t, self.held + t), self._like)
 
     def replaced(self, **changes: Array | None) -> Frame:
-        """A copy of the frame in which the named arrays are replaced."""
-        return Frame(**(dict(zip(ARRAYS, self.arrays, strict=True)) | changes))
+        """The frame with other arrays for those named."""
+        if all(getattr(self, name) is array for name, array in changes.items()):
+            return self
+        return self._with(UNKNOWN, **changes)
+
+    def _with(self, layout: Layout, **changes: Array | None) -> Frame:
+        named: dict[str, Any] = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
+        return Frame(**named, layout=layout)
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:
         """The attention mask, boolean (b or 1, 1, t, s): may query i attend to key j?
@@ -122,6 +268,13 @@ class Frame:
 
         A preconditioner that relates keys to keys uses it.
         """
+        layout = self.layout
+        # A key that `key_mask` masks is still a query.
+        is_same = layout.kind == FULL and "key_mask" not in layout.masks
+        if layout.t == count and (is_same or self.held is not None):
+            return self
+        if self._is_lazy and layout.kind == FULL:
+            return Frame.of(layout._replace(t=count), self._like)
 
         def last(array: Array | None) -> Array | None:
             return None if array is None else array[:, array.shape[1] - count :]
@@ -136,183 +289,11 @@ class Frame:
 ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
 
 
-class UniformFrame(Frame):
-    """The frame of t new tokens after caches that all hold `held` tokens, with nothing masked.
-
-    Its arrays are computed when they are first read. A backend that uses `held` rarely reads them,
-    and computing them would take a large part of the time of a one-token step.
-    """
-
-    held: int
-
-    def __init__(self, length: Array, held: int, slots: int, t: int) -> None:
-        self.held, self.slots, self.t, self._length = held, slots, t, length
-        self.longest = held
-        super().__init__(None, None)
-
-    @property
-    def q_position(self) -> Array:
-        if self._q_position is None:
-            new = arange_like(self.t, self._length) + self.held
-            self._q_position = self._for_each_sequence(new)
-        return self._q_position
-
-    @property
-    def k_position(self) -> Array:
-        if self._k_position is None:
-            slots = self._for_each_sequence(arange_like(self.slots, self._length))
-            self._k_position = namespace(slots).concat([slots, self.q_position], axis=1)
-        return self._k_position
-
-    @property
-    def is_traced(self) -> bool:
-        return False
-
-    @property
-    def k_valid(self) -> Array | None:
-        if self._k_valid is None:
-            xp = namespace(self._length)
-            cached = self.k_position[:, : self.slots] < self.held
-            new = xp.ones_like(self.q_position, dtype=xp.bool)
-            self._k_valid = xp.concat([cached, new], axis=1)
-        return self._k_valid
-
-    def valid_keys(self, count: int) -> Array | None:
-        return None if count <= self.t else super().valid_keys(count)
-
-    def of_slots(self, slots: int) -> UniformFrame:
-        return UniformFrame(self._length, self.held, slots, self.t)
-
-    def trimmed(self) -> Frame:
-        """The frame of the filled slots and the new tokens, without the unused slots."""
-        return _TrimmedFrame(self._length, self.held, self.held, self.t)
-
-    def _for_each_sequence(self, row: Array) -> Array:
-        """The row (s) broadcast to (b, s)."""
-        shape = (self._length.shape[0], row.shape[0])
-        return namespace(row).broadcast_to(row[None, :], shape)
-
-
-class _TrimmedFrame(UniformFrame):
-    """A uniform frame without unused slots: every key is valid."""
-
-    @property
-    def k_valid(self) -> None:
-        return None
-
-
-class RaggedFrame(Frame):
-    """The frame of t new tokens after caches that hold at most `longest` tokens.
-
-    The arrays of all slots are computed when they are first read. A step reads those of the filled
-    slots (`of_slots`), so that its time does not depend on the capacity.
-    """
-
-    longest: int
-
-    def __init__(
-        self,
-        length: Array,
-        longest: int,
-        slots: int,
-        t: int,
-        *,
-        lengths: Array | None,
-        key_mask: Array | None,
-        past_mask: Array | None,
-    ) -> None:
-        self.longest, self.slots, self.t, self._length = longest, slots, t, length
-        self._masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
-        new = arange_like(t, length)[None, :]
-        q_valid = None if lengths is None else new < lengths[:, None]
-        super().__init__(new + length[:, None], None, q_valid)
-
-    @property
-    def k_position(self) -> Array:
-        if self._k_position is None:
-            self._k_position = _key_positions(self.q_position, self.slots)
-        return self._k_position
-
-    @property
-    def is_traced(self) -> bool:
-        return False
-
-    @property
-    def k_valid(self) -> Array:
-        if self._k_valid is None:
-            self._k_valid = _valid_keys(self._length, self.slots, self.t, **self._masks)
-        return self._k_valid
-
-    def valid_keys(self, count: int) -> Array | None:
-        if count > self.t:
-            return super().valid_keys(count)
-        return _valid_keys(self._length, 0, self.t, **self._masks)[:, self.t - count :]
-
-    def of_slots(self, slots: int) -> RaggedFrame:
-        past_mask = self._masks["past_mask"]
-        masks = self._masks | {"past_mask": None if past_mask is None else past_mask[:, :slots]}
-        return RaggedFrame(self._length, self.longest, slots, self.t, **masks)
-
-
-def _key_positions(q_position: Array, slots: int) -> Array:
-    """The positions (b, slots + t) of the slots and of the new tokens."""
-    xp = namespace(q_position)
-    slot = arange_like(slots, q_position)[None, :]
-    shape = (q_position.shape[0], slots)
-    return xp.concat([xp.broadcast_to(slot, shape), q_position], axis=1)
-
-
-def _valid_keys(
-    length: Array,
-    slots: int,
-    t: int,
-    *,
-    lengths: Array | None,
-    key_mask: Array | None,
-    past_mask: Array | None,
-) -> Array:
-    """Which slots and new tokens (b, slots + t) may be read."""
-    start, new = length[:, None], arange_like(t, length)[None, :]
-    past_valid = arange_like(slots, length)[None, :] < start
-    if past_mask is not None:
-        past_valid = past_valid & past_mask[:, :slots]
-    new_valid = new >= start * 0
-    if lengths is not None:
-        new_valid = new_valid & (new < lengths[:, None])
-    if key_mask is not None:
-        new_valid = new_valid & key_mask
-    return namespace(length).concat([past_valid, new_valid], axis=1)
-
-
-class UnmaskedFrame(Frame):
-    """The frame of a full call of t queries and s keys, with nothing masked.
-
-    Its positions are computed when they are first read, which many algorithms never do.
-    """
-
-    def __init__(self, t: int, s: int, like: Array) -> None:
-        self.t, self.s, self._like = t, s, like
-        super().__init__(None, None)
-
-    @property
-    def q_position(self) -> Array:
-        if self._q_position is None:
-            shared = self.s - self.t
-            if shared >= 0:
-                self._q_position = self.k_position[:, shared:]
-            else:
-                self._q_position = arange_like(self.t, self._like)[None, :] + shared
-        return self._q_position
-
-    @property
-    def k_position(self) -> Array:
-        if self._k_position is None:
-            self._k_position = arange_like(self.s, self._like)[None, :]
-        return self._k_position
-
-    @property
-    def is_traced(self) -> bool:
-        return is_traced(self._like)
+def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Frame:
+    """The frame of this layout and these `sources`, on the device of `like`."""
+    if len(sources) == len(ARRAYS):
+        return Frame(*sources, layout=layout)
+    return Frame.of(layout, sources[0] if sources else like)
 
 
 def has_lengths_only(frame: Frame) -> bool:
@@ -324,7 +305,7 @@ def has_lengths_only(frame: Frame) -> bool:
     q_valid, k_valid = frame.q_valid, frame.k_valid
     if frame.k_segment is not None or q_valid is None or k_valid is None:
         return False
-    if q_valid is k_valid:
+    if frame.layout.has_lengths_only:
         return True
     if is_traced(k_valid) or q_valid.shape != k_valid.shape:
         return False
@@ -345,7 +326,10 @@ def full_frame(
     `lengths` is (b,); `key_mask` and `segment_ids` are (b, s).
     """
     if lengths is None and key_mask is None and segment_ids is None:
-        return UnmaskedFrame(t, s, like)
+        frame = Frame.of(Layout(FULL, t, s), like)
+        return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
+    masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
+    given = frozenset(name for name, mask in masks.items() if mask is not None)
     k_position = arange_like(s, like)[None, :]
     q_position = arange_like(t, like)[None, :] + (s - t)
     q_valid, k_valid = None, key_mask
@@ -354,23 +338,21 @@ def full_frame(
         q_valid = within if t == s else q_position < lengths[:, None]
         k_valid = within if key_mask is None else within & key_mask
     q_segment = None if segment_ids is None else segment_ids[:, s - t :]
-    return Frame(q_position, k_position, q_valid, k_valid, q_segment, segment_ids)
+    layout = Layout(FULL, t, s, given).without_symbols
+    return Frame(q_position, k_position, q_valid, k_valid, q_segment, segment_ids, layout=layout)
 
 
 def extending_frame(
-    length: Array,
-    capacity: int,
-    t: int,
-    *,
-    lengths: Array | None,
-    key_mask: Array | None,
-    past_mask: Array | None,
-    longest: int | None = None,
+    length: Array, capacity: int, t: int, *, longest: int | None = None, **masks: Array | None
 ) -> Frame:
-    """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots."""
-    masks = {"lengths": lengths, "key_mask": key_mask, "past_mask": past_mask}
-    frame = RaggedFrame(length, capacity if longest is None else longest, capacity, t, **masks)
-    return Frame(*frame.arrays) if longest is None else frame
+    """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots.
+
+    Masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), and `past_mask` (b, capacity).
+    """
+    given = {name: mask for name, mask in masks.items() if mask is not None}
+    layout = Layout(EXTENSION, t, capacity, frozenset(given), longest=longest)
+    frame = Frame.of(layout, length, given)
+    return frame.computed if longest is None else frame
 
 
 def runs(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from precondattn.arrays import Array
-from precondattn.frame import Frame, UniformFrame
+from precondattn.frame import Frame
 from precondattn_cupy.launch import is_simulated
 from precondattn_cupy.layout import bytes_of
 
@@ -29,7 +29,7 @@ class FilledSlots(NamedTuple):
 
 def past_of(frame: Frame, b: int, capacity: int) -> FilledSlots:
     """From the frame of one new token after `capacity` slots."""
-    if isinstance(frame, UniformFrame):
+    if frame.held is not None:
         return FilledSlots(frame.held, None, None, None)
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always marks filled slots.

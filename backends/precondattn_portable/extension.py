@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.cache.held import held_part, longest_held
-from precondattn.frame import Frame, UniformFrame
+from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import bias_of_keys
@@ -37,8 +37,8 @@ class FilledPart(NamedTuple):
 
 def filled(frame: Frame, capacity: int) -> FilledPart:
     """From the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
-    if isinstance(frame, UniformFrame):
-        return FilledPart(frame.held, frame.held, frame.trimmed())
+    if frame.held is not None:
+        return FilledPart(frame.held, frame.held, frame.of_held())
     xp = namespace(frame.q_position)
     count = min(longest_held(frame), capacity)
     part = frame.of_slots(count)

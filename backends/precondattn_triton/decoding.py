@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precondattn.frame import Frame, UniformFrame
+from precondattn.frame import Frame
 from precondattn_triton.target import processors
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -27,7 +27,7 @@ def query_rows(
 
 def slots_and_validity(frame: Frame, capacity: int) -> tuple[int, Tensor | None, Tensor | None]:
     """The number of slots to read, and the validity of slots and of new keys, as bytes or None."""
-    if isinstance(frame, UniformFrame):
+    if frame.held is not None:
         return frame.held, None, None
     valid = frame.k_valid
     assert valid is not None  # The frame of an extension always has the validity of slots.

@@ -45,7 +45,7 @@ from precondattn.execution.masks import (
 from precondattn.execution.preparation import PreparedCall, prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
-from precondattn.frame import Frame, UniformFrame, extending_frame, full_frame
+from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -179,8 +179,8 @@ def bind_extension(
     if lengths is None and key_mask is None and cached_mask is None and segment_ids is None:
         held = _held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
-            uniform = UniformFrame(cache.length, held, capacity, t)
-            return BoundCall(ready, inputs, uniform, dtypes_before=before)
+            layout = Layout(EXTENSION, t, capacity, held=held, longest=held)
+            return BoundCall(ready, inputs, Frame.of(layout, cache.length), dtypes_before=before)
     like = next(iter(inputs.values()))
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
@@ -209,10 +209,9 @@ def bind_extension(
         lengths=lengths,
         key_mask=key_mask,
         past_mask=cached_mask,
+        segment_ids=segment_ids,
         longest=None if old_lengths is None else max(old_lengths, default=0),
     )
-    if segment_ids is not None:
-        frame = frame.replaced(q_segment=segment_ids, k_segment=segment_ids)
     if lengths is not None or key_mask is not None:
         valid = frame.valid_keys(t)
         inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, valid)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import precondattn as pa
-from precondattn.frame import UniformFrame, extending_frame
+from precondattn.frame import EXTENSION, Frame, extending_frame
+from precondattn.frame import Layout as FrameLayout
 from precondattn_conformance.declared import expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from tests.representatives import CACHED
@@ -184,16 +185,16 @@ def test_half_precision_caches_keep_norms_in_float32():
 @pytest.mark.parametrize(("b", "held", "t"), [(1, 0, 1), (3, 5, 2), (2, 8, 0)])
 def test_the_frame_of_caches_of_equal_length_equals_the_general_frame(b, held, t):
     length = np.full((b,), held, dtype=np.int32)
-    few = UniformFrame(length, held, 8, t)
+    few = Frame.of(FrameLayout(EXTENSION, t, 8, held=held, longest=held), length)
     general = extending_frame(length, 8, t, lengths=None, key_mask=None, past_mask=None)
     for mine, wanted in zip(few.arrays, general.arrays, strict=True):
         if wanted is None:
             assert mine is None
         else:
             np.testing.assert_array_equal(mine, wanted)
-    filled = few.trimmed()
+    filled = few.of_held()
     assert filled.k_valid is None
-    np.testing.assert_array_equal(filled.k_position, np.tile(np.arange(held + t), (b, 1)))
+    np.testing.assert_array_equal(filled.k_position, np.arange(held + t)[None])
 
 
 def test_arguments_are_checked_again_when_their_type_changes():

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from precondattn.cache import Append, Replace, Rewrite, Updates
-from precondattn.frame import Frame, UniformFrame
+from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
@@ -91,7 +91,7 @@ def path_step(
     new = k.to(keys.dtype)
     updates: Updates = {"value": Append(v), "key": Append(new)}
     # If lengths are on the device, the host does not know whether a sequence is flushed now.
-    if not isinstance(frame, UniformFrame) or (frame.held + 1) % flush == 0:
+    if frame.held is None or (frame.held + 1) % flush == 0:
         flushed = torch.empty_like(keys)
         path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
             keys, w, beta, pending_w, pending_beta, lengths, is_token, flushed,

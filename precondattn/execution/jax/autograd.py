@@ -20,15 +20,12 @@ from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
 from precondattn.execution.jax.second_derivative import with_derivatives
-from precondattn.frame import Frame, UnmaskedFrame
+from precondattn.frame import Frame, rebuilt
 
 jax.tree_util.register_pytree_node(
-    Frame, lambda frame: (frame.arrays, None), lambda _, arrays: Frame(*arrays)
-)
-jax.tree_util.register_pytree_node(
-    UnmaskedFrame,
-    lambda frame: ((), (frame.t, frame.s)),
-    lambda sizes, _: UnmaskedFrame(sizes[0], sizes[1], jax.numpy.zeros(())),
+    Frame,
+    lambda frame: (frame.sources, frame.layout),
+    lambda layout, arrays: rebuilt(layout, arrays, None if arrays else jax.numpy.zeros(())),
 )
 
 

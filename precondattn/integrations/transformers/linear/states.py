@@ -12,12 +12,13 @@ from precondattn.cache import Cache, Replace
 from precondattn.cache.kinds import STATE, Kind
 from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
-from precondattn.frame import UniformFrame
+from precondattn.frame import EXTENSION, Frame, Layout
 
 KIND = str(Kind(STATE, is_wide=True))
 States = tuple[Tensor, ...]
 """The states (b, …) of a mechanism, in the order of its slots."""
 NO_MASKS = {"lengths": None, "key_mask": None}
+ONE_TOKEN = Layout(EXTENSION, 1, 0, held=0, longest=0)
 
 
 def computed_from(
@@ -60,7 +61,7 @@ def _one_token(
     if not ready.is_direct or ready.is_cast or len(ready.plan.calls) > 1:
         return None
     (planned,) = ready.plan.calls
-    frame = UniformFrame(cache.length, 0, 0, 1)
+    frame = Frame.of(ONE_TOKEN, cache.length)
     frame.may_overwrite = True
     past = {name: cache.store[key] for name, key in planned.buffers}
     named = {name: inputs[value] for name, value in planned.arguments}
