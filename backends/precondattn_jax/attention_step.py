@@ -44,16 +44,16 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
 
     def of_past(a: Array, rows: Array, state: Any) -> Any:
         def add(j: Array, state: Any) -> Any:
-            tile = product_with_transposed(rows, cached.at(past["key"], j))
+            tile = product_with_transposed(rows, cached.take(past["key"], j))
             if leaf.softcap is not None:
                 tile = capped(tile, leaf.softcap)
             pairs = jnp.reshape(tile, (new.b, n, new.r, blocks.size, cached.size))
             if bias is not None:
                 columns = cached.start(j) + jnp.arange(cached.size)
-                pairs = pairs + jnp.take(blocks.at(bias, a, 3), columns, axis=4)
-            visible = cached.visible(j, blocks.at(position, a, 1), leaf.window)
+                pairs = pairs + jnp.take(blocks.take(bias, a, 3), columns, axis=4)
+            visible = cached.visible(j, blocks.take(position, a, 1), leaf.window)
             tile = jnp.reshape(jnp.where(visible, pairs, -jnp.inf), tile.shape)
-            return read.add(state, tile, cached.at(past["value"], j))
+            return read.add(state, tile, cached.take(past["value"], j))
 
         return cached.over(add, state)
 

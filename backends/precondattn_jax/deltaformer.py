@@ -60,12 +60,12 @@ class Tiles:
             self.own = jnp.where(valid[:, None, :, None], self.own, -math.inf)
 
     def scores(self, a: Array, j: Array, *, diagonal: bool = False) -> Array:
-        tile = product_with_transposed(self.blocks.at(self.q, a), self.blocks.at(self.k, j))
+        tile = product_with_transposed(self.blocks.take(self.q, a), self.blocks.take(self.k, j))
         return self.mask.apply(tile, a, j, diagonal=diagonal)
 
     def own_weight(self, a: Array, log_total: Array) -> Array:
         """1 − a of the rows of a block, from λ."""
-        own = self.blocks.at(self.own, a)
+        own = self.blocks.take(self.own, a)
         some = own > -math.inf
         gap = jnp.where(some, own, 0.0) - jnp.where(some, log_total, 0.0)
         return jnp.where(some, 0.5 + 0.5 * jnp.tanh(0.5 * gap), 0.0)
@@ -94,10 +94,10 @@ class DeltaFormerBlocks(Algorithm):
                 new = jnp.maximum(largest, jnp.max(tile, axis=-1, keepdims=True))
                 shift = finite_or_zero(new)
                 kept, weights = jnp.exp(largest - shift), jnp.exp(tile - shift)
-                read = kept * read + product(weights, blocks.at(u, j))
+                read = kept * read + product(weights, blocks.take(u, j))
                 return new, kept * total + row_sum(weights), read
 
-            start = (largest, zeros(largest.shape, v), zeros(blocks.at(v, a).shape, v))
+            start = (largest, zeros(largest.shape, v), zeros(blocks.take(v, a).shape, v))
             largest, total, known = lax.fori_loop(tiles.mask.first(a), a, add, start)
             shift = finite_or_zero(largest)
             among = jnp.exp(tile - shift)
@@ -106,9 +106,9 @@ class DeltaFormerBlocks(Algorithm):
             total = jnp.where(some, total, 1.0)
             log_total = jnp.where(some, shift + jnp.log(total), -math.inf)
             known, among = known / total, among / total
-            beta = blocks.at(tiles.beta, a)
+            beta = blocks.take(tiles.beta, a)
             inverse = unit_lower_inverse(beta * among)
-            solved = product(inverse, blocks.at(v, a) - beta * known)
+            solved = product(inverse, blocks.take(v, a) - beta * known)
             read = known + product(among, solved)
             own = tiles.own_weight(a, log_total)
             rows = ((1.0 - own) * read + own * solved, read, log_total)
@@ -142,23 +142,23 @@ class DeltaFormerBlocks(Algorithm):
         u = tiles.v - tiles.beta * w
 
         def of_block(carry: tuple[Array, Array], a: Array) -> Any:
-            log_total = blocks.at(log_totals, a)
+            log_total = blocks.take(log_totals, a)
             shift = finite_or_zero(log_total)
-            own, beta = tiles.own_weight(a, log_total), blocks.at(tiles.beta, a)
-            d_rows, queries, keys = (blocks.at(z, a) for z in (d_o, tiles.q, tiles.k))
+            own, beta = tiles.own_weight(a, log_total), blocks.take(tiles.beta, a)
+            d_rows, queries, keys = (blocks.take(z, a) for z in (d_o, tiles.q, tiles.k))
             among = jnp.exp(tiles.scores(a, a, diagonal=True) - shift)
             read = (1.0 - own) * d_rows
-            right = blocks.at(carry[0], a) + own * d_rows + transposed_product(among, read)
+            right = blocks.take(carry[0], a) + own * d_rows + transposed_product(among, read)
             solved = transposed_product(unit_lower_inverse(beta * among), right)
-            d_strength = -row_sum(solved * blocks.at(w, a))
+            d_strength = -row_sum(solved * blocks.take(w, a))
             combined = read - beta * solved
-            mean = row_sum(d_rows * blocks.at(o, a))
+            mean = row_sum(d_rows * blocks.take(o, a))
             constant = (1.0 - own) * mean + beta * d_strength
-            d_own = own * (row_sum(d_rows * blocks.at(u, a)) - mean)
+            d_own = own * (row_sum(d_rows * blocks.take(u, a)) - mean)
 
             def scored(weights: Array, j: Array) -> Array:
                 """dS of a tile."""
-                return weights * (product_with_transposed(combined, blocks.at(u, j)) - constant)
+                return weights * (product_with_transposed(combined, blocks.take(u, j)) - constant)
 
             def pull(j: Array, given: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 d_u, d_k, d_queries = given
@@ -166,7 +166,7 @@ class DeltaFormerBlocks(Algorithm):
                 d_scores = scored(weights, j)
                 d_u = blocks.add(d_u, j, transposed_product(weights, combined))
                 d_k = blocks.add(d_k, j, transposed_product(d_scores, queries))
-                return d_u, d_k, d_queries + product(d_scores, blocks.at(tiles.k, j))
+                return d_u, d_k, d_queries + product(d_scores, blocks.take(tiles.k, j))
 
             d_scores = scored(among, a)
             d_k = blocks.add(carry[1], a, transposed_product(d_scores, queries) + d_own * queries)

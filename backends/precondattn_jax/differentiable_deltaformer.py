@@ -32,14 +32,14 @@ class DeltaFormerRows:
         return x
 
     def preceding(self, x: Array, a: Array, j: Array) -> Array:
-        return jnp.exp(self.tiles.scores(a, j) - self.blocks.at(self.log_totals, a))
+        return jnp.exp(self.tiles.scores(a, j) - self.blocks.take(self.log_totals, a))
 
     def among(self, a: Array) -> Array:
         tile = self.tiles.scores(a, a, diagonal=True)
-        return jnp.exp(tile - self.blocks.at(self.log_totals, a))
+        return jnp.exp(tile - self.blocks.take(self.log_totals, a))
 
     def strength(self, a: Array) -> Array | float:
-        return self.blocks.at(self.tiles.beta, a)
+        return self.blocks.take(self.tiles.beta, a)
 
     def diagonal(self, a: Array) -> Array | float:
         return 1.0
@@ -50,7 +50,7 @@ def _log_totals(tiles: Tiles) -> tuple[Array, Array]:
     blocks, read = tiles.blocks, MeanRead()
 
     def of_block(a: Array) -> tuple[Array, Array]:
-        values = blocks.at(tiles.beta, a)  # Any of width 1: the sum of weights is wanted.
+        values = blocks.take(tiles.beta, a)  # Any of width 1: the sum of weights is wanted.
 
         def add(i: Array, state: Any) -> Any:
             return read.add(state, tiles.scores(a, a - 1 - i), values)
@@ -72,6 +72,6 @@ def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
     u = solved(rows, DeltaFormerRows(constant, lax.stop_gradient(log_totals)), tiles.v)
     log_totals = jnp.where(some, log_totals, -jnp.inf)
     own = joined(
-        lax.map(lambda a: tiles.own_weight(a, tiles.blocks.at(log_totals, a)), tiles.blocks.rows)
+        lax.map(lambda a: tiles.own_weight(a, tiles.blocks.take(log_totals, a)), tiles.blocks.rows)
     )
     return tiles.tokens((1.0 - own) * products(rows, u) + own * u)

@@ -37,7 +37,7 @@ class LucidRows:
 
     def strength(self, a: Array) -> Array | float:
         beta = self.system.beta
-        return 1.0 if beta is None else self.blocks.at(beta, a)
+        return 1.0 if beta is None else self.blocks.take(beta, a)
 
     def diagonal(self, a: Array) -> Array | float:
         if self.system.leaf.has_unit_diagonal:
@@ -45,7 +45,7 @@ class LucidRows:
         own = self.system.own_scores(a) - self._shift(a).value
         return jnp.exp(self.system.at_tokens(a, own))
 
-    def at(self, a: Array, column: Array) -> Array:
+    def score_at(self, a: Array, column: Array) -> Array:
         """The score of each row of block a with the key at `column` (b, n, C, 1)."""
         scores, size = self.system.scores, self.blocks.size
 
@@ -76,7 +76,7 @@ def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
     if leaf.normalize == "rows" and not leaf.detach_max:
         # A row is divided by the exponential of its maximum, which has a derivative. To multiply
         # the right-hand side by it is the same.
-        maxima = DIFFERENTIABLE.each(lambda a: rows.at(a, firsts[a]), blocks.rows)
+        maxima = DIFFERENTIABLE.each(lambda a: rows.score_at(a, firsts[a]), blocks.rows)
         right = right * jnp.exp(joined(maxima - lax.stop_gradient(maxima)))
     y = solved(rows, LucidRows(constant, shifts), right)
     return heads_first(y[:, :, : blocks.s])

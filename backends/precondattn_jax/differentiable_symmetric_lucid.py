@@ -39,9 +39,9 @@ def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
                 j = first + i
                 tile = phi.tile(a, j)
                 own = (identity_like(tile) == 1) & (j == a)
-                return total + product(jnp.where(own, 1.0 + leaf.rho, tile), blocks.at(y, j))
+                return total + product(jnp.where(own, 1.0 + leaf.rho, tile), blocks.take(y, j))
 
-            start = zeros(blocks.at(y, a).shape, y)
+            start = zeros(blocks.take(y, a).shape, y)
             return DIFFERENTIABLE.counted(blocks.keys, phi.mask.stop(a) - first, add, start)
 
         return joined(DIFFERENTIABLE.each(of_block, blocks.rows))[:, :, : blocks.s]

@@ -41,7 +41,7 @@ class DotScores:
 
     def tile(self, x: Array, j: Array) -> Array:
         """Scores of queries x, carried to block j, with the keys of block j."""
-        return product_with_transposed(x, self.blocks.at(self.k, j))
+        return product_with_transposed(x, self.blocks.take(self.k, j))
 
     def carried(self, x: Array, j: Array) -> Array:
         """Queries carried from block j to block j − 1."""
@@ -65,7 +65,7 @@ class DotScores:
         """Gradients from a tile's: the sums with its part, and y, the queries' gradient so far."""
         blocks = self.blocks
         d_k = blocks.add(sums["k"], j, transposed_product(d_tile, trail))
-        return sums | {"k": d_k}, y + product(d_tile, blocks.at(self.k, j))
+        return sums | {"k": d_k}, y + product(d_tile, blocks.take(self.k, j))
 
     def pulled_diagonal(
         self, sums: Sums, a: Array, y: Array, d_diagonal: Array

@@ -35,7 +35,7 @@ class ForgetGate:
         return (block > j) & (block < a)
 
     def _at(self, j: Array) -> Array:
-        return self.blocks.at(self.g, j, 3)
+        return self.blocks.take(self.g, j, 3)
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
         """Scores (b, n, r, C, C) plus the decay."""

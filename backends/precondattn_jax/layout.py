@@ -111,7 +111,7 @@ class QueryBlocks:
         """The queries of block a of a stack."""
         return lax.dynamic_index_in_dim(stack, a - self.first, keepdims=False)
 
-    def at(self, x: Array, j: Array, axis: int = 2) -> Array:
+    def take(self, x: Array, j: Array, axis: int = 2) -> Array:
         """The tokens of block j of (b, n, s, …)."""
         return lax.dynamic_slice_in_dim(x, j * self.size, self.size, axis)
 
@@ -119,7 +119,7 @@ class QueryBlocks:
         return lax.dynamic_update_slice_in_dim(x, tokens, j * self.size, axis)
 
     def add(self, x: Array, j: Array, tokens: Array, axis: int = 2) -> Array:
-        return self.put(x, j, self.at(x, j, axis) + tokens, axis)
+        return self.put(x, j, self.take(x, j, axis) + tokens, axis)
 
 
 def grouped(x: Array, n: int) -> Array:

@@ -58,9 +58,9 @@ def products(system: LowerSystem, y: Array) -> Array:
             total, x = carry
             j = a - 1 - i
             tile = system.preceding(x, a, j)
-            return total + product(tile, blocks.at(y, j)), system.carried(x, j)
+            return total + product(tile, blocks.take(y, j)), system.carried(x, j)
 
-        total = product(system.among(a), blocks.at(y, a))
+        total = product(system.among(a), blocks.take(y, a))
         count = a - system.mask.first(a)
         total, _ = DIFFERENTIABLE.counted(blocks.keys, count, add, (total, system.start(a)))
         return total
@@ -108,9 +108,9 @@ def _substituted(system: LowerSystem, right: Array) -> Array:
             known, x = carry
             j = a - 1 - i
             tile = system.preceding(x, a, j)
-            return known + product(tile, blocks.at(y, j)), system.carried(x, j)
+            return known + product(tile, blocks.take(y, j)), system.carried(x, j)
 
-        own = blocks.at(right, a)
+        own = blocks.take(right, a)
         start = (zeros(own.shape, right), system.start(a))
         known, _ = lax.fori_loop(0, a - system.mask.first(a), add, start)
         rest = (own - system.strength(a) * known) / system.diagonal(a)
@@ -123,7 +123,7 @@ def _substituted_back(system: LowerSystem, right: Array) -> Array:
     blocks = system.blocks
 
     def of_block(right: Array, a: Array) -> tuple[Array, Array]:
-        solution = transposed_product(_inverse(system, a), blocks.at(right, a))
+        solution = transposed_product(_inverse(system, a), blocks.take(right, a))
         solution = solution / system.diagonal(a)
         weighted = system.strength(a) * solution
 

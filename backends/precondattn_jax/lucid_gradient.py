@@ -36,10 +36,10 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
         sums, right = carry
         shift = system.shift(a)
         within, inverse = system.diagonal(a, shift)
-        solved = transposed_product(inverse, blocks.at(right, a))
+        solved = transposed_product(inverse, blocks.take(right, a))
         if shift.diagonal is not None:
             solved = solved / shift.diagonal
-        d_v = solved if system.beta is None else blocks.at(system.beta, a) * solved
+        d_v = solved if system.beta is None else blocks.take(system.beta, a) * solved
         first = system.mask.first(a)
         trail = scores.trail(a, first)
 
@@ -47,7 +47,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
             sums, right, d_rows, residual = carry
             j = first + i
             weights = system.weights(scores.tile(scores.on_trail(trail, j), j), shift, a, j)
-            known = blocks.at(y, j)
+            known = blocks.take(y, j)
             right = blocks.add(right, j, -transposed_product(weights, d_v))
             d_tile = -product_with_transposed(d_v, known) * weights
             d_tile = d_tile + _at_maximum(system, shift, a, j, d_v)
@@ -57,9 +57,9 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
             return sums, right, d_rows, residual
 
         d_rows = zeros(scores.q.shape[1:], scores.q)
-        start = (sums, right, d_rows, blocks.at(system.v, a) if leaf.beta else None)
+        start = (sums, right, d_rows, blocks.take(system.v, a) if leaf.beta else None)
         sums, right, d_rows, residual = lax.fori_loop(0, a - first, pull, start)
-        known = blocks.at(y, a)
+        known = blocks.take(y, a)
         d_within = -product_with_transposed(d_v, known) * within
         d_within = d_within + _at_maximum(system, shift, a, a, d_v)
         if shift.diagonal is not None:
@@ -91,5 +91,5 @@ def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Arra
     if shift.first is None or system.leaf.detach_max:
         return 0.0
     column = j * system.blocks.size + jnp.arange(system.blocks.size)
-    d_maximum = row_sum(d_v * system.blocks.at(system.v, a))
+    d_maximum = row_sum(d_v * system.blocks.take(system.v, a))
     return jnp.where(shift.first == column, d_maximum, 0.0)

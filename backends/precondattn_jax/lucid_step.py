@@ -32,13 +32,13 @@ def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Fr
         cached.look_no_further_than(leaf.window)
 
     def take(j: Array, right: Array) -> Array:
-        tile = product_with_transposed(rows, cached.at(past["key"], j))
+        tile = product_with_transposed(rows, cached.take(past["key"], j))
         if leaf.normalize == "keys":
-            r = cached.at(past["rms"], j)[:, :, None, :]
+            r = cached.take(past["rms"], j)[:, :, None, :]
             tile = tile / jnp.where(r > 0, r, 1.0)  # Empty slots, which are masked, hold 0.
         visible = cached.visible(j, among.q_position, leaf.window)[:, :, 0]
         weights = jnp.where(visible, jnp.exp(tile - scale * d), 0.0)
-        return right - product(weights, cached.at(past["solved"], j))
+        return right - product(weights, cached.take(past["solved"], j))
 
     right = heads_first(cached.over(take, heads_first(x["v"])))
     return LucidSystem(leaf, {**x, "v": right}, new_tokens(frame, t)).solved()

@@ -93,12 +93,12 @@ class LucidSystem:
 
     def own_scores(self, a: Array) -> Array:
         """S_ii of the rows of block a (b, n, C, 1)."""
-        keys = self.blocks.at(self.scores.k, a)
+        keys = self.blocks.take(self.scores.k, a)
         return row_sum(keys * keys) * self.scale
 
     def at_tokens(self, a: Array, x: Array) -> Array:
         """x of the rows of block a, 0 at padding; β is not an input, but 1 or, at padding, 0."""
-        return x if self.beta is None else jnp.where(self.blocks.at(self.beta, a) > 0, x, 0.0)
+        return x if self.beta is None else jnp.where(self.blocks.take(self.beta, a) > 0, x, 0.0)
 
     def _row_maxima(self, a: Array, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j that attains it."""
@@ -139,7 +139,7 @@ class LucidSystem:
     def times_beta(self, x: Array, a: Array, shift: Shift) -> Array:
         """β' x for the rows of block a."""
         if self.beta is not None:
-            x = self.blocks.at(self.beta, a) * x
+            x = self.blocks.take(self.beta, a) * x
         return x if shift.diagonal is None else x / shift.diagonal
 
     def solved(self) -> Array:
@@ -153,10 +153,10 @@ class LucidSystem:
                 right, x = carry
                 j = a - 1 - i
                 weights = self.weights(scores.tile(x, j), shift, a, j)
-                return right - product(weights, blocks.at(y, j)), scores.carried(x, j)
+                return right - product(weights, blocks.take(y, j)), scores.carried(x, j)
 
             count = a - self.mask.first(a)
-            start = (blocks.at(self.v, a), scores.start(a))
+            start = (blocks.take(self.v, a), scores.start(a))
             right, _ = lax.fori_loop(0, count, take, start)
             _, inverse = self.diagonal(a, shift)
             return blocks.put(y, a, product(inverse, self.times_beta(right, a, shift))), None

@@ -27,7 +27,7 @@ class Spans(NamedTuple):
     """(s,)"""
 
     @classmethod
-    def of(cls, segment: Array) -> Spans:
+    def of_segments(cls, segment: Array) -> Spans:
         s = segment.shape[1]
         position = jnp.arange(s)
         is_new = segment[:, 1:] != segment[:, :-1]
@@ -61,7 +61,7 @@ class Mask:
         if frame.k_segment is not None:
             self.q_segment = blocks.of_queries(frame.q_segment, axis=1)
             self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
-            self.spans = Spans.of(frame.k_segment)
+            self.spans = Spans.of_segments(frame.k_segment)
 
     def first(self, a: Array) -> Array:
         """The first block of keys that block a attends to."""
@@ -96,12 +96,12 @@ class Mask:
         if not self.causal and not (is_known(blocks.after) and blocks.after == 0):
             conditions.append((j * size + token < blocks.s)[None, None, :])
         if self.k_valid is not None:
-            conditions.append(blocks.at(self.k_valid, j, 1)[:, None, :])
+            conditions.append(blocks.take(self.k_valid, j, 1)[:, None, :])
         if self.q_valid is not None:
-            conditions.append(blocks.at(self.q_valid, a - blocks.first, 1)[:, :, None])
+            conditions.append(blocks.take(self.q_valid, a - blocks.first, 1)[:, :, None])
         if self.k_segment is not None:
-            rows = blocks.at(self.q_segment, a - blocks.first, 1)
-            conditions.append(rows[:, :, None] == blocks.at(self.k_segment, j, 1)[:, None, :])
+            rows = blocks.take(self.q_segment, a - blocks.first, 1)
+            conditions.append(rows[:, :, None] == blocks.take(self.k_segment, j, 1)[:, None, :])
         if not conditions:
             return None
         whole = conditions[0]

@@ -28,7 +28,7 @@ def solved(
         return ops.add_multiple(read(p), ridge, p)
 
     def solve(times: Read, right: Array) -> Array:
-        return _by_iteration(ops, leaf, times, MesaProblem.of(leaf, right, diagonal, ridge))
+        return _by_iteration(ops, leaf, times, MesaProblem.of_queries(leaf, right, diagonal, ridge))
 
     result: Array = lax.custom_linear_solve(times, q, solve, symmetric=True)
     return result

@@ -46,7 +46,7 @@ class BufferedPast:
         """The first slot of block j; the last block begins earlier if it would not fit."""
         return jnp.minimum(j * self.size, self.capacity - self.size)
 
-    def at(self, buffer: Array, j: Array) -> Array:
+    def take(self, buffer: Array, j: Array) -> Array:
         """The slots of block j (b, n, C, …), in float32 or float64."""
         result = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
         return upcast(heads_first(result))

@@ -71,7 +71,7 @@ class QueryWeightedView:
 
         def mean(state: MeanState, j: Array, diagonal: bool) -> MeanState:
             _, logits = self.scores_of(q, a, j, diagonal=diagonal)
-            return read.add(state, logits, self.blocks.at(self.k, j))
+            return read.add(state, logits, self.blocks.take(self.k, j))
 
         mu, log_total = read.finish(self.over_tiles(a, mean, read.start(q.shape, self.k)))
         mean_score = row_sum(q * mu)
@@ -79,7 +79,7 @@ class QueryWeightedView:
         def centred(c: Array, j: Array, diagonal: bool) -> Array:
             s, logits = self.scores_of(q, a, j, diagonal=diagonal)
             weights = jnp.exp(logits - log_total) * (s - mean_score)
-            return c + product(weights, self.blocks.at(self.k, j))
+            return c + product(weights, self.blocks.take(self.k, j))
 
         return self.over_tiles(a, centred, zeros(q.shape, q)), mu, log_total
 
@@ -123,7 +123,7 @@ class QueryWeighted(Algorithm):
             def pull(carry: tuple[Array, Array], j: Array, diagonal: bool) -> tuple[Array, Array]:
                 d_q, d_k = carry
                 s, logits = view.scores_of(q, a, j, diagonal=diagonal)
-                keys = blocks.at(view.k, j)
+                keys = blocks.take(view.k, j)
                 u = product_with_transposed(h, keys) - mean_u
                 p = jnp.exp(logits - log_total)
                 weighted = p * (s - mean_score)

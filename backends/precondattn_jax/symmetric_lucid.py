@@ -64,8 +64,8 @@ class Similarities:
 
     def tile(self, a: Array, j: Array) -> Array:
         """Φ of a tile (b, n, C, C), with whatever its diagonal is."""
-        rows = self.blocks.at(self.unit, a) * self.scale
-        scores = product_with_transposed(rows, self.blocks.at(self.unit, j))
+        rows = self.blocks.take(self.unit, a) * self.scale
+        scores = product_with_transposed(rows, self.blocks.take(self.unit, j))
         return self.mask.apply(jnp.exp(scores - self.shift), a, j, otherwise=0.0)
 
     def diagonal(self, a: Array, own: float) -> Array:
@@ -80,11 +80,11 @@ class Similarities:
         blocks = self.blocks
 
         def of_rows(total: Array, a: Array) -> tuple[Array, None]:
-            here = blocks.at(x, a)
+            here = blocks.take(x, a)
 
             def add(j: Array, total: Array) -> Array:
                 tile = weighted(self.tile(a, j), a, j)
-                total = blocks.add(total, a, product(tile, blocks.at(x, j)))
+                total = blocks.add(total, a, product(tile, blocks.take(x, j)))
                 return blocks.add(total, j, transposed_product(tile, here))
 
             tile = weighted(self.diagonal(a, own), a, a)
@@ -103,7 +103,7 @@ class Similarities:
         left, right = (jnp.concatenate(pair, axis=-1) for pair in ((x, y), (y, x)))
 
         def weighted(tile: Array, a: Array, j: Array) -> Array:
-            pairs = product_with_transposed(self.blocks.at(left, a), self.blocks.at(right, j))
+            pairs = product_with_transposed(self.blocks.take(left, a), self.blocks.take(right, j))
             return pairs * tile
 
         return -self.scale * self.summed(self.unit, 0.0, weighted)

@@ -108,7 +108,7 @@ class TiledAttention:
         return jnp.reshape(tile, (self.b, self.n, self.r, self.blocks.size, self.blocks.size))
 
     def _bias_at(self, bias: Array, a: Array, j: Array) -> Array:
-        return self.blocks.at(self.blocks.at(bias, a - self.blocks.first, 3), j, 4)
+        return self.blocks.take(self.blocks.take(bias, a - self.blocks.first, 3), j, 4)
 
     # ------------------------------------------------------------------------------ forward
 
@@ -124,7 +124,7 @@ class TiledAttention:
         def add(carry: tuple[Any, Array], a: Array, j: Array) -> tuple[Any, Array]:
             state, x = carry
             tile = self._masked(scores.tile(x, j), a, j)
-            return read.add(state, tile, blocks.at(v, j)), scores.carried(x, j)
+            return read.add(state, tile, blocks.take(v, j)), scores.carried(x, j)
 
         def of_block(a: Array) -> tuple[Array, Array]:
             x = scores.start(a)
@@ -134,7 +134,7 @@ class TiledAttention:
             first = mask.first(a)
             if mask.causal:
                 diagonal = self._masked(scores.diagonal(a), a, a, diagonal=True)
-                state = read.add(state, diagonal, blocks.at(v, a))
+                state = read.add(state, diagonal, blocks.take(v, a))
                 stop = a
             else:
                 stop = mask.stop(a)
@@ -189,7 +189,7 @@ class TiledAttention:
             diagonal: bool,
         ) -> tuple[dict[str, Any], Array]:
             """The sums plus a tile's part for all but the scores, and the tile's gradient."""
-            d_tile, d_v = read.pull(tile, blocks.at(v, j), block_rows)
+            d_tile, d_v = read.pull(tile, blocks.take(v, j), block_rows)
             totals = totals | {"v": blocks.add(totals["v"], j, d_v)}
             if self.gate is not None or self.bias is not None:
                 pairs = self._pairs(d_tile)
@@ -236,7 +236,7 @@ class TiledAttention:
         here = self._bias_at(d_bias, a, j)
         result = here + sum_to(pairs, here.shape)
         a = a - self.blocks.first
-        rows = self.blocks.put(self.blocks.at(d_bias, a, 3), j, result, 4)
+        rows = self.blocks.put(self.blocks.take(d_bias, a, 3), j, result, 4)
         return self.blocks.put(d_bias, a, rows, 3)
 
     def backward(self, out: Array, log_total: Array, cotangent: Array) -> dict[str, Array]:

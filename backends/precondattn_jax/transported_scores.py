@@ -72,7 +72,7 @@ class TransportedScores(DotScores):
         self.all = lax.map(lambda j: reflections(*self._own(j)), jnp.arange(blocks.keys))
 
     def _own(self, j: Array) -> tuple[Array, Array, Array]:
-        return tuple(self.blocks.at(x, j) for x in (self.k, self.w, self.beta))
+        return tuple(self.blocks.take(x, j) for x in (self.k, self.w, self.beta))
 
     def _transport(self, a: Array) -> tuple[Array, ...]:
         """The arguments of `transport`."""

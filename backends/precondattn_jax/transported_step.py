@@ -97,12 +97,12 @@ class TransportedStep:
             cached.look_no_further_than(leaf.window)
 
         def of_block(j: Array, state: Any) -> Any:
-            tile = product_with_transposed(far, cached.at(self.past["key"], j))
+            tile = product_with_transposed(far, cached.take(self.past["key"], j))
             more = None
             if score_bias is not None:
                 more = lax.dynamic_slice_in_dim(score_bias, cached.start(j), cached.size, 4)
             visible = cached.visible(j, position, leaf.window)
-            return add(state, tile, more, visible, cached.at(self.past["value"], j))
+            return add(state, tile, more, visible, cached.take(self.past["value"], j))
 
         o, _ = read.finish(cached.over(of_block, state))
         return heads_first(jnp.reshape(o, (b, h, t, o.shape[3])))

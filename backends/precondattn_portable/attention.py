@@ -224,7 +224,7 @@ class AttentionBlocks(Algorithm):
             if part.g is not None:
                 gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
             values = read(ops, part.v, part.sink, gradient=gradient)
-            group_mask = mask.of(where[0])
+            group_mask = mask.of_sequences(where[0])
             yield HeadGroup(ops, where, part, group_mask, scores, values, gate, workspace, size)
 
     def read(self, group: HeadGroup, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
@@ -379,7 +379,7 @@ class AttentionBlocks(Algorithm):
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
-            group, group_mask = view.group(part), mask.of(part[0])
+            group, group_mask = view.group(part), mask.of_sequences(part[0])
             keys, values = (cached_k[part], group.k), (cached_v[part], group.v)
             for i0, i1 in blocks(t, size):
                 rows = block_of_rows(group.q, i0, i1)

@@ -40,11 +40,11 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled, past_heads, step_as_defined
 from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
-    at,
     block_size,
     blocks,
     head_groups,
     time_first,
+    tokens_at,
     zero_padding,
 )
 from precondattn_portable.masks import Mask
@@ -84,7 +84,7 @@ class WeightRows:
             block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
         b, h, _, width = block.shape
         pairs = xp.reshape(block, (b, h, 1, i1 - i0, width))
-        pairs = self.mask.of(part[0]).apply(self.ops, pairs, i0, i1, low, self.past + i1)
+        pairs = self.mask.of_sequences(part[0]).apply(self.ops, pairs, i0, i1, low, self.past + i1)
         return xp.reshape(pairs, block.shape)
 
     def own_weight(self, part: Any, i0: int, i1: int, log_total: Array) -> Array:
@@ -123,7 +123,7 @@ class DeltaFormerBlocks(Algorithm):
         for part in head_groups(b, h, size * (rows.past + t)):
             keys = None if past_k is None else past_k[part]
             for i0, i1 in blocks(t, size):
-                here, low = at(i0, i1), rows.low(i0, i1)
+                here, low = tokens_at(i0, i1), rows.low(i0, i1)
                 block = rows.scores(part, i0, i1, low, keys)
                 largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
                 block = ops.exp(ops.subtract(block, largest))
@@ -174,7 +174,7 @@ class DeltaFormerBlocks(Algorithm):
         size = block_size(t)
         for part in head_groups(b, h, size * t):
             for i0, i1 in reversed(list(blocks(t, size))):
-                here, low = at(i0, i1), rows.low(i0, i1)
+                here, low = tokens_at(i0, i1), rows.low(i0, i1)
                 log_total = log_totals[part][here]
                 own = rows.own_weight(part, i0, i1, log_total)
                 block = rows.scores(part, i0, i1, low, None)
@@ -189,7 +189,7 @@ class DeltaFormerBlocks(Algorithm):
                 d_beta[part][here] = d_strength
                 combined = read - beta * solved
                 if low < i0:
-                    ops.add_product_at(d_u[part], at(low, i0), earlier, combined)
+                    ops.add_product_at(d_u[part], tokens_at(low, i0), earlier, combined)
                 mean = row_sum(d_rows * o[part][here])
                 d_scores = ops.product(combined, transpose(u[part][:, :, low:i1, :]))
                 d_scores = ops.subtract(d_scores, (1.0 - own) * mean + beta * d_strength)
@@ -198,7 +198,7 @@ class DeltaFormerBlocks(Algorithm):
                 keys, queries = rows.k[part], rows.q[part][here]
                 d_rows = d_own * keys[here]
                 d_q[part][here] = ops.add_product(d_rows, d_scores, keys[:, :, low:i1, :])
-                ops.add_product_at(d_k[part], at(low, i1), transpose(d_scores), queries)
+                ops.add_product_at(d_k[part], tokens_at(low, i1), transpose(d_scores), queries)
                 add_at(ops, d_k[part], here, d_own * queries)
         return {
             "q": time_first(d_q * rows.scale),

@@ -27,9 +27,9 @@ from precondattn_portable.extension import filled
 from precondattn_portable.in_place import subtract_at
 from precondattn_portable.layout import (
     ALL_HEADS,
-    at,
     block_size,
     time_first,
+    tokens_at,
 )
 from precondattn_portable.lucid_one_token import lucid_of_one_token
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
@@ -87,7 +87,7 @@ class LucidStep(Algorithm):
             new_scores = masked(new_scores, count, count + t)
         largest = xp.max(new_scores, axis=-1, keepdims=True)
         weights = ops.product(xp.concat([rows, system.queries], axis=2), transpose(system.keys))
-        reading, solving = at(0, split), at(split, split + t)
+        reading, solving = tokens_at(0, split), tokens_at(split, split + t)
         if count:
             cached = weights[reading]
             if not mask.is_plain:

@@ -29,7 +29,7 @@ class Landmarks:
         """Which landmarks there are (b or 1, m); None where all are."""
         return None if self.means is None else self.means.is_any
 
-    def of(self, x: Array) -> Array:
+    def means_of(self, x: Array) -> Array:
         """x̃ (b, h, m, d)"""
         if self.means is not None:
             return self.ops.product(self.means.matrix, x)

@@ -131,7 +131,7 @@ def zero_padding(x: Array, frame: Frame) -> Array:
     return zero_where_not(namespace(x).reshape(frame.q_valid, shape), x)
 
 
-def at(low: int, high: int) -> Any:
+def tokens_at(low: int, high: int) -> Any:
     """The index of tokens low … high − 1 of (b, n, s, …)."""
     return slice(None), slice(None), slice(low, high), ...
 

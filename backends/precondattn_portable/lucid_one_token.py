@@ -18,7 +18,7 @@ from precondattn.spec.rms_norm import rms
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import past_columns, past_heads
 from precondattn_portable.in_place import divide_at, subtract_at
-from precondattn_portable.layout import at
+from precondattn_portable.layout import tokens_at
 from precondattn_portable.lucid_solve import FACTORED
 from precondattn_portable.one_query import queries_by_key_head
 
@@ -44,7 +44,7 @@ def lucid_of_one_token(
 ) -> LucidToken:
     """The token after `held` others, by the leaves `lucid_solve` and `softmax`."""
     xp, (b, _, n, d), h = namespace(x["k"]), x["k"].shape, x["q"].shape[2]
-    reading, solving = at(0, h // n), at(h // n, h // n + 1)
+    reading, solving = tokens_at(0, h // n), tokens_at(h // n, h // n + 1)
     k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
     keys, solved = past_columns(past["key"], held), past_heads(past["solved"], held)
     q, scale = queries_by_key_head(x["q"], n) * softmax.scale_for(d), solve.scale_for(d)

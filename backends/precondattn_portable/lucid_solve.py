@@ -53,7 +53,6 @@ from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
     ROW_BLOCK_ENTRIES,
     Part,
-    at,
     block_size,
     blocks,
     budget,
@@ -61,6 +60,7 @@ from precondattn_portable.layout import (
     head_groups,
     padded,
     time_first,
+    tokens_at,
 )
 from precondattn_portable.lucid_one_block import is_one_block, solve_one_block
 from precondattn_portable.masks import Mask
@@ -308,7 +308,7 @@ class PastSystem:
             return scores
         xp, count = namespace(scores), scores.shape[-1]
         pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
-        pairs = self.mask.of(part[0]).apply(self.ops, pairs, i0, i1, 0, count)
+        pairs = self.mask.of_sequences(part[0]).apply(self.ops, pairs, i0, i1, 0, count)
         return xp.reshape(pairs, scores.shape)
 
 
@@ -350,7 +350,7 @@ class LucidSolveBlocks(Algorithm):
         workspace: Scratch | None = None
         height = size * _blocks_per_row_block(leaf, size, s, gradient)
         for part in head_groups(b, n, height * s, ENTRIES):
-            group, group_mask = view.group(part), mask.of(part[0])
+            group, group_mask = view.group(part), mask.of_sequences(part[0])
             # The first group is the largest.
             workspace = workspace or ops.scratch(_row_block_size(group, height), view.k)
             given = (ops, leaf, group, group_mask, size, height, workspace)
@@ -380,7 +380,7 @@ class LucidSolveBlocks(Algorithm):
                             rhs, row_block, solution[:, :, i0:j0, :], -system.factor
                         )
                     rhs = system.times_beta(rhs, j0, j1)
-                    product_at(ops, solution, at(j0, j1), system.inverse[:, :, a, ...], rhs)
+                    product_at(ops, solution, tokens_at(j0, j1), system.inverse[:, :, a, ...], rhs)
         return time_first(y)[:, :s, ...], ()
 
     def backward(
@@ -439,7 +439,7 @@ class LucidSolveBlocks(Algorithm):
         solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
         for a, j0, j1 in reversed(system.blocks(i0, i1)):
-            here, before = at(j0 - i0, j1 - i0), at(i0, j0)
+            here, before = tokens_at(j0 - i0, j1 - i0), tokens_at(i0, j0)
             x = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, j0:j1, :])
             if system.diagonal is not None:
                 x = x / system.diagonal[:, :, j0:j1, :]
@@ -458,7 +458,7 @@ class LucidSolveBlocks(Algorithm):
             d_beta = row_sum(solved * residual)
         if low < i0:
             earlier = transpose(weights[..., : i0 - low])
-            ops.add_product_at(right, at(low, i0), earlier, d_v, -system.factor)
+            ops.add_product_at(right, tokens_at(low, i0), earlier, d_v, -system.factor)
         d_row_block = ops.product(
             d_v * -system.factor, transpose(known), workspace.shaped(weights.shape)
         )

@@ -67,7 +67,7 @@ class Mask:
         end = begin + np.repeat(lengths, lengths).reshape(ids.shape)
         return begin.min(axis=0), end.max(axis=0)
 
-    def of(self, sequences: slice) -> Mask:
+    def of_sequences(self, sequences: slice) -> Mask:
         """The mask of some sequences of the batch."""
         frame = Frame(
             *(

@@ -69,7 +69,7 @@ class MesaProblem(NamedTuple):
     tolerance: float
 
     @classmethod
-    def of(cls, leaf: Any, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
+    def of_queries(cls, leaf: Any, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
         xp = namespace(q)
         scale = xp.max(xp.abs(q), axis=-1, keepdims=True)
         scale = xp.where((scale > 0) & xp.isfinite(scale), scale, 1.0)
@@ -112,7 +112,7 @@ def solved(
     ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
 ) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
-    xp, problem = namespace(q), MesaProblem.of(leaf, q, diagonal, ridge)
+    xp, problem = namespace(q), MesaProblem.of_queries(leaf, q, diagonal, ridge)
     times, used, most = problem.times(ops, read), 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
     allowed = problem.recurring(rest).allowed

@@ -22,13 +22,13 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (
     Part,
-    at,
     block_size,
     blocks,
     grouped_queries,
     head_groups,
     rows_at,
     time_first,
+    tokens_at,
     ungrouped,
     zero_padding,
 )
@@ -49,11 +49,11 @@ class QueryWeighted(Algorithm):
         s = k.shape[2]
         mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
-            group_mask = mask.of(part[0])
+            group_mask = mask.of_sequences(part[0])
             for i0, i1 in blocks(t, size):
                 _, high = mask.columns(i0, i1)
                 rows = block_of_rows(q[part], i0, i1)
-                scores = ops.product(rows, transpose(k[part][at(0, high)]))
+                scores = ops.product(rows, transpose(k[part][tokens_at(0, high)]))
                 logits = xp.reshape(scores / leaf.tau, (*q[part].shape[:3], i1 - i0, high))
                 logits = xp.reshape(group_mask.apply(ops, logits, i0, i1, 0, high), scores.shape)
                 p, total, _ = exponentials(ops, logits)
@@ -75,7 +75,7 @@ class QueryWeighted(Algorithm):
         xp = namespace(q)
         c = ops.empty(q.shape, q)
         for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
-            result = ops.product(ops.multiply(p, centred), k[part][at(0, high)])
+            result = ops.product(ops.multiply(p, centred), k[part][tokens_at(0, high)])
             where = rows_at(part, i0, i1)
             c[where] = xp.reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
@@ -97,7 +97,7 @@ class QueryWeighted(Algorithm):
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)
         for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
-            keys, where = k[part][at(0, high)], rows_at(part, i0, i1)
+            keys, where = k[part][tokens_at(0, high)], rows_at(part, i0, i1)
             rows_q, rows_h = block_of_rows(q[part], i0, i1), block_of_rows(h[part], i0, i1)
             u = ops.product(rows_h, transpose(keys))
             u = ops.add(u, -row_sum(p * u))
@@ -108,8 +108,8 @@ class QueryWeighted(Algorithm):
             d_q[where] = d_q[where] + xp.reshape(ops.product(d_s, keys), shape)
             d_contraction[where] = -row_sum(g[where] * xp.reshape(c, shape))
             d_keys = d_k[part]
-            ops.add_product_at(d_keys, at(0, high), transpose(weighted), rows_h)
-            ops.add_product_at(d_keys, at(0, high), transpose(d_s), rows_q)
+            ops.add_product_at(d_keys, tokens_at(0, high), transpose(weighted), rows_h)
+            ops.add_product_at(d_keys, tokens_at(0, high), transpose(d_s), rows_q)
         return {
             "q": l2_norm_vjp(x["q"], leaf.eps, ungrouped(d_q)),
             "k": l2_norm_vjp(x["k"], leaf.eps, time_first(d_k)),

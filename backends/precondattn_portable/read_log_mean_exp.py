@@ -24,7 +24,7 @@ from precondattn.arrays import Array, dtype_name, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.laser import RANGE
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import at, blocks
+from precondattn_portable.layout import blocks, tokens_at
 from precondattn_portable.read_mean import exponentials
 
 BLOCK = 128
@@ -116,7 +116,7 @@ class LogMeanExpRead:
         weights = self.ops.exp(self.ops.add(row_block, -log_total))
         # Only without weights does ν − o exceed R.
         g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
-        self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), g)
+        self.ops.add_product_at(self.d_v, tokens_at(low, high), transpose(weights), g)
         d_weights = self.ops.product(
             g, transpose(self.weights[:, :, low:high, :]), workspace.shaped(row_block.shape)
         )

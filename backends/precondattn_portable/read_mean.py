@@ -16,7 +16,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import at
+from precondattn_portable.layout import tokens_at
 
 
 def exponentials(
@@ -88,7 +88,7 @@ class MeanRead:
         workspace: Scratch,
     ) -> Array:
         weights = self.ops.exp(self.ops.add(row_block, -log_total))
-        self.ops.add_product_at(self.d_v, at(low, high), transpose(weights), d_o)
+        self.ops.add_product_at(self.d_v, tokens_at(low, high), transpose(weights), d_o)
         d_weights = self.ops.product(
             d_o, transpose(self.v[:, :, low:high, :]), workspace.shaped(row_block.shape)
         )

@@ -12,7 +12,7 @@ from typing import Protocol
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import at
+from precondattn_portable.layout import tokens_at
 
 
 class Scores(Protocol):
@@ -61,4 +61,4 @@ class DotScores:
         d_rows = self.ops.product(d_row_block, self.k[:, :, low:high, :])
         xp = namespace(d_rows)
         self.d_q[:, :, :, i0:i1, :] = xp.reshape(d_rows, self.q[:, :, :, i0:i1, :].shape)
-        self.ops.add_product_at(self.d_k, at(low, high), transpose(d_row_block), rows)
+        self.ops.add_product_at(self.d_k, tokens_at(low, high), transpose(d_row_block), rows)

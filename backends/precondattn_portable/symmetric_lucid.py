@@ -30,7 +30,7 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.block_conjugate_gradients import solved
 from precondattn_portable.in_place import keep_at
-from precondattn_portable.layout import Part, at, block_size, blocks, head_groups, time_first
+from precondattn_portable.layout import Part, block_size, blocks, head_groups, time_first, tokens_at
 from precondattn_portable.lucid_solve import FACTORED
 from precondattn_portable.masks import Mask
 
@@ -63,8 +63,8 @@ class Similarities:
         """Φ / `factor` of rows i0 … i1 − 1 and keys low … i1 − 1, and `own` on the diagonal."""
         ops, (b, n) = self.ops, self.unit.shape[:2]
         shape = (b, n, i1 - i0, i1 - low)
-        keys = transpose(self.unit[at(low, i1)])
-        tile = ops.product(self.queries[at(i0, i1)], keys, self.workspace.shaped(shape))
+        keys = transpose(self.unit[tokens_at(low, i1)])
+        tile = ops.product(self.queries[tokens_at(i0, i1)], keys, self.workspace.shaped(shape))
         if self.factor == 1.0:
             tile = ops.subtract(tile, self.shift)
         tile = ops.exp(tile)
@@ -79,10 +79,12 @@ class Similarities:
     def _add(self, total: Array, x: Array, tile: Array, rows: tuple[int, int, int]) -> None:
         """total += Φ x of a tile and of its transpose, above the diagonal."""
         i0, i1, low = rows
-        self.ops.add_product_at(total, at(i0, i1), tile, x[at(low, i1)], self.factor)
+        self.ops.add_product_at(total, tokens_at(i0, i1), tile, x[tokens_at(low, i1)], self.factor)
         if low < i0:
             mirrored = transpose(tile[..., : i0 - low])
-            self.ops.add_product_at(total, at(low, i0), mirrored, x[at(i0, i1)], self.factor)
+            self.ops.add_product_at(
+                total, tokens_at(low, i0), mirrored, x[tokens_at(i0, i1)], self.factor
+            )
 
     def times(self, x: Array) -> Array:
         """(Φ + ρ I) x"""
@@ -98,7 +100,7 @@ class Similarities:
         total = ops.zeros(self.unit.shape, x)
         for i0, i1, low in self.rows():
             tile = self.tile(i0, i1, low, 0.0)
-            pairs = ops.product(left[at(i0, i1)], transpose(right[at(low, i1)]))
+            pairs = ops.product(left[tokens_at(i0, i1)], transpose(right[tokens_at(low, i1)]))
             self._add(total, self.unit, ops.multiply(pairs, tile), (i0, i1, low))
         return -self.scale * total
 
@@ -116,7 +118,7 @@ class SymmetricLucidSolveBlocks(Algorithm):
         for part in head_groups(b, n, rows * s):
             group = unit[part]
             workspace = workspace or ops.scratch(math.prod(group.shape[:3]) * rows, unit)
-            yield part, Similarities(ops, leaf, group, mask.of(part[0]), workspace)
+            yield part, Similarities(ops, leaf, group, mask.of_sequences(part[0]), workspace)
 
     def _solved(self, ops: Arithmetic, leaf: Any, phi: Similarities, right: Array) -> Array:
         if right.shape[2] <= DIRECT:

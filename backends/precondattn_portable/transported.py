@@ -28,7 +28,7 @@ from precondattn.arrays import Array, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.in_place import product_at
-from precondattn_portable.layout import at, at_chunk, padded
+from precondattn_portable.layout import at_chunk, padded, tokens_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -138,7 +138,7 @@ class TransportedScores:
         return TransportedChunk(k, w, beta, m, zr, zw, keys, whole, q, q_w, start, local)
 
     def _at(self, a: int) -> Any:
-        return at(a * self.size, (a + 1) * self.size)
+        return tokens_at(a * self.size, (a + 1) * self.size)
 
     def _chunk(self, a: int) -> TransportedChunk:
         return TransportedChunk(*(x[at_chunk(a)] for x in self.all))
@@ -199,7 +199,9 @@ class TransportedScores:
         self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
         # Includes the block's own keys, overwritten below: products write contiguous memory faster.
         workspace_of_scores = workspace.shaped((*start.shape[:3], high - low))
-        row_block = ops.product(start, transpose(self.carried[at(low, high)]), workspace_of_scores)
+        row_block = ops.product(
+            start, transpose(self.carried[tokens_at(low, high)]), workspace_of_scores
+        )
         pieces = xp.reshape(row_block, (b, n, r, height, size, high - low))
         for i, tiles in enumerate(within):
             for c, piece in enumerate(tiles, first):
@@ -221,7 +223,7 @@ class TransportedScores:
                     keys = ops.product(keys, transpose(whole))
                 self.next[self._at(c)] = keys
                 whole = chunk_whole if whole is None else ops.product(whole, chunk_whole)
-            old = at(0, first * self.size)
+            old = tokens_at(0, first * self.size)
             product_at(ops, self.next, old, self.carried[old], transpose(whole))
             self.carried, self.next = self.next, self.carried
             self.at = stop
@@ -287,7 +289,7 @@ class TransportedScores:
         for c, x in sorted(self.x.items()):
             first, last = max(c * size, low), min((c + 1) * size, old)
             piece = d_row_block[..., first - low : last - low]
-            ops.add_product_at(self.d_keys, at(first, last), transpose(piece), x)
+            ops.add_product_at(self.d_keys, tokens_at(first, last), transpose(piece), x)
             keys = self.all.keys[at_chunk(c, slice(first - c * size, last - c * size))]
             d_x = ops.product(piece, keys)
             if y is not None:

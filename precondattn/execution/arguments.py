@@ -49,7 +49,7 @@ from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_fr
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
-    from precondattn.execution.containment import Spoiled
+    from precondattn.execution.containment import NonFiniteRows
 
 
 class BoundCall(NamedTuple):
@@ -64,7 +64,7 @@ class BoundCall(NamedTuple):
     """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
     dtypes_before: Mapping[str, Any] | None = None
     """The dtypes of the inputs before autocast cast them; None where it is off."""
-    spoiled: Spoiled | None = None
+    non_finite: NonFiniteRows | None = None
     """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
     segments: np.ndarray | None = None
     """The segment ids (b, s) of a packed call, where they can be read."""

@@ -97,21 +97,21 @@ def call_dtype(inputs: Mapping[str, Array]) -> str:
     return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
 
 
-def check_cotangent(owner: str, what: str, cotangent: Array, of: str, array: Array) -> None:
+def check_cotangent(owner: str, what: str, cotangent: Array, whose: str, array: Array) -> None:
     """Raise an error unless a cotangent has the library, shape and dtype of its array.
 
-    `what` and `of` name the cotangent and the array in the message.
+    `what` and `whose` name the cotangent and the array in the message.
     """
     library = library_of(array)
     if library_of(cotangent) != library:
         raise TypeError(
-            f"{owner}: {what} must be an array of {library}, as {of}; "
+            f"{owner}: {what} must be an array of {library}, as {whose}; "
             f"found {type(cotangent).__name__}"
         )
     check_stored(f"{owner}: {what}", cotangent)
     shape, dtype = tuple(array.shape), dtype_name(array)
     if tuple(cotangent.shape) != shape or dtype_name(cotangent) != dtype:
         raise ValueError(
-            f"{owner}: {what} must have {of}'s shape {shape} and dtype {dtype}; "
+            f"{owner}: {what} must have {whose}'s shape {shape} and dtype {dtype}; "
             f"found {tuple(cotangent.shape)} and {dtype_name(cotangent)}"
         )

@@ -1,12 +1,12 @@
-"""A NaN or infinity spoils later outputs of its own sequence and segment, and nothing else.
+"""A NaN or infinity reaches later outputs of its own sequence and segment, and nothing else.
 
 Algorithms in blocks multiply masked entries by 0, and 0 · NaN is NaN: one bad key would reach every
 query of its block, earlier ones and those of other segments too. So before a call the bad rows are
 set to 0, and after it the outputs that depend on them are set to NaN,
 
-    spoiled_i = some bad j ≤ i of the same segment, and, in plain softmax, i − j < window,
+    nan_i = some bad j ≤ i of the same segment, and, in plain softmax, i − j < window,
 
-for each head that reads the row. Spoiled outputs are constants: their cotangent is not used.
+for each head that reads the row. Outputs that are NaN are constants: their cotangent is not used.
 
 Which inputs are examined follows from the pieces of the call:
 
@@ -56,8 +56,8 @@ HEADS = ("h", "n", "u")
 NAN, INF = math.nan, math.inf
 
 
-class Spoiled(NamedTuple):
-    """What the bad rows of a call spoil. Masks are (b or 1, tokens, heads or 1)."""
+class NonFiniteRows(NamedTuple):
+    """The bad rows of a call, and what they reach. Masks are (b or 1, tokens, heads or 1)."""
 
     good: Arrays
     """Which rows of the examined inputs are finite, of size 1 along the other axes."""
@@ -76,11 +76,11 @@ class Spoiled(NamedTuple):
         }
 
     def marked(self, out: Array) -> Array:
-        """The output, NaN where it is spoiled."""
+        """The output, NaN where bad rows reach it."""
         return _replaced(out, self.outputs, self.output, NAN)
 
     def without(self, cotangent: Array) -> Array:
-        """The cotangent of the output, 0 where the output is spoiled."""
+        """The cotangent of the output, 0 where the output is NaN."""
         return _replaced(cotangent, self.outputs, self.output, 0.0)
 
     def marked_update(self, key: str, update: Update) -> Update:
@@ -100,7 +100,7 @@ class Spoiled(NamedTuple):
         return Replace(_replaced(update.value, self._bad_states(), pattern, NAN))
 
     def without_states(self, d_states: Mapping[str, Array]) -> Arrays:
-        """The cotangents of new states, 0 in the heads whose state is spoiled."""
+        """The cotangents of new states, 0 in the heads whose state is NaN."""
         if self.by_keys is None:
             return dict(d_states)
         heads = self._bad_states()
@@ -115,21 +115,21 @@ class Spoiled(NamedTuple):
 
 
 def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
-    """The call with its bad rows set to 0, and what they spoil."""
+    """The call with its bad rows set to 0, and what they reach."""
     patterns = call.prepared.examined
     is_read = not patterns or call.prepared.request.device == "cpu"
     if is_read and all(
         _is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()
     ):
         return call
-    spoiled = _spoiled(mechanism, call, patterns)
-    return call._replace(inputs=spoiled.cleaned(call.inputs), spoiled=spoiled)
+    non_finite = _non_finite_rows(mechanism, call, patterns)
+    return call._replace(inputs=non_finite.cleaned(call.inputs), non_finite=non_finite)
 
 
 def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
-    """`contained`, of packed tokens after states, which may be bad: they spoil the first segment.
+    """`contained`, of packed tokens after states, which may be bad: they reach the first segment.
 
-    Without segments a bad state is left as it is, and spoils all tokens.
+    Without segments a bad state is left as it is, and reaches all tokens.
     """
     call, segment = contained(mechanism, call), call.frame.k_segment
     if segment is None:
@@ -146,11 +146,11 @@ def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[Bo
         store[key] = zero_where_not(_as_declared(rows, pattern), store[key])
         reached = reached | (first & _to_heads(namespace(rows).logical_not(rows), heads))
     by_keys, outputs, good = reached, reached, {}
-    if call.spoiled is not None:
-        good, outputs = call.spoiled.good, reached | call.spoiled.outputs
-        by_keys = reached if call.spoiled.by_keys is None else reached | call.spoiled.by_keys
-    spoiled = Spoiled(good, by_keys, outputs, output, patterns)
-    return call._replace(spoiled=spoiled), cache._replace(store=store)
+    if call.non_finite is not None:
+        good, outputs = call.non_finite.good, reached | call.non_finite.outputs
+        by_keys = reached if call.non_finite.by_keys is None else reached | call.non_finite.by_keys
+    non_finite = NonFiniteRows(good, by_keys, outputs, output, patterns)
+    return call._replace(non_finite=non_finite), cache._replace(store=store)
 
 
 def _heads(output: Pattern, call: BoundCall) -> int:
@@ -158,7 +158,9 @@ def _heads(output: Pattern, call: BoundCall) -> int:
     return 1 if axis is None else output.axes[axis].size(call.sizes)
 
 
-def _spoiled(mechanism: Piece, call: BoundCall, patterns: Mapping[str, Pattern]) -> Spoiled:
+def _non_finite_rows(
+    mechanism: Piece, call: BoundCall, patterns: Mapping[str, Pattern]
+) -> NonFiniteRows:
     output = mechanism.program.output
     heads = _heads(output, call)
     good: Arrays = {}
@@ -177,7 +179,7 @@ def _spoiled(mechanism: Piece, call: BoundCall, patterns: Mapping[str, Pattern])
         outputs = by_keys | by_queries
     assert outputs is not None
     buffers = {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
-    return Spoiled(good, by_keys, outputs, output, buffers)
+    return NonFiniteRows(good, by_keys, outputs, output, buffers)
 
 
 @lru_cache(maxsize=KEPT)

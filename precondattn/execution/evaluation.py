@@ -161,8 +161,8 @@ def extend_vjp(
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {plan.out: used_part(cotangent, call)}
-        if call.spoiled is not None:
-            d_store = call.spoiled.without_states(d_store)
+        if call.non_finite is not None:
+            d_store = call.non_finite.without_states(d_store)
         d_past: Arrays = {}
         for planned, past, inputs, out, used in reversed(trace):
             keys = dict(planned.buffers)
@@ -201,8 +201,8 @@ def _updated_store(
     for key, update in updates.items():
         if isinstance(update, Replace):
             update = Replace(nan_where_invalid(update.value, call.invalid))
-        if call.spoiled is not None:
-            update = call.spoiled.marked_update(key, update)
+        if call.non_finite is not None:
+            update = call.non_finite.marked_update(key, update)
         store[key] = updated(
             cache.store[key],
             update,
@@ -233,13 +233,13 @@ def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
 def finished(out: Array, call: BoundCall) -> Array:
     """An output, 0 at padding, and NaN where inputs or other arguments can not be used."""
     out = _without_padding(out, call)
-    return out if call.spoiled is None else call.spoiled.marked(out)
+    return out if call.non_finite is None else call.non_finite.marked(out)
 
 
 def used_part(cotangent: Array, call: BoundCall) -> Array:
     """A cotangent, 0 at padding and where the output is NaN because of an input."""
     cotangent = _without_padding(cotangent, call)
-    return cotangent if call.spoiled is None else call.spoiled.without(cotangent)
+    return cotangent if call.non_finite is None else call.non_finite.without(cotangent)
 
 
 def _without_padding(out: Array, call: BoundCall) -> Array:

@@ -225,7 +225,7 @@ class DividedPacking:
             frame=frame,
             lengths=lengths,
             invalid=None,
-            spoiled=None,
+            non_finite=None,
             segments=None,
         )
 

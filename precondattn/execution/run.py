@@ -21,7 +21,7 @@ from precondattn.execution.masks import zero_padding
 from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
-from precondattn.execution.torch.context_parallel import refuse_parts
+from precondattn.execution.torch.context_parallel import check_context_parallel
 from precondattn.execution.unchanged import UnchangedArguments, countable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def call(
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
     bound = contained(mechanism, _bound(given, signature))
-    refuse_parts(mechanism, bound.prepared.plan, bound)
+    check_context_parallel(mechanism, bound.prepared.plan, bound)
     divided = packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
@@ -68,7 +68,7 @@ def vjp(
     masks: Masks,
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """A full call and its pullback."""
-    refuse_parts(mechanism)
+    check_context_parallel(mechanism)
     given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
@@ -77,7 +77,7 @@ def vjp(
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
     given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
-    unchanged = UnchangedArguments.of(given)
+    unchanged = UnchangedArguments.of_call(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
@@ -99,7 +99,7 @@ def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall) -> Arrays:
     """The gradients, 0 at padding and where an input can not be used."""
     frame = bound.frame
     gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
-    return gradients if bound.spoiled is None else bound.spoiled.cleaned(gradients)
+    return gradients if bound.non_finite is None else bound.non_finite.cleaned(gradients)
 
 
 def gradients_from_lse(
@@ -136,7 +136,7 @@ def extend(
     donate: bool,
 ) -> tuple[Array, Cache]:
     """An extension of a cache."""
-    refuse_parts(mechanism)
+    check_context_parallel(mechanism)
     _refuse_segments(mechanism, named)
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
@@ -177,7 +177,7 @@ def extend_vjp(
     masks: Masks,
 ) -> tuple[Array, Cache, ExtendPullback]:
     """An extension of a cache of states, and its pullback."""
-    refuse_parts(mechanism)
+    check_context_parallel(mechanism)
     _refuse_segments(mechanism, named)
     if "donate" in named:
         raise TypeError(
@@ -192,10 +192,10 @@ def extend_vjp(
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     given = countable(given)
     bound, cache = contained_after(mechanism, _bound(given, signature), given.cache)
-    unchanged, count = UnchangedArguments.of(given), new_token_count(bound, cache)
+    unchanged, count = UnchangedArguments.of_call(given), new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
-    new_store, spoiled = dict(extended.store), bound.spoiled
+    new_store, non_finite = dict(extended.store), bound.non_finite
 
     def pullback(
         cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
@@ -216,7 +216,7 @@ def extend_vjp(
         frame = bound.frame
         new_valid = frame.valid_keys(bound.sizes["t"])
         gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid)
-        return gradients if spoiled is None else spoiled.cleaned(gradients), d_past
+        return gradients if non_finite is None else non_finite.cleaned(gradients), d_past
 
     return out, extended, pullback
 

@@ -62,7 +62,7 @@ class UnchangedArguments(NamedTuple):
     """The buffers of the cache, which are removed from it where it is donated in place."""
 
     @classmethod
-    def of(cls, call: GivenCall) -> UnchangedArguments:
+    def of_call(cls, call: GivenCall) -> UnchangedArguments:
         tensors = {
             name: array
             for name, array in _arguments(call).items()

@@ -35,7 +35,9 @@ def mlp_maps(width: int, hidden: int) -> tuple[Map, ...]:
     inward = Weight((width, hidden), FanIn(), ("embed", "mlp"))
     outward = Weight((hidden, width), FanIn(), ("mlp", "embed"))
     weights = {"gate": inward, "up": inward, "down": outward}
-    return tuple(Map.of(f"{name}_proj", "", name, "", 1, own) for name, own in weights.items())
+    return tuple(
+        Map.of_weight(f"{name}_proj", "", name, "", 1, own) for name, own in weights.items()
+    )
 
 
 def embedding_weight(vocabulary: int, width: int) -> Weight:

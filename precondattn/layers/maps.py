@@ -50,7 +50,7 @@ class Map(NamedTuple):
     """The axes of y as its module has them: heads first."""
 
     @classmethod
-    def of(
+    def of_weight(
         cls, name: str, entry: str, weight: str, bias: str, summed: int, declared: Weight
     ) -> Map:
         """The map of a declared W, whose first axes are summed."""
@@ -131,4 +131,4 @@ class DrawnValues:
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
         declared = self.stored.declared_shape
-        return self.stored(self.start(draw.of(declared), declared))
+        return self.stored(self.start(draw.of_shape(declared), declared))

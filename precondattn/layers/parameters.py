@@ -39,7 +39,7 @@ class Draw(Protocol):
     def identity(self) -> Array:
         """Identity matrices in the last two axes."""
 
-    def of(self, shape: Shape) -> Draw:
+    def of_shape(self, shape: Shape) -> Draw:
         """Draws of arrays of another shape."""
 
 

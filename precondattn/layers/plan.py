@@ -132,13 +132,13 @@ def plan_of(
 
 def _shape(mechanism: Mechanism, entry: PlanEntry, sizes: Sizes) -> Shape:
     axes = [axis for axis in entry.pattern.axes if axis.letter not in "bts"]
-    unknown = [axis.letter for axis in axes if axis.letter not in sizes.of]
+    unknown = [axis.letter for axis in axes if axis.letter not in sizes.by_letter]
     if unknown:
         raise TypeError(
             f"mechanism: the input {entry.name} of {mechanism} has an axis {unknown[0]}, whose "
             f"size no argument of the layer gives"
         )
-    return tuple(axis.size(sizes.of) for axis in axes)
+    return tuple(axis.size(sizes.by_letter) for axis in axes)
 
 
 def _history_shape(entry: PlanEntry, sizes: Sizes, of_input: Shape) -> Shape:
@@ -146,7 +146,7 @@ def _history_shape(entry: PlanEntry, sizes: Sizes, of_input: Shape) -> Shape:
     if text is None:
         return of_input
     axes = Parameter(text, Constant(0)).axes(entry.pattern, sizes.roles)
-    return tuple(axis.size(sizes.of) for axis in axes)
+    return tuple(axis.size(sizes.by_letter) for axis in axes)
 
 
 def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
@@ -225,7 +225,7 @@ def _declared(entry: PlanEntry) -> dict[str, Parameter]:
 def _weights(entry: PlanEntry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
     for name, parameter in _declared(entry).items():
         axes = parameter.axes(entry.pattern, sizes.roles)
-        shape = tuple(axis.size(sizes.of) for axis in axes)
+        shape = tuple(axis.size(sizes.by_letter) for axis in axes)
         yield name, Weight(shape, parameter.start, tuple(sizes.names.get(a.letter) for a in axes))
 
 
@@ -244,7 +244,7 @@ def _maps(
                     f"{name}"
                 )
             of_entry = entry.name, own, parameter.bias, parameter.summed
-            maps[name] = Map.of(name, *of_entry, weights[entry.name][own])
+            maps[name] = Map.of_weight(name, *of_entry, weights[entry.name][own])
     return tuple(maps.values())
 
 

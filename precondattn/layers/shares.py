@@ -69,21 +69,21 @@ def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
         for heads that can not be divided like this, and recipes that compute several together.
     """
     sizes = plan.sizes
-    refused = refusal(plan.mechanism, sizes.of, devices)
+    refused = refusal(plan.mechanism, sizes.by_letter, devices)
     if devices > 1 and refused is not None:
         raise ValueError(f"{plan.mechanism} {refused}")
     few = {
         letter: max(1, count // devices) if sizes.names.get(letter) in HEADS else count
-        for letter, count in sizes.of.items()
+        for letter, count in sizes.by_letter.items()
     }
     for entry in plan.entries:
         _check_recipe(plan, entry, devices)
-    return plan_of(plan.mechanism, plan.width, plan.entries, sizes._replace(of=few))
+    return plan_of(plan.mechanism, plan.width, plan.entries, sizes._replace(by_letter=few))
 
 
 def _check_recipe(plan: LayerPlan, entry: PlanEntry, devices: int) -> None:
     joins = entry.recipe.joins
-    of_keys = plan.sizes.of[plan.mechanism.inputs["k"].axes[-2].letter]
+    of_keys = plan.sizes.by_letter[plan.mechanism.inputs["k"].axes[-2].letter]
     if devices > 1 and (joins == "all" or (joins == "keys" and of_keys % devices)):
         what = "all heads" if joins == "all" else "heads that share keys"
         raise ValueError(

@@ -23,7 +23,7 @@ NAMES = {WIDTH: "embed", "m": "slots"}
 class Sizes(NamedTuple):
     """The size of each letter of a mechanism, and the axes that recipes name by their role."""
 
-    of: dict[str, int]
+    by_letter: dict[str, int]
     roles: dict[str, Axis]
     """x: the width of the hidden states; d, e: of keys and values; u: value heads."""
     names: dict[str, str]

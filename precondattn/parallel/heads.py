@@ -32,7 +32,7 @@ class HeadAxes(NamedTuple):
     """Heads, where there is more than one."""
 
     @classmethod
-    def of(cls, pattern: Pattern, shape: Shape) -> HeadAxes:
+    def of_pattern(cls, pattern: Pattern, shape: Shape) -> HeadAxes:
         letters = pattern.letters
         time = pattern.time_axis
         if time is not None and pattern.axes[time].broadcasts and shape[time] == 1:
@@ -96,7 +96,7 @@ def elements_sent(
     """
     sent = {}
     for name, shape in shapes.items():
-        heads = HeadAxes.of(inputs[name], shape).heads
+        heads = HeadAxes.of_pattern(inputs[name], shape).heads
         count = 1 if heads is None else shape[heads]
         # Others get all of one head each, or each their share.
         sent[name] = prod(shape) // min(count, devices) * (devices - 1)

@@ -59,8 +59,8 @@ class TokenOrder:
 
         Examples
         --------
-        >>> Order.read("cyclic[block=512]")
-        Order(name='cyclic', block=512)
+        >>> TokenOrder.read("cyclic[block=512]")
+        TokenOrder(name='cyclic', block=512)
         """
         found = re.fullmatch(r"contiguous|zigzag|cyclic\[block=([1-9][0-9]*)\]", str(text))
         if found is None:
@@ -106,7 +106,7 @@ class TokenOrder:
 
         Examples
         --------
-        >>> [Order("zigzag").number_of(1, part, devices=4) for part in range(2)]
+        >>> [TokenOrder("zigzag").number_of(1, part, devices=4) for part in range(2)]
         [1, 6]
         """
         if self.name == "contiguous":
@@ -133,7 +133,7 @@ class TokenOrder:
 
         Examples
         --------
-        >>> for part in Order("zigzag").parts([4, 4]):
+        >>> for part in TokenOrder("zigzag").parts([4, 4]):
         ...     print(part.device, part.rows, part.first)
         0 slice(0, 2, None) 0
         1 slice(0, 2, None) 2

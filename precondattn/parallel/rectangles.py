@@ -36,7 +36,9 @@ class Rectangle(NamedTuple):
     keys: slice
 
     @classmethod
-    def of(cls, tokens: int, queries: slice | None = None, keys: slice | None = None) -> Rectangle:
+    def of_slices(
+        cls, tokens: int, queries: slice | None = None, keys: slice | None = None
+    ) -> Rectangle:
         """One group, of all rows."""
         every = slice(0, tokens)
         return cls(0, 1, tokens, queries or every, keys or every)
@@ -72,15 +74,15 @@ class SeenKeys(NamedTuple):
 
 def seen(order: TokenOrder, tokens: int, *, causal: bool) -> SeenKeys:
     """Of devices with so many tokens each."""
-    every = Rectangle.of(tokens)
+    every = Rectangle.of_slices(tokens)
     if not causal:
         return SeenKeys((every,), (), ())
     if order.name == "contiguous":
         return SeenKeys((), (every,), ())
     if order.name == "zigzag":
         half = tokens // 2
-        first = Rectangle.of(tokens, keys=slice(0, half))
-        second = Rectangle.of(tokens, queries=slice(half, tokens))
+        first = Rectangle.of_slices(tokens, keys=slice(0, half))
+        second = Rectangle.of_slices(tokens, queries=slice(half, tokens))
         return SeenKeys((), (first,), (second,))
     part = order.part_of(tokens)
     same = slice(0, part)

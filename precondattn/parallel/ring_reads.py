@@ -41,7 +41,7 @@ class WholeRows(NamedTuple):
     d_out: Array
 
     @classmethod
-    def of(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> WholeRows:
+    def of_output(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> WholeRows:
         """For a part that some queries (b, t) see; None if all may."""
         sees = lse > -math.inf
         if seen_by is not None:

@@ -82,9 +82,9 @@ class StateMap(NamedTuple):
         """Both, the earlier tokens first."""
         both = None if earlier.transition is None else self.times(earlier.transition)
         is_open = None if self.is_open is None else self.is_open & earlier.is_open
-        return StateMap(both, self.on(earlier.state), self.is_scaled, is_open)
+        return StateMap(both, self.end_of(earlier.state), self.is_scaled, is_open)
 
-    def on(self, state: Array) -> Array:
+    def end_of(self, state: Array) -> Array:
         """S_end of a state S_begin."""
         return self.state + self.times(state)
 
@@ -111,7 +111,7 @@ class SegmentBorders(NamedTuple):
     """Whether all tokens are"""
 
     @classmethod
-    def of(cls, segments: Sequence[Array]) -> SegmentBorders:
+    def of_segments(cls, segments: Sequence[Array]) -> SegmentBorders:
         """From the segments (b, tokens) of every device. Each is consecutive."""
         xp = namespace(segments[0])
         firsts, lasts = ([ids[:, at] for ids in segments] for at in (0, -1))

@@ -115,7 +115,7 @@ def test_devices_of_jax_compare_refuse_and_are_found_wrong(monkeypatch):
 def test_parts_put_together_are_the_whole(order, devices, library):
     for words in ("uneven", "one_token_each", "one_key_head", "long"):
         sizes = sizes_of(words, order, devices, library)
-        parts = ProcessParts.of(order, sizes, devices)
+        parts = ProcessParts.of_order(order, sizes, devices)
         assert all(len(of) for of in parts.tokens["t"])
         assert library == "torch" or len({len(of) for of in parts.tokens["t"]}) == 1
         m = pa.parse("delta_product")

@@ -76,8 +76,8 @@ def test_both_give_the_same_at_full_length():
 def test_the_record_names_who_computed_what_was_expected():
     outcome = run_case(case(), "reference")
     assert outcome.status == PASSED, outcome.text
-    entry = Result.of(outcome).to_json()
+    entry = Result.of_outcome(outcome).to_json()
     assert entry["expected_by"] == "portable"
     assert Result.from_json(entry).expected_by == "portable"
     short = run_case(case("b1t17s17h1n1d16e16block16"), "reference")
-    assert "expected_by" not in Result.of(short).to_json()
+    assert "expected_by" not in Result.of_outcome(short).to_json()

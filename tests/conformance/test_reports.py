@@ -172,7 +172,7 @@ def test_a_record_round_trips(tmp_path):
     outcomes = of_every_status()
     actual = recorded(outcomes, tmp_path / "record.json").outcomes
     for result, outcome in zip(actual, outcomes, strict=True):
-        assert repr(result) == repr(Result.of(outcome))  # NaN is not equal to itself.
+        assert repr(result) == repr(Result.of_outcome(outcome))  # NaN is not equal to itself.
     assert math.isnan(actual[2].error)
     assert math.isinf(actual[3].error)
     assert actual[4].error is None
@@ -195,7 +195,7 @@ CHILD = """
 import sys, time
 from types import SimpleNamespace
 from typing import NamedTuple
-from precondattn_conformance.report.record import Recording
+from precondattn_conformance.report.record import RecordWriter
 
 class Layout(NamedTuple):
     name: str
@@ -204,7 +204,7 @@ def case(i):
     return SimpleNamespace(id=f"case-{i}", check="outputs", mechanism="lucid", library="numpy",
                            dtype="float64", layout=Layout("plain"), kind="random")
 
-with Recording(sys.argv[1], backends=(), level="full", device=None, filters={}) as recording:
+with RecordWriter(sys.argv[1], backends=(), level="full", device=None, filters={}) as recording:
     for i in range(10**9):
         recording.started(case(i))
         print(i, flush=True)
@@ -348,8 +348,8 @@ def test_a_record_contains_the_commit_and_the_environment(tmp_path, monkeypatch)
 def test_writing_a_record_imports_no_package_except_numpy():
     program = """
         import sys
-        from precondattn_conformance.report.record import Recording
-        with Recording(None, backends=(), level="", device=None, filters={}) as recording:
+        from precondattn_conformance.report.record import RecordWriter
+        with RecordWriter(None, backends=(), level="", device=None, filters={}) as recording:
             pass
         assert recording.record.complete
         imported = {"torch", "jax", "cupy", "rich", "jinja2", "jsonschema"} & set(sys.modules)
@@ -410,7 +410,7 @@ def test_the_matrix_shows_the_worst_error_and_every_status():
     outcomes = [an_outcome(error=1e-6), an_outcome(error=1.5e-5, layout="ragged")]
     outcomes += [an_outcome("xfailed", layout="x"), an_outcome("unsupported", None, layout="y")]
     outcomes += [a_failure(mechanism="path", error=math.nan), a_failure(mechanism="[red]odd[/red]")]
-    printed = printed_by(lambda console: matrix(map(Result.of, outcomes), console))
+    printed = printed_by(lambda console: matrix(map(Result.of_outcome, outcomes), console))
     assert "75% x1 ○1" in printed
     assert "✗1 NaN" in printed
     assert "[red]odd[/red]" in printed

@@ -166,8 +166,8 @@ def test_cropped_tokens_leave_no_trace(donate, lengths):
     """A NaN in a token that is left out, and a masked key, have no effect."""
     m = CROPPED
     x, _ = cache_of(m)
-    spoiled = {name: array.copy() for name, array in x.items()}
-    for array in spoiled.values():
+    changed = {name: array.copy() for name, array in x.items()}
+    for array in changed.values():
         array[:, 5] = np.nan
     mask = np.ones((3, LENGTH), dtype=bool)
     mask[1, 1] = mask[:, 4:] = False
@@ -178,7 +178,7 @@ def test_cropped_tokens_leave_no_trace(donate, lengths):
         new = slice_tokens(m, inputs, 0, tokens)
         return m.extend(cache, **new, key_mask=mask[:, :tokens], **lengths)[1]
 
-    cache = filled(spoiled, 7)
+    cache = filled(changed, 7)
     buffers = dict(cache.store)
     cropped = cache.crop(lengths, donate=donate)
     assert_equal(cropped, filled(x, 5, lengths=counts))

@@ -153,7 +153,7 @@ def test_in_packed_softmax_a_bad_value_spoils_its_window():
     assert np.flatnonzero(is_bad).tolist() == [BAD - 1, BAD, BAD + 1]
 
 
-def test_with_fewer_queries_than_keys_the_last_outputs_are_spoiled():
+def test_with_fewer_queries_than_keys_the_last_outputs_are_nan():
     m = pa.parse("lucid")
     x = inputs_of(m, k=np.nan)
     x["q"] = x["q"][:, -6:]
@@ -179,7 +179,7 @@ def test_a_block_of_new_tokens_leaves_nan_in_the_cache(library, expression):
     np.testing.assert_allclose(after[0, :, 2:], expected[0, -1:, 2:], rtol=1e-9)
 
 
-def test_the_cotangent_of_a_spoiled_state_is_not_used():
+def test_the_cotangent_of_a_nan_state_is_not_used():
     m = pa.parse("gated_delta")
     x = inputs_of(m, k=np.nan)
     out, extended, pullback = m.extend_vjp(m.init_cache(**x), **x)

@@ -53,6 +53,6 @@ def test_the_adjoint_of_a_step_is_its_transpose():
     m, x = problem("gated_delta", "clustered")
     step = step_of_tokens(m, x, None, {})
     s, g = torch.randn(2, *step.state.shape, dtype=torch.float64)
-    linear = step.on(s) - step.state
-    adjoint = step.adjoint(0 * g).on(g)
+    linear = step.end_of(s) - step.state
+    adjoint = step.adjoint(0 * g).end_of(g)
     torch.testing.assert_close((linear * g).sum(), (s * adjoint).sum())

@@ -13,10 +13,10 @@ GRADIENTS = """
 import sys
 import torch
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 m = pa.parse(sys.argv[1])
-x = make_inputs(m, Layout("long", b=1, t=160, s=160, h=2), "clustered")
+x = make_inputs(m, CallLayout("long", b=1, t=160, s=160, h=2), "clustered")
 expected, pullback = m.vjp(**x, backend="reference")
 cotangent = torch.tensor(expected)
 expected = pullback(expected)

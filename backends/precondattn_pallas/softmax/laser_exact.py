@@ -43,9 +43,9 @@ def forward(
 ) -> tuple[Any, Any]:
     """o (b, h, t, e), and λ (b, h, t), ∞ in rows without visible keys."""
 
-    def one(carried: Any, at: Any) -> Any:
+    def one(carried: Any, scanned: Any) -> Any:
         largest, total, of_scores = carried
-        j, key, value = at
+        j, key, value = scanned
         scores = _scores(mask, scale, q, key, j, segments)
         shifted = scores[..., None] + value[:, :, None, :]
         higher = jnp.maximum(largest, shifted)
@@ -76,8 +76,8 @@ def backward(
     """dq, dk and dv, of the arrays' shapes."""
     sums = jnp.sum(d_o, axis=3)
 
-    def one(d_q: Any, at: Any) -> Any:
-        j, key, value = at
+    def one(d_q: Any, scanned: Any) -> Any:
+        j, key, value = scanned
         logs = _scores(mask, scale, q, key, j, segments) - log_total
         weighted = d_o * jnp.exp(logs[..., None] + (value[:, :, None, :] - o))
         d_scores = scale * (jnp.sum(weighted, axis=3) - jnp.exp(logs) * sums)

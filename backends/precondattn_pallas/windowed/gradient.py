@@ -58,7 +58,7 @@ class WeightedRows(NamedTuple):
     """D"""
 
     @classmethod
-    def of(
+    def of_slots(
         cls, tiling: WindowedTiling, x: Any, window: Any, slot: Any, head: Any = None
     ) -> WeightedRows:
         """Of the slots of a window; x has numbers of one head, or of several by head."""
@@ -79,18 +79,18 @@ def query_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
     row_slot = slots(tile, rows)
-    of = WeightedRows.of(tiling, x, window, row_slot)
-    q, d_o = of.load(x["q"], tiling.d), of.load(x["d_o"], tiling.e)
+    queries = WeightedRows.of_slots(tiling, x, window, row_slot)
+    q, d_o = queries.load(x["q"], tiling.d), queries.load(x["d_o"], tiling.e)
 
     def add(index: Any, acc: Any) -> Any:
         key_slot = slots(index, columns)
         k, v, is_key = tiling.keys_and_values(x, window, key_slot)
-        mask = of.is_row[:, None] & is_key[None, :]
+        mask = queries.is_row[:, None] & is_key[None, :]
         product = tiling.products.dot(q, k, right=True)
         scores = tiling.scores(product, x.get("table"), row_slot[:, None], key_slot[None, :], mask)
-        a = jnp.exp2(scores - of.logs[:, None])
+        a = jnp.exp2(scores - queries.logs[:, None])
         d_a = tiling.products.dot(d_o, v, right=True)
-        return acc + tiling.times(a * (d_a - of.d_sum[:, None]), k)
+        return acc + tiling.times(a * (d_a - queries.d_sum[:, None]), k)
 
     d_q = loop(0, tiling.column_tiles, add, jnp.zeros((rows, tiling.d), jnp.float32))
     store_rows(out["d_q"], *tiling.places.queries(window, row_slot), d_q)
@@ -107,17 +107,17 @@ def key_gradient(x: Any, out: Any, *, tiling: WindowedTiling, group: int) -> Non
         def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
             d_k, d_v = carried
             query_slot = slots(index, columns)
-            of = WeightedRows.of(tiling, x, window, query_slot, head)
-            q, d_o = of.load(x["q"], tiling.d, head), of.load(x["d_o"], tiling.e, head)
-            mask = of.is_row[None, :] & is_key[:, None]
+            queries = WeightedRows.of_slots(tiling, x, window, query_slot, head)
+            q, d_o = queries.load(x["q"], tiling.d, head), queries.load(x["d_o"], tiling.e, head)
+            mask = queries.is_row[None, :] & is_key[:, None]
             product = tiling.products.dot(k, q, right=True)
             scores = tiling.scores(
                 product, x.get("table"), query_slot[None, :], key_slot[:, None], mask, head
             )
-            a = jnp.exp2(scores - of.logs[None, :])
+            a = jnp.exp2(scores - queries.logs[None, :])
             d_v += tiling.products.dot(a.astype(d_o.dtype), d_o)
             d_a = tiling.products.dot(v, d_o, right=True)
-            return d_k + tiling.times(a * (d_a - of.d_sum[None, :]), q), d_v
+            return d_k + tiling.times(a * (d_a - queries.d_sum[None, :]), q), d_v
 
         return loop(0, tiling.column_tiles, add, carried)
 
@@ -136,13 +136,13 @@ def table_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     key_slot = slots(remainder(tile, tiling.column_tiles), columns)
 
     def add(window: Any, acc: Any) -> Any:
-        of = WeightedRows.of(tiling, x, window, row_slot)
+        queries = WeightedRows.of_slots(tiling, x, window, row_slot)
         keys = tiling.keys(x, window, key_slot)
-        mask = of.is_row[:, None] & keys[1][None, :]
-        product = _product(tiling, x["q"], of[:2], x["k"], keys, tiling.d)
+        mask = queries.is_row[:, None] & keys[1][None, :]
+        product = _product(tiling, x["q"], queries[:2], x["k"], keys, tiling.d)
         scores = tiling.scores(product, x["table"], row_slot[:, None], key_slot[None, :], mask)
-        d_a = _product(tiling, x["d_o"], of[:2], x["v"], keys, tiling.e)
-        return acc + jnp.exp2(scores - of.logs[:, None]) * (d_a - of.d_sum[:, None])
+        d_a = _product(tiling, x["d_o"], queries[:2], x["v"], keys, tiling.e)
+        return acc + jnp.exp2(scores - queries.logs[:, None]) * (d_a - queries.d_sum[:, None])
 
     last = jnp.minimum((group + 1) * TOGETHER, places.grid.windows)
     acc = loop(group * TOGETHER, last, add, jnp.zeros((rows, columns), jnp.float32))

@@ -92,17 +92,19 @@ def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: flo
     return measured
 
 
-def check_step(of: Computation, decoder: Any, call: Callable[[], Any], dtype: str) -> Checked:
+def check_step(
+    computation: Computation, decoder: Any, call: Callable[[], Any], dtype: str
+) -> Checked:
     """One token after a cache, beside the definition in float32 on the same cache."""
     decoder.reset()
-    if of.name == "sdpa":
+    if computation.name == "sdpa":
         x = {name: array.float() for name, array in decoder.inputs.items()}
-        expected = of.mechanism(**(x | {"q": x["q"][:, -1:]}), backend="reference")
+        expected = computation.mechanism(**(x | {"q": x["q"][:, -1:]}), backend="reference")
     else:
         wide = {name: _wide(array) for name, array in decoder.cache.store.items()}
         token = {name: _wide(array) for name, array in decoder.token.items()}
         cache = decoder.cache._replace(store=wide)
-        expected = of.mechanism.extend(cache, **token, backend="reference")[0]
+        expected = computation.mechanism.extend(cache, **token, backend="reference")[0]
     limit = bound(dtype, KIND)
     worst = compared(f"the token after {decoder.context} others", call(), expected, limit)
     return Checked(worst, limit, f"one token after {decoder.context}, in float32")

@@ -133,13 +133,15 @@ def _measure(
     return calls
 
 
-def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> TimedCall:
+def checked_in_torch(
+    computation: Computation, x: dict[str, Any], case: BenchCase, device: str
+) -> TimedCall:
     """The call of a computation in PyTorch, which is right."""
     clock = TorchClock(device)
     if case.work == "decode":
         library = OnDevice(device)
-        assert of.decoder is not None
-        decoder: Any = of.decoder(library, case.dtype, x)  # type: ignore[arg-type]
+        assert computation.decoder is not None
+        decoder: Any = computation.decoder(library, case.dtype, x)  # type: ignore[arg-type]
         decoder.fill()
 
         def step() -> Any:
@@ -147,19 +149,19 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
                 decoder.reset()
                 return decoder.step()
 
-        return TimedCall(clock, step, check_step(of, decoder, step, case.dtype))
+        return TimedCall(clock, step, check_step(computation, decoder, step, case.dtype))
 
     def forward() -> Any:
         with torch.no_grad():
-            return of.forward(**x)
+            return computation.forward(**x)
 
-    expected = FirstTokens(of.mechanism, x, case.dtype)
+    expected = FirstTokens(computation.mechanism, x, case.dtype)
     if case.work == "forward":
         return TimedCall(clock, forward, expected.check(forward()))
     leaves = {name: array.detach().requires_grad_() for name, array in x.items()}
 
     def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
-        out = of.forward(**leaves)
+        out = computation.forward(**leaves)
         gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
         return out, dict(zip(leaves, gradients, strict=True))
 
@@ -168,19 +170,21 @@ def checked_in_torch(of: Computation, x: dict[str, Any], case: BenchCase, device
     return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _cupy_call(of: Computation, x: dict[str, Any], case: BenchCase, device: str) -> TimedCall:
+def _cupy_call(
+    computation: Computation, x: dict[str, Any], case: BenchCase, device: str
+) -> TimedCall:
     """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
     arrays = {name: _to_cupy(array, device) for name, array in x.items()}
     clock: Clock = TorchClock(device) if device == CPU else CupyClock()
-    expected = FirstTokens(of.mechanism, x, case.dtype)
+    expected = FirstTokens(computation.mechanism, x, case.dtype)
     if case.work == "forward":
 
         def forward() -> Any:
-            return of.forward(**arrays)
+            return computation.forward(**arrays)
 
         return TimedCall(clock, forward, expected.check(_to_torch(forward(), device)))
-    assert of.vjp is not None
-    explicit = of.vjp
+    assert computation.vjp is not None
+    explicit = computation.vjp
 
     def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
         out, pullback = explicit(**arrays)
@@ -248,9 +252,9 @@ def _peers(
         reason = lacks(peer, replace(case, library="torch"), row.device)
         if not reason:
             try:
-                of = peer.make(pa.parse(case.mechanism), names)
-                own = {name: x[name] for name in of.mechanism.inputs}
-                found[peer.name] = checked_in_torch(of, own, case, device)
+                computation = peer.make(pa.parse(case.mechanism), names)
+                own = {name: x[name] for name in computation.mechanism.inputs}
+                found[peer.name] = checked_in_torch(computation, own, case, device)
                 row.ratios[peer.name] = {"error": found[peer.name].checked.error}
                 continue
             except Exception as error:  # A peer that does not run takes no time from the others.

@@ -72,9 +72,9 @@ def ours(mechanism: pa.Mechanism, backend: str | None, name: str = "precondattn"
     )
 
 
-def packed(of: Computation, library: Library) -> Computation:
+def packed(computation: Computation, library: Library) -> Computation:
     """The computation of a batch (b, t, …) whose sequences are packed into one row (1, b t, …)."""
-    patterns = of.mechanism.inputs
+    patterns = computation.mechanism.inputs
 
     def rows(x: Arrays) -> Arrays:
         return {
@@ -87,12 +87,12 @@ def packed(of: Computation, library: Library) -> Computation:
         return library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
 
     def forward(**x: Any) -> Any:
-        out = of.forward(**rows(x), segment_ids=segments(x))
+        out = computation.forward(**rows(x), segment_ids=segments(x))
         return out.reshape(*x["q"].shape[:2], *out.shape[2:])
 
     def vjp(**x: Any) -> Any:
-        assert of.vjp is not None
-        out, pull = of.vjp(**rows(x), segment_ids=segments(x))
+        assert computation.vjp is not None
+        out, pull = computation.vjp(**rows(x), segment_ids=segments(x))
 
         def pullback(cotangent: Any) -> Arrays:
             gradients = pull(cotangent.reshape(out.shape))
@@ -100,7 +100,7 @@ def packed(of: Computation, library: Library) -> Computation:
 
         return out.reshape(*x["q"].shape[:2], *out.shape[2:]), pullback
 
-    return Computation(of.name, of.mechanism, forward, vjp)
+    return Computation(computation.name, computation.mechanism, forward, vjp)
 
 
 class CacheDecoder:
@@ -180,28 +180,28 @@ def no_gradient(library: Library) -> Any:
     return library.precision("")  # The base class's context, which does nothing.
 
 
-def compiled_forward(of: Computation) -> Any:
+def compiled_forward(computation: Computation) -> Any:
     """JAX's compiled function from the inputs to the output."""
     import jax
 
-    return jax.jit(lambda x: of.forward(**x))
+    return jax.jit(lambda x: computation.forward(**x))
 
 
-def compiled_backward(of: Computation) -> Any:
+def compiled_backward(computation: Computation) -> Any:
     """JAX's compiled function from inputs and cotangent to the output and every gradient."""
     import jax
 
     def both(x: Arrays, cotangent: Any) -> Any:
-        out, pullback = jax.vjp(lambda x: of.forward(**x), x)
+        out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
         return out, pullback(cotangent)[0]
 
     return jax.jit(both)
 
 
-def forward_run(of: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
+def forward_run(computation: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
     """The output, under `no_grad` where the library has one; the last of several calls'."""
     if library.name == "jax":
-        compiled = compiled_forward(of)
+        compiled = compiled_forward(computation)
 
         def compiled_call() -> Arrays:
             for _ in range(calls - 1):
@@ -213,13 +213,13 @@ def forward_run(of: Computation, library: Library, inputs: Arrays, calls: int = 
     def call() -> Arrays:
         with no_gradient(library):
             for _ in range(calls - 1):
-                of.forward(**inputs)
-            return finished(library, {"the output": of.forward(**inputs)})
+                computation.forward(**inputs)
+            return finished(library, {"the output": computation.forward(**inputs)})
 
     return Run(call)
 
 
-def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: Any) -> Run:
+def backward_run(computation: Computation, library: Library, inputs: Arrays, cotangent: Any) -> Run:
     """The output and every gradient: by the library's autograd, or else by the explicit vjp."""
 
     def named(out: Any, gradients: Arrays) -> Arrays:
@@ -232,17 +232,17 @@ def backward_run(of: Computation, library: Library, inputs: Arrays, cotangent: A
         leaves = {name: array.detach().requires_grad_() for name, array in inputs.items()}
 
         def by_autograd() -> Arrays:
-            out = of.forward(**leaves)
+            out = computation.forward(**leaves)
             gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
             return named(out, dict(zip(leaves, gradients, strict=True)))
 
         return Run(by_autograd)
     if library.name == "jax":
-        both = compiled_backward(of)
+        both = compiled_backward(computation)
         return Run(lambda: named(*both(inputs, cotangent)))
-    if of.vjp is None:
-        raise UnsupportedError(f"{of.name} has no gradient on {library.name}")
-    explicit = of.vjp
+    if computation.vjp is None:
+        raise UnsupportedError(f"{computation.name} has no gradient on {library.name}")
+    explicit = computation.vjp
 
     def by_vjp() -> Arrays:
         out, pullback = explicit(**inputs)

@@ -158,7 +158,7 @@ def oracle(mechanism: str, layout: CallLayout, dtype: str, library: str) -> Benc
 
 
 def check_forward(
-    of: Computation, expected: BenchOracle, library: Library, dtype: str, results: Arrays
+    computation: Computation, expected: BenchOracle, library: Library, dtype: str, results: Arrays
 ) -> Checked:
     """The output of a forward run. Raises `WrongResultError`."""
     out = library.numpy(results["the output"])
@@ -171,13 +171,13 @@ def check_forward(
     worst = _compare("the output", out[:, : expected.head], expected.out, limit)
     if expected.is_whole:
         return Checked(worst, limit, "all tokens")
-    last = _last_tokens(of, expected.inputs, library, dtype)
+    last = _last_tokens(computation, expected.inputs, library, dtype)
     if last is None:
         return Checked(worst, limit, f"the first {expected.head} tokens")
     what, result = "the output of the last tokens", out[:, total - TAIL :]
     of_tail = error(result, last)
     if dtype == "float32" and limit < of_tail:
-        limit = max(limit, 2 * lost_by_definition(of.mechanism, expected.inputs, dtype))
+        limit = max(limit, 2 * lost_by_definition(computation.mechanism, expected.inputs, dtype))
     tail = _compare(what, result, last, limit)
     return Checked(max(worst, tail), limit, f"the first {expected.head} tokens and the last {TAIL}")
 
@@ -221,21 +221,21 @@ def _of_first_head(m: pa.Mechanism, inputs: Arrays) -> Arrays:
 
 
 def _last_tokens(
-    of: Computation, inputs: Arrays, library: Library, dtype: str
+    computation: Computation, inputs: Arrays, library: Library, dtype: str
 ) -> np.ndarray | None:
     """The oracle's output for the last tokens, from the computation's own cache of the others.
 
     None if it has no cache, or one that the reference would have to fill.
     """
-    m = of.mechanism
+    m = computation.mechanism
     tokens = token_count(m, inputs)
-    if of.decoder is None or not m.program.slots or not m.offers.causal:
+    if computation.decoder is None or not m.program.slots or not m.offers.causal:
         return None
-    if of.name == "sdpa":
+    if computation.name == "sdpa":
         rounded = {**inputs, "q": inputs["q"][:, -TAIL:]}
         return np.asarray(m(**rounded, backend="reference"))
     before = slice_tokens(m, inputs, 0, tokens - TAIL + 1)
-    decoder: Any = of.decoder(library, dtype, before)
+    decoder: Any = computation.decoder(library, dtype, before)
     if decoder.is_by_the_reference:
         return None
     decoder.fill()
@@ -270,15 +270,20 @@ def check_backward(expected: BenchOracle, library: Library, dtype: str, results:
 
 
 def check_decode(
-    of: Computation, layout: CallLayout, library: Library, dtype: str, decoder: Any, run: Run
+    computation: Computation,
+    layout: CallLayout,
+    library: Library,
+    dtype: str,
+    decoder: Any,
+    run: Run,
 ) -> Checked:
     """One token after a short context, and after the measured one. Raises `WrongResultError`."""
     limit = bound(dtype, KIND)
-    m = of.mechanism
+    m = computation.mechanism
     short = layout._replace(t=min(layout.t, 256), s=min(layout.t, 256))
     inputs = inputs_of(str(m), short, dtype, library.name)
-    assert of.decoder is not None  # The caller has checked it.
-    brief = of.decoder(library, dtype, inputs)
+    assert computation.decoder is not None  # The caller has checked it.
+    brief = computation.decoder(library, dtype, inputs)
     brief.fill()
     brief.reset()
     whole = np.asarray(m(**inputs, backend="reference"))

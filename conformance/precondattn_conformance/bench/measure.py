@@ -66,7 +66,7 @@ class MeasureOptions:
     budget: float = BUDGET
     clock: Callable[[], float] = time.perf_counter
     """The clock of the peers; that of the contender is the benchmark's own."""
-    at_round: Callable[[int, int], None] = lambda number, of: None
+    at_round: Callable[[int, int], None] = lambda number, rounds: None
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
@@ -195,36 +195,36 @@ def _time(
 
 
 def _checked_run(
-    of: Computation, case: BenchCase, layout: CallLayout, library: Library
+    computation: Computation, case: BenchCase, layout: CallLayout, library: Library
 ) -> tuple[Run, Checked, float]:
     """The run to be timed, its check, and the duration of its first call."""
     results: list[Any] = []
-    text = str(of.mechanism)
+    text = str(computation.mechanism)
     if case.work == "decode":
-        if of.decoder is None:
-            raise UnsupportedError(f"{of.name} has no decoding")
+        if computation.decoder is None:
+            raise UnsupportedError(f"{computation.name} has no decoding")
         inputs = inputs_of(text, layout, case.dtype, library.name)
-        decoder = of.decoder(library, case.dtype, inputs)
+        decoder = computation.decoder(library, case.dtype, inputs)
         decoder.fill()
         run = decode_run(library, decoder, case.calls)
         run.reset()
         once = decode_run(library, decoder)
         first = timed(lambda: results.append(once.call()))
-        return run, check_decode(of, layout, library, case.dtype, decoder, once), first
+        return run, check_decode(computation, layout, library, case.dtype, decoder, once), first
     expected = oracle(text, layout, case.dtype, library.name)
     arrays = {name: library.array(a, case.dtype) for name, a in expected.inputs.items()}
     if case.work == "forward":
-        once = forward_run(of, library, arrays)
+        once = forward_run(computation, library, arrays)
         first = timed(lambda: results.append(once.call()))
-        checked = check_forward(of, expected, library, case.dtype, results.pop())
-        run = forward_run(of, library, arrays, case.calls) if case.calls > 1 else once
+        checked = check_forward(computation, expected, library, case.dtype, results.pop())
+        run = forward_run(computation, library, arrays, case.calls) if case.calls > 1 else once
         return run, checked, first
-    run = backward_run(of, library, arrays, library.array(expected.cotangent, case.dtype))
+    run = backward_run(computation, library, arrays, library.array(expected.cotangent, case.dtype))
     first = timed(lambda: results.append(run.call()))
     checked = check_backward(expected, library, case.dtype, results.pop())
     if not expected.is_whole:  # The timed run has a cotangent for all tokens.
         everywhere = np.random.default_rng(2).normal(size=expected.cotangent.shape)
-        run = backward_run(of, library, arrays, library.array(everywhere, case.dtype))
+        run = backward_run(computation, library, arrays, library.array(everywhere, case.dtype))
     return run, checked, first
 
 
@@ -240,8 +240,8 @@ def _correct_peers(
             continue
         library = libraries.named(peer.library or case.library, options.device)
         try:
-            of = peer.make(pa.parse(case.mechanism), backend)
-            run, checked, _ = _checked_run(of, case, layout, library)
+            rounds = peer.make(pa.parse(case.mechanism), backend)
+            run, checked, _ = _checked_run(rounds, case, layout, library)
         except (WrongResultError, UnsupportedError, UncheckedError) as reason:
             row.absent_peers[peer.name] = str(reason)
         except Exception as error:

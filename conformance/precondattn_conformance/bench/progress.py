@@ -28,11 +28,11 @@ class BenchProgress(progress.Progress):
         self.case, self.number = case, self.number + 1
         self.round, self.rounds, self.case_began = 0, 0, self.clock()
 
-    def at_round(self, number: int, of: int) -> None:
+    def at_round(self, number: int, rounds: int) -> None:
         """A round of the case starts. The warm-up is round 0."""
         if number == 0:
             self.rounds_began = self.clock()
-        self.round, self.rounds = number, of
+        self.round, self.rounds = number, rounds
 
     def ends(self, text: str) -> None:
         """A case has ended, and `text` is its result."""

@@ -36,9 +36,9 @@ class Collector:
         self.options = replace(options, at_round=self._at_round)
         self.rows: list[Row] = []
 
-    def _at_round(self, number: int, of: int) -> None:
+    def _at_round(self, number: int, rounds: int) -> None:
         self.interruption.check()
-        self.progress.at_round(number, of)
+        self.progress.at_round(number, rounds)
 
     def starts(self, case: BenchCase, backend: str | None) -> None:
         self.progress.starts(empty_row(case, backend, self.options.device).name)

@@ -120,20 +120,22 @@ def _others(trial: Trial) -> float:
     inputs = _with_bad(
         trial,
         np.nan,
-        lambda at: (at.sequence == 0) & (at.head == 0) & (at.token == j),
+        lambda entry: (entry.sequence == 0) & (entry.head == 0) & (entry.token == j),
         lambda pattern: _axis(pattern, HEADS) is not None,
     )
-    return _compare(trial, inputs, lambda at: (at.sequence > 0) | (at.head > 0), gradients=True)
+    return _compare(
+        trial, inputs, lambda entry: (entry.sequence > 0) | (entry.head > 0), gradients=True
+    )
 
 
 def _other_segments(trial: Trial, bad: float) -> float:
     """Other segments than that of a bad token, and earlier outputs of its own."""
     j = _bad_token(trial.case.layout)
     segments = trial.case.layout.masks()["segment_ids"]
-    inputs = _with_bad(trial, bad, lambda at: at.token == j)
+    inputs = _with_bad(trial, bad, lambda entry: entry.token == j)
 
-    def of_others(at: EntryPlaces) -> np.ndarray:
-        return np.asarray(segments[at.sequence, at.token] != segments[at.sequence, j])
+    def of_others(entry: EntryPlaces) -> np.ndarray:
+        return np.asarray(segments[entry.sequence, entry.token] != segments[entry.sequence, j])
 
     worst = _compare(trial, inputs, of_others, gradients=bool(np.isnan(bad)))
     if not trial.mechanism.offers.causal:
@@ -162,7 +164,7 @@ def _with_bad_keys(trial: Trial, bad: float) -> Arrays:
     return _with_bad(
         trial,
         bad,
-        lambda at: at.token == j,
+        lambda entry: entry.token == j,
         lambda pattern: "s" in pattern.letters and "e" not in pattern.letters,
     )
 
@@ -197,7 +199,7 @@ def _only(
 
 
 def _before(j: int) -> Chosen:
-    return lambda at: at.token < j
+    return lambda entry: entry.token < j
 
 
 def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> EntryPlaces:

@@ -104,13 +104,13 @@ def _computed(
 
 def joined(parts: list[np.ndarray], pattern: Pattern) -> np.ndarray:
     """The parts of all devices along their tokens; one of them where there are none."""
-    time = HeadAxes.of(pattern, parts[0].shape).time
+    time = HeadAxes.of_pattern(pattern, parts[0].shape).time
     return parts[0] if time is None else np.concatenate(parts, axis=time)
 
 
 def cut(whole: np.ndarray, pattern: Pattern, devices: int) -> Sequence[np.ndarray]:
     """The part of each device. Of a sum without tokens, all of it for the first one."""
-    time = HeadAxes.of(pattern, whole.shape).time
+    time = HeadAxes.of_pattern(pattern, whole.shape).time
     if time is None:
         return [whole, *[np.zeros_like(whole)] * (devices - 1)]
     return np.split(whole, devices, axis=time)

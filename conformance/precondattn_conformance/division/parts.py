@@ -55,7 +55,7 @@ class ProcessParts(NamedTuple):
     tokens: Mapping[str, list[np.ndarray]]
 
     @classmethod
-    def of(cls, order: str, sizes: CallLayout, devices: int) -> ProcessParts:
+    def of_order(cls, order: str, sizes: CallLayout, devices: int) -> ProcessParts:
         return cls({i: positions(order, sizes, getattr(sizes, i), devices) for i in "ts"})
 
     @property
@@ -100,7 +100,7 @@ class ProcessParts(NamedTuple):
         self, shape: tuple[int, ...], pattern: Pattern
     ) -> tuple[int | None, list[np.ndarray]]:
         """The axis of tokens, and each process's entries along it."""
-        time = HeadAxes.of(pattern, shape).time
+        time = HeadAxes.of_pattern(pattern, shape).time
         if time is None:
             return None, []
         axis = pattern.axes[time]

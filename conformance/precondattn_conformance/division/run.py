@@ -50,7 +50,7 @@ def outcome_of(case: Case, processes: LibraryProcesses) -> Outcome:
     """Run one case on all devices."""
     start = time.perf_counter()
     trial = Trial(case, libraries.named(case.library), processes.backend)
-    parts = ProcessParts.of(case.check, case.layout, processes.devices)
+    parts = ProcessParts.of_order(case.check, case.layout, processes.devices)
 
     def outcome(
         status: str, measured: Measured | None = None, reason: str = "", details: str = ""

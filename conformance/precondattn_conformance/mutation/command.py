@@ -55,23 +55,26 @@ def mutate(
         if the module, a filter or a file is not as expected, or no case uses the module.
     """
     require_writable(record)
-    of = [each for module in modules for each in targets(module)]
+    mutated = [each for module in modules for each in targets(module)]
     session = _of_one_library(session)
-    mutants = [mutant for each in of for mutant in each.mutants()]
+    mutants = [mutant for each in mutated for mutant in each.mutants()]
     if not mutants:
         names = ", ".join(modules)
         raise ValueError(f"{names} has nothing to change: no operator, comparison or number")
-    known = equivalents([each.name for each in of], equivalent)
-    kept = MutationRecord(of, record)
+    known = equivalents([each.name for each in mutated], equivalent)
+    kept = MutationRecord(mutated, record)
     options = described(session, inside, most_cases)
-    todo = [m for m in mutants if (m.target, m.key) not in known and kept.of(m).needs(options)]
+    todo = [
+        m for m in mutants if (m.target, m.key) not in known and kept.entry_of(m).needs(options)
+    ]
     is_interrupted = False
     if todo:
         processes = MutationProcesses(
-            Setting(tuple(of), session.backend or None, session.device, inside), session.jobs or 1
+            Setting(tuple(mutated), session.backend or None, session.device, inside),
+            session.jobs or 1,
         )
         try:
-            _run(session, of, todo, kept, options, processes, console, most_cases)
+            _run(session, mutated, todo, kept, options, processes, console, most_cases)
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
@@ -89,7 +92,7 @@ def mutate(
 
 def _run(
     session: Session,
-    of: Sequence[Target],
+    targets: Sequence[Target],
     todo: list[Mutant],
     kept: MutationRecord,
     options: str,
@@ -111,14 +114,14 @@ def _run(
         known = baselines(processes, cases, session.seconds, lambda: progress.advance(task))
         if not known:
             raise ValueError(
-                f"none of {len(cases)} cases passes and uses {', '.join(t.name for t in of)}; "
+                f"none of {len(cases)} cases passes and uses {', '.join(t.name for t in targets)}; "
                 "does a mechanism of this backend and library use it?"
             )
         progress.update(task, description="mutants", total=len(todo), completed=0)
         survived, saved = 0, time.monotonic()
         for mutant, verdict in verdicts(processes, todo, CaseOrder(known, most_cases)):
-            kept.of(mutant).add(verdict, options)
-            survived += not kept.of(mutant).is_killed
+            kept.entry_of(mutant).add(verdict, options)
+            survived += not kept.entry_of(mutant).is_killed
             progress.update(task, advance=1, survived=survived)
             if time.monotonic() - saved > SAVED_EVERY:
                 kept.save()

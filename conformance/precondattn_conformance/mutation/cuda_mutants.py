@@ -54,17 +54,17 @@ class _CudaFile:
                 for kind, span, new in self._edits(at):
                     yield self.lines.mutant(name, kind, span, new, (0, 0))
 
-    def _edits(self, at: int) -> Iterator[tuple[str, tuple[int, int], str]]:
-        before, token, after = self.tokens[at - 1 : at + 2]
+    def _edits(self, index: int) -> Iterator[tuple[str, tuple[int, int], str]]:
+        before, token, after = self.tokens[index - 1 : index + 2]
         span = (token.start, token.stop)
         text = token.text
-        if text in COMPARISONS and self._is_spaced(at):
+        if text in COMPARISONS and self._is_spaced(index):
             yield "comparison", span, COMPARISONS[text]
         elif text in CONDITIONS:
             yield "condition", span, CONDITIONS[text]
-        elif text in ("+", "-") and after.text == "1" and self._is_spaced(at):
+        elif text in ("+", "-") and after.text == "1" and self._is_spaced(index):
             yield "off by one", (token.start, after.stop), ""
-        elif text in SIGNS and self._is_spaced(at):
+        elif text in SIGNS and self._is_spaced(index):
             yield "sign", span, SIGNS[text]
         elif text == "!" and after.text != "=":
             yield "condition", span, ""
@@ -73,12 +73,12 @@ class _CudaFile:
         elif text in EXTREMA and after.text == "(":
             yield "extremum", span, EXTREMA[text]
         elif text in BARRIERS:
-            stop = self._closing(at + 1)
+            stop = self._closing(index + 1)
             yield "barrier", (token.start, self.tokens[stop].stop), "void()"
         elif text == ",":
-            yield from self._exchanged(at)
+            yield from self._exchanged(index)
         if text in ("+=", "-=", "="):
-            yield from self._dropped(at)
+            yield from self._dropped(index)
 
     def _of_number(self, token: Token) -> Iterator[tuple[str, tuple[int, int], str]]:
         digits = re.match(r"[\d.]+(?:[eE][+-]?\d+)?", token.text)
@@ -92,20 +92,20 @@ class _CudaFile:
             new = str(int(number) + 1)
         yield "number", (token.start, token.stop), new + suffix
 
-    def _exchanged(self, at: int) -> Iterator[tuple[str, tuple[int, int], str]]:
+    def _exchanged(self, index: int) -> Iterator[tuple[str, tuple[int, int], str]]:
         """`stride_b, stride_h`: two words with the same beginning or end, both alone."""
-        if at < 2 or at + 2 >= len(self.tokens):
+        if index < 2 or index + 2 >= len(self.tokens):
             return
-        edge, left, _, right, other = self.tokens[at - 2 : at + 3]
+        edge, left, _, right, other = self.tokens[index - 2 : index + 3]
         if edge.text not in "(," or other.text not in "),":
             return
         a, b = left.text, right.text
         if left.kind == right.kind == "word" and a != b and _are_alike(a, b):
             yield "stride", (left.start, right.stop), f"{b}, {a}"
 
-    def _dropped(self, at: int) -> Iterator[tuple[str, tuple[int, int], str]]:
+    def _dropped(self, index: int) -> Iterator[tuple[str, tuple[int, int], str]]:
         """`x += y;` and `x[i] = y;`, if they are statements of their own."""
-        first = at
+        first = index
         depth = 0
         while first > 0:
             text = self.tokens[first - 1].text
@@ -115,32 +115,32 @@ class _CudaFile:
             first -= 1
         if depth < 0:
             return  # Inside `for (…)`, or an argument.
-        words = self.tokens[first:at]
+        words = self.tokens[first:index]
         if any(t.text in ("for", "if", "while", "return", "else") for t in words):
             return
         is_new = len(words) > 1 and words[0].kind == words[1].kind == "word"
         is_new |= any(t.text in ("const", "auto", "using", "static") for t in words)
-        if is_new or (self.tokens[at].text == "=" and words[-1].text != "]"):
+        if is_new or (self.tokens[index].text == "=" and words[-1].text != "]"):
             return
-        last = at
+        last = index
         while self.tokens[last].text != ";":
             last += 1
         start, stop = self.tokens[first].start, self.tokens[last].start
         yield "statement", (start, stop), "\n" * self.text[start:stop].count("\n")
 
-    def _is_spaced(self, at: int) -> bool:
+    def _is_spaced(self, index: int) -> bool:
         """Operators have spaces around them; templates, pointers and signs of numbers do not."""
-        token = self.tokens[at]
+        token = self.tokens[index]
         return self.text[token.start - 1].isspace() and self.text[token.stop].isspace()
 
-    def _closing(self, at: int) -> int:
+    def _closing(self, index: int) -> int:
         """The index of the parenthesis that closes the one at an index."""
         depth = 0
         while True:
-            depth += (self.tokens[at].text == "(") - (self.tokens[at].text == ")")
+            depth += (self.tokens[index].text == "(") - (self.tokens[index].text == ")")
             if depth == 0:
-                return at
-            at += 1
+                return index
+            index += 1
 
 
 def _functions(tokens: list[Token]) -> Iterator[tuple[str, int, int]]:

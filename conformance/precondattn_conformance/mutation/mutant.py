@@ -50,9 +50,9 @@ class Lines:
         for line in text.split("\n"):
             self.starts.append(self.starts[-1] + len(line) + 1)
 
-    def number(self, at: int) -> int:
+    def number(self, character: int) -> int:
         """The number of the line of a character; the first is 1."""
-        return bisect_right(self.starts, at)
+        return bisect_right(self.starts, character)
 
     def mutant(
         self, function: str, kind: str, span: tuple[int, int], new: str, lines: tuple[int, int]

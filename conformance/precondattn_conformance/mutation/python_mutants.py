@@ -170,7 +170,7 @@ class _PythonFile:
     def _negated(self, test: ast.expr) -> Iterator[Edit]:
         """`if x` to `if not x`, where no other edit does this."""
         if isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.NamedExpr):
-            yield "condition", self.span(test), f"not ({self.of(test)})"
+            yield "condition", self.span(test), f"not ({self.text_of(test)})"
 
     def _moved(self, kind: str, bound: ast.expr | None, by: int) -> Iterator[Edit]:
         if bound is None:
@@ -178,7 +178,7 @@ class _PythonFile:
         if isinstance(bound, ast.Constant) and isinstance(bound.value, int):
             yield kind, self.span(bound), str(bound.value + by)
         else:
-            old = self.of(bound)
+            old = self.text_of(bound)
             simple = isinstance(bound, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
             yield kind, self.span(bound), f"{old if simple else f'({old})'} {'+-'[by < 0]} 1"
 
@@ -220,7 +220,7 @@ class _PythonFile:
         whole = self.text[start : self.lines.starts[line]]
         return start + len(whole.encode()[:column].decode())  # Columns count bytes.
 
-    def of(self, node: ast.expr) -> str:
+    def text_of(self, node: ast.expr) -> str:
         start, stop = self.span(node)
         return self.text[start:stop]
 

@@ -84,7 +84,7 @@ class MutationRecord:
                 for m in target.mutants()
             }
 
-    def of(self, mutant: Mutant) -> MutantEntry:
+    def entry_of(self, mutant: Mutant) -> MutantEntry:
         """The entry of a mutant."""
         return self.entries[mutant.target][mutant.key]
 

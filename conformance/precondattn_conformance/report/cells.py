@@ -80,7 +80,7 @@ class Cell:
         return ", ".join(counts) + (f"; worst {measured}" if measured else "")
 
 
-def by(results: Iterable[Result], key: Callable[[Result], Key]) -> dict[Key, list[Result]]:
+def grouped_by(results: Iterable[Result], key: Callable[[Result], Key]) -> dict[Key, list[Result]]:
     """Results in groups, in the order of the first result of each group."""
     groups: dict[Key, list[Result]] = {}
     for result in results:
@@ -96,8 +96,10 @@ def family(mechanism: str) -> str:
 
 def by_family(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
     """Results by family, and within a family by mechanism."""
-    groups = by(results, lambda result: family(result.mechanism))
-    return {name: by(group, lambda result: result.mechanism) for name, group in groups.items()}
+    groups = grouped_by(results, lambda result: family(result.mechanism))
+    return {
+        name: grouped_by(group, lambda result: result.mechanism) for name, group in groups.items()
+    }
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import chain, zip_longest
 
-from precondattn_conformance.report.cells import by
+from precondattn_conformance.report.cells import grouped_by
 from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.status import FAILED
 
@@ -39,7 +39,7 @@ class Failures:
     """
 
     def __init__(self, results: list[Result]) -> None:
-        groups = by(results, lambda result: (result.mechanism, result.check)).values()
+        groups = grouped_by(results, lambda result: (result.mechanism, result.check)).values()
         turns = chain.from_iterable(zip_longest(*groups))
         in_turn = [result for result in turns if result is not None]
         shown = {result.id for result in in_turn[:IN_FULL]}
@@ -48,7 +48,9 @@ class Failures:
         others = [result for result in results if result.id not in shown]
         self.listed, self.left_out = others[:LISTED], max(len(others) - LISTED, 0)
         self.number = {result.id: i for i, result in enumerate(self.in_full)}
-        alike = by(results, lambda result: NUMBER.sub("…", in_one_line(result, share=False)))
+        alike = grouped_by(
+            results, lambda result: NUMBER.sub("…", in_one_line(result, share=False))
+        )
         kinds = sorted(alike.items(), key=lambda kind: -len(kind[1]))
         self.kinds = [(text, len(group), self.link(group)) for text, group in kinds[:KINDS]]
         self.more_kinds = len(kinds) - len(self.kinds)

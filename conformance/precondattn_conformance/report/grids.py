@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from precondattn_conformance.report.cells import Cell, by, by_family, in_order
+from precondattn_conformance.report.cells import Cell, by_family, grouped_by, in_order
 from precondattn_conformance.report.failures import Failures
 from precondattn_conformance.report.record import RunRecord
 from precondattn_conformance.report.result import Result
@@ -46,7 +46,7 @@ class ReportGrid:
 
 def grids(record: RunRecord, failures: Failures) -> list[ReportGrid]:
     """One grid for each library; with several libraries, first one for all together."""
-    libraries = by(record.outcomes, lambda result: result.library)
+    libraries = grouped_by(record.outcomes, lambda result: result.library)
     grids = [_grid(name, results, failures) for name, results in libraries.items()]
     if len(grids) > 1:
         grids.insert(0, _grid("all", record.outcomes, failures))
@@ -57,12 +57,12 @@ def _grid(library: str, results: list[Result], failures: Failures) -> ReportGrid
     order = in_order([*DTYPES, *(result.dtype for result in results)])
     columns = {
         check: sorted({result.dtype for result in group}, key=order.index)
-        for check, group in by(results, lambda result: result.check).items()
+        for check, group in grouped_by(results, lambda result: result.check).items()
     }
     grid = ReportGrid(library, columns)
 
     def line(name: str, results: list[Result], label: str) -> GridLine:
-        cells_of = by(results, lambda result: (result.check, result.dtype))
+        cells_of = grouped_by(results, lambda result: (result.check, result.dtype))
         cells = [
             _cell(Cell(cells_of.get((check, dtype), ())), f"{label}, {check}, {dtype}", failures)
             for check, dtypes in columns.items()

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from precondattn_conformance.report.cells import SYMBOLS, WORDS, Cell, by, by_family
+from precondattn_conformance.report.cells import SYMBOLS, WORDS, Cell, by_family, grouped_by
 from precondattn_conformance.report.result import Result
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED, XFAILED
 
@@ -53,14 +53,16 @@ class Band:
 
 def matrix(outcomes: Iterable[Result | Outcome], console: Console) -> None:
     """Print the outcomes of a run."""
-    results = [Result.of(outcome) for outcome in outcomes]
+    results = [Result.of_outcome(outcome) for outcome in outcomes]
     if not results:
         console.print("no cases were run")
         return
-    datasets = by(results, _place)
+    datasets = grouped_by(results, _place)
     is_split = len(datasets) > 1
     if is_split:
-        _print("library, dtype", results, lambda some: list(by(some, _place).items()), console)
+        _print(
+            "library, dtype", results, lambda some: list(grouped_by(some, _place).items()), console
+        )
     _print("mechanism", results, partial(_by_mechanism, splits=is_split), console)
     refused = _refused(results)
     if refused:
@@ -96,7 +98,7 @@ def _named(name: str, mechanisms: dict[str, list[Result]], *, alone: bool) -> st
 
 
 def _where_it_fails(results: list[Result]) -> Rows:
-    places = by(results, _place)
+    places = grouped_by(results, _place)
     bad = {place: group for place, group in places.items() if Cell(group).status == FAILED}
     rows: Rows = [(f"  {place}", group) for place, group in bad.items()]
     if len(rows) > LINES_OF_A_MECHANISM:
@@ -146,7 +148,7 @@ def _bands(
     what: str, results: list[Result], rows_of: Callable[[list[Result]], Rows], width: int
 ) -> list[Band]:
     """The checks in as few bands as the width allows."""
-    by_check = by(results, lambda result: result.check)
+    by_check = grouped_by(results, lambda result: result.check)
     left = [c for c, group in by_check.items() if any(r.is_compared for r in group)]
 
     def band(checks: list[str]) -> Band:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from precondattn_conformance.report.cells import SYMBOLS, WORDS, by, in_order
+from precondattn_conformance.report.cells import SYMBOLS, WORDS, grouped_by, in_order
 from precondattn_conformance.report.failures import Failures, in_one_line
 from precondattn_conformance.report.grids import DTYPES, grids
 from precondattn_conformance.report.record import RunRecord
@@ -65,7 +65,7 @@ def page(record: RunRecord, docs_link: DocsLink = lambda check: None) -> str:
         failures=failures,
         expected=[r for r in record.outcomes if r.status == XFAILED],
         refusals=refusals(record),
-        skips=by([r for r in record.outcomes if r.status == SKIPPED], lambda r: r.headline),
+        skips=grouped_by([r for r in record.outcomes if r.status == SKIPPED], lambda r: r.headline),
         covered=covered(record),
         dtypes_short=DTYPES,
     )
@@ -184,7 +184,7 @@ class Refusal:
 def refusals(record: RunRecord) -> list[Refusal]:
     """The unsupported cases by reason, the most frequent first."""
     refused = [result for result in record.outcomes if result.status == UNSUPPORTED]
-    groups = by(refused, lambda result: in_few_words(result.reason, record.names))
+    groups = grouped_by(refused, lambda result: in_few_words(result.reason, record.names))
     reasons = [
         Refusal(
             reason,
@@ -219,7 +219,7 @@ def covered(record: RunRecord) -> Covered:
     def counts(key: Callable[[Result], str]) -> list[tuple[str, Counter[str]]]:
         return [
             (name, Counter("compared" if r.is_compared else r.status for r in group))
-            for name, group in by(results, key).items()
+            for name, group in grouped_by(results, key).items()
         ]
 
     columns = in_order(result.check for result in results)

@@ -213,7 +213,7 @@ class RecordWriter:
 
     def add(self, outcome: Outcome | Result) -> None:
         """Add the outcome of a case."""
-        result = Result.of(outcome)
+        result = Result.of_outcome(outcome)
         self.record.outcomes.append(result)
         self._lines.append(_text(result.to_json()))
         if not isinstance(outcome, Result):

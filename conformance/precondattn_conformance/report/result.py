@@ -43,7 +43,7 @@ class Result:
     """The ids of the earlier cases after which a case fails that passes alone."""
 
     @classmethod
-    def of(cls, outcome: Outcome | Result) -> Result:
+    def of_outcome(cls, outcome: Outcome | Result) -> Result:
         """The result of an outcome of the runner."""
         if isinstance(outcome, Result):
             return outcome

@@ -21,7 +21,7 @@ PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
 
 
-def refuse_parts(
+def check_context_parallel(
     mechanism: Piece, plan: CallPlan | None = None, call: BoundCall | None = None
 ) -> None:
     """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""

@@ -202,10 +202,10 @@ def _part_of_cache(sharding: MeshSharding, cache: Cache) -> Cache:
     return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
 
 
-def _check_cotangent(mechanism: Piece, what: str, cotangent: Any, of: DTensor) -> None:
-    if not isinstance(cotangent, DTensor) or cotangent.placements != of.placements:
+def _check_cotangent(mechanism: Piece, what: str, cotangent: Any, output: DTensor) -> None:
+    if not isinstance(cotangent, DTensor) or cotangent.placements != output.placements:
         found = getattr(cotangent, "placements", type(cotangent).__name__)
         raise ValueError(
-            f"{mechanism}: {what} must be a DTensor with the placements {of.placements}; "
+            f"{mechanism}: {what} must be a DTensor with the placements {output.placements}; "
             f"found {found}"
         )

@@ -37,7 +37,7 @@ class SeparateCallsError(Exception):
     """The calls are not one call along these axes."""
 
 
-class Arrays(NamedTuple):
+class MappedArrays(NamedTuple):
     """A list of arrays among the arguments of an operator that is mapped."""
 
     tensors: Sequence[Tensor | None]
@@ -45,7 +45,7 @@ class Arrays(NamedTuple):
     """The axis of each that is mapped; None where all calls have the same array."""
 
     @classmethod
-    def of(cls, argument: Any, mapped: Any) -> Arrays:
+    def of_argument(cls, argument: Any, mapped: Any) -> MappedArrays:
         """An argument, which is a list of arrays or one array."""
         return cls(argument, mapped) if isinstance(argument, list) else cls([argument], [mapped])
 
@@ -98,7 +98,9 @@ class OneCall:
         if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):
             raise SeparateCallsError
 
-    def of(self, patterns: Sequence[Pattern], arrays: Arrays, *, each: bool = False) -> AxesOf:
+    def axes_of(
+        self, patterns: Sequence[Pattern], arrays: MappedArrays, *, each: bool = False
+    ) -> AxesOf:
         """The axes of arrays; `each` where every call has its own, as of a gradient."""
         axes = [self._axis(p, s) for p, s in zip(patterns, arrays.shapes, strict=True)]
         for axis, mapped in zip(axes, arrays.mapped, strict=True):
@@ -113,7 +115,7 @@ class OneCall:
             raise SeparateCallsError
         return axis
 
-    def of_frame(self, frame: Arrays) -> AxesOf:
+    def of_frame(self, frame: MappedArrays) -> AxesOf:
         """The axes of a frame's arrays: the first one, where sequences do not share it."""
         axes: AxesOf = []
         for i, (shape, mapped) in enumerate(zip(frame.shapes, frame.mapped, strict=True)):
@@ -123,16 +125,18 @@ class OneCall:
             axes.append(None if is_shared else 0)
         return axes
 
-    def of_residuals(self, backend: str, tensors: Arrays, frame: Arrays) -> AxesOf:
+    def of_residuals(self, backend: str, tensors: MappedArrays, frame: MappedArrays) -> AxesOf:
         """The axes of the residuals of a forward pass."""
         shapes = self._declared(backend, tensors, tensors.shapes, frame)
         return self.of_saved(backend, tensors, frame, shapes)
 
-    def of_saved(self, backend: str, tensors: Arrays, frame: Arrays, shapes: Shapes) -> AxesOf:
+    def of_saved(
+        self, backend: str, tensors: MappedArrays, frame: MappedArrays, shapes: Shapes
+    ) -> AxesOf:
         """The axes of residuals that have these shapes in one of the calls."""
         if not shapes:
             return []
-        axes = self.of(list(self.piece.inputs.values()), tensors)
+        axes = self.axes_of(list(self.piece.inputs.values()), tensors)
         longer = [
             tuple(n * self.count if i == axis else n for i, n in enumerate(shape))
             for shape, axis in zip(tensors.shapes, axes, strict=True)
@@ -150,7 +154,9 @@ class OneCall:
             raise SeparateCallsError
         return at if shape is None or shape[at] == pattern.axes[at].size(self.sizes) else None
 
-    def _declared(self, backend: str, tensors: Arrays, shapes: Shapes, frame: Arrays) -> Shapes:
+    def _declared(
+        self, backend: str, tensors: MappedArrays, shapes: Shapes, frame: MappedArrays
+    ) -> Shapes:
         dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors.tensors if t is not None)
         described = zip(self.piece.inputs, shapes, dtypes, strict=True)
         specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}

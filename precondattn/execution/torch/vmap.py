@@ -18,8 +18,8 @@ from precondattn.algebra.names import piece_named
 from precondattn.execution.torch import older_vmap
 from precondattn.execution.torch.folded_axes import (
     KINDS,
-    Arrays,
     AxesOf,
+    MappedArrays,
     OneCall,
     SeparateCallsError,
 )
@@ -40,39 +40,54 @@ class VmapAxes(NamedTuple):
 # ------------------------------------------------------------------------- axes, by operator
 
 
-def _inference(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> VmapAxes:
-    axes = [call.of(_inputs(call), tensors), call.of_frame(frame)]
+def _inference(call: OneCall, backend: str, tensors: MappedArrays, frame: MappedArrays) -> VmapAxes:
+    axes = [call.axes_of(_inputs(call), tensors), call.of_frame(frame)]
     return VmapAxes(axes, [call.of_result(call.piece.program.output)])
 
 
-def _forward(call: OneCall, backend: str, tensors: Arrays, frame: Arrays) -> VmapAxes:
+def _forward(call: OneCall, backend: str, tensors: MappedArrays, frame: MappedArrays) -> VmapAxes:
     arguments, out = _inference(call, backend, tensors, frame)
     return VmapAxes(arguments, out + call.of_residuals(backend, tensors, frame))
 
 
 def _backward(
-    call: OneCall, backend: str, tensors: Arrays, frame: Arrays, outputs: Arrays, cotangent: Arrays
+    call: OneCall,
+    backend: str,
+    tensors: MappedArrays,
+    frame: MappedArrays,
+    outputs: MappedArrays,
+    cotangent: MappedArrays,
 ) -> VmapAxes:
-    gradients = call.of(_inputs(call), tensors, each=True)
+    gradients = call.axes_of(_inputs(call), tensors, each=True)
     out: AxesOf = [call.of_result(call.piece.program.output)]
     residuals = call.of_saved(backend, tensors, frame, outputs.shapes[1:])
     return VmapAxes([gradients, call.of_frame(frame), out + residuals, out], gradients)
 
 
 def _step(
-    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, *counts: Arrays
+    call: OneCall,
+    backend: str,
+    past: MappedArrays,
+    tensors: MappedArrays,
+    frame: MappedArrays,
+    *counts: MappedArrays,
 ) -> VmapAxes:
-    buffers = call.of(_buffers(call), past, each=True)
-    axes = [buffers, call.of(_inputs(call), tensors), call.of_frame(frame)]
-    axes += [call.of(SEQUENCES, each) for each in counts]
+    buffers = call.axes_of(_buffers(call), past, each=True)
+    axes = [buffers, call.axes_of(_inputs(call), tensors), call.of_frame(frame)]
+    axes += [call.axes_of(SEQUENCES, each) for each in counts]
     return VmapAxes(axes, [call.of_result(call.piece.program.output), *buffers])
 
 
 def _step_backward(
-    call: OneCall, backend: str, past: Arrays, tensors: Arrays, frame: Arrays, cotangents: Arrays
+    call: OneCall,
+    backend: str,
+    past: MappedArrays,
+    tensors: MappedArrays,
+    frame: MappedArrays,
+    cotangents: MappedArrays,
 ) -> VmapAxes:
-    states = call.of(_buffers(call), past, each=True)
-    gradients = call.of(_inputs(call), tensors, each=True)
+    states = call.axes_of(_buffers(call), past, each=True)
+    gradients = call.axes_of(_inputs(call), tensors, each=True)
     out = call.of_result(call.piece.program.output)
     return VmapAxes([states, gradients, call.of_frame(frame), [out, *states]], states + gradients)
 
@@ -85,14 +100,14 @@ def _buffers(call: OneCall) -> list[Pattern]:
     return [pattern for _, pattern in call.piece.program.slots.values()]
 
 
-def _sizes(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+def _sizes(piece: Any, lists: Sequence[MappedArrays]) -> Sizes:
     """The sizes of a full call, whose inputs come first."""
     shapes = dict(zip(piece.inputs, lists[0].shapes, strict=True))
     sizes: Sizes = piece.inputs.sizes(str(piece), shapes)
     return sizes
 
 
-def _sizes_of_step(piece: Any, lists: Sequence[Arrays]) -> Sizes:
+def _sizes_of_step(piece: Any, lists: Sequence[MappedArrays]) -> Sizes:
     """The sizes of a step, whose inputs come after its buffers."""
     shapes = dict(zip(piece.inputs, lists[1].shapes, strict=True))
     sizes: Sizes = piece.inputs.extending().sizes(str(piece), shapes)
@@ -105,7 +120,9 @@ def _sizes_of_step(piece: Any, lists: Sequence[Arrays]) -> Sizes:
 def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _sizes) -> None:
     """Let both kinds of PyTorch's vmap map an operator."""
 
-    def one_call(piece: str, backend: str, lists: list[Arrays], count: int) -> VmapAxes | None:
+    def one_call(
+        piece: str, backend: str, lists: list[MappedArrays], count: int
+    ) -> VmapAxes | None:
         mechanism = piece_named(piece)
         sizes = sizes_of(mechanism, lists)
         for kind in KINDS:
@@ -117,7 +134,9 @@ def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _
 
     def rule(info: Any, in_dims: Any, piece: str, backend: str, *arguments: Any) -> Any:
         count = info.batch_size
-        lists = [Arrays.of(*pair) for pair in zip(arguments, in_dims[2:], strict=True)]
+        lists = [
+            MappedArrays.of_argument(*pair) for pair in zip(arguments, in_dims[2:], strict=True)
+        ]
 
         def results_of(arrays: Sequence[list[Any]]) -> Any:
             pairs = zip(arguments, arrays, strict=True)

@@ -81,7 +81,7 @@ class _Draw:
     def __init__(self, shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> None:
         self.shape, self.dtype, self.rngs = shape, dtype, rngs
 
-    def of(self, shape: tuple[int, ...]) -> _Draw:
+    def of_shape(self, shape: tuple[int, ...]) -> _Draw:
         return _Draw(shape, self.dtype, self.rngs)
 
     def normal(self) -> jax.Array:

@@ -223,7 +223,7 @@ class Attention(Declared):
             cache=cache,
             segments=segments,
             donate=donate,
-            divided=None if self.divided is None else self.divided.at(x),
+            divided=None if self.divided is None else self.divided.tokens_of_process(x),
             mechanism=None if self.divided is None else self.divided.mechanism,
             summed=summed,
         )

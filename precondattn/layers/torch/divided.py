@@ -55,7 +55,7 @@ class DividedTokens:
                 f"{' and '.join(given)}"
             )
 
-    def at(self, x: Tensor) -> TokensOfProcess:
+    def tokens_of_process(self, x: Tensor) -> TokensOfProcess:
         """Where this process's rows of x (b, t, width) are in their sequences."""
         rows = self.mechanism.processes.agree(None, "a layer", (x.shape[1],))
         return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)

@@ -151,7 +151,7 @@ class _Draw:
     def __init__(self, shape: Shape, kind: dict[str, Any]) -> None:
         self.shape, self.kind = shape, kind
 
-    def of(self, shape: Shape) -> _Draw:
+    def of_shape(self, shape: Shape) -> _Draw:
         return _Draw(shape, self.kind)
 
     def normal(self) -> Tensor:

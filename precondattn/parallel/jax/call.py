@@ -56,7 +56,7 @@ class DividedCall(NamedTuple):
 def output_axes(mechanism: Mechanism) -> HeadAxes:
     """Those of the output, as if it had several heads."""
     pattern: Pattern = mechanism.program.output
-    return HeadAxes.of(pattern, (2,) * len(pattern.axes))
+    return HeadAxes.of_pattern(pattern, (2,) * len(pattern.axes))
 
 
 def arguments_of(

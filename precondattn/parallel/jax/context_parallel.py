@@ -213,7 +213,7 @@ class ContextParallel:
             naming the input.
         """
         declared, shapes, parts = self.mechanism.inputs, {}, {}
-        axes = {name: HeadAxes.of(declared[name], x.shape) for name, x in inputs.items()}
+        axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}
         divisor = 1 if self.order is None else self.order.divisor
         for name, x in inputs.items():
             time, part, whole = axes[name].time, list(x.shape), list(x.shape)

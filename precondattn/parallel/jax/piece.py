@@ -55,7 +55,7 @@ class DividedMasks(NamedTuple):
     segment: Array | None
 
     @classmethod
-    def of(cls, line: DeviceLine, given: Mapping[str, Array], tokens: int) -> DividedMasks:
+    def of_call(cls, line: DeviceLine, given: Mapping[str, Array], tokens: int) -> DividedMasks:
         """From whole masks, whose tokens are in the order of the devices."""
 
         def of_devices(mask: Array) -> Array:

@@ -89,7 +89,7 @@ class RingCall:
         options = {**masks.of_device(self.line.rank), "backend": self.backend}
         return RingPair(read_of(self.softmax, options), None, None)
 
-    def pair(self, masks: DividedMasks, source: Array, of: Rectangle) -> RingPair:
+    def pair(self, masks: DividedMasks, source: Array, area: Rectangle) -> RingPair:
         """Of a device's queries to another's keys.
 
         Causally, the keys are all before the queries. So both are of one segment only if the first
@@ -97,11 +97,11 @@ class RingCall:
         """
         rank, options = self.line.rank, {"backend": self.backend}
         if masks.valid is not None:
-            options["key_mask"] = of.rows(masks.valid[source], of.keys)
+            options["key_mask"] = area.rows(masks.valid[source], area.keys)
         seen_by = is_any = None
         if masks.segment is not None:
-            queries = of.rows(masks.segment[rank], of.queries)
-            keys = of.rows(masks.segment[source], of.keys)
+            queries = area.rows(masks.segment[rank], area.queries)
+            keys = area.rows(masks.segment[source], area.keys)
             first, last = queries[:, :1], queries[:, -1:]
             facing = first if self.softmax.causal else jnp.where(source < rank, first, last)
             seen_by, visible = queries == facing, keys == facing
@@ -126,7 +126,7 @@ class RingCall:
         state = after_all(always, state)
         if not before and not after:
             return state
-        branches = [partial(after_all, of) for of in (before, after)]
+        branches = [partial(after_all, area) for area in (before, after)]
         return lax.cond(source < self.line.rank, *branches, state)
 
     def source(self, distance: Array | int) -> Array:
@@ -148,15 +148,17 @@ def _forward(
         """`done` (output and log-sum-exp), and the attention to the keys that are held."""
         source = ring.source(distance)
 
-        def step(of: Rectangle, pair: RingPair, done: Any) -> Any:
+        def step(area: Rectangle, pair: RingPair, done: Any) -> Any:
             read, seen_by, _ = pair
-            rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in held))
+            rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in held))
             out, lse = read.attend(*map(upcast, rows))
             if seen_by is not None:
                 lse = jnp.where(seen_by[..., None], lse, -math.inf)
-            before = (of.rows(done[0], of.queries), of.rows(done[1], of.queries))
+            before = (area.rows(done[0], area.queries), area.rows(done[1], area.queries))
             merged = read.merged(before, (out, lse))
-            return tuple(of.placed(x, of.queries, new) for x, new in zip(done, merged, strict=True))
+            return tuple(
+                area.placed(x, area.queries, new) for x, new in zip(done, merged, strict=True)
+            )
 
         return ring.each(masks, source, q.shape[1], step, done)
 
@@ -183,16 +185,16 @@ def _backward(ring: RingCall, saved: Any, d_out: Array) -> Any:
         """Gradients of the queries, and of the keys and values that are held, added up."""
         source, tokens = ring.source(distance), held[:2]
 
-        def step(of: Rectangle, pair: RingPair, sums: Any) -> Any:
+        def step(area: Rectangle, pair: RingPair, sums: Any) -> Any:
             read, seen_by, _ = pair
-            rows = (of.rows(q, of.queries), *(of.rows(x, of.keys) for x in tokens))
-            of_queries = [of.rows(x, of.queries) for x in (out, lse, d_out)]
-            whole = WholeRows.of(of_queries[0], of_queries[1], of_queries[2], seen_by)
+            rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in tokens))
+            of_queries = [area.rows(x, area.queries) for x in (out, lse, d_out)]
+            whole = WholeRows.of_output(of_queries[0], of_queries[1], of_queries[2], seen_by)
             gradients = read.pulled(tuple(map(upcast, rows)), whole)
             return tuple(
-                of.placed(total, which, of.rows(total, which) + gradients[name])
+                area.placed(total, which, area.rows(total, which) + gradients[name])
                 for total, name, which in zip(
-                    sums, "qkv", (of.queries, of.keys, of.keys), strict=True
+                    sums, "qkv", (area.queries, area.keys, area.keys), strict=True
                 )
             )
 
@@ -200,7 +202,7 @@ def _backward(ring: RingCall, saved: Any, d_out: Array) -> Any:
         return d_q, (*tokens, *d_held)
 
     own = ring.own(masks).read.pulled(
-        tuple(map(upcast, (q, k, v))), WholeRows.of(out, lse, d_out, None)
+        tuple(map(upcast, (q, k, v))), WholeRows.of_output(out, lse, d_out, None)
     )
     d_q, held = own["q"], (k, v, own["k"], own["v"])
 

@@ -50,7 +50,7 @@ def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     segments, masks = piece.masks.segment, piece.masks.of_extension(piece.line.rank)
-    borders = None if segments is None else SegmentBorders.of(segments)
+    borders = None if segments is None else SegmentBorders.of_segments(segments)
     scan = _Scan(piece.leaf, piece.line, piece.backend)
     out: Array = _scanned(scan, masks, borders, piece.inputs)
     return out

@@ -101,7 +101,7 @@ def output(call: DividedCall, given: DividedArguments) -> Array:
         for name, mask in given.masks.items()
     }
     line, program = _line(call), call.mechanism.program
-    masks = DividedMasks.of(line, whole, call.tokens // call.devices)
+    masks = DividedMasks.of_call(line, whole, call.tokens // call.devices)
     values = masks.without_padding(line.rank, given.inputs, call.mechanism.inputs)
     name = call_dtype(given.inputs)
     is_half, dtype = name in HALF, jnp.dtype(name)

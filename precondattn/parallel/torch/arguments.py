@@ -95,7 +95,7 @@ def bind(mechanism: Mechanism, mesh: DeviceMesh, arrays: Any, named: Mapping[str
             raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
         if x.ndim != len(pattern.axes):
             raise ValueError(f"{name} is declared ({pattern.text}); found shape {tuple(x.shape)}")
-    axes = {name: HeadAxes.of(patterns[name], tuple(x.shape)) for name, x in inputs.items()}
+    axes = {name: HeadAxes.of_pattern(patterns[name], tuple(x.shape)) for name, x in inputs.items()}
     has_tokens = {name: axis.time is not None for name, axis in axes.items()}
     kinds = {isinstance(x, DTensor) for name, x in inputs.items() if has_tokens[name]}
     if len(kinds) > 1:

@@ -101,7 +101,7 @@ def extend(
     """The output of the new tokens, and the cache with them."""
     mechanism, rank = cache.mechanism, processes.rank
     values = zero_padding(new.inputs, mechanism.inputs, new.within, new.valid)
-    parts, past = _parts(new, processes), _Past.of(cache, rank)
+    parts, past = _parts(new, processes), _Past.of_cache(cache, rank)
     kept: dict[str, Tensor] = {}
     for number, leaf_call in enumerate(mechanism.program.calls):
         step, way = past.step(number, new, values), cached_way(leaf_call.leaf)
@@ -130,7 +130,7 @@ def bytes_of_extension(
     new: NewTokens, processes: MeshProcesses, cache: DividedCache
 ) -> dict[str, int]:
     """By this process to others, by what is sent, for which value of the program."""
-    parts, past = _parts(new, processes), _Past.of(cache, processes.rank)
+    parts, past = _parts(new, processes), _Past.of_cache(cache, processes.rank)
     shapes = _shapes(past, new, new.inputs)
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
@@ -219,7 +219,7 @@ class _Past(NamedTuple):
     seen: Tensor | None
 
     @classmethod
-    def of(cls, cache: DividedCache, rank: int) -> _Past:
+    def of_cache(cls, cache: DividedCache, rank: int) -> _Past:
         rows, buffers, names = cache.rows_of(rank), cache.part.store, cache.token_buffers
         store = {n: buffer[:, :rows] if n in names else buffer for n, buffer in buffers.items()}
         seen = store.pop(KEY_MASK, None)

@@ -202,7 +202,7 @@ class ContextParallel:
             return part
         pattern = self.mechanism.program.output
         whole = pattern.shape(call.sizes)
-        time = HeadAxes.of(pattern, whole).time
+        time = HeadAxes.of_pattern(pattern, whole).time
         assert time is not None  # Every output has tokens.
         stride = torch.empty(whole, device="meta").stride()
         return DTensor.from_local(

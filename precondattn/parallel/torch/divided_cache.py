@@ -91,8 +91,8 @@ def held_of(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> 
 
     Examples
     --------
-    >>> from precondattn.parallel.layouts import Order
-    >>> held_of(Order("zigzag").parts([4, 4]), [8, 3], devices=2)
+    >>> from precondattn.parallel.layouts import TokenOrder
+    >>> held_of(TokenOrder("zigzag").parts([4, 4]), [8, 3], devices=2)
     ((4, 2), (4, 1))
     """
     held = [[0] * len(counts) for _ in range(devices)]

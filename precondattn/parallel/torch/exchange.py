@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
     def run(self, arrays: Sequence[Tensor], *, to_heads: bool) -> tuple[Tensor, ...]:
         devices = range(self.devices)
         cut, join = (self._heads, self._tokens) if to_heads else (self._tokens, self._heads)
-        sent = [[cut.of(i, x, to) for i, x in enumerate(arrays)] for to in devices]
+        sent = [[cut.share_of(i, x, to) for i, x in enumerate(arrays)] for to in devices]
         shapes = [
             [self._shape(i, x, source, to_heads=to_heads) for i, x in enumerate(arrays)]
             for source in devices
@@ -83,7 +83,7 @@ class _Heads(NamedTuple):
 
     exchange: Exchange
 
-    def of(self, i: int, x: Tensor, device: int) -> Tensor:
+    def share_of(self, i: int, x: Tensor, device: int) -> Tensor:
         axis, count = self.exchange.axes[i].heads, self.exchange.heads[i]
         if axis is None:
             return x
@@ -107,7 +107,7 @@ class _Tokens(NamedTuple):
 
     exchange: Exchange
 
-    def of(self, i: int, x: Tensor, device: int) -> Tensor:
+    def share_of(self, i: int, x: Tensor, device: int) -> Tensor:
         times = self.exchange.times[i]
         return x.narrow(self.exchange.axes[i].time, sum(times[:device]), times[device])
 

@@ -68,7 +68,7 @@ def _exchange(call: DividedCall, processes: MeshProcesses) -> Exchange:
 def _exchange_of_output(call: DividedCall, processes: MeshProcesses) -> Exchange:
     pattern = call.mechanism.program.output
     whole = pattern.shape(call.sizes)
-    axes = HeadAxes.of(pattern, whole)
+    axes = HeadAxes.of_pattern(pattern, whole)
     assert axes.time is not None  # Every output has tokens.
     times = call.tokens[pattern.letters[axes.time]]
     count = 1 if axes.heads is None else whole[axes.heads]

@@ -62,7 +62,7 @@ class DividedMasks:
     def segment_of(self, process: int) -> Tensor | None:
         return None if self.segment is None else self.segment[process]
 
-    def of(self, process: int, rows: slice) -> dict[str, Tensor]:
+    def of_rows(self, process: int, rows: slice) -> dict[str, Tensor]:
         """Those of some tokens of a process, as a call of their own takes them."""
         masks = {}
         if self.valid is not None:

@@ -94,7 +94,7 @@ class RingCall:
             before = [other for other in keys if other.first < part.first]
             after = [other for other in keys if other.first > part.first]
             if source == processes.rank:
-                masks = self.piece.masks.of(source, part.rows)
+                masks = self.piece.masks.of_rows(source, part.rows)
                 yield RingPair(leaf, part.rows, part.rows, masks, None)
             for others, at in ((before, 0), ((), 0) if leaf.causal else (after, -1)):
                 if others:
@@ -108,7 +108,7 @@ class RingCall:
     ) -> RingPair | None:
         """Queries and keys all before them (`at` 0) or after them; None if none is visible."""
         masks, rank = self.piece.masks, self.piece.processes.rank
-        given = masks.of(source, keys)
+        given = masks.of_rows(source, keys)
         own = masks.segment_of(rank)
         both = crossing(
             None if own is None else own[:, queries], at, given.pop("segment_ids", None)
@@ -217,7 +217,7 @@ def _pull(
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
         read = read_of(softmax, {**masks, "backend": ring.piece.backend})
         out, lse, d_out = (x[:, of_q] for x in whole)
-        gradients = read.pulled(tokens, WholeRows.of(out, lse, d_out, seen_by))
+        gradients = read.pulled(tokens, WholeRows.of_output(out, lse, d_out, seen_by))
         d_q[:, of_q] += gradients["q"]
         d_k[:, of_k] += gradients["k"]
         d_v[:, of_k] += gradients["v"]

@@ -80,7 +80,7 @@ class SolveBlocks:
         given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
         if beta is not None:
             given["lucid_beta"] = upcast(beta[:, rows])
-        return {**given, **self.piece.masks.of(self.rank, rows), "backend": self.piece.backend}
+        return {**given, **self.piece.masks.of_rows(self.rank, rows), "backend": self.piece.backend}
 
     def visible(
         self, block: TokenPart, rows: slice, at: int

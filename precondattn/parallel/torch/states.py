@@ -56,7 +56,7 @@ def scanned(
     leaf, processes = piece.leaf, piece.processes
     masks = piece.masks.of_extension(processes.rank)
     segments = piece.masks.segment
-    borders = None if segments is None else SegmentBorders.of(segments)
+    borders = None if segments is None else SegmentBorders.of_segments(segments)
 
     def steps() -> dict[str, StateMap]:
         with torch.no_grad():
@@ -147,7 +147,8 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
             begin = dict(zip(steps, arrays[len(inputs) :], strict=True))
             cache = with_states(cache, begin)
             steps = {
-                key: step._replace(state=step.on(cache.store[key])) for key, step in steps.items()
+                key: step._replace(state=step.end_of(cache.store[key]))
+                for key, step in steps.items()
             }
         before = scan.states_before(list(steps.values()), is_reversed=False)
         if before is not None:

@@ -161,8 +161,8 @@ def test_tiles_of_other_segments_are_not_multiplied(lengths):
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
     y, _, expected = run(leaf, x, d_y, frame)
     expected["y"] = y
-    spoilt = {name: np.where(others(ids, a), a, np.float32(np.nan)) for name, a in x.items()}
-    y, _, result = run(leaf, spoilt, np.where(others(ids, d_y), d_y, np.float32(np.nan)), frame)
+    invalid = {name: np.where(others(ids, a), a, np.float32(np.nan)) for name, a in x.items()}
+    y, _, result = run(leaf, invalid, np.where(others(ids, d_y), d_y, np.float32(np.nan)), frame)
     result["y"] = y
     for name, array in expected.items():
         np.testing.assert_array_equal(result[name][:, ids != 1], array[:, ids != 1], name)

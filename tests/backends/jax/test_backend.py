@@ -254,12 +254,12 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 jax.config.update("jax_enable_x64", True)
 import precondattn as pa
-from precondattn_conformance.inputs import Layout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(AxisType.Auto,) * 2)
 for expression in ("softmax", "lucid", "laser", "path", "gated_delta"):
     m = pa.parse(expression)
-    layout = Layout("sharded", b=2, t=37, s=37, h=4, n=4, d=4, e=4)
+    layout = CallLayout("sharded", b=2, t=37, s=37, h=4, n=4, d=4, e=4)
     x = {n: jnp.asarray(a) for n, a in make_inputs(m, layout, "clustered").items()}
 
     def local(x):

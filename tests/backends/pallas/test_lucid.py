@@ -73,8 +73,8 @@ def test_tiles_of_other_segments_are_not_multiplied(lengths):
     x, d_y = {name: a.astype(np.float32) for name, a in x.items()}, d_y.astype(np.float32)
     with small_tiles():
         expected = run(x, d_y)
-        spoilt = {name: without_segment_1(ids, a) for name, a in x.items()}
-        result = run(spoilt, without_segment_1(ids, d_y))
+        invalid = {name: without_segment_1(ids, a) for name, a in x.items()}
+        result = run(invalid, without_segment_1(ids, d_y))
     for name, array in expected.items():
         np.testing.assert_array_equal(result[name][:, ids != 1], array[:, ids != 1], name)
 
