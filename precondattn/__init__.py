@@ -71,6 +71,7 @@ from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.mesa_query import MesaQuery
+from precondattn.spec.mlstm import MLSTM
 from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.path import Path
 from precondattn.spec.positive_definite import NotSolvedError
@@ -108,6 +109,7 @@ delta_product = shorthand(DeltaProduct)
 dplr = shorthand(DPLR)
 deltaformer = shorthand(DeltaFormer)
 gsa = shorthand(GSA)
+mlstm = shorthand(MLSTM)
 cross_covariance = shorthand(CrossCovariance)
 nystrom = shorthand(Nystrom)
 lucid = shorthand(Lucid)
@@ -133,6 +135,7 @@ __all__ = [
     "GLA",
     "GSA",
     "KDA",
+    "MLSTM",
     "RECURRENT",
     "SSD",
     "Append",
@@ -239,6 +242,7 @@ __all__ = [
     "mechanisms",
     "merge",
     "mesa",
+    "mlstm",
     "namespace",
     "nystrom",
     "options",

@@ -38,6 +38,7 @@ STATEFUL = (
     pa.ErasingGDN2,
     pa.PreconditionedKey,
     pa.GSA,
+    pa.MLSTM,
     pa.ConditionedQuery,
 )
 

@@ -52,6 +52,7 @@ STATEFUL = (
     pa.ErasingKDA,
     pa.ErasingGDN2,
     pa.GSA,
+    pa.MLSTM,
 )
 
 TOKEN_WISE = frozenset(

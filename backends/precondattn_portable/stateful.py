@@ -54,8 +54,9 @@ class StatefulAlgorithm(Algorithm):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        zeros, form = leaf.zero_state(x), self._form(ops, leaf, x)
-        gradients: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, form)[0]
+        state, form = leaf.zero_state(x), self._form(ops, leaf, x)
+        nothing = leaf.no_cotangents(state)
+        gradients: Arrays = leaf.run_vjp(state, x, frame, cotangent, nothing, form)[0]
         return gradients
 
     def step(

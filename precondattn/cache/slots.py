@@ -27,6 +27,8 @@ class Slot(NamedTuple):
     """Whether it is stored in float32 when the inputs are in half precision."""
     is_rewritten: bool = False
     """Whether a step also changes the rows of cached tokens."""
+    empty: float = 0.0
+    """Its entries before the first token."""
 
     @property
     def kind(self) -> Kind:
@@ -42,11 +44,12 @@ def _kind_of(slot: Slot) -> Kind:
 
 
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
-    """A buffer of zeros for `slot`, of the library, dtype and device of `like`."""
+    """An empty buffer for `slot`, of the library, dtype and device of `like`."""
     xp = namespace(like)
     kind = slot.kind
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype
     axis = kind.token_axis(len(shape))
     others = (shape[0], *shape[2:])
     in_memory = (*others[:axis], shape[1], *others[axis:])
-    return kind.from_memory_order(xp.zeros(in_memory, dtype=dtype, **placement(like)))
+    buffer = xp.zeros(in_memory, dtype=dtype, **placement(like))
+    return kind.from_memory_order(buffer + slot.empty if slot.empty else buffer)

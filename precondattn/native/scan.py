@@ -43,6 +43,30 @@ def scan(
     return state, xp.stack(outputs[::-1] if reverse else outputs, axis=TIME)
 
 
+def linear_scan(
+    factor: Array,
+    value: Array,
+    *,
+    times: Callable[[Array, Array], Array],
+    plus: Callable[[Array, Array], Array],
+) -> Array:
+    """y_t = value_t ⊕ factor_t ⊗ y_{t−1} along the last axis, from y_0 = value_0.
+
+    `plus` ⊕ and `times` ⊗ are those of a semiring, such as + and ·, or max and +. In log₂ s steps,
+    each of which reaches twice as far back: factors are combined from neighbours, and not by
+    differences of sums from the start.
+    """
+    xp, distance = namespace(value), 1
+    while distance < value.shape[-1]:
+        reached = times(factor[..., distance:], value[..., :-distance])
+        later = plus(value[..., distance:], reached)
+        value = xp.concat([value[..., :distance], later], axis=-1)
+        both = times(factor[..., distance:], factor[..., :-distance])
+        factor = xp.concat([factor[..., :distance], both], axis=-1)
+        distance *= 2
+    return value
+
+
 def _scan_of_jax(step: Any, state: Array, inputs: Token, reverse: bool) -> tuple[Array, Array]:
     jax = sys.modules["jax"]
     xp = namespace(state)

@@ -15,7 +15,7 @@ from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.mechanism import Leaf, missing_method
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, Residuals, Shape
+from precondattn.arrays import Array, Arrays, Residuals, Shape, namespace
 from precondattn.cache import Replace, Slot, Updates, new_buffer
 from precondattn.frame import Frame
 from precondattn.limits import KEPT_PLANS
@@ -95,6 +95,10 @@ class Stateful(Leaf):
         like = next(iter(x.values()))
         return {slot.name: new_buffer(slot, shape, like) for slot, shape in slots}
 
+    def no_cotangents(self, state: Mapping[str, Array]) -> Arrays:
+        """Cotangents of 0, of a state."""
+        return {name: namespace(array).zeros_like(array) for name, array in state.items()}
+
     def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         return self.run(self.zero_state(x), x, frame)[0], ()
 
@@ -106,8 +110,8 @@ class Stateful(Leaf):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        zeros = self.zero_state(x)
-        return self.run_vjp(zeros, x, frame, cotangent, zeros)[0]
+        state = self.zero_state(x)
+        return self.run_vjp(state, x, frame, cotangent, self.no_cotangents(state))[0]
 
     def step(
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
