@@ -192,14 +192,15 @@ class MLSTM(LinearFamily):
         (d_rows, d_read), (last,) = form.read([(stream, first)], pull, *given)
         d = form.vjp(stream, first, d_rows, d_last)
 
+        # Apart, so that where no token is valid d_begin − d_end is exactly 0.
         d_begin = xp.sum(d.state * first, axis=(-2, -1))[..., None]
-        d_end = d_state["maximum"] - xp.sum(d_last * last, axis=(-2, -1))
-        d_read = d_read[..., 0, 0]
-        missing = keeps.shape[-1] - d_read.shape[-1]
-        nothing = xp.broadcast_to(xp.zeros_like(d_end[..., None]), (*d_end.shape, missing))
-        until_end = xp.concat([d_read[..., :-1], d_read[..., -1:] + d_end[..., None]], axis=-1)
-        explicit = xp.concat([d_begin, nothing, until_end], axis=-1)
-        total = self._passed_on(keeps, explicit)
+        d_end = xp.sum(d_last * last, axis=(-2, -1))[..., None]
+        d_m = d_state["maximum"][..., None]
+        nothing = xp.zeros_like(maximum)
+        d_read = xp.concat([nothing, d_read[..., 0, 0]], axis=-1)[..., -maximum.shape[-1] :]
+        through_read = xp.concat([d_read[..., :-1], d_read[..., -1:] + d_m], axis=-1)
+        through_states = xp.concat([d_begin, nothing[..., 2:], -d_end], axis=-1)
+        total = self._passed_on(keeps, through_read) + self._passed_on(keeps, through_states)
 
         d_m = total[..., 1:]
         d_i = xp.sum(d.stream.v * stream.v, axis=-1) + xp.where(keeps, 0.0, d_m)

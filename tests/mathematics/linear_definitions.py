@@ -25,6 +25,7 @@ LAYERS = [
     "ssd",
     "gla",
     "gsa",
+    "mlstm",
     "delta",
     "gated_delta",
     "kda",
@@ -34,6 +35,7 @@ LAYERS = [
     "dplr",
     "ssd[scale=none]",
     "gsa[scale=1]",
+    "mlstm[eps=0.1]",
     "delta[scale=1]",
     "elu1(linear[normalize=true,eps=0.1])",
     "elu1(retention)",
@@ -45,8 +47,8 @@ LAYERS = [
     "qk_norm[norm=l2](delta)",
     "qk_norm[norm=l2,eps=0.1](gated_delta)",
 ]
-BASES = LAYERS[:11]
-GATED = ["ssd", "gla", "gsa", "gated_delta", "kda", "gdn2", "comba", "dplr"]
+BASES = LAYERS[:12]
+GATED = ["ssd", "gla", "gsa", "mlstm", "gated_delta", "kda", "gdn2", "comba", "dplr"]
 DELTA = ["delta", "gated_delta", "kda", "gdn2", "comba"]
 
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
@@ -58,6 +60,7 @@ SHAPES = {
     "ssd": OWN | {"g": "b s u"},
     "gla": SHARED | {"g": "b s n c"},
     "gsa": SHARED | {"s": "b s n m", "g": "b s n m"},
+    "mlstm": SHARED | {"g": "b s h", "i": "b s h"},
     "delta": OWN | {"beta": "b s u"},
     "gated_delta": OWN | {"g": "b s u", "beta": "b s u"},
     "kda": OWN | {"g": "b s u c", "beta": "b s u"},
@@ -207,6 +210,11 @@ def written(layer, token, states):
         case "gsa":
             keys = torch.exp(g)[..., None, :] * first + outer(k, token["s"])
             return [keys, torch.exp(g)[..., None] * states[1] + outer(token["s"], v)]
+        case "mlstm":
+            maximum = torch.maximum(g + states[2], token["i"])
+            kept, new = torch.exp(g + states[2] - maximum), torch.exp(token["i"] - maximum)
+            matrix = kept[..., None, None] * first + new[..., None, None] * outer(k, v)
+            return [matrix, kept[..., None] * states[1] + new[..., None] * k, maximum]
     erased = {"comba": token.get("p")}.get(layer.name, k)
     if getattr(layer, "erases", None) == "undecayed":
         known = (first * erased[..., None]).sum(-2)
@@ -228,6 +236,10 @@ def read(layer, q, states):
     result = scale * (states[0] * q[..., None]).sum(-2)
     if layer.name == "gsa":
         return (states[1] * torch.softmax(result, dim=-1)[..., None]).sum(-2)
+    if layer.name == "mlstm":
+        total = torch.abs(scale * (states[1] * q).sum(-1))
+        total = torch.maximum(total, torch.exp(-states[2])) + layer.eps
+        return result / total[..., None]
     if len(states) == 2:
         result = result / (scale * (states[1] * q).sum(-1, keepdim=True) + layer.eps)
     return result
@@ -238,12 +250,14 @@ def scan(layer, x, states=None, is_written=None):
     layer, x = features(layer, x)
     (b, t, h, d), (s, n) = x["q"].shape, x["k"].shape[1:3]
     u, e = x["v"].shape[2:]
-    q, heads = of_heads(x.pop("q"), max(h, u)), {"retention": h}.get(layer.name, max(n, u))
+    q, heads = of_heads(x.pop("q"), max(h, u)), {"retention": h, "mlstm": h}.get(layer.name, max(n, u))
     x = {name: of_heads(array, heads) for name, array in x.items()}
     if states is None:
         shapes = [(d, e), (d,)] if getattr(layer, "normalize", False) else [(d, e)]
         shapes = [(d, x["s"].shape[-1]), (x["s"].shape[-1], e)] if "s" in x else shapes
         states = [torch.zeros(b, heads, *shape, dtype=q.dtype) for shape in shapes]
+        if layer.name == "mlstm":
+            states += [states[0][..., 0], states[0][..., 0, 0] - torch.inf]
     outs = []
     for j in range(s):
         new = written(layer, {name: array[:, j] for name, array in x.items()}, states)

@@ -78,6 +78,13 @@ def parallel(layer, x):
         weights = np.exp(slots - slots.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("im,ijm,jm,je->ie", weights, decay, x["s"], v)
+    if layer.name == "mlstm":
+        total = np.cumsum(x["g"])
+        logs = np.where(lower, total[:, None] - total + x["i"], -np.inf)
+        maximum = logs.max(-1, keepdims=True)
+        weights = scale * (q @ k.T) * np.exp(logs - maximum)
+        mass = np.maximum(np.abs(weights.sum(-1, keepdims=True)), np.exp(-maximum))
+        return weights @ v / (mass + layer.eps)
     if layer.name == "gla":
         return scale * np.einsum("ic,jc,ijc,ij->ij", q, k, decay, lower) @ v
     if layer.name == "kda":
@@ -488,7 +495,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
         if (
             (name[0] in "qkp" or (layer.name == "dplr" and name in "ab"))
             if per_query_head
-            else (name[0] != "q")
+            else (name[0] != "q" and not (layer.name == "mlstm" and name in "gi"))
         ):
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"

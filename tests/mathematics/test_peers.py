@@ -245,6 +245,23 @@ def test_mesa_around_ssd_with_weighted_values_is_mesanet_of_flash_linear_attenti
     assert_all_agree(saved, result)
 
 
+def test_mlstm_is_that_of_xlstm_of_transformers():
+    """From a state, with the cotangent of its maximum; and from nothing."""
+    for case in ("continued", "fresh"):
+        saved = entries_of("mlstm_xlstm.npz", case)
+        x, f = {name: saved[name] for name in ("q", "k", "v", "i")}, saved["f"]
+        x["g"] = -np.logaddexp(0, -f)
+        saved["grad_g"] = saved["grad_f"] * (1 + np.exp(f))  # df = dg σ(−f).
+        del saved["grad_f"]
+        if case == "continued":
+            assert_is_the_peer(pa.MLSTM(), saved, x)
+            continue
+        out, pullback = pa.MLSTM().vjp(**x)
+        gradients = pullback(saved["cotangent"])
+        assert sorted(gradients) == sorted(x)
+        assert_all_agree(saved, {"out": out} | {f"grad_{n}": a for n, a in gradients.items()})
+
+
 def test_deltaformer_is_that_of_flash_linear_attention():
     x, saved = of_fla("deltaformer")
     out, pullback = pa.DeltaFormer().vjp(**x)

@@ -33,6 +33,7 @@ FORMS = [
     "ssd",  # A decay for each head.
     "gla",  # A decay for each channel.
     "gsa",  # Two states, one after the other.
+    "mlstm[eps=0.1]",  # A state relative to a running maximum, which eps depends on.
     "gated_delta",  # The delta rule with a decay for each head.
     "gdn2",  # The delta rule with strengths and a decay for each channel.
     "dplr",  # Any diagonal plus low rank.
@@ -67,7 +68,8 @@ def test_any_split_gives_the_outputs_and_the_state_of_the_full_call(layer, p, da
     layer, s = pa.parse(layer), p.sizes["s"]
     x = p.x(layer)
     empty = layer.init_cache(**x)
-    assert all(np.all(array == 0) for array in empty.store.values())
+    before = {name: array.copy() for name, array in empty.store.items()}
+    assert all(np.all((array == 0) | (array == -np.inf)) for array in before.values())
     full, last = layer.extend(empty, **x)
     close(full, layer(**x))
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, s - 1)), max_size=4)) | {0, s})
@@ -78,7 +80,7 @@ def test_any_split_gives_the_outputs_and_the_state_of_the_full_call(layer, p, da
     close(np.concatenate(outs, axis=1), full)
     close(cache.store, last.store)
     assert list(cache.length) == list(last.length) == [s, s]
-    assert all(np.all(array == 0) for array in empty.store.values())
+    np.testing.assert_equal(empty.store, before)
 
 
 @pytest.mark.parametrize("layer", FORMS)

@@ -41,6 +41,9 @@ in the peer's layout: k, v and beta (batch, 3 time, heads, …).
 `pgdn`, which normalises q and k itself, and with learnt centres in `pkda`. beta in [0, 1].
 `gsa_fla.npz`: that of gated slot attention, `gsa`, with two query heads for each key head.
 `mesa_fla.npz`: that of MesaNet with exact solves, `mesa`, without states. beta in [0, 1], lamb > 0.
+`mlstm_xlstm.npz`: the mLSTM of Transformers' xLSTM token by token, with the pre-activations f and i
+of its gates, from a state (`continued`), and from nothing (`fresh`: a maximum of −∞), where q and k
+are positive and some input gates are 6.
 `deltaformer_fla.npz`: that of DeltaFormer, `deltaformer`, which has no state. beta in [0, 1].
 `gated_delta_qwen3_next.npz`: the gated delta rule of Transformers' Qwen3-Next, `recurrent` and
 `chunk`, with its L2 norm of queries and keys and two value heads for each key head.
@@ -58,7 +61,8 @@ nothing (`fresh`) and from a state (`continued`).
                             of Mamba-2 instead; dt is before its bias, softplus and limits
     out, cotangent          (batch, time, heads, value width)
     initial_*, final_*      states by name: `state` (batch, heads, key width, value width), the
-                            `mass` (batch, heads, key width) of `normalized`, and `keys` and
+                            `mass` (batch, heads, key width) of `normalized`, both and the
+                            `maximum` (batch, heads) of `continued`, and `keys` and
                             `values` of `gsa`, (batch, heads, key width, slots) and (batch, heads,
                             slots, value width); none of `retention` and `fresh`
     cotangent_*             of the final states, by the same names
@@ -583,6 +587,54 @@ def deltaformer_entries():
     return of_cases(deltaformer=stateful_entries(rng, deltaformer, inputs))
 
 
+def mlstm_entries():
+    """Return the entries of mlstm_xlstm.npz, without `versions`."""
+    import torch
+    from transformers.models.xlstm.modeling_xlstm import mlstm_recurrent_sequence_native
+
+    names = {"q": "query", "k": "key", "v": "value", "f": "fgate", "i": "igate"}
+
+    def mlstm(x, state, mass, maximum):
+        out, (state, mass, maximum) = mlstm_recurrent_sequence_native(
+            **{names[name]: array.transpose(1, 2) for name, array in x.items()},
+            c_initial=state,
+            n_initial=mass,
+            m_initial=maximum[..., None],
+            return_last_states=True,
+        )
+        final = {"state": state, "mass": mass, "maximum": maximum[..., 0]}
+        return out.transpose(1, 2), final
+
+    def fresh(x, _initial):
+        nothing = torch.zeros(batch, heads, dim, width)
+        return mlstm(x, nothing, nothing[..., 0], nothing[..., 0, 0] - torch.inf)[0], {}
+
+    rng = np.random.default_rng(20277)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+
+    def inputs(center):
+        return {
+            "q": normal(rng, batch, time, heads, dim),
+            "k": keys_of(rng, batch, time, heads, dim),
+            "v": normal(rng, batch, time, heads, width),
+            "f": 2 + normal(rng, batch, time, heads),
+            "i": center + normal(rng, batch, time, heads),
+        }
+
+    initial = {
+        "state": normal(rng, batch, heads, dim, width),
+        "mass": normal(rng, batch, heads, dim),
+        "maximum": normal(rng, batch, heads) - 1,
+    }
+    positive = inputs(0)  # denominators far from 0
+    positive |= {name: np.abs(positive[name]) for name in "qk"}
+    positive["i"][:, 11::9] = 6
+    return of_cases(
+        continued=stateful_entries(rng, lambda x, past: mlstm(x, **past), inputs(-2), initial),
+        fresh=stateful_entries(rng, fresh, positive),
+    )
+
+
 def qwen3_next_entries():
     """Return the entries of gated_delta_qwen3_next.npz, without `versions`."""
     from transformers.models.qwen3_next import modeling_qwen3_next as peer
@@ -756,6 +808,7 @@ def main():
     save("gsa_fla.npz", "fla-core", gsa_entries())
     save("mesa_fla.npz", "fla-core", mesa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
+    save("mlstm_xlstm.npz", "transformers", mlstm_entries())
     save("gated_delta_qwen3_next.npz", "transformers", qwen3_next_entries())
     save("linear_attention_onnx.npz", "onnx", onnx_entries())
     save("ssd_mamba2.npz", "transformers", mamba2_entries())
