@@ -28,6 +28,7 @@ REPRESENTATIVES = (
     "retention",  # A fixed decay.
     "gla",  # A decay for each channel.
     "gsa",  # Two states, one after the other.
+    "mlstm",  # A normalised state relative to a running maximum, which is −∞ at first.
     "qk_norm[norm=l2](delta)",  # The delta rule; rows of length 1.
     "gated_delta",  # The delta rule with a decay for each head.
     "kda",  # The delta rule with a decay for each channel.

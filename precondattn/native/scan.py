@@ -56,6 +56,8 @@ def linear_scan(
     each of which reaches twice as far back: factors are combined from neighbours, and not by
     differences of sums from the start.
     """
+    if library_of(value) == "jax" and not isinstance(value.shape[-1], int):
+        return _scan_of_any_length(factor, value, times, plus)
     xp, distance = namespace(value), 1
     while distance < value.shape[-1]:
         reached = times(factor[..., distance:], value[..., :-distance])
@@ -73,3 +75,18 @@ def _scan_of_jax(step: Any, state: Array, inputs: Token, reverse: bool) -> tuple
     time_first = tuple(xp.moveaxis(x, TIME, 0) for x in inputs)
     state, outputs = jax.lax.scan(step, state, time_first, reverse=reverse)
     return state, xp.moveaxis(outputs, 0, TIME)
+
+
+def _scan_of_any_length(
+    factor: Array, value: Array, times: Callable[..., Array], plus: Callable[..., Array]
+) -> Array:
+    """`linear_scan` in JAX, where the number of tokens is a symbol and that of steps is unknown."""
+    jax, xp = sys.modules["jax"], namespace(value)
+
+    def step(y: Array, token: Token) -> tuple[Array, Array]:
+        y = plus(token[1], times(token[0], y))
+        return y, y
+
+    later = tuple(xp.moveaxis(array[..., 1:], -1, 0) for array in (factor, value))
+    _, outputs = jax.lax.scan(step, value[..., 0], later)
+    return xp.concat([value[..., :1], xp.moveaxis(outputs, 0, -1)], axis=-1)

@@ -60,7 +60,7 @@ def close(result, expected):
     np.testing.assert_allclose(result / scale, expected / scale, rtol=0, atol=2e-6)
 
 
-GRADIENTS = ["lucid", "gated_delta"]
+GRADIENTS = ["lucid", "gated_delta", "mlstm"]
 MORE = ["laser", "path", "deltaformer", "mesa", "gsa", "windowed", "cross_covariance", "nystrom"]
 SLOW = [pytest.param(expression, marks=pytest.mark.slow) for expression in MORE]
 
