@@ -4,7 +4,8 @@
 huge_logits    queries and keys so long that e^⟨q, k⟩ overflows: softmax has to subtract a maximum
 tied_logits    the same with three distinct keys: several weights are equal, all others nearly 0
 tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
-extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each other; β at its ends
+extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each other; β at its ends; input
+               gates of which e^{i} overflows or is 0, with weights of one sign
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
 far_segments   values around 100 and around −100, three tokens each: as in segments of a packed
                call, and in both signs beside the output of a padded query, which is 0
@@ -47,6 +48,8 @@ TINY = {"float64": 1e-8, "float32": 1e-6}
 TINY_ELSEWHERE = 2.0**-5
 GATES = np.asarray([0.0, -1e-4, -20.0, -0.5, -1e4, 0.0, -3.0])
 """Logarithms of decays."""
+OPENINGS = np.asarray([0.0, -1e4, 100.0, -3.0, 1e4, 9.0, 9990.0, -100.0])
+"""Logarithms of input gates. After 10⁴ a token counts only if the state was forgotten."""
 FAR = 50.0
 STRONG = 1e4
 """β where it has no upper end."""
@@ -120,6 +123,9 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
         for name, array in arrays.items():
             if _is_gate(mechanism, name):
                 arrays[name] = np.resize(GATES, array.size).reshape(array.shape)
+            elif name == "i":
+                arrays[name] = np.resize(OPENINGS, array.size).reshape(array.shape)
+                arrays |= {rows: np.abs(arrays[rows]) for rows in "qk"}
             elif name in ("beta", "lucid_beta"):
                 pattern = mechanism.inputs[name]
                 ends = pattern.low, np.minimum(pattern.high, STRONG)

@@ -31,6 +31,8 @@ from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
+OF_WEIGHTS = ("q", "k", "g", "i")
+"""The same, where the weights of a state are divided by their sum."""
 OF_SCORES = (
     *QUERIES_AND_KEYS,
     *("q_gain", "k_gain", "per_dim", "bias", "g"),
@@ -91,6 +93,10 @@ def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str
         for name, size in sizes_when_saturated(inputs, cotangent).items():
             is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
             if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
+                terms[name] = size
+    if any(isinstance(leaf, pa.MLSTM) for leaf in m.program.leaves):
+        for name, size in sizes_when_saturated(inputs, cotangent).items():
+            if name in OF_WEIGHTS and np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
                 terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))

@@ -26,6 +26,11 @@ from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 
 
+def with_mass(state: Mapping[str, Array]) -> Array:
+    """S with z as one more column."""
+    return namespace(state["mass"]).concat([state["state"], state["mass"][..., None]], axis=-1)
+
+
 @dataclass(frozen=True)
 class Linear(LinearFamily):
     """Linear attention: o_i = s Σ_{j≤i} (q_i·k_j) v_j, in linear time. Causal.
@@ -86,10 +91,6 @@ class Linear(LinearFamily):
         xp = namespace(stream.v)
         return stream._replace(v=xp.concat([stream.v, xp.ones_like(stream.v[..., :1])], axis=-1))
 
-    def _with_mass(self, state: Mapping[str, Array]) -> Array:
-        """S with z as one more column."""
-        return namespace(state["mass"]).concat([state["state"], state["mass"][..., None]], axis=-1)
-
     def _sum_of_weights(self, mass: Array) -> Array:
         """The denominator; 1 where it is 0."""
         total = mass + self.eps
@@ -108,7 +109,7 @@ class Linear(LinearFamily):
     ) -> tuple[Array, Arrays]:
         if not self.normalize:
             return super().run(state, x, frame, form)
-        o, final = form.forward(self.stream(x, frame), self._with_mass(state))
+        o, final = form.forward(self.stream(x, frame), with_mass(state))
         rows = rows_of_states(o)
         out = rows[..., :-1] / self._sum_of_weights(rows[..., -1:])
         return out, {"state": final[..., :-1], "mass": final[..., -1]}
@@ -125,12 +126,12 @@ class Linear(LinearFamily):
         if not self.normalize:
             return super().run_vjp(state, x, frame, cotangent, d_state, form)
         xp = namespace(cotangent)
-        stream, start = self.stream(x, frame), self._with_mass(state)
+        stream, start = self.stream(x, frame), with_mass(state)
         rows = rows_of_states(form.forward(stream, start)[0])
         total = self._sum_of_weights(rows[..., -1:])
         d_sum = cotangent / total
         d_mass = -row_sum(d_sum * (rows[..., :-1] / total))
         d_rows = queries_of_states(xp.concat([d_sum, d_mass], axis=-1), stream.k.shape[1])
-        d = form.vjp(stream, start, d_rows, self._with_mass(d_state))
+        d = form.vjp(stream, start, d_rows, with_mass(d_state))
         gradients = self.gradients(x, d.stream._replace(v=d.stream.v[..., :-1]), frame)
         return gradients, {"state": d.state[..., :-1], "mass": d.state[..., -1]}

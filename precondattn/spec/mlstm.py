@@ -42,6 +42,7 @@ from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import linear_scan
 from precondattn.spec.array_functions import finite_or_zero, row_sum, swap_time_and_heads
+from precondattn.spec.linear import with_mass
 from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 
@@ -135,11 +136,6 @@ class MLSTM(LinearFamily):
         gates = ((before - m) + g)[..., None, None]
         return Scaled(plain._replace(v=v, g=gates), weight, maximum, g + before >= i)
 
-    @staticmethod
-    def _joined(state: Mapping[str, Array]) -> Array:
-        """C with n as one more column."""
-        return namespace(state["mass"]).concat([state["state"], state["mass"][..., None]], axis=-1)
-
     def _divided(self, rows: Array, m: Array) -> tuple[Array, Array, Array]:
         """o, 1 / D, and whether |c| is the larger, of rows [a, c] (…, e + 1) and m (…, 1).
 
@@ -164,7 +160,7 @@ class MLSTM(LinearFamily):
         def read(rows: Array, m: Array) -> tuple[Array, ...]:
             return self._divided(rows, m)[:1]
 
-        streams = [(stream, self._joined(state))]
+        streams = [(stream, with_mass(state))]
         (out,), (last,) = form.read(streams, read, _of_queries(maximum, stream.q))
         final = {"state": last[..., :-1], "mass": last[..., -1], "maximum": maximum[..., -1]}
         return rows_of_states(out), final
@@ -180,7 +176,7 @@ class MLSTM(LinearFamily):
     ) -> tuple[Arrays, Arrays]:
         xp = namespace(cotangent)
         stream, weight, maximum, keeps = self._scaled(state["maximum"], x, frame)
-        first, d_last = self._joined(state), self._joined(d_state)
+        first, d_last = with_mass(state), with_mass(d_state)
 
         def pull(rows: Array, m: Array, d_o: Array) -> tuple[Array, ...]:
             out, inverse, is_larger = self._divided(rows, m)
