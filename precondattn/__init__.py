@@ -80,6 +80,7 @@ from precondattn.spec.query_weighted import QueryWeightedQuery
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import Retention
 from precondattn.spec.rms_norm import RMSNorm
+from precondattn.spec.rwkv6 import RWKV6
 from precondattn.spec.scaled_dims import ScaledDims
 from precondattn.spec.softmax import Softmax
 from precondattn.spec.ssd import SSD
@@ -100,6 +101,7 @@ linear = shorthand(Linear)
 retention = shorthand(Retention)
 ssd = shorthand(SSD)
 gla = shorthand(GLA)
+rwkv6 = shorthand(RWKV6)
 delta = shorthand(Delta)
 gated_delta = shorthand(GatedDelta)
 kda = shorthand(KDA)
@@ -137,6 +139,7 @@ __all__ = [
     "KDA",
     "MLSTM",
     "RECURRENT",
+    "RWKV6",
     "SSD",
     "Append",
     "ArraySpec",
@@ -254,6 +257,7 @@ __all__ = [
     "register_backend",
     "retention",
     "row_normalized",
+    "rwkv6",
     "shorthand",
     "softmax",
     "split_heads",

@@ -27,6 +27,7 @@ REPRESENTATIVES = (
     "elu1(linear[normalize=true])",  # No decay; a second state, of the normalisation; features.
     "retention",  # A fixed decay.
     "gla",  # A decay for each channel.
+    "rwkv6",  # A read of the state before the token.
     "gsa",  # Two states, one after the other.
     "mlstm",  # A normalised state relative to a running maximum, which is −∞ at first.
     "qk_norm[norm=l2](delta)",  # The delta rule; rows of length 1.

@@ -25,6 +25,7 @@ STATEFUL = (
     pa.Retention,
     pa.SSD,
     pa.GLA,
+    pa.RWKV6,
     pa.Delta,
     pa.GatedDelta,
     pa.KDA,

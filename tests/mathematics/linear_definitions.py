@@ -1,7 +1,8 @@
 """The definitions of the linear family: loops over tokens in PyTorch, and random problems.
 
 S' = Γ_t S_{t−1}, then S_t = S' + k_t v_tᵀ, or S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ (delta rule), and
-o_t = s S_tᵀ q_t. PyTorch's gradients of the loop are the gradients expected.
+o_t = s S_tᵀ q_t; RWKV-6 reads S_{t−1} and adds its bonus. PyTorch's gradients of the loop are the
+gradients expected.
 """
 
 import numpy as np
@@ -24,6 +25,7 @@ LAYERS = [
     "retention",
     "ssd",
     "gla",
+    "rwkv6",
     "gsa",
     "mlstm",
     "delta",
@@ -36,6 +38,7 @@ LAYERS = [
     "ssd[scale=none]",
     "gsa[scale=1]",
     "mlstm[eps=0.1]",
+    "rwkv6[scale=1]",
     "delta[scale=1]",
     "elu1(linear[normalize=true,eps=0.1])",
     "elu1(retention)",
@@ -44,11 +47,12 @@ LAYERS = [
     "hedgehog[per=head](gla)",
     "hedgehog[factor=2,per=head](gated_delta)",
     "hedgehog[factor=2](kda)",
+    "hedgehog(rwkv6)",
     "qk_norm[norm=l2](delta)",
     "qk_norm[norm=l2,eps=0.1](gated_delta)",
 ]
-BASES = LAYERS[:12]
-GATED = ["ssd", "gla", "gsa", "mlstm", "gated_delta", "kda", "gdn2", "comba", "dplr"]
+BASES = LAYERS[:13]
+GATED = ["ssd", "gla", "rwkv6", "gsa", "mlstm", "gated_delta", "kda", "gdn2", "comba", "dplr"]
 DELTA = ["delta", "gated_delta", "kda", "gdn2", "comba"]
 
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
@@ -59,6 +63,7 @@ SHAPES = {
     "retention": SHARED,
     "ssd": OWN | {"g": "b s u"},
     "gla": SHARED | {"g": "b s n c"},
+    "rwkv6": SHARED | {"g": "b s n c", "u": "h c"},
     "gsa": SHARED | {"s": "b s n m", "g": "b s n m"},
     "mlstm": SHARED | {"g": "b s h", "i": "b s h"},
     "delta": OWN | {"beta": "b s u"},
@@ -149,11 +154,11 @@ def problems(draw, square=True, longest=7, heads=3):
 
 
 def timed(name):
-    return not name.endswith(("_weight", "_bias"))
+    return name != "u" and not name.endswith(("_weight", "_bias"))
 
 
 def of_tokens(x, chosen):
-    """Inputs at some times; weights of each head have no time axis."""
+    """Inputs at some times; what belongs to a head or a layer has no time axis."""
     return {name: array[:, chosen] if timed(name) else array for name, array in x.items()}
 
 
@@ -202,7 +207,7 @@ def written(layer, token, states):
             return [gamma[:, None, None] * first + outer(k, v)]
         case "ssd":
             return [torch.exp(g)[..., None, None] * first + outer(k, v)]
-        case "gla":
+        case "gla" | "rwkv6":
             return [torch.exp(g)[..., None] * first + outer(k, v)]
         case "dplr":
             known = (first * token["a"][..., None]).sum(-2)
@@ -245,12 +250,23 @@ def read(layer, q, states):
     return result
 
 
+def with_bonus(layer, q, u, k, v, states):
+    """What RWKV-6 reads in the states before a token, and the token with its bonus."""
+    k, v = (of_heads(rows[:, None], q.shape[1])[:, 0] for rows in (k, v))
+    scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+    return read(layer, q, states) + scale * (q * u * k).sum(-1, keepdim=True) * v
+
+
 def scan(layer, x, states=None, is_written=None):
     """Outputs and last states, token by token; `is_written` (b, s) selects the tokens to write."""
     layer, x = features(layer, x)
     (b, t, h, d), (s, n) = x["q"].shape, x["k"].shape[1:3]
     u, e = x["v"].shape[2:]
-    q, heads = of_heads(x.pop("q"), max(h, u)), {"retention": h, "mlstm": h}.get(layer.name, max(n, u))
+    q, heads = (
+        of_heads(x.pop("q"), max(h, u)),
+        {"retention": h, "mlstm": h}.get(layer.name, max(n, u)),
+    )
+    bonus = x.pop("u", None)
     x = {name: of_heads(array, heads) for name, array in x.items()}
     if states is None:
         shapes = [(d, e), (d,)] if getattr(layer, "normalize", False) else [(d, e)]
@@ -266,9 +282,14 @@ def scan(layer, x, states=None, is_written=None):
                 torch.as_tensor(is_written[:, j]).reshape(b, *[1] * (a.ndim - 1)) for a in states
             ]
             new = [torch.where(*both) for both in zip(kept, new, states, strict=True)]
+        if j >= s - t and bonus is None:
+            outs.append(read(layer, q[:, j - s + t], new))
+        elif j >= s - t:
+            k = x["k"][:, j]
+            if is_written is not None:
+                k = k * torch.as_tensor(is_written[:, j]).reshape(b, 1, 1)
+            outs.append(with_bonus(layer, q[:, j - s + t], bonus, k, x["v"][:, j], states))
         states = new
-        if j >= s - t:
-            outs.append(read(layer, q[:, j - s + t], states))
     return torch.stack(outs, dim=1), states
 
 

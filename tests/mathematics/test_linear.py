@@ -85,6 +85,10 @@ def parallel(layer, x):
         weights = scale * (q @ k.T) * np.exp(logs - maximum)
         mass = np.maximum(np.abs(weights.sum(-1, keepdims=True)), np.exp(-maximum))
         return weights @ v / (mass + layer.eps)
+    if layer.name == "rwkv6":
+        before = np.exp(-x["g"])[:, None] * decay
+        a = np.einsum("ic,jc,ijc->ij", q, k, before) * np.tril(lower, -1)
+        return scale * (a + np.diag((q * x["u"] * k).sum(-1))) @ v
     if layer.name == "gla":
         return scale * np.einsum("ic,jc,ijc,ij->ij", q, k, decay, lower) @ v
     if layer.name == "kda":
@@ -116,7 +120,7 @@ def test_outputs_are_those_of_the_parallel_form(layer, p):
     x = p.x(layer)
     out = layer(**x)
     for b in range(2):
-        one = {name: array[b, :, 0] for name, array in x.items()}
+        one = {name: a[b, :, 0] if timed(name) else a[0] for name, a in x.items()}
         close(out[b, :, 0], parallel(layer, one))
 
 
@@ -213,6 +217,29 @@ def test_open_gates_equal_no_gates(p):
     close(pa.GLA()(**(x | {"g": 0 * x["g"]})), plain)
     k, v = (np.repeat(x[name], p.group, axis=2) for name in "kv")
     close(pa.SSD(scale=None)(x["q"], k, v, g=np.zeros(k.shape[:3])), plain)
+
+
+@sampled
+@given(problems(square=False))
+def test_rwkv6_is_gla_of_grown_queries_less_its_own_term(p):
+    """Queries that grow by e^{−g} undo the decay of their token; extreme gates would overflow."""
+    x = p.x(pa.RWKV6(scale=1.0))
+    u, t = x.pop("u"), p.sizes["t"]
+    k, v, g = (np.repeat(x[name], p.group, axis=2)[:, -t:] for name in "kvg")
+    grown = x["q"] * np.exp(-g)
+    own = ((x["q"] * u - grown) * k).sum(-1, keepdims=True) * v
+    close(pa.RWKV6(scale=1.0)(**x, u=u), pa.GLA(scale=1.0)(**(x | {"q": grown})) + own)
+
+
+@sampled
+@given(problems(square=False))
+def test_rwkv6_without_a_bonus_does_not_read_its_own_token(p):
+    layer = pa.RWKV6()
+    x = p.x(layer) | {"u": np.zeros((p.sizes["h"], p.sizes["d"]))}
+    other = {name: x[name].copy() for name in "kvg"}
+    for array in other.values():
+        array[:, -1] *= 3
+    np.testing.assert_array_equal(layer(**(x | other))[:, -1], layer(**x)[:, -1])
 
 
 @sampled
@@ -462,6 +489,8 @@ def of_head(layer, p, x, head):
     for name, array in x.items():
         if timed(name):
             result[name] = array[:, :, chosen[letters[name].split()[2]]]
+        elif name == "u":
+            result[name] = array[chosen["h"]]
         elif layer.per == "head":
             result[name] = array[chosen[letters[name[0]].split()[2]]]
     return result, chosen["u" if per_query_head else "h"]
@@ -495,7 +524,7 @@ def test_grouped_heads_equal_repeated_heads(layer, p):
         if (
             (name[0] in "qkp" or (layer.name == "dplr" and name in "ab"))
             if per_query_head
-            else (name[0] != "q" and not (layer.name == "mlstm" and name in "gi"))
+            else (name[0] != "q" and name != "u" and not (layer.name == "mlstm" and name in "gi"))
         ):
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"
@@ -539,6 +568,7 @@ def test_eps_without_normalisation_is_refused():
     [
         ("gla", "g", (2, 5, 2, 4)),
         ("hedgehog(gla)", "g", (2, 5, 2, 3)),
+        ("rwkv6", "u", (2, 3)),
         ("gsa", "s", (2, 5, 2, 5)),
         ("gsa", "g", (2, 5, 2)),
         ("linear", "k", (2, 5, 3, 3)),

@@ -123,6 +123,7 @@ FLA = {
     "linear": pa.Linear(),
     "normalized": pa.Linear(normalize=True),
     "gla": pa.GLA(),
+    "rwkv6": pa.RWKV6(scale=1.0),
     "simple": pa.SSD(scale=None),
     "delta": pa.Delta(),
     "recurrent": pa.GatedDelta(),
@@ -138,7 +139,7 @@ FLA = {
     "gsa": pa.GSA(),
 }
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
-STATEFUL_INPUTS = ["q", "k", "v", "g", "beta", "b", "w", "p", "s"]
+STATEFUL_INPUTS = ["q", "k", "v", "g", "u", "beta", "b", "w", "p", "s"]
 STATEFUL_INPUTS += ["a", "g_atk", "beta_atk", "log_atk_scale"]
 
 
@@ -156,7 +157,7 @@ def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
-    files |= {"gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
+    files |= {"rwkv6": "rwkv6", "gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
     files |= {"pgdn": "atk", "pkda": "atk", "dplr": "dplr"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
@@ -276,7 +277,9 @@ def test_the_gated_delta_rule_after_an_l2_norm_is_that_of_qwen3_next(case):
     assert_is_the_peer(QWEN3_NEXT, saved, x)
 
 
-@pytest.mark.parametrize("case", ["gla", "simple", "delta", "recurrent", "kda", "gdn2", "gsa"])
+@pytest.mark.parametrize(
+    "case", ["gla", "rwkv6", "simple", "delta", "recurrent", "kda", "gdn2", "gsa"]
+)
 def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
     x, _ = of_fla(case)
     assert np.all(x["k"][:, 1::4] == x["k"][:, :-1:4])
@@ -289,9 +292,9 @@ def test_the_saved_data_has_equal_keys_and_the_ends_of_every_range(case):
 
 
 @pytest.mark.parametrize("case", FLA)
-def test_a_state_read_before_it_is_written_to_is_another_function(case):
+def test_a_state_read_a_token_earlier_is_another_function(case):
     x, saved = of_fla(case)
-    for name in x.keys() - {"q", "log_atk_scale"}:
+    for name in x.keys() - {"q", "u", "log_atk_scale"}:
         x[name] = np.roll(x[name], 1, axis=1)
         x[name][:, 0] = 0  # It keeps the initial state.
     assert distance(output_of(FLA[case], saved, x), saved["out"]) > 0.1
@@ -318,7 +321,8 @@ def test_a_gate_that_decays_what_its_own_token_writes_is_another_function(case, 
 
 
 @pytest.mark.parametrize(
-    "case", ["gla", "simple", "recurrent", "chunk", "kda", "gdn2", "comba", "comba_chunk", "gsa"]
+    "case",
+    ["gla", "rwkv6", "simple", "recurrent", "chunk", "kda", "gdn2", "comba", "comba_chunk", "gsa"],
 )
 def test_a_first_gate_that_spares_the_initial_state_is_another_function(case):
     x, saved = of_fla(case)

@@ -32,6 +32,7 @@ FORMS = [
     "linear[normalize=true]",  # Two states, of which one normalises.
     "ssd",  # A decay for each head.
     "gla",  # A decay for each channel.
+    "rwkv6",  # A read of the state before the token.
     "gsa",  # Two states, one after the other.
     "mlstm[eps=0.1]",  # A state relative to a running maximum, which eps depends on.
     "gated_delta",  # The delta rule with a decay for each head.
@@ -162,6 +163,7 @@ def test_torch_differentiates_extend(layer):
         ("retention", "k", lambda x: (1 - 2.0 ** -np.arange(5, 5 + x["q"].shape[2])) ** 6),
         ("ssd", "v", lambda x: np.exp(x["g"].sum(1))),
         ("gla", "k", lambda x: np.exp(x["g"].sum(1))),
+        ("rwkv6", "k", lambda x: np.exp(x["g"].sum(1))),
         ("delta", "beta", lambda x: 1),
         ("gated_delta", "beta", lambda x: np.exp(x["g"].sum(1))),
         ("gated_delta", "k", lambda x: np.exp(x["g"].sum(1))),

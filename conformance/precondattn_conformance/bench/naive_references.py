@@ -88,10 +88,10 @@ def is_installed() -> bool:
 
 
 @cache
-def module_of(operation: str) -> ModuleType:
-    """An operation's file `naive.py`."""
-    source = distribution(DISTRIBUTION).locate_file(f"fla/ops/{operation}/naive.py")
-    spec = spec_from_file_location(f"fla_{operation}_naive", str(source))
+def module_of(operation: str, file: str = "naive") -> ModuleType:
+    """The file of an operation that has its references."""
+    source = distribution(DISTRIBUTION).locate_file(f"fla/ops/{operation}/{file}.py")
+    spec = spec_from_file_location(f"fla_{operation}_{file}", str(source))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

@@ -27,6 +27,7 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 
 `linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
 `normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
+`rwkv6_fla.npz`: that of RWKV-6, `rwkv6`, without a scale.
 `delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
 (`recurrent`) and in chunks of 16 (`chunk`).
 `kda_fla.npz`: those of Kimi Delta Attention, with two value heads for each key head, token by token
@@ -53,9 +54,10 @@ key head in `linear` and `gla`.
 `ssd_mamba2.npz`: the chunked scan of Transformers' Mamba-2, with two groups of two heads, from
 nothing (`fresh`) and from a state (`continued`).
 
-    q, k, v, g, beta, b, w, p, s, a, g_atk, beta_atk, log_atk_scale
+    q, k, v, g, u, beta, b, w, p, s, a, g_atk, beta_atk, log_atk_scale
                             (batch, time, heads, …), those that the peer takes. g: log of the
                             gate, for each head, channel (gla) or slot (gsa); some are 0 or −8.
+                            u (heads, key width)
                             beta in [0, 2]; some are 0 or 2
     x, dt, A, B, C, D, dt_bias, dt_min, dt_max
                             of Mamba-2 instead; dt is before its bias, softplus and limits
@@ -322,6 +324,29 @@ def linear_entries():
         gla=stateful_entries(rng, gla, inputs() | channels, state()),
         simple=stateful_entries(rng, simple, inputs() | scalars, state()),
     )
+
+
+def rwkv6_entries():
+    """Return the entries of rwkv6_fla.npz, without `versions`."""
+
+    def rwkv6(x, initial):
+        rows = (x[name].transpose(1, 2) for name in "qkvg")
+        out, state = module_of("rwkv6", "recurrent_naive").naive_recurrent_rwkv6(
+            *rows, x["u"], 1.0, initial["state"], output_final_state=True
+        )
+        return out.transpose(1, 2), {"state": state}
+
+    rng = np.random.default_rng(20280)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "k": keys_of(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, heads, width),
+        "g": gates_of(rng, batch, time, heads, dim),
+        "u": normal(rng, heads, dim),
+    }
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    return of_cases(rwkv6=stateful_entries(rng, rwkv6, inputs, initial))
 
 
 def delta_entries():
@@ -798,6 +823,7 @@ def main():
     save("path_fla.npz", "fla-core", path_entries())
     save("differential_diffllama.npz", "transformers", differential_entries())
     save("linear_fla.npz", "fla-core", linear_entries())
+    save("rwkv6_fla.npz", "fla-core", rwkv6_entries())
     save("delta_fla.npz", "fla-core", delta_entries())
     save("kda_fla.npz", "fla-core", kda_entries())
     save("gdn2_fla.npz", "fla-core", gdn2_entries())

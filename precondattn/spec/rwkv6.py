@@ -1,0 +1,185 @@
+"""RWKV-6: gated linear attention that reads the state before a token, and the token with a bonus.
+
+    o_t = s S_{t−1}ᵀ q_t + s (q_t · (u ∘ k_t)) v_t,    S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ
+
+Source: RWKV-6 (arXiv 2404.05892) Eq. 19–20, where q is r, and e^g is w. The state before token t is
+that after token t − 1. So what token t reads is what gated linear attention outputs at the token
+before, for the query q_t; only the first token reads the initial state:
+
+    o_{t+1} = S_tᵀ q'_t + …,    q'_t = s q_{t+1},    o_1 = s S_0ᵀ q_1 + ….
+
+No gate is divided by: the decay between a query and the state before its token has no g_t. At the
+first token of a packed segment q' is 0. Gradient: that of gated linear attention, one token later,
+and of the first read dq_1 = s S_0 do_1, dS_0 += s q_1 do_1ᵀ. With c_t = q_t · (u ∘ k_t), the bonus
+has
+
+    dc_t = s v_t·do_t,    dv_t = s c_t do_t,
+    dq_t = dc_t u ∘ k_t,    dk_t = dc_t u ∘ q_t,    du = Σ_t dc_t q_t ∘ k_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+from precondattn.cache import Slot
+from precondattn.frame import Frame
+from precondattn.native.scan import TIME
+from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.linear_family import (
+    LinearFamily,
+    queries_of_rows,
+    queries_of_states,
+    rows_of_states,
+    same_segment_as_before,
+)
+from precondattn.spec.recurrence import RECURRENT, Form, Gradients, Stream
+
+
+@dataclass(frozen=True)
+class RWKV6(LinearFamily):
+    """RWKV-6: o_t = s S_{t−1}ᵀ q_t + s (q_t · (u ∘ k_t)) v_t, S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ.
+
+    `u` (h, d) weighs the channels of a token's own key, which the state it reads does not have.
+    Keys, values and gates may have fewer heads than queries (n < h). There is one state per
+    key/value head.
+
+    Parameters
+    ----------
+    scale : float, optional
+        s; d^{-1/2} by default. (The published layer has 1.)
+
+    Source
+    ------
+    RWKV-6 (arXiv 2404.05892), Eq. 19–20.
+
+    Examples
+    --------
+    With gates of 0 and a bonus of 1 it is linear attention:
+
+    >>> import numpy as np, precondattn as pa
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> bool(np.allclose(pa.RWKV6()(q, k, v, g=0 * k, u=np.ones((2, 4))), pa.Linear()(q, k, v)))
+    True
+    """
+
+    name: ClassVar[str] = "rwkv6"
+    variants: ClassVar[tuple[str, ...]] = ("rwkv6[scale=1]",)
+    gate: ClassVar[str | None] = "channel"
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(**{name: axes.text for name, axes in super().inputs.items()}, u="h d")
+
+    def slots(self) -> tuple[Slot, ...]:
+        return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True),)
+
+    @property
+    def computes_with_states(self) -> bool:
+        return True
+
+    def run(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        form: Form = RECURRENT,
+    ) -> tuple[Array, Arrays]:
+        stream = self.stream(x, frame)
+        o, final = read_before(form, stream, state["state"], frame)
+        k, v = _own_rows(stream)
+        bonus = row_sum(stream.q * self._bonus(x) * k) * v
+        return rows_of_states(o + bonus), {"state": final}
+
+    def run_vjp(
+        self,
+        state: Mapping[str, Array],
+        x: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_state: Mapping[str, Array],
+        form: Form = RECURRENT,
+    ) -> tuple[Arrays, Arrays]:
+        xp, stream = namespace(cotangent), self.stream(x, frame)
+        d_o = queries_of_states(cotangent, stream.k.shape[1])
+        d = read_before_vjp(form, stream, state["state"], d_o, d_state["state"], frame)
+
+        q, (k, v), u = stream.q, _own_rows(stream), self._bonus(x)
+        c, d_c = row_sum(q * u * k), row_sum(d_o * v)
+        d_stream = d.stream._replace(
+            q=d.stream.q + d_c * u * k,
+            k=d.stream.k + _of_all_tokens(xp.sum(d_c * u * q, axis=3), stream),
+            v=d.stream.v + _of_all_tokens(xp.sum(c * d_o, axis=3), stream),
+        )
+        d_u = xp.sum(d_c * q * k, axis=(0, TIME), keepdims=True)
+        gradients = self.gradients(x, d_stream, frame)
+        gradients["u"] = queries_of_rows(d_u, x["q"].shape[2])[0, 0, ...]
+        return gradients, {"state": d.state}
+
+    def _bonus(self, x: Mapping[str, Array]) -> Array:
+        """u (1, m, 1, r, d)"""
+        return queries_of_states(x["u"][None, None, ...], self.state_heads(x))
+
+
+def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Array, Array]:
+    """The outputs S_{t−1}ᵀ q_t (b, m, t, r, e) of a stream, and its final state (b, m, d, e)."""
+    first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    # Read first: the form may write the new state to the memory of this one.
+    o_first = first @ state[:, :, None, ...]
+    o_later, final = form.forward(x._replace(q=_then_zero(later, x.q)), state)
+    return namespace(o_later).concat([o_first, o_later[:, :, :-1, ...]], axis=TIME), final
+
+
+def read_before_vjp(
+    form: Form, x: Stream, state: Array, d_o: Array, d_final: Array, frame: Frame
+) -> Gradients:
+    """The gradients of `read_before`, from those of its outputs and of the final state."""
+    xp = namespace(d_o)
+    first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
+    d_first, d_later = _first_and_later(d_o, x)
+    earlier = x._replace(q=_then_zero(later, x.q))
+    d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
+    d_q_first = d_first @ transpose(state)[:, :, None, ...]
+    d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
+    d_state = d.state + xp.sum(transpose(first) @ d_first, axis=TIME)
+    return Gradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
+
+
+def _of_same_segment(q: Array, x: Stream, frame: Frame) -> Array:
+    """Queries (b, m, t, r, d), 0 where the state before the token is that of another segment."""
+    same = same_segment_as_before(frame, x.k.shape[TIME])
+    if same is None:
+        return q
+    return zero_where_not(same[:, None, -q.shape[TIME] :, None, None], q)
+
+
+def _first_and_later(rows: Array, x: Stream) -> tuple[Array, Array]:
+    """Rows (b, m, t, …) of the first of all tokens, if it is among theirs, and the others."""
+    count = 1 if rows.shape[TIME] == x.k.shape[TIME] else 0
+    return rows[:, :, :count, ...], rows[:, :, count:, ...]
+
+
+def _then_zero(rows: Array, like: Array) -> Array:
+    """Rows (b, m, t, …), and a token of zeros."""
+    return namespace(rows).concat(
+        [rows, namespace(like).zeros_like(like[:, :, :1, ...])], axis=TIME
+    )
+
+
+def _own_rows(x: Stream) -> tuple[Array, Array]:
+    """The keys and values (b, m, t, 1, …) of the queries' tokens."""
+    start = x.k.shape[TIME] - x.q.shape[TIME]
+    return x.k[:, :, start:, None, :], x.v[:, :, start:, None, :]
+
+
+def _of_all_tokens(rows: Array, x: Stream) -> Array:
+    """The transpose: rows (b, m, t, …) of the last t of s tokens, after zeros."""
+    missing = x.k.shape[TIME] - rows.shape[TIME]
+    if not missing:
+        return rows
+    xp, (b, m, _, width) = namespace(rows), rows.shape
+    zeros = xp.broadcast_to(xp.zeros_like(rows[:, :, :1, :]), (b, m, missing, width))
+    return xp.concat([zeros, rows], axis=TIME)
