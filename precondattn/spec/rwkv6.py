@@ -28,7 +28,7 @@ from precondattn.arrays import Array, Arrays, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import TIME
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import row_sum
 from precondattn.spec.linear_family import (
     LinearFamily,
     queries_of_rows,
@@ -41,9 +41,9 @@ from precondattn.spec.recurrence import RECURRENT, Form, Gradients, Stream
 
 @dataclass(frozen=True)
 class RWKV6(LinearFamily):
-    """RWKV-6: o_t = s S_{t−1}ᵀ q_t + s (q_t · (u ∘ k_t)) v_t, S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ.
+    """RWKV-6: o_i = s Σ_{j<i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_{i−1,c}} v_j, and a bonus of j = i.
 
-    `u` (h, d) weighs the channels of a token's own key, which the state it reads does not have.
+    The bonus is s (q_i · (u ∘ k_i)) v_i: `u` (h, d) weighs the channels of a token's own key.
     Keys, values and gates may have fewer heads than queries (n < h). There is one state per
     key/value head.
 
@@ -127,10 +127,12 @@ class RWKV6(LinearFamily):
 def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Array, Array]:
     """The outputs S_{t−1}ᵀ q_t (b, m, t, r, e) of a stream, and its final state (b, m, d, e)."""
     first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
-    # Read first: the form may write the new state to the memory of this one.
-    o_first = first @ state[:, :, None, ...]
+    xp = namespace(x.q)
+    # Read first: the form may write the new state to the memory of this one. And as a sum: a
+    # library may multiply matrices with fewer bits, which forms prevent in their own products.
+    o_first = xp.sum(first[..., None] * state[:, :, None, None, ...], axis=-2)
     o_later, final = form.forward(x._replace(q=_then_zero(later, x.q)), state)
-    return namespace(o_later).concat([o_first, o_later[:, :, :-1, ...]], axis=TIME), final
+    return xp.concat([o_first, o_later[:, :, :-1, ...]], axis=TIME), final
 
 
 def read_before_vjp(
@@ -142,9 +144,9 @@ def read_before_vjp(
     d_first, d_later = _first_and_later(d_o, x)
     earlier = x._replace(q=_then_zero(later, x.q))
     d = form.vjp(earlier, state, _then_zero(d_later, d_o), d_final)
-    d_q_first = d_first @ transpose(state)[:, :, None, ...]
+    d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
-    d_state = d.state + xp.sum(transpose(first) @ d_first, axis=TIME)
+    d_state = d.state + xp.sum(first[..., None] * d_first[..., None, :], axis=(2, 3))
     return Gradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
 
 
