@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
@@ -36,14 +37,14 @@ from precondattn.spec.linear_family import (
     rows_of_states,
     same_segment_as_before,
 )
-from precondattn.spec.recurrence import RECURRENT, Form, Gradients, Stream
+from precondattn.spec.recurrence import RECURRENT, Form, Stream, StreamGradients
 
 
 @dataclass(frozen=True)
 class RWKV6(LinearFamily):
-    """RWKV-6: o_i = s Σ_{j<i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_{i−1,c}} v_j, and a bonus of j = i.
+    """RWKV-6: o_i = s Σ_{j<i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_{i−1,c}} v_j, and a bonus.
 
-    The bonus is s (q_i · (u ∘ k_i)) v_i: `u` (h, d) weighs the channels of a token's own key.
+    The bonus is s (q_i · (u ∘ k_i)) v_i: `u` (h, d) weighs the channels of the token's own key.
     Keys, values and gates may have fewer heads than queries (n < h). There is one state per
     key/value head.
 
@@ -68,7 +69,7 @@ class RWKV6(LinearFamily):
 
     name: ClassVar[str] = "rwkv6"
     variants: ClassVar[tuple[str, ...]] = ("rwkv6[scale=1]",)
-    gate: ClassVar[str | None] = "channel"
+    declares = Recurrence("add", gate="channel", reads="before, with a bonus")
 
     @property
     def inputs(self) -> Inputs:
@@ -137,7 +138,7 @@ def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Arra
 
 def read_before_vjp(
     form: Form, x: Stream, state: Array, d_o: Array, d_final: Array, frame: Frame
-) -> Gradients:
+) -> StreamGradients:
     """The gradients of `read_before`, from those of its outputs and of the final state."""
     xp = namespace(d_o)
     first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
@@ -147,7 +148,7 @@ def read_before_vjp(
     d_q_first = xp.sum(d_first[..., None, :] * state[:, :, None, None, ...], axis=-1)
     d_q = xp.concat([d_q_first, d.stream.q[:, :, :-1, ...]], axis=TIME)
     d_state = d.state + xp.sum(first[..., None] * d_first[..., None, :], axis=(2, 3))
-    return Gradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
+    return StreamGradients(d.stream._replace(q=_of_same_segment(d_q, x, frame)), d_state)
 
 
 def _of_same_segment(q: Array, x: Stream, frame: Frame) -> Array:

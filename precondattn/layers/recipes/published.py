@@ -58,6 +58,7 @@ from precondattn.layers.recipes.projections import (
     UnitConvolution,
     Weighted,
 )
+from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, GatedHeadNorm, MixedByToken
 from precondattn.layers.recipes.rwkv7 import (
     BonusGroupNorm,
     Mixed,
@@ -123,6 +124,15 @@ PUBLISHED: dict[str, Recipes] = {
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
     "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
+    "rwkv6": {
+        "gate/v": MixedByToken(),
+        "q": MixedByToken(),
+        "k": MixedByToken(),
+        "v": MixedByToken(),
+        "g": DecayMixedByToken(),
+        "u": Learned(),
+        "out": GatedHeadNorm(),
+    },
     "delta": {**DELTA, "out": Norm()},
     "gated_delta": GATED_DELTA,
     "kda": KDA,

@@ -174,30 +174,47 @@ class ReplacementKey(Recipe):
 
 
 @dataclass(frozen=True)
-class BonusGroupNorm(Recipe):
-    """(γ ∘ LayerNorm(o) + β + (Σ r ∘ ρ ∘ k) v) ∘ g, head by head, ε = `eps` times the width
+class HeadNorm(Recipe):
+    """γ ∘ LayerNorm(o) + β, head by head, ε = `eps` times the width
 
     Source: RWKV-7 (arXiv 2503.14456), 4; flash-linear-attention, fla/layers/rwkv7.py.
     """
 
     eps: float = 1e-5
-    reads: ClassVar[tuple[str, ...]] = ("out", "q", "k", "v", "gate")
+    reads: ClassVar[tuple[str, ...]] = ("out",)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {
-            "gain": Parameter("…", Constant(1)),
-            "bias": Parameter("…", Constant(0)),
-            "bonus": Parameter("h d", Constant(0)),
-        }
+        return {"gain": Parameter("…", Constant(1)), "bias": Parameter("…", Constant(0))}
 
-    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        out, q, k, v, gate = (upcast(tokens.values[name]) for name in self.reads)
+    def normed(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        """The result in float32."""
+        out = upcast(tokens.values["out"])
         xp = namespace(out)
         centred = out - xp.mean(out, axis=-1, keepdims=True)
         variance = xp.mean(centred * centred, axis=-1, keepdims=True)
         normed = centred / xp.sqrt(variance + self.eps * out.shape[-1])
-        normed = upcast(p["gain"]) * normed + upcast(p["bias"])
+        return upcast(p["gain"]) * normed + upcast(p["bias"])
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        return cast(self.normed(tokens, p), tokens.x.dtype)
+
+
+@dataclass(frozen=True)
+class BonusGroupNorm(HeadNorm):
+    """(γ ∘ LayerNorm(o) + β + (Σ r ∘ ρ ∘ k) v) ∘ g, head by head, ε = `eps` times the width
+
+    Source: RWKV-7 (arXiv 2503.14456), 4; flash-linear-attention, fla/layers/rwkv7.py.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("out", "q", "k", "v", "gate")
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {**super().parameters(), "bonus": Parameter("h d", Constant(0))}
+
+    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+        q, k, v, gate = (upcast(tokens.values[name]) for name in self.reads[1:])
+        xp = namespace(q)
         bonus = xp.sum(q * upcast(p["bonus"]) * k, axis=-1, keepdims=True)
         if bonus.shape[2] != v.shape[2]:
             bonus = xp.repeat(bonus, v.shape[2] // bonus.shape[2], axis=2)
-        return cast((normed + bonus * v) * gate, tokens.x.dtype)
+        return cast((self.normed(tokens, p) + bonus * v) * gate, tokens.x.dtype)
