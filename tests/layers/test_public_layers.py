@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
+from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, MixedByToken
 from precondattn.layers.torch import Attention, from_earlier
 
 PEERS = Path(__file__).parent / "peers"
@@ -204,6 +205,33 @@ def gated_delta_product(w):
     return {**gated_delta_net(w), **steps, **convolutions, **beta}
 
 
+def rwkv6(w):
+    rows = {"q": "r", "g": "w", "k": "k", "v": "v", "gate": "g"}
+    mixes = {}
+    for (own, name), mix in zip(rows.items(), w["x_bias"], strict=True):
+        mixes |= {
+            f"{own}.first_mix": w[f"x_proj.0.{name}.mu"],
+            f"{own}.mix_down": w[f"x_proj.0.{name}.linear.weight"].T,
+            f"{own}.mix_up": w[f"x_proj.2.{name}.weight"].T,
+            f"{own}.mix": mix,
+        }
+    return {
+        **mixes,
+        **{
+            f"{own}.weight": heads(w[f"{name}_proj.weight"], 4)
+            for own, name in rows.items()
+            if own != "g"
+        },
+        "g.down": w["w_proj.lora.0.weight"].T,
+        "g.up": heads(w["w_proj.lora.2.weight"], 4),
+        "g.bias": w["w_proj.lora.2.bias"].reshape(4, -1),
+        "u.weight": w["bonus"],
+        "out.gain": w["g_norm.weight"].reshape(4, -1),
+        "out.bias": w["g_norm.bias"].reshape(4, -1),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
 def rwkv7(w):
     def lora(name, to):
         parts = {
@@ -317,6 +345,14 @@ LAYERS = {
         "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
     },
     gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
+    rwkv6: {
+        **FOUR,
+        "mechanism": "rwkv6[scale=1]",
+        "recipes": {
+            **dict.fromkeys(("gate", "q", "k", "v"), MixedByToken(rank=6)),
+            "g": DecayMixedByToken(rank=6, decay_rank=7),
+        },
+    },
     rwkv7: {**FOUR, "mechanism": "dplr[scale=1]"},
     mesa_net: {**FOUR, "mechanism": "mesa[beta=true](ssd)", "recipes": MESANET},
     gsa: {**FOUR, "kv_heads": 2, "slots": 3, "mechanism": "gsa[scale=1]"},

@@ -19,7 +19,7 @@ from precondattn.layers.parameters import (
     linear_map,
     low_rank_maps,
 )
-from precondattn.layers.recipe import Recipe, Tokens
+from precondattn.layers.recipe import Recipe, RecipeTokens
 from precondattn.layers.recipes.rwkv7 import MIX, HeadNorm
 
 
@@ -48,7 +48,7 @@ class MixedByToken(Recipe):
     def history_shape(self) -> str:
         return "x"
 
-    def mixed(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def mixed(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """x' (b, t, x)."""
         x = tokens.x
         xp, one = namespace(x), namespace(p["mix"]).ones_like(p["mix"])[None, :]
@@ -57,7 +57,7 @@ class MixedByToken(Recipe):
         low = xp.tanh(linear(x + p["first_mix"] * delta, p["mix_down"]))
         return x + (p["mix"] + linear(low, p["mix_up"])) * delta
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return linear(self.mixed(tokens, p), p["weight"])
 
 
@@ -79,7 +79,7 @@ class DecayMixedByToken(MixedByToken):
             own | low_rank_maps(str(self.decay_rank), bias=True) | {"bias": Parameter("…", start)}
         )
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         low = linear(self.mixed(tokens, p), p["down"])
         xp = namespace(low)
         return -xp.exp(upcast(linear(xp.tanh(low), p["up"], bias=p.get("bias"))))
@@ -94,6 +94,6 @@ class GatedHeadNorm(HeadNorm):
 
     reads: ClassVar[tuple[str, ...]] = ("out", "gate")
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         gate = tokens.values["gate"]
         return cast(self.normed(tokens, p) * upcast(silu(gate)), tokens.x.dtype)

@@ -186,7 +186,7 @@ class HeadNorm(Recipe):
     def parameters(self) -> dict[str, Parameter]:
         return {"gain": Parameter("…", Constant(1)), "bias": Parameter("…", Constant(0))}
 
-    def normed(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def normed(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """The result in float32."""
         out = upcast(tokens.values["out"])
         xp = namespace(out)
@@ -195,7 +195,7 @@ class HeadNorm(Recipe):
         normed = centred / xp.sqrt(variance + self.eps * out.shape[-1])
         return upcast(p["gain"]) * normed + upcast(p["bias"])
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         return cast(self.normed(tokens, p), tokens.x.dtype)
 
 
@@ -211,7 +211,7 @@ class BonusGroupNorm(HeadNorm):
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "bonus": Parameter("h d", Constant(0))}
 
-    def make(self, tokens: Tokens, p: Mapping[str, Array]) -> Array:
+    def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         q, k, v, gate = (upcast(tokens.values[name]) for name in self.reads[1:])
         xp = namespace(q)
         bonus = xp.sum(q * upcast(p["bonus"]) * k, axis=-1, keepdims=True)

@@ -10,6 +10,7 @@ its weights, and returns the call of a dict of them and x.
     kda             expand_v=2
     gdn2            expand_v=2
     comba           expand_v=2
+    rwkv6           expand_k=1, norm_eps=8e-5, with a first mix of its own for each row
     rwkv7           the first layer, with ranks of 32
     gated_delta_product expand_v=2, num_householder=2
     precond_gated_delta_net expand_v=2
@@ -245,6 +246,49 @@ def mesa_net():
     return shapes, call
 
 
+def rwkv6():
+    import torch
+
+    rows = "rwkvg"
+    mixes = {f"x_proj.0.{name}.mu": (32,) for name in rows}
+    down = {f"x_proj.0.{name}.linear.weight": (6, 32) for name in rows}
+    up = {f"x_proj.2.{name}.weight": (32, 6) for name in rows}
+    shapes = {
+        **projections(r=32, k=32, v=32, g=32),
+        **mixes,
+        **down,
+        **up,
+        "x_bias": (5, 32),
+        "w_proj.lora.0.weight": (7, 32),
+        "w_proj.lora.2.weight": (32, 7),
+        "w_proj.lora.2.bias": (32,),
+        "bonus": (4, 8),
+        "g_norm.weight": (32,),
+        "g_norm.bias": (32,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        delta = torch.nn.functional.pad(x, (0, 0, 1, -1)) - x
+        mixed = {}
+        for name, bias in zip(rows, w["x_bias"], strict=True):
+            first = linear(w, f"x_proj.0.{name}.linear", x + delta * w[f"x_proj.0.{name}.mu"])
+            mix = linear(w, f"x_proj.2.{name}", first.tanh()) + bias
+            mixed[name] = x + delta * mix
+        r, k, v = (linear(w, f"{n}_proj", mixed[n], HEADS) for n in "rkv")
+        g = -linear(w, "w_proj.lora.2", linear(w, "w_proj.lora.0", mixed["w"]).tanh()).exp()
+        arrays = (r, k, v, g.unflatten(-1, (HEADS, -1)))
+        operator = module_of("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
+        o, _ = operator(*(array.transpose(1, 2) for array in arrays), w["bonus"], scale=1.0)
+        o = o.transpose(1, 2).flatten(0, 1).flatten(1)
+        norm = torch.nn.functional.group_norm
+        o = norm(o, HEADS, w["g_norm.weight"], w["g_norm.bias"], eps=8e-5)
+        gate = torch.nn.functional.silu(linear(w, "g_proj", mixed["g"]))
+        return linear(w, "o_proj", o.unflatten(0, x.shape[:2]) * gate)
+
+    return shapes, call
+
+
 def rwkv7():
     import torch
 
@@ -433,5 +477,5 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7, mesa_net)
+NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7, mesa_net, rwkv6)
 """Apart, because the seed of a layer is its place."""
