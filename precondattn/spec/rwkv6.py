@@ -2,7 +2,7 @@
 
     o_t = s S_{t−1}ᵀ q_t + s (q_t · (u ∘ k_t)) v_t,    S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ
 
-Source: RWKV-6 (arXiv 2404.05892) Eq. 19–20, where q is r, and e^g is w. The state before token t is
+Source: RWKV-6 (arXiv 2404.05892) 4.2, where q is r, and e^g is w. The state before token t is
 that after token t − 1. So what token t reads is what gated linear attention outputs at the token
 before, for the query q_t; only the first token reads the initial state:
 
@@ -55,7 +55,7 @@ class RWKV6(LinearFamily):
 
     Source
     ------
-    RWKV-6 (arXiv 2404.05892), Eq. 19–20.
+    RWKV-6 (arXiv 2404.05892), 4.2.
 
     Examples
     --------

@@ -63,7 +63,7 @@ class MixedByToken(Recipe):
 
 @dataclass(frozen=True)
 class DecayMixedByToken(MixedByToken):
-    """−exp(D tanh(C x') + b), C x' of rank `decay_rank`, x' as in `MixedByToken`
+    """−exp(D tanh(C x') + b), C x' of rank `decay_rank`, x' as that of a key
 
     Source: RWKV-6 (arXiv 2404.05892), 4.2; flash-linear-attention, fla/layers/rwkv6.py. b starts
     between −6 and −1, as in the public code, where it grows with the channel.
@@ -87,13 +87,16 @@ class DecayMixedByToken(MixedByToken):
 
 @dataclass(frozen=True)
 class GatedHeadNorm(HeadNorm):
-    """(γ ∘ LayerNorm(o) + β) ∘ SiLU(y), head by head, ε = `eps` times the width
+    """(γ ∘ LayerNorm(o) + β) ∘ SiLU(y), head by head, ε = `eps` times the width, y the gate
 
     Source: RWKV-6 (arXiv 2404.05892), 4.2; public code, whose ε is 64e-5 for heads of width 64.
+    There, keys and values have as many heads as queries; heads that share values share y.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("out", "gate")
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        gate = tokens.values["gate"]
-        return cast(self.normed(tokens, p) * upcast(silu(gate)), tokens.x.dtype)
+        out, gate = self.normed(tokens, p), upcast(silu(tokens.values["gate"]))
+        if gate.shape[2] != out.shape[2]:
+            gate = namespace(gate).repeat(gate, out.shape[2] // gate.shape[2], axis=2)
+        return cast(out * gate, tokens.x.dtype)
