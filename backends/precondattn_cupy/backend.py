@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.recurrence import Erase
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, library_of
 from precondattn.backend import Request
 from precondattn.kernel_backend import KernelBackend
@@ -28,15 +30,22 @@ DTYPES = ("float32", "bfloat16", "float16")
 LEAST_CAPABILITY = 80
 """8.0: tensor cores that take bfloat16."""
 
-RECURRENT = (
-    *(pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear, pa.ConditionedQuery),
-    *(pa.ErasingDelta, pa.ErasingGatedDelta, pa.PreconditionedKey),
+KEYS: tuple[Erase, ...] = ("written key", "own key")
+DECAYED = (
+    Recurrences(gate=(None, "fixed", "head"), normaliser=(None, "sum")),
+    Recurrences(("delta",), gate=(None, "fixed", "head"), erase=KEYS, strength=("scalar",)),
 )
-GATED_BY_CHANNEL = (pa.KDA, pa.ErasingKDA, pa.GLA)
+GATED_BY_CHANNEL = (
+    Recurrences(gate=("channel",)),
+    Recurrences(("delta",), gate=("channel",), erase=KEYS, strength=("scalar",)),
+)
 
 KERNELS: KernelTable = {
     pa.UnitRows: "precondattn_cupy.unit_rows:UnitRowsKernels",
-    **dict.fromkeys(RECURRENT, "precondattn_cupy.recurrence.leaves:RecurrenceKernels"),
+    **dict.fromkeys(
+        (*DECAYED, pa.ConditionedQuery, pa.PreconditionedKey),
+        "precondattn_cupy.recurrence.leaves:RecurrenceKernels",
+    ),
     **dict.fromkeys(GATED_BY_CHANNEL, "precondattn_cupy.recurrence.leaves:ChannelRecurrence"),
     pa.LucidSolve: "precondattn_cupy.lucid.solve:LucidSolveKernels",
     pa.Softmax: ByOption(

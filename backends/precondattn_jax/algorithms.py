@@ -1,10 +1,9 @@
-"""The table of algorithms, by class of leaf."""
+"""The table of algorithms, by recurrence or class of leaf."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import precondattn as pa
+from precondattn.algebra.recurrences import Recurrences
 from precondattn_jax.attention import AttentionBlocks
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormerBlocks
@@ -21,27 +20,23 @@ from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import AsDefined
 
 STATEFUL = (
-    pa.Linear,
-    pa.Retention,
-    pa.SSD,
-    pa.GLA,
-    pa.RWKV6,
-    pa.Delta,
-    pa.GatedDelta,
-    pa.KDA,
-    pa.GDN2,
-    pa.Comba,
-    pa.DeltaProduct,
-    pa.DPLR,
-    pa.ErasingDelta,
-    pa.ErasingGatedDelta,
-    pa.ErasingKDA,
-    pa.ErasingGDN2,
+    Recurrences(
+        gate=(None, "fixed", "head", "channel"),
+        reads=("after", "before, with a bonus"),
+        normaliser=(None, "sum", "running maximum"),
+    ),
+    Recurrences(
+        ("delta", "low rank"),
+        gate=(None, "fixed", "head", "channel"),
+        erase=("written key", "own key", "own key, before the decay"),
+        strength=(None, "scalar", "channel"),
+        several_steps=True,
+    ),
+    Recurrences(("slots",), gate=("slot",)),
     pa.PreconditionedKey,
-    pa.GSA,
-    pa.MLSTM,
     pa.ConditionedQuery,
 )
+"""What is computed in chunks of tokens."""
 
 TOKEN_WISE = (
     pa.ContractionGate,
@@ -59,7 +54,7 @@ TOKEN_WISE = (
 )
 """Leaves whose definition can be compiled: its control flow does not depend on array entries."""
 
-ALGORITHMS: dict[type, Algorithm] = {
+ALGORITHMS: dict[type | Recurrences, Algorithm] = {
     pa.Softmax: AttentionBlocks(),
     pa.Path: AttentionBlocks(),
     pa.LucidSolve: LucidSolveBlocks(),
@@ -73,9 +68,5 @@ ALGORITHMS: dict[type, Algorithm] = {
     **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
 }
-"""By the leaf's exact class: a subclass may define other mathematics. The table is not derived from
-that of `portable`: what this backend claims, its own algorithms compute."""
-
-
-def algorithm_of(leaf: Any) -> Algorithm | None:
-    return ALGORITHMS.get(type(leaf))
+"""The table is not derived from that of `portable`: what this backend claims, its own algorithms
+compute."""

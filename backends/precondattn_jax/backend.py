@@ -12,9 +12,8 @@ from typing import Any
 from precondattn.arrays import Array
 from precondattn.backend import Request, Support
 from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
-from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import Portable
+from precondattn_portable.backend import Algorithms, Portable
 
 
 class Jax(JaxBackend, Portable):
@@ -30,11 +29,11 @@ class Jax(JaxBackend, Portable):
 
         return JAX
 
-    def algorithm(self, leaf: Any) -> Algorithm | None:
-        """The algorithm for a leaf; None where this backend has none."""
-        from precondattn_jax.algorithms import algorithm_of
+    @property
+    def algorithms(self) -> Algorithms:
+        from precondattn_jax.algorithms import ALGORITHMS
 
-        return algorithm_of(leaf)
+        return ALGORITHMS
 
     def differentiable(self, mechanism: Any) -> Output | None:
         if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:

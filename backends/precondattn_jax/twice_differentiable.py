@@ -14,6 +14,7 @@ import jax
 from jax import Array
 
 import precondattn as pa
+from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.frame import Frame
 from precondattn_jax import (
     differentiable_deltaformer,
@@ -81,7 +82,7 @@ def _unless_packed(algorithm: Any) -> Output:
 
 _RECURRENCE = StatefulAlgorithm(lambda ops: DifferentiableChunkwise(), by_pairs=False)
 
-OUTPUTS: dict[type, Output] = {
+OUTPUTS: dict[type | Recurrences, Output] = {
     pa.Softmax: _attention,
     pa.Path: _attention,
     pa.LucidSolve: differentiable_lucid.output,
@@ -94,8 +95,8 @@ OUTPUTS: dict[type, Output] = {
     pa.Windowed: _as_computed(ALGORITHMS[pa.Windowed]),
     **dict.fromkeys(STATEFUL, _as_computed(_RECURRENCE)),
 }
-"""The keys are exact classes; leaves of other classes are computed as they are defined."""
+"""Leaves without an entry are computed as they are defined."""
 
 
 def output_of(leaf: Any) -> Output:
-    return OUTPUTS.get(type(leaf), _as_defined)
+    return entry_of(OUTPUTS, leaf) or _as_defined

@@ -20,10 +20,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.recurrence import Gate
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.backend import Request
 from precondattn.execution.jax.backend import JaxBackend
 from precondattn.kernel_backend import KernelBackend
-from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, entry_in, kernels_in
+from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 
@@ -34,34 +36,36 @@ DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")
 INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
 """The environment variable that names the device whose kernels a CPU interprets."""
 
-RECURRENT = (
-    pa.GatedDelta,
-    pa.KDA,
-    pa.Delta,
-    pa.SSD,
-    pa.Retention,
-    pa.Linear,
-    pa.GLA,
-    pa.GSA,
-    pa.ConditionedQuery,
-)
-ON_A_GPU = (
-    pa.GDN2,
-    pa.Comba,
-    pa.DeltaProduct,
-    pa.ErasingDelta,
-    pa.ErasingGatedDelta,
-    pa.ErasingKDA,
-    pa.ErasingGDN2,
-    pa.PreconditionedKey,
-)
-"""Delta rules with another key to erase or several steps, and the key that ATK writes."""
+DECAYS: tuple[Gate | None, ...] = (None, "fixed", "head")
+GATES: tuple[Gate | None, ...] = (*DECAYS, "channel")
+
+RECURRENCES: dict[str, tuple[Recurrences, ...]] = {
+    CUDA: (
+        Recurrences(gate=GATES, normaliser=(None, "sum")),
+        Recurrences(
+            ("delta",),
+            gate=GATES,
+            erase=("written key", "own key"),
+            strength=("scalar", "channel"),
+            several_steps=True,
+        ),
+        Recurrences(
+            ("delta",), gate=DECAYS, erase=("own key, before the decay",), strength=("scalar",)
+        ),
+        Recurrences(("slots",), gate=("slot",)),
+    ),
+    TPU: (
+        Recurrences(gate=DECAYS, normaliser=(None, "sum")),
+        Recurrences(("delta",), gate=DECAYS, strength=("scalar",)),
+    ),
+}
 
 KERNELS: dict[str, KernelTable] = {
     CUDA: {
         pa.LucidSolve: "precondattn_pallas.lucid.solve:LucidSolveKernels",
         **dict.fromkeys(
-            (*RECURRENT, *ON_A_GPU), "precondattn_pallas.recurrence.leaves:RecurrenceKernels"
+            (*RECURRENCES[CUDA], pa.ConditionedQuery, pa.PreconditionedKey),
+            "precondattn_pallas.recurrence.leaves:RecurrenceKernels",
         ),
         pa.Softmax: ByOption(
             "read",
@@ -75,7 +79,10 @@ KERNELS: dict[str, KernelTable] = {
     },
     TPU: {
         pa.LucidSolve: "precondattn_pallas.tpu.lucid_solve:TpuLucidSolve",
-        **dict.fromkeys(RECURRENT, "precondattn_pallas.tpu.recurrence:TpuRecurrence"),
+        **dict.fromkeys(
+            (*RECURRENCES[TPU], pa.ConditionedQuery),
+            "precondattn_pallas.tpu.recurrence:TpuRecurrence",
+        ),
     },
 }
 """By the device that kernels are for."""
@@ -170,8 +177,9 @@ class Pallas(JaxBackend, KernelBackend):
     def kernels(self, mechanism: Any) -> Any:
         return kernels_of(mechanism, interpret=is_interpreting(), target=target())
 
-    def kernel_class(self, mechanism: Any) -> str | None:
-        return entry_in(KERNELS[target()], mechanism)
+    @property
+    def table(self) -> KernelTable:  # type: ignore[override]
+        return KERNELS[target()]
 
     def capability(self) -> str:
         """The capability of a GPU, or the kind of a TPU; empty where a device is only described."""

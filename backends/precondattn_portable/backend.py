@@ -12,6 +12,7 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.group import Group
+from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
@@ -35,26 +36,22 @@ from precondattn_portable.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_portable.token_wise import AsDefined
 from precondattn_portable.windowed import WindowedBlocks
 
-STATEFUL = (
-    pa.Linear,
-    pa.Retention,
-    pa.SSD,
-    pa.GLA,
-    pa.RWKV6,
-    pa.Delta,
-    pa.GatedDelta,
-    pa.KDA,
-    pa.GDN2,
-    pa.Comba,
-    pa.DeltaProduct,
-    pa.DPLR,
-    pa.ErasingDelta,
-    pa.ErasingGatedDelta,
-    pa.ErasingKDA,
-    pa.ErasingGDN2,
-    pa.GSA,
-    pa.MLSTM,
+RECURRENCES = (
+    Recurrences(
+        gate=(None, "fixed", "head", "channel"),
+        reads=("after", "before, with a bonus"),
+        normaliser=(None, "sum", "running maximum"),
+    ),
+    Recurrences(
+        ("delta", "low rank"),
+        gate=(None, "fixed", "head", "channel"),
+        erase=("written key", "own key", "own key, before the decay"),
+        strength=(None, "scalar", "channel"),
+        several_steps=True,
+    ),
+    Recurrences(("slots",), gate=("slot",)),
 )
+"""Those that are computed in chunks of tokens."""
 
 TOKEN_WISE = frozenset(
     {
@@ -74,7 +71,9 @@ TOKEN_WISE = frozenset(
 )
 """Leaves whose definition is linear in memory and can be traced."""
 
-ALGORITHMS: dict[type, Algorithm] = {
+Algorithms = Mapping[type | Recurrences, Algorithm]
+
+ALGORITHMS: dict[type | Recurrences, Algorithm] = {
     pa.Softmax: AttentionBlocks(),
     pa.Path: AttentionBlocks(),
     pa.LucidSolve: LucidSolveBlocks(),
@@ -87,13 +86,12 @@ ALGORITHMS: dict[type, Algorithm] = {
     pa.CrossCovariance: CrossCovarianceProducts(),
     pa.Nystrom: NystromKernels(),
     pa.Windowed: WindowedBlocks(),
-    **dict.fromkeys(STATEFUL, StatefulAlgorithm()),
+    **dict.fromkeys(RECURRENCES, StatefulAlgorithm()),
     **dict.fromkeys(TOKEN_WISE, AsDefined()),
     Group: PreconditionedDelta(),
 }
-"""By the leaf's exact class: a subclass may define other mathematics. A leaf of any other class is
-declined, and runs on the reference. A full call of a group is that of `preconditioned_delta.py`,
-the only group that has one."""
+"""A leaf without an entry is declined, and runs on the reference. A full call of a group is that of
+`preconditioned_delta.py`, the only group that has one."""
 
 
 class Portable(Backend):
@@ -113,9 +111,13 @@ class Portable(Backend):
     )
     memory = "linear"
 
+    @property
+    def algorithms(self) -> Algorithms:
+        return ALGORITHMS
+
     def algorithm(self, leaf: Any) -> Algorithm | None:
         """The algorithm for a leaf; None where this backend has none."""
-        return ALGORITHMS.get(type(leaf))
+        return entry_of(self.algorithms, leaf)
 
     def arithmetic(self, like: Array) -> Arithmetic:
         return arithmetic_of(like)
@@ -127,7 +129,8 @@ class Portable(Backend):
                 return Support.yes()
             return Support.no("runs the leaves of this group one by one")
         if self.algorithm(mechanism) is None:
-            return Support.no(f"has no algorithm for {mechanism.name}")
+            reason = lack_of(self.algorithms, mechanism)
+            return Support.no(f"has no algorithm for {mechanism.name}{reason}")
         return Support.yes()
 
     def forward(

@@ -15,6 +15,7 @@ from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.program import Program
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, Residuals, namespace
 from precondattn.backend import Request
 from precondattn.frame import Frame
@@ -33,7 +34,9 @@ from precondattn_portable.preconditioned_key import (
     gates_and_weights,
 )
 
-RULES = (pa.ErasingDelta, pa.ErasingGatedDelta, pa.ErasingKDA)
+RULES = Recurrences(
+    ("delta",), gate=(None, "head", "channel"), erase=("own key",), strength=("scalar",)
+)
 """Those that erase with an input as it is."""
 
 
@@ -49,7 +52,7 @@ class PreconditionedDelta(Algorithm):
             for call in leaf.program.calls
         )
         # The chunks of `k` are replaced.
-        of_rule["k"] = of_rule["erase"]
+        of_rule["k"] = of_rule[rule.erase_name]
         form = _Form(ops, key, of_key, frame)
         return rule.run(rule.zero_state(of_rule), of_rule, frame, form)[0], ()
 
@@ -117,7 +120,7 @@ def computes_together(program: Program, request: Request) -> bool:
         return False
     shapes = dict(request.shapes)
     second = dict(program.calls[1].arguments)
-    q, k, v = (shapes[second[name]] for name in ("q", "erase", "v"))
+    q, k, v = (shapes[second[name]] for name in ("q", program.leaves[1].erase_name, "v"))
     return q[1] == k[1] > CHUNK and k[2] == v[2]
 
 
@@ -127,8 +130,10 @@ def is_preconditioned_delta(program: Program) -> bool:
     if len(program.calls) != 2:
         return False
     key, rule = program.leaves
-    if type(key) is not pa.PreconditionedKey or type(rule) not in RULES:
+    if type(key) is not pa.PreconditionedKey or rule.recurrence is None:
+        return False
+    if rule.recurrence not in RULES:
         return False
     first, second = (dict(call.arguments) for call in program.calls)
     made = [formal for formal, name in second.items() if name == program.calls[0].out]
-    return made == ["k"] and second["erase"] == first["k"]
+    return made == ["k"] and second[rule.erase_name] == first["k"]

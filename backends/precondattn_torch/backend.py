@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
@@ -19,7 +20,13 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import ALGORITHMS, TOKEN_WISE, Portable
+from precondattn_portable.backend import ALGORITHMS, TOKEN_WISE, Algorithms, Portable
+from precondattn_portable.stateful import StatefulAlgorithm
+
+UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
+GATED_BY_HEAD = Recurrences(gate=("head",))
+GATED_BY_CHANNEL = Recurrences(gate=("channel",))
+CORRECTED = Recurrences(("delta",), gate=(None, "head", "channel"), strength=("scalar",))
 
 
 class Torch(Portable):
@@ -46,26 +53,32 @@ class Torch(Portable):
 
     def algorithm(self, leaf: Any) -> Algorithm | None:
         if type(leaf) is pa.Path and leaf.read != MEAN:
-            return super().algorithm(leaf)
-        return self._algorithms.get(type(leaf))
+            return ALGORITHMS[pa.Path]
+        return super().algorithm(leaf)
 
     @cached_property
-    def _algorithms(self) -> dict[type, Algorithm]:
+    def algorithms(self) -> Algorithms:
         """Its own, and the portable ones."""
         from precondattn_torch.by_heads import ByHeads
         from precondattn_torch.one_token import InPlaceToken
         from precondattn_torch.path import PathAttention
         from precondattn_torch.scaled_dot_product import KernelAttention
 
-        own = {pa.Softmax: KernelAttention(), pa.Path: PathAttention()}
-        recurrences = (pa.SSD, pa.GLA, pa.Delta, pa.GatedDelta, pa.KDA)
-        blocked = {**ALGORITHMS, **own, **dict.fromkeys(recurrences, InPlaceToken())}
         # Of these the results are most of the memory, and to join them costs what is won.
-        whole = {*TOKEN_WISE, pa.Linear, pa.Retention, pa.SSD, pa.PreconditionedKey}
-        return {
-            leaf: algorithm if leaf in whole else ByHeads(algorithm)
-            for leaf, algorithm in blocked.items()
+        whole: dict[type | Recurrences, Algorithm] = {
+            UNGATED: StatefulAlgorithm(),
+            GATED_BY_HEAD: InPlaceToken(),
+            **{leaf: ALGORITHMS[leaf] for leaf in (*TOKEN_WISE, pa.PreconditionedKey)},
         }
+        own: Algorithms = {
+            pa.Softmax: KernelAttention(),
+            pa.Path: PathAttention(),
+            GATED_BY_CHANNEL: InPlaceToken(),
+            CORRECTED: InPlaceToken(),
+        }
+        by_heads = {**own, **{leaf: each for leaf, each in ALGORITHMS.items() if leaf not in own}}
+        joined = {leaf: ByHeads(each) for leaf, each in by_heads.items() if leaf not in whole}
+        return {**whole, **joined}
 
     def _is_differentiable(self, leaf: Any, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

@@ -18,6 +18,8 @@ from threading import RLock
 from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.recurrence import Gate
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.kernel_backend import KernelBackend
@@ -31,12 +33,27 @@ OLDEST = (3, 6)
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
 
-RECURRENT = (
-    *(pa.GatedDelta, pa.KDA, pa.Delta, pa.GDN2, pa.Comba, pa.DeltaProduct),
-    *(pa.ErasingDelta, pa.ErasingGatedDelta, pa.ErasingKDA, pa.ErasingGDN2, pa.PreconditionedKey),
-    *(pa.SSD, pa.Retention, pa.Linear, pa.GLA, pa.GSA),
+DECAYS: tuple[Gate | None, ...] = (None, "fixed", "head")
+GATES: tuple[Gate | None, ...] = (*DECAYS, "channel")
+
+RECURRENCES = (
+    Recurrences(gate=GATES, normaliser=(None, "sum")),
+    Recurrences(
+        ("delta",),
+        gate=GATES,
+        erase=("written key", "own key"),
+        strength=("scalar", "channel"),
+        several_steps=True,
+    ),
+    Recurrences(
+        ("delta",), gate=DECAYS, erase=("own key, before the decay",), strength=("scalar",)
+    ),
+    Recurrences(("slots",), gate=("slot",)),
 )
-SHARING = (pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
+SHARING = (
+    Recurrences(gate=DECAYS, normaliser=(None, "sum")),
+    Recurrences(("delta",), gate=DECAYS, strength=("scalar",)),
+)
 """Backbones that iterate over the same keys whose moments CCQ's query has."""
 
 _RECURRENCE = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
@@ -50,7 +67,7 @@ KERNELS: KernelTable = {
         {"none": "precondattn_triton.ccq.conditioned_read:RunningCovariance"},
         otherwise=_RECURRENCE,
     ),
-    **dict.fromkeys(RECURRENT, _RECURRENCE),
+    **dict.fromkeys((*RECURRENCES, pa.PreconditionedKey), _RECURRENCE),
     pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
     pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:LaserKernels"}),
     pa.Path: "precondattn_triton.path.leaf:PathKernels",

@@ -41,8 +41,9 @@ class Recurrence:
     strength: Strength | None = None
     """How much a token writes: β for each state, or for each channel, separately erased and
     written."""
-    steps: int = 1
-    """How many steps of the recurrence a token makes."""
+    steps: int | None = None
+    """How many steps of the recurrence a token makes, each with a key and a value of its own, on an
+    axis behind that of tokens. None for one step, without such an axis."""
     reads: Reads = "after"
     """Whether a query reads the state after its token, or before it, and the token with a bonus."""
     normaliser: Normaliser | None = None

@@ -12,7 +12,7 @@ from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.code_hash import code_of
-from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in
+from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in, lack_in
 from precondattn.kernel_backend.ledger import (
     TRUST,
     LedgerEntry,
@@ -61,7 +61,8 @@ class KernelBackend(Backend):
             return reason
         kernels = self.kernels(mechanism)
         if kernels is None:
-            return f"has no kernels for {mechanism}{self.on_device()}"
+            reason = lack_in(self.table, mechanism)
+            return f"has no kernels for {mechanism}{self.on_device()}{reason}"
         reason = self.refuses_kernels(kernels, request)
         if reason is not None:
             return reason

@@ -1,9 +1,8 @@
 """The table of a backend: which class computes which leaf or group, imported when it is needed.
 
-A table maps the exact class of a leaf, or the exact classes of a group's leaves in order, to
-`"module:Class"`. Subclasses are not in it: they may define other mathematics. Where the class
-depends on one option of the leaf, the entry is a `ByOption`. All other options are compared by the
-class itself, in its method `refuses`.
+A table maps a leaf, as its exact class or as the recurrences that it may have, to `"module:Class"`,
+and a group as those of its leaves in order. Where the class depends on one option of the leaf, the
+entry is a `ByOption`. All other options are compared by the class itself, in its method `refuses`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
+
+from precondattn.algebra.recurrences import Recurrences, entry_of, is_in, lack_of
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,29 @@ class ByOption:
         return self.classes.get(getattr(leaf, self.option), self.otherwise)
 
 
-KernelTable = Mapping[type | tuple[type, ...], str | ByOption]
+OneLeaf = type | Recurrences
+KernelTable = Mapping[OneLeaf | tuple[OneLeaf, ...], str | ByOption]
 
 
 def entry_in(table: KernelTable, mechanism: Any) -> str | None:
     """`"module:Class"` of a leaf or group; None where the table has none."""
-    leaves = tuple(map(type, mechanism.program.leaves))
-    entry = table.get(type(mechanism) if len(leaves) == 1 else leaves)
+    leaves = mechanism.program.leaves
+    if len(leaves) == 1:
+        entry = entry_of(table, mechanism)
+    else:
+        entry = next((e for key, e in table.items() if _is_group(key, leaves)), None)
     return entry.entry(mechanism) if isinstance(entry, ByOption) else entry
+
+
+def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: Any) -> bool:
+    if not isinstance(key, tuple) or len(key) != len(leaves):
+        return False
+    return all(map(is_in, leaves, key))
+
+
+def lack_in(table: KernelTable, mechanism: Any) -> str:
+    """Why a table has no class for a leaf, as the end of a sentence; empty for a group."""
+    return lack_of(table, mechanism) if len(mechanism.program.leaves) == 1 else ""
 
 
 def kernels_in(table: KernelTable, mechanism: Any) -> Any:

@@ -18,10 +18,6 @@ from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.array_functions import swap_time_and_heads, where_valid
-from precondattn.spec.delta_product import DeltaProduct
-from precondattn.spec.dplr import DPLR
-from precondattn.spec.gdn2 import GDN2
-from precondattn.spec.linear import Linear
 from precondattn.spec.linear_family import (
     LinearFamily,
     forget_other_segments,
@@ -32,18 +28,23 @@ from precondattn.spec.recurrence import Form, Stream, StreamGradients
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
-COMPUTED = (GDN2, DeltaProduct, DPLR)
-"""Leaves whose recurrence has rows that they compute first: products of inputs, or more tokens."""
-
 
 def is_linear(leaf: Any) -> bool:
     """Whether it is one recurrence, whose outputs have a scale."""
-    return isinstance(leaf, LinearFamily) and not (isinstance(leaf, Linear) and leaf.normalize)
+    return isinstance(leaf, LinearFamily) and leaf.declares.normaliser is None
 
 
 def is_plain(leaf: Any) -> bool:
     """Whether it is one recurrence of its own inputs."""
-    return is_linear(leaf) and not isinstance(leaf, COMPUTED)
+    return is_linear(leaf) and not computes_rows(leaf)
+
+
+def computes_rows(leaf: Any) -> bool:
+    """Whether its recurrence has rows that it computes first: products of inputs, or more steps."""
+    r = leaf.declares
+    if r is None:
+        return False
+    return r.rule == "low rank" or r.strength == "channel" or r.steps is not None
 
 
 def decays(leaf: Any, frame: Frame) -> bool:
@@ -71,7 +72,7 @@ def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
         where_valid(swap_time_and_heads(k), frame),
         swap_time_and_heads(x["v"]),
         _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
-        swap_time_and_heads(x["beta"]) if leaf.recurrence.strength == "scalar" else None,
+        swap_time_and_heads(x["beta"]) if leaf.declares.strength == "scalar" else None,
         **leaf.erased(x, frame),
     )
 
@@ -149,7 +150,7 @@ class StatefulKernels:
 
     def _form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Form:
         form = self.form(leaf, x, frame)
-        return Rounded(form, x["q"].dtype) if isinstance(leaf, COMPUTED) else form
+        return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
     def run(
         self,

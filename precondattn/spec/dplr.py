@@ -68,7 +68,7 @@ class DPLR(LinearFamily):
 
     name: ClassVar[str] = "dplr"
     variants: ClassVar[tuple[str, ...]] = ("dplr[scale=1]",)
-    declares = Recurrence("low rank", gate="channel", steps=STEPS, heads="u")
+    declares = Recurrence("low rank", gate="channel", heads="u")
 
     @property
     def inputs(self) -> Inputs:
@@ -80,6 +80,10 @@ class DPLR(LinearFamily):
             b="b s h d unit row",
             g="b s u d in (-inf, 0]",
         )
+
+    @property
+    def steps_per_token(self) -> int:
+        return STEPS
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         one_step = super().flops(sizes)

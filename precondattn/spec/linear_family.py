@@ -233,7 +233,7 @@ class LinearFamily(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Array, Arrays]:
         o, final = form.forward(self.stream(x, frame), state["state"])
-        return rows_of_states(of_last(o, self.declares.steps)), {"state": final}
+        return rows_of_states(of_last(o, self.steps_per_token)), {"state": final}
 
     def run_vjp(
         self,
@@ -245,6 +245,6 @@ class LinearFamily(Stateful):
         form: Form = RECURRENT,
     ) -> tuple[Arrays, Arrays]:
         stream = self.stream(x, frame)
-        d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.declares.steps)
+        d_o = at_last(queries_of_states(cotangent, stream.k.shape[1]), self.steps_per_token)
         d = form.vjp(stream, state["state"], d_o, d_state["state"])
         return self.gradients(x, d.stream, frame), {"state": d.state}

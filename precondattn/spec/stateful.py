@@ -42,7 +42,7 @@ class Stateful(Leaf):
     @property
     def steps_per_token(self) -> int:
         """How many steps of the recurrence a token makes."""
-        return 1 if self.declares is None else self.declares.steps
+        return 1 if self.declares is None else self.declares.steps or 1
 
     @property
     def computes_with_states(self) -> bool:

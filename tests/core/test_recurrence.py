@@ -8,6 +8,8 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra import registry
+from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
+from precondattn.dispatch.discovery import discover
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,37 @@ def test_a_leaf_that_overrides_a_method_has_no_recurrence(name):
     assert changed().recurrence is None
 
 
+@pytest.mark.parametrize("backend", sorted(b.name for b in discover().backends))
+def test_a_backend_that_computes_a_recurrence_computes_it_by_any_name(backend):
+    backend = next(b for b in discover().backends if b.name == backend)
+    shapes = (("q", (2, 8, 2, 16)), ("k", (2, 8, 2, 16)), ("v", (2, 8, 2, 16)))
+    shapes += (("g", (2, 8, 2)), ("beta", (2, 8, 2)))
+    for library in backend.libraries:
+        for device in ("cpu", "cuda"):
+            request = pa.Request("vjp", library, device, "float32", shapes, frozenset())
+            answers = [
+                backend.supports(leaf, request).ok for leaf in (pa.GatedDelta(), SpelledDelta())
+            ]
+            assert answers[0] == answers[1], (library, device)
+
+
+def test_a_backend_names_what_it_does_not_compute():
+    decayed = Recurrences(("delta",), gate=(None, "head"), strength=("scalar",))
+    table = {decayed: "an algorithm", pa.GSA: "another"}
+    assert entry_of(table, pa.Delta()) == entry_of(table, SpelledDelta()) == "an algorithm"
+    assert entry_of(table, pa.GSA()) == "another"
+    assert entry_of(table, SlowerDelta()) is None
+    for leaf, reason in (
+        (SlowerDelta(), ""),
+        (pa.KDA(), ": delta rules are not computed with a gate for each channel"),
+        (pa.DeltaProduct(steps=1), ": delta rules are not computed with an axis of 1 steps"),
+        (pa.GLA(), ": additive writes are not computed"),
+        (pa.DPLR(), ": low-rank writes are not computed"),
+    ):
+        assert entry_of(table, leaf) is None
+        assert lack_of(table, leaf) == reason
+
+
 def test_inputs_output_and_gradient_are_those_of_the_declaration():
     rng = np.random.default_rng(0)
     x = {
@@ -90,8 +123,8 @@ def test_inputs_output_and_gradient_are_those_of_the_declaration():
         for n, p in pa.GatedDelta().inputs.items()
     }
     x["g"], x["beta"] = -abs(x["g"]), abs(x["beta"]) / 9
-    expected, pull = pa.GatedDelta().vjp(**x, backend="reference")
-    out, mine = SpelledDelta().vjp(**x, backend="reference")
+    expected, pull = pa.GatedDelta().vjp(**x)
+    out, mine = SpelledDelta().vjp(**x)
     assert np.array_equal(out, expected)
     gradients = pull(np.cos(out))
     assert all(np.array_equal(d, gradients[n]) for n, d in mine(np.cos(out)).items())

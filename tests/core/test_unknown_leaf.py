@@ -24,6 +24,8 @@ from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs
 from precondattn.cache import Slot
 from precondattn.dispatch.discovery import discover
+from precondattn_jax.backend import Jax
+from precondattn_portable.backend import Portable
 
 LIBRARIES = {
     "numpy": np.asarray,
@@ -128,6 +130,9 @@ def third_party_leaves():
         """A subclass may define other mathematics than its base class."""
 
         name: ClassVar[str] = "other_delta"
+
+        def scale_for(self, d):
+            return 2 * super().scale_for(d)
 
     @dataclass(frozen=True)
     class OtherRows(pa.UnitRows):
@@ -267,15 +272,10 @@ def test_every_backend_declines_it_on_every_device(leaf):
 
 
 def test_jax_declines_leaves_that_are_added_to_portable(leaves, monkeypatch):
-    leaf = leaves["leaky_integrator"]
-    stateful = (*precondattn_portable.backend.STATEFUL, type(leaf))
-    monkeypatch.setattr(precondattn_portable.backend, "STATEFUL", stateful)
-    monkeypatch.setitem(
-        precondattn_portable.backend.ALGORITHMS,
-        type(leaf),
-        precondattn_portable.backend.ALGORITHMS[pa.GatedDelta],
-    )
-    algorithms = reload(precondattn_jax.algorithms)
-    assert algorithms.algorithm_of(leaf) is None
+    leaf, table = leaves["leaky_integrator"], precondattn_portable.backend.ALGORITHMS
+    monkeypatch.setitem(table, type(leaf), table[pa.Softmax])
+    assert Portable().algorithm(leaf) is not None
+    reload(precondattn_jax.algorithms)
+    assert Jax().algorithm(leaf) is None
     monkeypatch.undo()
     reload(precondattn_jax.algorithms)

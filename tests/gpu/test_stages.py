@@ -71,6 +71,7 @@ def test_every_recurrence_runs_and_each_of_the_list_takes_a_step_too(backend):
     table = tables.get("cuda", tables)
     calls = shipped.calls(backend)
     names = {leaf.name for call in calls for leaf in pa.parse(call.mechanism).program.leaves}
+    assert names >= {leaf.name for leaf in shipped.recurrences(table)} >= {"gated_delta", "ssd"}
     assert names >= {leaf.name for leaf in table if isinstance(leaf, type)} - {"unit_rows"}
     steps = {(call.mechanism, call.dtype, call.d) for call in calls if call.is_step}
     assert ("gated_delta", "bfloat16", 128) in steps

@@ -28,9 +28,6 @@ from precondattn.kernel_backend.stateful import (
     scale_in_form,
     unscaled,
 )
-from precondattn.spec.conditioned_query import ConditionedQuery
-from precondattn.spec.gsa import GSA
-from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.recurrence import Form
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
@@ -51,7 +48,7 @@ def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> For
 def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) -> Form:
     """The form for inputs of a dtype."""
     # What has just been computed in float32 (rows of length 1, a softmax, squares) is not rounded.
-    computed = isinstance(leaf, (ConditionedQuery, GSA, PreconditionedKey))
+    computed = leaf.declares is None or leaf.declares.rule == "slots"
     operands = jnp.float32 if computed else dtype
     return form_of(dtype, operands, decays=decays(leaf, _frame(masks)), interpret=interpret)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import precondattn as pa
 from precondattn.backend import Request
 from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
@@ -26,12 +25,10 @@ class TpuRecurrence(RecurrenceKernels):
         reason = super().refuses(leaf, request)
         if reason is not None:
             return reason
-        if isinstance(leaf, (pa.GLA, pa.GSA, pa.KDA)):
-            return f"its recurrence on a TPU supports one decay for each state; found {leaf}"
         shapes = dict(request.shapes)
         r = max(1, shapes["q"][2] // shapes["k"][2])
         d, e = shapes["k"][3], shapes.get("v", shapes["k"])[3]
-        if isinstance(leaf, pa.Linear) and leaf.normalize:
+        if leaf.declares is not None and leaf.declares.normaliser == "sum":
             e += 1  # The sum of weights is one more channel.
         d, e = in_lanes(d), in_lanes(e)
         size = bytes_of(r, d, e)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import StatefulKernels, decays, scale_in_form
-from precondattn.spec.linear import Linear
 from precondattn_triton.precision import exact, is_half, product_precision
 from precondattn_triton.recurrence.chunkwise import Chunkwise
 
@@ -23,7 +22,8 @@ def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
     """The recurrence in chunks for a leaf and its inputs."""
     dtype = x["k"].dtype
     # The outputs are divided by a sum of weights that may cancel.
-    divides = isinstance(leaf, Linear) and leaf.normalize and dtype != torch.float32
+    declared = leaf.declares
+    divides = declared is not None and declared.normaliser == "sum" and dtype != torch.float32
     return Chunkwise(
         exact() if divides else product_precision(dtype),
         half=is_half(dtype),

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import precondattn as pa
+from precondattn.algebra.registry import registered
+from precondattn.kernel_backend.kernel_table import KernelTable, entry_in
 from precondattn.spec.stateful import Stateful
 
 FEW, MANY = 129, 513
@@ -79,11 +81,16 @@ def _listed(backend: str) -> Iterator[ShippedCall]:
 def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
     tables = import_module(f"precondattn_{backend}.backend").KERNELS
-    leaves = tables.get("cuda", tables)
     known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
-    names = {leaf.name for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Stateful)}
-    for name in sorted(names - known):
-        yield ShippedCall(backend, name, *SHARED)
+    for leaf in recurrences(tables.get("cuda", tables)):
+        if leaf.name not in known:
+            yield ShippedCall(backend, leaf.name, *SHARED)
+
+
+def recurrences(table: KernelTable) -> list[Stateful]:
+    """The leaves with a state, with their default options, that a table has kernels for."""
+    classes = [each for _, each in sorted(registered().items()) if issubclass(each, Stateful)]
+    return [leaf for leaf in (each() for each in classes) if entry_in(table, leaf) is not None]
 
 
 def _steps(listed: list[ShippedCall]) -> Iterator[ShippedCall]:

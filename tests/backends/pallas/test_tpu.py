@@ -18,10 +18,11 @@ import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.backend import Request
 from precondattn.frame import Frame
+from precondattn.kernel_backend.kernel_table import lack_in
 from precondattn_kernel_tools import ahead_of_time, pallas_compiler, tpu_compiler
 from precondattn_kernel_tools.pallas_interpreter import RaceError, checked
 from precondattn_pallas import variants
-from precondattn_pallas.backend import TPU, kernels_of
+from precondattn_pallas.backend import KERNELS, TPU, kernels_of
 from precondattn_pallas.tpu.products import TpuProducts
 from tests.backends.pallas import test_gated_delta as test_pallas_gated_delta
 from tests.backends.pallas import test_lucid as test_pallas_lucid
@@ -298,15 +299,27 @@ def request(verb="vjp", **shapes):
             "e=640",
         ),
         ("linear", {"k": (2, 20, 2, 264)}, "d=264"),
-        ("gla", {}, "on a TPU supports one decay for each state"),
-        ("kda", {}, "on a TPU supports one decay for each state"),
-        ("gsa", {"s": (2, 20, 2, 4)}, "on a TPU supports one decay for each state"),
     ],
 )
 def test_unsupported_calls_are_declined_with_the_reason(mechanism, shapes, reason):
     given = {"q": (2, 20, 2, 8), "k": (2, 20, 2, 8), "v": (2, 20, 2, 8)} | shapes
     leaf = pa.parse(mechanism).program.leaves[0]
     assert reason in kernels_of(leaf, interpret=True, target=TPU).refuses(leaf, request(**given))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "reason"),
+    [
+        (pa.GLA(), "additive writes are not computed with a gate for each channel"),
+        (pa.KDA(), "delta rules are not computed with a gate for each channel"),
+        (pa.Comba(), "delta rules are not computed with an erase key that reads before the decay"),
+        (pa.DeltaProduct(), "delta rules are not computed with an axis of 2 steps"),
+        (pa.GSA(), "slots are not computed"),
+    ],
+)
+def test_a_recurrence_without_kernels_for_a_tpu_is_declined_with_the_reason(leaf, reason):
+    assert kernels_of(leaf, interpret=True, target=TPU) is None
+    assert lack_in(KERNELS[TPU], leaf) == f": {reason}"
 
 
 def test_other_pieces_have_no_kernels_for_a_tpu():

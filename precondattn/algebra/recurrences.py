@@ -1,0 +1,134 @@
+"""Sets of recurrences, by which a backend says what it computes.
+
+A table of algorithms has classes of leaves and sets of recurrences as its keys. A leaf is looked up
+by its exact class, because a subclass may define other mathematics, and else by its recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.recurrence import (
+    Erase,
+    Gate,
+    Normaliser,
+    Reads,
+    Recurrence,
+    Rule,
+    Strength,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """The recurrences whose fields all have a value that is listed.
+
+    Of a field that is not given, only the default value is in the set: what a recurrence has that
+    an algorithm's author did not know of is not computed by it.
+
+    Examples
+    --------
+    >>> from precondattn.algebra.recurrence import Recurrence
+    >>> decayed = Recurrences(rule=("delta",), gate=(None, "head"), strength=("scalar",))
+    >>> Recurrence("delta", gate="head", strength="scalar") in decayed
+    True
+    >>> decayed.lacks(Recurrence("delta", gate="channel", strength="scalar"))
+    'delta rules are not computed with a gate for each channel'
+    """
+
+    rule: tuple[Rule, ...] = ("add",)
+    gate: tuple[Gate | None, ...] = (None,)
+    erase: tuple[Erase, ...] = ("written key",)
+    strength: tuple[Strength | None, ...] = (None,)
+    several_steps: bool = False
+    """Whether a token may have several steps."""
+    reads: tuple[Reads, ...] = ("after",)
+    normaliser: tuple[Normaliser | None, ...] = (None,)
+
+    def __contains__(self, recurrence: Recurrence) -> bool:
+        return not any(self._missing(recurrence))
+
+    def _missing(self, recurrence: Recurrence) -> Iterable[str]:
+        """The fields whose value is not in the set."""
+        if recurrence.steps is not None and not self.several_steps:
+            yield "steps"
+        for name in LISTED:
+            if getattr(recurrence, name) not in getattr(self, name):
+                yield name
+
+    def lacks(self, recurrence: Recurrence) -> str | None:
+        """What of a recurrence is not computed; None where it is in the set."""
+        missing = [*self._missing(recurrence)]
+        if not missing:
+            return None
+        if "rule" in missing:
+            return f"{RULES[recurrence.rule]} are not computed"
+        what = " and ".join(_in_words(recurrence, name) for name in missing)
+        return f"{RULES[recurrence.rule]} are not computed with {what}"
+
+
+LISTED = [field.name for field in fields(Recurrences) if field.name != "several_steps"]
+
+RULES: dict[Rule, str] = {
+    "add": "additive writes",
+    "delta": "delta rules",
+    "low rank": "low-rank writes",
+    "slots": "slots",
+}
+WORDS: dict[tuple[str, object], str] = {
+    ("gate", None): "no decay",
+    ("gate", "fixed"): "a fixed decay",
+    ("gate", "head"): "a gate for each head",
+    ("gate", "channel"): "a gate for each channel",
+    ("gate", "slot"): "a gate for each slot",
+    ("erase", "written key"): "the written key as the one to erase",
+    ("erase", "own key"): "an erase key of its own",
+    ("erase", "own key, before the decay"): "an erase key that reads before the decay",
+    ("strength", None): "no strength",
+    ("strength", "scalar"): "a strength for each token",
+    ("strength", "channel"): "a strength for each channel",
+    ("reads", "after"): "a read after the token",
+    ("reads", "before, with a bonus"): "a read before the token and a bonus",
+    ("normaliser", None): "outputs that are not divided",
+    ("normaliser", "sum"): "outputs divided by a sum",
+    ("normaliser", "running maximum"): "a running maximum",
+}
+
+
+def _in_words(recurrence: Recurrence, name: str) -> str:
+    value = getattr(recurrence, name)
+    return f"an axis of {value} steps" if name == "steps" else WORDS[name, value]
+
+
+def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:
+    """Whether a leaf is of this class, or has one of these recurrences."""
+    if isinstance(key, Recurrences):
+        return leaf.recurrence is not None and leaf.recurrence in key
+    return type(leaf) is key
+
+
+def entry_of(table: Mapping[Any, T], leaf: LeafProtocol) -> T | None:
+    """The entry of a table for a leaf; None where the table has none."""
+    entry = table.get(type(leaf))
+    if entry is not None:
+        return entry
+    return next((table[key] for key in _sets(table) if is_in(leaf, key)), None)
+
+
+def lack_of(table: Mapping[Any, Any], leaf: LeafProtocol) -> str:
+    """Why a table has no entry for a leaf, as the end of a sentence; empty if it just has none."""
+    recurrence = leaf.recurrence
+    if recurrence is None:
+        return ""
+    reasons = [key.lacks(recurrence) or "" for key in _sets(table)]
+    with_rule = [reason for reason in reasons if " with " in reason]
+    return "".join(f": {reason}" for reason in sorted(with_rule or reasons, key=len)[:1])
+
+
+def _sets(table: Iterable[Any]) -> Iterable[Recurrences]:
+    return (key for key in table if isinstance(key, Recurrences))
