@@ -28,6 +28,7 @@ from precondattn.backend import (
 from precondattn.cache import Append, Cache, Replace, Rewrite, Slot, Snapshot
 from precondattn.diagnostics.alignment import alignment, alignment_gap
 from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
+from precondattn.execution.shorthand import shorthand
 from precondattn.frame import Frame
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
@@ -47,7 +48,6 @@ from precondattn.preconditioners import (
     StableStep,
     Temperature,
 )
-from precondattn.shorthands import shorthand
 from precondattn.spec import array_functions
 from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
@@ -92,42 +92,46 @@ from precondattn.spec.unit_rows import UnitRows
 from precondattn.spec.whole_sequence import WholeSequence
 from precondattn.spec.windowed import Windowed
 
-__version__ = "0.1.0"
+# The shorthands are made from the classes that are imported above.
+# isort: split
+from precondattn.shorthands import (
+    atk,
+    ccq,
+    comba,
+    contraction_gate,
+    cross_covariance,
+    delta,
+    delta_product,
+    deltaformer,
+    differential,
+    dplr,
+    elu1,
+    gated_delta,
+    gdn2,
+    gla,
+    gsa,
+    hedgehog,
+    kda,
+    laser,
+    linear,
+    lucid,
+    mesa,
+    mlstm,
+    nystrom,
+    path,
+    per_dim_scale,
+    qk_norm,
+    retention,
+    row_normalized,
+    rwkv6,
+    softmax,
+    ssd,
+    stable_step,
+    temperature,
+    windowed,
+)
 
-softmax = shorthand(Softmax)
-windowed = shorthand(Windowed)
-path = shorthand(Path)
-linear = shorthand(Linear)
-retention = shorthand(Retention)
-ssd = shorthand(SSD)
-gla = shorthand(GLA)
-rwkv6 = shorthand(RWKV6)
-delta = shorthand(Delta)
-gated_delta = shorthand(GatedDelta)
-kda = shorthand(KDA)
-gdn2 = shorthand(GDN2)
-comba = shorthand(Comba)
-delta_product = shorthand(DeltaProduct)
-dplr = shorthand(DPLR)
-deltaformer = shorthand(DeltaFormer)
-gsa = shorthand(GSA)
-mlstm = shorthand(MLSTM)
-cross_covariance = shorthand(CrossCovariance)
-nystrom = shorthand(Nystrom)
-lucid = shorthand(Lucid)
-laser = shorthand(Laser)
-ccq = shorthand(CCQ)
-mesa = shorthand(Mesa)
-atk = shorthand(ATK)
-contraction_gate = shorthand(ContractionGate)
-temperature = shorthand(Temperature)
-per_dim_scale = shorthand(PerDimScale)
-qk_norm = shorthand(QKNorm)
-differential = shorthand(Differential)
-row_normalized = shorthand(RowNormalized)
-stable_step = shorthand(StableStep)
-elu1 = shorthand(Elu1)
-hedgehog = shorthand(Hedgehog)
+__version__ = "0.1.0"
 
 __all__ = [
     "ATK",

@@ -7,6 +7,7 @@ imports a package above its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,9 +34,25 @@ def parsed_in_graph(text: str) -> Any:
     return parsed(text)
 
 
+class _SignatureOfCall:
+    """What `inspect.signature` finds: a mechanism's inputs by name, and the masks.
+
+    That of a class is its constructor's. Either is made when one asks for it.
+    """
+
+    def __get__(self, mechanism: Any, cls: Any) -> inspect.Signature:
+        if mechanism is None:
+            constructor = inspect.signature(cls.__init__)
+            return constructor.replace(parameters=[*constructor.parameters.values()][1:])
+        from precondattn.execution.parameters_of_calls import signature_of_call
+
+        return signature_of_call(mechanism)
+
+
 class Verbs:
     """The public methods of every mechanism."""
 
+    __signature__ = _SignatureOfCall()
     _text: str
     """The mechanism's expression."""
     _name: str

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.options import OptionKind, fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.limits import KEPT
 
 
 class Switch(NamedTuple):
@@ -58,11 +60,7 @@ def switches_of(cls: Any) -> Switches:
     """The inputs that an option adds or gives other axes, found by setting each option in turn."""
     default = cls().inputs
     switches: dict[str, dict[int, tuple[Switch, ...]]] = {}
-    for option, value in _values_of_options(cls):
-        try:
-            inputs = with_options(cls, {option: value}).inputs
-        except (TypeError, ValueError):  # The setting is refused with the defaults of the others.
-            continue
+    for option, value, inputs in declared_by_options(cls):
         for name, pattern in inputs.items():
             axes = len(pattern.axes)
             if name not in default or len(default[name].axes) != axes:
@@ -71,12 +69,21 @@ def switches_of(cls: Any) -> Switches:
     return switches
 
 
-def _values_of_options(cls: Any) -> Iterator[tuple[str, Any]]:
+def declared_by_options(cls: Any) -> Iterator[tuple[str, Any, Inputs]]:
+    """Each option with each of its few settings, and the inputs that are declared then."""
     own, of_base = options_of(cls)
-    for owner, names in ((cls, own), (_base_of(cls), of_base)):
-        for name in names:
-            kind: OptionKind = fields_of(owner)[name].metadata["kind"]
-            yield from ((name, value) for value in kind.settings)
+    for name in (*own, *of_base):
+        kind: OptionKind = fields_of(owner_of(cls, name))[name].metadata["kind"]
+        for value in kind.settings:
+            try:
+                yield name, value, with_options(cls, {name: value}).inputs
+            except (TypeError, ValueError):  # It is refused with the defaults of the others.
+                continue
+
+
+def owner_of(cls: Any, option: str) -> Any:
+    """The class that has an option: that of the mechanism, or of the softmax that is its base."""
+    return cls if option in options_of(cls)[0] else _base_of(cls)
 
 
 def build(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -131,6 +138,42 @@ def _check_keywords(cls: Any, mechanism: Piece, named: Mapping[str, Any]) -> Non
             f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "
             f"{', '.join(CALL_OPTIONS)}"
         )
+
+
+_built: dict[Hashable, tuple[Any, tuple[str, ...]]] = {}
+"""By what `build` looks at: the mechanism, and the keywords that are left for its call."""
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""The types of settings that are compared by their value."""
+
+
+def built(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """`build`, once for all calls that differ in masks and in the entries of arrays only."""
+    key = _key(cls, named) if named else cls
+    known = _built.get(key)
+    if known is not None:
+        return known[0], {name: named[name] for name in known[1]}
+    mechanism, rest = build(cls, named)
+    if key is not None:
+        if len(_built) >= KEPT:
+            _built.clear()
+        _built[key] = mechanism, tuple(rest)
+    return mechanism, rest
+
+
+def _key(cls: Any, named: Mapping[str, Any]) -> Hashable | None:
+    """What `build` looks at; None where a setting is neither plain nor an array with axes."""
+    key: list[Hashable] = [cls]
+    for name, value in named.items():
+        if name in CALL_OPTIONS:
+            key.append(name)
+        elif type(value) in PLAIN:  # 1 and True are equal, but not the same setting.
+            key.append((name, type(value), value))
+        elif getattr(value, "ndim", 0):
+            key.append((name, value.ndim))
+        else:
+            return None
+    return tuple(key)
 
 
 def build_and_call(cls: Any, arrays: tuple[Array, ...], named: Mapping[str, Any]) -> Array:

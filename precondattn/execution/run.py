@@ -27,6 +27,9 @@ from precondattn.execution.unchanged import UnchangedArguments, countable
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 
+MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
+"""Those of a full call."""
+
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
 

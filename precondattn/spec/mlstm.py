@@ -3,8 +3,8 @@
     C_t = e^{g_t} C_{t−1} + e^{i_t} k_t v_tᵀ,    n_t = e^{g_t} n_{t−1} + e^{i_t} k_t,
     o_t = s C_tᵀ q_t / max(|s n_tᵀ q_t|, 1)
 
-Source: xLSTM (arXiv 2405.04517) Eq. 19–27. e^{i} has no bound, so C and n are kept relative to e^{m},
-and the 1 is e^{−m} then:
+Source: xLSTM (arXiv 2405.04517) Eq. 19–27. e^{i} has no bound, so C and n are kept relative to
+e^{m}, and the 1 is e^{−m} then:
 
     m_t = max(g_t + m_{t−1}, i_t),    m_0 = −∞,
     C_t = e^{γ_t} C_{t−1} + w_t k_t v_tᵀ,    γ_t = g_t + m_{t−1} − m_t,    w_t = e^{i_t − m_t},
@@ -62,7 +62,7 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True)
 class MLSTM(LinearFamily):
-    """mLSTM: o_t = s C_tᵀ q_t / max(|s n_tᵀ q_t|, 1), C and n decayed sums of e^{i} k vᵀ and e^{i} k.
+    """mLSTM: o_t = s C_tᵀ q_t / max(|s n_tᵀ q_t|, 1), C and n decayed sums of e^{i} k vᵀ, e^{i} k.
 
     `g` (b, s, h) is the logarithm of the forget gate, and `i` (b, s, h) that of the input gate, of
     any size. xLSTM's pre-activations are f̃ and ĩ: `g` is log σ(f̃) and `i` is ĩ. Every query head

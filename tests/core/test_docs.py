@@ -51,6 +51,13 @@ def test_the_page_of_recipes_is_up_to_date():
     )
 
 
+def test_the_stub_of_the_shorthands_is_up_to_date():
+    maker = runpy.run_path(str(DOCS / "make_shorthands.py"))
+    assert maker["STUB"].read_text(encoding="utf-8") == maker["stub"](), (
+        "run python docs/make_shorthands.py"
+    )
+
+
 @pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
 def test_pages_show_the_saved_runs(name, monkeypatch):
     monkeypatch.syspath_prepend(DOCS)

@@ -1,5 +1,9 @@
 """Shorthands: which option an array switches on follows from the mechanism's declaration."""
 
+import inspect
+import pydoc
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +12,8 @@ import pytest
 
 import precondattn as pa
 from precondattn.algebra.options import choice, flag
-from precondattn.execution.build import build, switches_of
+from precondattn.execution.build import build, options_of, switches_of
+from precondattn.execution.input_names import CALL_OPTIONS
 
 RNG = np.random.default_rng(0)
 Q, K, V = RNG.normal(size=(3, 1, 5, 2, 4))
@@ -95,3 +100,103 @@ def test_every_mechanism_that_can_be_named_has_a_shorthand_of_its_name():
             assert getattr(pa, name).__name__ == name
             assert getattr(pa, cls.__name__) is cls
             assert switches_of(cls) is switches_of(cls)  # Derived once.
+
+
+def parameters(function):
+    """The names of the parameters: by position, by name without default, and all others."""
+    each = inspect.signature(function).parameters.values()
+    by_name = [p for p in each if p.kind is p.KEYWORD_ONLY]
+    needed = [p.name for p in by_name if p.default is p.empty]
+    others = [p.name for p in by_name if p.default is not p.empty]
+    return [p.name for p in each if p.kind is p.POSITIONAL_OR_KEYWORD], needed, others
+
+
+def test_the_signature_of_a_shorthand_has_inputs_options_and_masks():
+    masks = [*CALL_OPTIONS]
+    assert parameters(pa.gated_delta) == (["q", "k", "v"], ["g", "beta"], ["scale", *masks])
+    first, needed, others = parameters(pa.lucid)
+    assert (first, needed) == (["q", "k", "v"], [])
+    assert {"lucid_beta", "g", "normalize", "window", "bias"} < {*others}
+    shown = inspect.signature(pa.temperature).parameters
+    assert shown["tau"].annotation == 'Annotated[Array, "in (0, inf) or h in (0, inf)"]'
+    assert shown["per"].annotation == 'Literal["layer", "head"]'
+
+
+def test_every_keyword_that_a_shorthand_accepts_is_in_its_signature():
+    for name, cls in pa.mechanisms().items():
+        if cls.__module__.startswith("precondattn."):
+            own, of_base = options_of(cls)
+            accepted = {*own, *of_base, *cls().inputs, *switches_of(cls), *CALL_OPTIONS}
+            assert {*inspect.signature(getattr(pa, name)).parameters} == accepted
+
+
+def test_the_signature_of_a_mechanism_has_its_inputs_and_that_of_a_class_its_options():
+    masks = [*CALL_OPTIONS]
+    assert parameters(pa.GatedDelta()) == (["q", "k", "v"], ["g", "beta"], masks)
+    ccq = pa.parse("ccq(gated_delta)")
+    assert parameters(ccq) == (["q", "k", "v"], ["g", "beta", "contraction"], masks)
+    with pytest.raises(TypeError, match="missing a required argument: 'contraction'"):
+        inspect.signature(ccq).bind(Q, K, V, g=Q, beta=Q)
+    assert [*inspect.signature(pa.Temperature).parameters] == ["base", "per"]
+
+
+def test_help_shows_parameters_and_the_equation():
+    text = pydoc.render_doc(pa.gated_delta, renderer=pydoc.plaintext)
+    assert "gated_delta(q: " in text
+    assert "beta: 'Annotated[Array, \"b s u in [0, 2]\"]'" in text
+    assert "S_t = S' + β_t k_t" in text
+
+
+def test_signatures_are_made_when_one_asks_for_them():
+    code = (
+        "import sys, precondattn as pa; module = 'precondattn.execution.parameters_of_calls'\n"
+        "assert module not in sys.modules; help(pa.lucid); assert module in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_mechanism_that_a_call_has_built_is_used_again_for_the_same_settings_only():
+    windows = [3, 3, 4, np.int64(3)]
+    outs = [pa.softmax(Q, K, V, window=window) for window in windows]
+    for window, out in zip(windows, outs, strict=True):
+        assert np.array_equal(out, pa.Softmax(window=window)(Q, K, V))
+    assert pa.softmax(Q, K, V, causal=True).shape == Q.shape
+    with pytest.raises(ValueError, match="causal must be true or false; found 1"):
+        pa.softmax(Q, K, V, causal=1)  # It is equal to True.
+    per_head = pa.temperature(Q, K, V, tau=np.ones(2))
+    assert np.array_equal(per_head, pa.temperature(Q, K, V, tau=np.ones(())))
+    lengths = np.asarray([3])
+    masked = pa.softmax(Q, K, V, lengths=lengths, backend="reference")
+    assert np.array_equal(masked, pa.Softmax()(Q, K, V, lengths=lengths, backend="reference"))
+
+
+USER = """
+import numpy as np
+import precondattn as pa
+
+q = k = v = np.ones((1, 5, 2, 4))
+g = beta = np.ones((1, 5, 2))
+pa.gated_delta(q, k, v, g=g, beta=beta, lengths=[3])
+pa.softmax(q, k=k, v=v, window=3, bias=np.ones((1, 1, 5, 5)), backend="reference")
+pa.windowed(q, k, v, size=2)
+pa.shorthand(pa.Lucid)(q, k, v, window=3)
+pa.gated_delta(q, k, v, g=g)
+pa.gated_delta(q, k, v, g, beta)
+pa.softmax(q, k, v, windw=3)
+pa.lucid(q, k, v, normalize="row")
+"""
+
+
+@pytest.mark.thorough
+def test_a_type_checker_sees_the_parameters_of_shorthands(tmp_path):
+    file = tmp_path / "user.py"
+    file.write_text(USER)
+    command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    errors = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
+    assert [error.partition(" for ")[0].partition("; ")[0] for error in errors] == [
+        'Missing named argument "beta"',
+        "Too many positional arguments",
+        'Unexpected keyword argument "windw"',
+        'Argument "normalize" to "lucid" has incompatible type "Literal[\'row\']"',
+    ]

@@ -1,0 +1,61 @@
+"""Write `precondattn/shorthands.pyi`: the parameters of the shorthands, for type checkers.
+
+python docs/make_shorthands.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from precondattn import shorthands
+
+STUB = Path(shorthands.__file__).with_suffix(".pyi")
+
+HEAD = '''\
+"""The parameters of the shorthands, which `docs/make_shorthands.py` writes from the declarations.
+
+The text of an array's annotation is its shape (`precondattn/algebra/declaration.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Array
+
+'''
+
+
+def stub() -> str:
+    """The stub, as the formatter leaves it."""
+    made = {
+        each.__name__: each for each in vars(shorthands).values() if hasattr(each, "__wrapped__")
+    }
+    return HEAD + "\n\n".join("\n".join(_function(*item)) for item in sorted(made.items())) + "\n"
+
+
+def _function(name: str, function: object) -> Iterator[str]:
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    yield f"def {name}("
+    by_position = True
+    for parameter in signature.parameters.values():
+        if by_position and parameter.kind is parameter.KEYWORD_ONLY:
+            by_position = False
+            yield "    *,"
+        default = "" if parameter.default is parameter.empty else f" = {_text(parameter.default)}"
+        yield f"    {parameter.name}: {parameter.annotation}{default},"
+    yield f") -> {signature.return_annotation}:"
+    first, *rest = (function.__doc__ or "").splitlines()
+    yield f'    """{first}'
+    yield from (f"    {line}" if line else "" for line in rest)
+    yield '    """'
+
+
+def _text(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value).replace("'", '"')
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub(), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""The parameters of a call, as `help`, an editor and a type checker show them.
+
+They are derived from the declared inputs and options: the first three inputs by position or name,
+the others by name, then options, masks and the backend. Shapes that depend on a number among the
+options are those of its default. `docs/make_shorthands.py` writes the parameters of the shorthands
+to the stub `shorthands.pyi`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from inspect import Parameter
+from itertools import chain
+from typing import Any
+
+from precondattn.algebra.options import fields_of
+from precondattn.algebra.piece import Piece
+from precondattn.execution.build import declared_by_options, options_of, owner_of
+from precondattn.execution.input_names import CALL_OPTIONS
+
+
+class _Optional:
+    """The default of an input that may be left out, which is no array."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+OPTIONAL = _Optional()
+
+ALSO_ACCEPTED = {
+    "tuple[int, ...]": "int | Sequence[int]",
+    "tuple[str, ...]": "str | Sequence[str]",
+}
+"""What may be given for an option of which a tuple is kept."""
+
+
+def signature_of_call(mechanism: Piece) -> inspect.Signature:
+    """The parameters of `mechanism(…)`."""
+    inputs = [_input(name, [pattern.text]) for name, pattern in mechanism.inputs.items()]
+    return _signature(type(mechanism), inputs, [])
+
+
+def signature_of_shorthand(cls: Any) -> inspect.Signature:
+    """The parameters of the shorthand of a class: the inputs of all its options, and the options.
+
+    An input that some options do not declare may be left out.
+    """
+    declared = [cls().inputs, *(inputs for _, _, inputs in declared_by_options(cls))]
+    inputs: dict[str, Parameter] = {}
+    for name in dict.fromkeys(name for each in declared for name in each):
+        patterns = dict.fromkeys(each[name].text for each in declared if name in each)
+        is_needed = all(name in each for each in declared)
+        inputs[name] = _input(name, patterns, Parameter.empty if is_needed else OPTIONAL)
+    options = []
+    for name in chain(*options_of(cls)):
+        option = _option(fields_of(owner_of(cls, name))[name])
+        if name in inputs:  # An array for the input of an option's name sets the option.
+            array = inputs.pop(name).annotation
+            option = option.replace(annotation=f"{option.annotation} | {array}")
+        options.append(option)
+    return _signature(cls, [*inputs.values()], options)
+
+
+def _signature(cls: Any, inputs: list[Parameter], options: list[Parameter]) -> inspect.Signature:
+    first = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in inputs[:3]]
+    others = sorted(inputs[3:], key=lambda each: each.default is OPTIONAL)
+    of_call = inspect.signature(cls.__call__).parameters
+    masks = [of_call[name] for name in CALL_OPTIONS]
+    return inspect.Signature([*first, *others, *options, *masks], return_annotation="Array")
+
+
+def _input(name: str, patterns: Iterable[str], default: Any = Parameter.empty) -> Parameter:
+    shapes = " or ".join(text or "a number" for text in patterns)
+    annotation = f'Annotated[Array, "{shapes}"]'
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _option(field: Any) -> Parameter:
+    settings, default = field.metadata["kind"].settings, field.default
+    annotation = str(field.type)
+    if settings and not isinstance(default, bool):
+        names = ", ".join(f'"{getattr(each, "name", each)}"' for each in settings)
+        annotation, default = f"Literal[{names}]", getattr(default, "name", default)
+    for kept, given in ALSO_ACCEPTED.items():
+        annotation = annotation.replace(kept, given)
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

@@ -1,0 +1,81 @@
+"""`pa.lucid(q, k, v)`: a mechanism is built from its options by keyword, and called at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Array, is_compiling
+from precondattn.execution.build import built, options_of
+
+
+def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
+    """A function that builds a mechanism from keywords and calls it, such as `pa.lucid`.
+
+    Its keywords are the mechanism's options, inputs and masks; a preconditioner is built around
+    softmax, whose options it accepts too. An array for an optional input sets the option that
+    declares this input, where only one value of one option does.
+
+    Parameters
+    ----------
+    cls : type
+        The class of a mechanism that can be constructed without arguments.
+
+    Examples
+    --------
+    >>> import numpy as np, precondattn as pa
+    >>> temperature = pa.shorthand(pa.Temperature)
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+    >>> temperature(q, k, v, tau=np.ones(2), window=3).shape  # per="head"
+    (1, 5, 2, 4)
+    """
+
+    def call(*arrays: Array, **named: Any) -> Array:
+        if is_compiling():
+            from precondattn.execution.torch.compile import captured_shorthand
+
+            tensors = {name: value for name, value in named.items() if hasattr(value, "shape")}
+            constants = {name: value for name, value in named.items() if name not in tensors}
+            return captured_shorthand(
+                cls.name,
+                arrays,
+                tuple(tensors),
+                tuple(tensors.values()),
+                tuple(constants),
+                tuple(constants.values()),
+            )
+        from precondattn.execution import run
+
+        mechanism, rest = built(cls, named)
+        backend = rest.pop("backend", None)
+        masks = {name: rest.pop(name, None) for name in run.MASKS}
+        return run.call(mechanism, arrays, rest, backend, masks)
+
+    call.__name__ = call.__qualname__ = cls.name
+    call.__doc__ = _documentation(cls)
+    call.__wrapped__ = _Declared(cls)  # type: ignore[attr-defined]
+    return call
+
+
+class _Declared:
+    """What `inspect` takes the signature of a shorthand from, when one asks for it."""
+
+    def __init__(self, cls: type[Mechanism]) -> None:
+        self._cls = cls
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        from precondattn.execution.parameters_of_calls import signature_of_shorthand
+
+        return signature_of_shorthand(self._cls)
+
+
+def _documentation(cls: type[Mechanism]) -> str:
+    own, of_base = options_of(cls)
+    equation = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+    lists = {"Options": own, "Those of the softmax inside": of_base}
+    options = [f"{title}: {', '.join(names)}." for title, names in lists.items() if names]
+    about = f"`{cls.__name__}`, built from its options and called. An optional input sets its own."
+    return "\n".join([equation, "", about, *options])
