@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, is_compiling
@@ -61,7 +61,7 @@ class Verbs:
     """The inputs that may be given by position; also read by Dynamo."""
 
     def __call__(
-        self,
+        self: Piece,
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
@@ -115,10 +115,10 @@ class Verbs:
             return captured_call(self._name, backend, names, tensors, masks)
         from precondattn.execution import run
 
-        return run.call(self._mechanism, arrays, named, backend, masks)
+        return run.call(self, arrays, named, backend, masks)
 
     def vjp(
-        self,
+        self: Piece,
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
@@ -152,10 +152,10 @@ class Verbs:
             "lengths": lengths,
             "key_mask": key_mask,
         }
-        return run.vjp(self._mechanism, arrays, named, backend, masks)
+        return run.vjp(self, arrays, named, backend, masks)
 
     def init_cache(
-        self,
+        self: Piece,
         *arrays: Array,
         capacity: int | None = None,
         key_mask: bool = False,
@@ -169,10 +169,10 @@ class Verbs:
         """
         from precondattn.execution.empty_cache import empty_cache
 
-        return empty_cache(self._mechanism, arrays, named, capacity, key_mask)
+        return empty_cache(self, arrays, named, capacity, key_mask)
 
     def extend(
-        self,
+        self: Piece,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
@@ -228,11 +228,10 @@ class Verbs:
             return out, holding(cache, length, dict(zip(keys, buffers, strict=True)))
         from precondattn.execution import run
 
-        mechanism = self._mechanism
-        return run.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
+        return run.extend(self, cache, arrays, named, backend, masks, donate=donate)
 
     def extend_vjp(
-        self,
+        self: Piece,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
@@ -263,10 +262,10 @@ class Verbs:
         from precondattn.execution import run
 
         masks = {"lengths": lengths, "key_mask": key_mask}
-        return run.extend_vjp(self._mechanism, cache, arrays, named, backend, masks)
+        return run.extend_vjp(self, cache, arrays, named, backend, masks)
 
     def explain(
-        self,
+        self: Piece,
         *arrays: Array,
         verb: str = "forward",
         cache: Cache | None = None,
@@ -294,8 +293,4 @@ class Verbs:
             "lengths": lengths,
             "key_mask": key_mask,
         }
-        return run.explain(self._mechanism, verb, cache, arrays, named, backend, masks)
-
-    @property
-    def _mechanism(self) -> Piece:
-        return cast("Piece", self)
+        return run.explain(self, verb, cache, arrays, named, backend, masks)

@@ -38,6 +38,8 @@ class Discovered(NamedTuple):
 _plug_ins = PlugIns(GROUP)
 _registered: dict[str, Backend] = {}
 _discovered: Discovered | None = None
+_changes = 0
+"""How often the backends have changed."""
 _lock = RLock()
 """Held where `_registered` and `_discovered` change; never while a plug-in is imported."""
 
@@ -97,12 +99,12 @@ def _has_own(backend: Backend, method: str) -> bool:
 
 
 def _add(backend: Backend) -> None:
-    global _discovered
+    global _discovered, _changes
     with _lock:
         if backend.name in {REFERENCE.name, *_registered}:
             raise ValueError(f"the backend name {backend.name!r} is taken")
         _registered[backend.name] = backend
-        _discovered = None
+        _discovered, _changes = None, _changes + 1
 
 
 def unregister_backend(name: str) -> None:
@@ -113,12 +115,12 @@ def unregister_backend(name: str) -> None:
     ValueError
         when no backend of this name is registered.
     """
-    global _discovered
+    global _discovered, _changes
     with _lock:
         if name not in _registered:
             raise ValueError(f"no backend {name!r} is registered; there are {[*_registered]}")
         del _registered[name]
-        _discovered = None
+        _discovered, _changes = None, _changes + 1
 
 
 _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
@@ -156,6 +158,13 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
     names = (backend,) if isinstance(backend, str) else backend
     _check_names(names)
     return tuple(names)
+
+
+def selection(backend: str | tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, int]:
+    """The backends allowed, and a number that changes when backends do: a part of a signature."""
+    if _discovered is None:
+        discover()
+    return (_chosen.get() if backend is None else allowed_backends(backend)), _changes
 
 
 def _check_names(names: tuple[str, ...]) -> None:

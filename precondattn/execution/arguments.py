@@ -42,7 +42,7 @@ from precondattn.execution.masks import (
     is_contiguous,
     zero_padding,
 )
-from precondattn.execution.preparation import PreparedCall, prepared
+from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame
@@ -102,12 +102,13 @@ def bind(
 ) -> BoundCall:
     """The arguments of a full call, with its masks."""
     inputs, before = _inputs(call, ready)
-    owner, sizes = str(call.mechanism), ready.sizes
-    t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
     like = next(iter(inputs.values()))
     if segment_ids is None and cu_seqlens is None and lengths is None and key_mask is None:
-        return BoundCall(ready, inputs, full_frame(t, s, like), dtypes_before=before)
-    b, checks = sizes["b"], ValueChecks(owner)
+        layout = ready.layout
+        frame = full_frame(*times(ready.sizes), like) if layout is None else Frame.of(layout, like)
+        return BoundCall(ready, inputs, frame, dtypes_before=before)
+    owner, b, (t, s) = str(call.mechanism), ready.sizes["b"], times(ready.sizes)
+    checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, s, "s", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, s), ("bool",), "(b s)")
     segment_ids, segments, end = _segments(owner, segment_ids, cu_seqlens, like, (b, s), checks)
@@ -231,7 +232,9 @@ def _inputs(
 ) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
     """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
     given = (*call.arrays, *call.named.values())
-    inputs = {name: given[i] for name, i in ready.order}
+    if ready.numbers is not None:
+        given = tuple([given[i] for i in ready.numbers])
+    inputs = dict(zip(ready.names, given, strict=True))
     if not ready.is_cast:
         return inputs, None
     return cast_inputs(declared_inputs(call.mechanism), inputs)

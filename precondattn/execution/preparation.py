@@ -44,6 +44,7 @@ from precondattn.execution.input_names import (
 from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.autocast import cast_inputs, hint
+from precondattn.frame import FULL, Layout
 from precondattn.limits import KEPT_SIGNATURES
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ if TYPE_CHECKING:
 class PreparedCall(NamedTuple):
     """The checks and the plan of a call."""
 
-    order: tuple[tuple[str, int], ...]
-    """(name of an input, its number among the arguments), in the order of the declaration."""
+    names: tuple[str, ...]
+    """The inputs, in the order of the declaration."""
+    numbers: tuple[int, ...] | None
+    """The number of each among the arguments; None where these have the same order."""
     sizes: Sizes
     library: str
     dtype: str
@@ -67,6 +70,8 @@ class PreparedCall(NamedTuple):
     is_direct: bool
     """Whether the methods of backends are called directly: nothing differentiates, traces,
     transforms or counts the call."""
+    layout: Layout | None
+    """That of a full call without masks; None where sizes are symbols."""
     allowed: tuple[str, ...] | None
     """The backends allowed, in order of preference; None for all."""
     discovered: Discovered
@@ -87,7 +92,7 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
         for a bad argument, unless only the entries of an array are bad.
     """
     known = _prepared.get(signature)  # Read once: another thread may clear the dict.
-    if known is not None and known.discovered is discover():
+    if known is not None:
         return known
     is_full = call.verb in ("forward", "vjp")
     checked = _checked_call(call) if is_full else _checked_extension(call)
@@ -167,8 +172,10 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
     allowed, discovered = allowed_backends(call.backend), discover()
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
+    order = tuple(numbers[name] for name in inputs)
     return PreparedCall(
-        order=tuple((name, numbers[name]) for name in inputs),
+        names=tuple(inputs),
+        numbers=None if order == tuple(range(len(order))) else order,
         sizes=sizes,
         library=checked.library,
         dtype=request.dtype,
@@ -177,6 +184,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,
+        layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
         discovered=discovered,
     )
@@ -189,12 +197,17 @@ def prepared_part(
     shapes = tuple(shapes_of(inputs).items())
     request = dataclasses.replace(whole.request, shapes=shapes, masks=masks)
     plan = make_plan(mechanism, request, allowed=whole.allowed)
-    return whole._replace(sizes=sizes, request=request, plan=plan)
+    return whole._replace(sizes=sizes, request=request, plan=plan, layout=None)
+
+
+def times(sizes: Sizes) -> tuple[int, int]:
+    """The numbers of queries and of keys; the same where there is one of them."""
+    return sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
 
 
 def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Any]) -> None:
     """Raise unless the numbers of queries and keys fit the mechanism and the masks."""
-    t, s = sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
+    t, s = times(sizes)
     if t > s and s != 0 and mechanism.offers.causal:
         raise ShapeError(
             f"{mechanism}: is causal, so there must not be more queries than keys; "

@@ -48,9 +48,11 @@ def call(
         from precondattn.execution.torch import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    bound = contained(mechanism, _bound(given, signature))
+    bound = bind(given, prepared(given, signature), **masks)
+    if bound.prepared.examined:
+        bound = contained(mechanism, bound)
     check_context_parallel(mechanism, bound.prepared.plan, bound)
-    divided = packed.divided(mechanism, bound)
+    divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
 
@@ -81,7 +83,7 @@ def vjp(
     given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
     unchanged = UnchangedArguments.of_call(given)
-    divided = packed.divided(mechanism, bound)
+    divided = None if bound.segments is None else packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
             out, pull = evaluation.vjp(bound.prepared.plan, bound)
@@ -257,7 +259,7 @@ def explain(
         given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     bound = _bound(given, None)
     ready = bound.prepared
-    divided = packed.divided(mechanism, bound)
+    divided = None if bound.segments is None else packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared
     text, program = str(mechanism), mechanism.program

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precondattn.arrays import exact_device, library_of, only_computes
 from precondattn.cache import Cache
-from precondattn.dispatch.discovery import allowed_backends
+from precondattn.dispatch.discovery import selection
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, Piece
@@ -70,15 +71,13 @@ def signature_of(call: GivenCall) -> Hashable | None:
             state = kind.state(argument)
             if state is None:
                 return None
-        described.append(kind.describe(argument))
-    return verb, mechanism, names, len(arrays), allowed_backends(backend), state, tuple(described)
-
-
-def _of_torch(tensor: Any) -> Hashable:
-    try:
-        return tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad, tensor.layout
-    except RuntimeError:  # A nested tensor has no shape. It is refused by every call.
-        return "no shape"
+        try:
+            described.append(kind.describe(argument))
+        except RuntimeError:  # A nested tensor has no shape. It is refused by every call.
+            described.append("no shape")
+    # The name of a mechanism never changes its meaning, and its hash is that of a text.
+    chosen = selection(backend)
+    return verb, mechanism._name, names, len(arrays), chosen, state, tuple(described)
 
 
 def _state_of_torch(tensor: Any) -> Hashable | None:
@@ -92,12 +91,9 @@ def _state_of_torch(tensor: Any) -> Hashable | None:
     return torch.is_grad_enabled(), autocast
 
 
-def _of_numpy(array: Any) -> Hashable:
-    return array.dtype, array.shape
-
-
-def _of_jax(array: Any) -> Hashable:
-    return array.dtype, array.shape, array.sharding
+_of_torch = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
+_of_numpy = attrgetter("dtype", "shape")
+_of_jax = attrgetter("dtype", "shape", "sharding")
 
 
 def _of_any(array: Any) -> Hashable:
