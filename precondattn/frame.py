@@ -342,6 +342,14 @@ def full_frame(
     return Frame(q_position, k_position, q_valid, k_valid, q_segment, segment_ids, layout=layout)
 
 
+def held_by_all(lengths: list[int], t: int, capacity: int) -> int | None:
+    """How many tokens every cache holds, if they hold equally many and have room for t more."""
+    if not lengths or lengths.count(lengths[0]) < len(lengths):
+        return None
+    held = lengths[0]
+    return held if held >= 0 and (not capacity or held + t <= capacity) else None
+
+
 def extending_frame(
     length: Array, capacity: int, t: int, *, longest: int | None = None, **masks: Array | None
 ) -> Frame:

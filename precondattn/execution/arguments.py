@@ -45,7 +45,14 @@ from precondattn.execution.masks import (
 from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
-from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame
+from precondattn.frame import (
+    EXTENSION,
+    Frame,
+    Layout,
+    extending_frame,
+    full_frame,
+    held_by_all,
+)
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -178,7 +185,7 @@ def bind_extension(
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
     cached_mask, old_lengths = cache.store.get(KEY_MASK), host_integers(cache.length)
     if lengths is None and key_mask is None and cached_mask is None and segment_ids is None:
-        held = _held_by_all(old_lengths, t, capacity)
+        held = None if old_lengths is None else held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
             layout = Layout(EXTENSION, t, capacity, held=held, longest=held)
             return BoundCall(ready, inputs, Frame.of(layout, cache.length), dtypes_before=before)
@@ -217,14 +224,6 @@ def bind_extension(
         valid = frame.valid_keys(t)
         inputs = zero_padding(inputs, declared_inputs(mechanism), frame.q_valid, valid)
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
-
-
-def _held_by_all(lengths: list[int] | None, t: int, capacity: int) -> int | None:
-    """How many tokens every sequence holds, if that is known and there is room for t more."""
-    if not lengths or lengths.count(lengths[0]) < len(lengths):
-        return None
-    held = lengths[0]
-    return held if held >= 0 and (not capacity or held + t <= capacity) else None
 
 
 def _inputs(

@@ -56,8 +56,8 @@ def folded(monkeypatch):
     one_call = torch_vmap.OneCall
 
     class Recorded(one_call):
-        def __init__(self, piece, sizes, kind, count):
-            super().__init__(piece, sizes, kind, count)
+        def __init__(self, piece, sizes, kind, *rest):
+            super().__init__(piece, sizes, kind, *rest)
             kinds.append(kind)
 
     monkeypatch.setattr(torch_vmap, "OneCall", Recorded)

@@ -16,6 +16,7 @@ from precondattn.arrays import counts_flops, has_tangent, wants_gradient
 from precondattn.cache import Replace
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.torch import second_derivative, vmap  # noqa: F401
+from precondattn.execution.torch.frames import no_gradient_of, text_of
 from precondattn.execution.torch.operators import backward, forward, inference
 from precondattn.execution.torch.steps import extension, step, step_backward
 from precondattn.frame import Frame
@@ -24,11 +25,11 @@ from precondattn.frame import Frame
 def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
     """The output of a planned call, differentiable in its inputs."""
     piece, backend = planned.piece._name, planned.backend.name
-    tensors, masks = list(inputs.values()), list(frame.arrays)
+    tensors = list(inputs.values())
     _register_flops()
     if wants_gradient(*tensors):
-        return forward(piece, backend, tensors, masks)[0]
-    return inference(piece, backend, tensors, masks)
+        return forward(piece, backend, tensors, *_parts(frame))[0]
+    return inference(piece, backend, tensors, *_parts(frame))
 
 
 def apply_step(
@@ -38,7 +39,7 @@ def apply_step(
     piece, backend = planned.piece._name, planned.backend.name
     states, tensors = list(past.values()), list(inputs.values())
     _register_flops()
-    out, *new = step(piece, backend, states, tensors, list(frame.arrays))
+    out, *new = step(piece, backend, states, tensors, *_parts(frame))
     return out, {name: Replace(state) for name, state in zip(past, new, strict=True)}
 
 
@@ -55,7 +56,8 @@ def apply_extension(
     buffers, tensors = list(past.values()), list(inputs.values())
     counts = count if isinstance(count, Tensor) else length.new_full(length.shape, count)
     _register_flops()
-    out, *new = extension(piece, backend, buffers, tensors, list(frame.arrays), length, counts)
+    masks, layout = _parts(frame)
+    out, *new = extension(piece, backend, buffers, tensors, masks, length, counts, layout)
     return out, {name: Replace(buffer) for name, buffer in zip(past, new, strict=True)}
 
 
@@ -64,9 +66,7 @@ def with_residuals(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output of a planned call and the residuals, under vmap."""
     tensors = list(inputs.values())
-    out, *residuals = forward(
-        planned.piece._name, planned.backend.name, tensors, list(frame.arrays)
-    )
+    out, *residuals = forward(planned.piece._name, planned.backend.name, tensors, *_parts(frame))
     return out, tuple(residuals)
 
 
@@ -82,8 +82,8 @@ def gradients(
     if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
         out, residuals = with_residuals(planned, inputs, frame)
     piece, backend = planned.piece._name, planned.backend.name
-    tensors, masks = list(inputs.values()), list(frame.arrays)
-    found = backward(piece, backend, tensors, masks, [out, *residuals], cotangent)
+    tensors, (masks, layout) = list(inputs.values()), _parts(frame)
+    found = backward(piece, backend, tensors, masks, [out, *residuals], cotangent, layout)
     return dict(zip(inputs, found, strict=True))
 
 
@@ -97,11 +97,16 @@ def step_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of a step, of its inputs and of the old states, under vmap."""
     piece, backend = planned.piece._name, planned.backend.name
-    states, tensors, masks = list(past.values()), list(inputs.values()), list(frame.arrays)
+    states, tensors, (masks, layout) = list(past.values()), list(inputs.values()), _parts(frame)
     cotangents = [cotangent, *(d_buffers[name] for name in past)]
-    found = step_backward(piece, backend, states, tensors, masks, cotangents)
+    found = step_backward(piece, backend, states, tensors, masks, cotangents, layout)
     d_past, d_inputs = found[: len(states)], found[len(states) :]
     return dict(zip(inputs, d_inputs, strict=True)), dict(zip(past, d_past, strict=True))
+
+
+def _parts(frame: Frame) -> tuple[list[Tensor | None], str]:
+    """A frame as arguments of an operator."""
+    return list(frame.sources), text_of(frame.layout)
 
 
 def _register_flops() -> None:
@@ -129,7 +134,7 @@ def _check_tangents(cotangents: Any) -> None:
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.piece, ctx.backend, tensors, frame = inputs
+    ctx.piece, ctx.backend, tensors, frame, ctx.layout = inputs
     ctx.split = len(tensors), len(tensors) + len(frame)
     ctx.save_for_backward(*tensors, *frame, *output)
 
@@ -139,12 +144,13 @@ def _differentiate(ctx: Any, cotangents: Any) -> Any:
     _register_flops()
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
     tensors, frame, outputs = saved[:end], saved[end:split], saved[split:]
-    gradients = backward(ctx.piece, ctx.backend, tensors, frame, outputs, cotangents[0])
-    return None, None, gradients, _no_gradient(frame)
+    arguments = tensors, frame, outputs, cotangents[0], ctx.layout
+    gradients = backward(ctx.piece, ctx.backend, *arguments)
+    return None, None, gradients, _no_gradient(frame), *no_gradient_of(ctx.layout)
 
 
 def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.piece, ctx.backend, past, tensors, frame = inputs
+    ctx.piece, ctx.backend, past, tensors, frame, ctx.layout = inputs
     ctx.split = len(past), len(past) + len(tensors)
     ctx.save_for_backward(*past, *tensors, *frame)
 
@@ -154,8 +160,10 @@ def _differentiate_step(ctx: Any, cotangents: Any) -> Any:
     _register_flops()
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
     past, tensors, frame = saved[:end], saved[end:split], saved[split:]
-    gradients = step_backward(ctx.piece, ctx.backend, past, tensors, frame, list(cotangents))
-    return None, None, gradients[:end], gradients[end:], _no_gradient(frame)
+    arguments = past, tensors, frame, list(cotangents), ctx.layout
+    gradients = step_backward(ctx.piece, ctx.backend, *arguments)
+    of_frame = _no_gradient(frame), *no_gradient_of(ctx.layout)
+    return None, None, gradients[:end], gradients[end:], *of_frame
 
 
 forward.register_autograd(_differentiate, setup_context=_remember)

@@ -20,7 +20,7 @@ from torch import Tensor
 from precondattn.algebra.declaration import HEADS, Pattern, Sizes
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
-from precondattn.frame import Frame
+from precondattn.execution.torch.frames import frame_of
 
 BATCH = "b"
 KINDS = (BATCH, HEADS)
@@ -93,8 +93,9 @@ class OneCall:
         here or in a method, where it does not replace them.
     """
 
-    def __init__(self, piece: Any, sizes: Sizes, kind: str, count: int) -> None:
+    def __init__(self, piece: Any, sizes: Sizes, kind: str, count: int, layout: str) -> None:
         self.piece, self.sizes, self.kind, self.count = piece, sizes, kind, count
+        self.layout = layout
         if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):
             raise SeparateCallsError
 
@@ -161,8 +162,9 @@ class OneCall:
         described = zip(self.piece.inputs, shapes, dtypes, strict=True)
         specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
         runner = runner_of(discover().named(backend), self.piece)
+        of_one = frame_of(self.layout, frame.of_call(0), tensors.tensors[0])
         try:
-            residuals = runner.residual_shapes(specs, Frame(*frame.of_call(0)))
+            residuals = runner.residual_shapes(specs, of_one)
         except NotImplementedError:  # A backend needs it only to be compiled.
             raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]

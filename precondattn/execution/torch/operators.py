@@ -2,8 +2,8 @@
 
 Three operators serve every backend and every piece in full calls: `forward` with residuals for the
 gradient, `backward`, and `inference` without residuals. A piece is passed by its name
-(`algebra/names.py`) and a backend by its own, so that compiled and exported graphs contain only
-strings and tensors.
+(`algebra/names.py`), a backend by its own and a frame as its layout's text and its arrays, so that
+compiled and exported graphs contain only strings and tensors.
 
 Under a compiler sizes may be symbols. An operator is not traced into, so the loops of an algorithm
 over blocks of tokens do not appear in the graph, and its choices that depend on a length are made
@@ -31,7 +31,7 @@ from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
-from precondattn.frame import Frame
+from precondattn.execution.torch.frames import frame_of
 from precondattn.limits import KEPT
 from precondattn.runner import Runner
 
@@ -107,12 +107,14 @@ def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> lis
 @torch.library.custom_op("precondattn::forward", mutates_args=())
 @without_autocast
 def forward(
-    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None], layout: str = ""
 ) -> list[Tensor]:
     """The output, followed by the residuals."""
     found = named(piece, backend)
     inputs = named_inputs(found.piece, tensors)
-    out, residuals = found.runner.forward_with_residuals(inputs, Frame(*frame))
+    out, residuals = found.runner.forward_with_residuals(
+        inputs, frame_of(layout, frame, tensors[0])
+    )
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     kept = () if found.is_reference else residuals
     return unaliased([out, *kept], [*tensors, *frame])
@@ -121,12 +123,12 @@ def forward(
 @torch.library.custom_op("precondattn::inference", mutates_args=())
 @without_autocast
 def inference(
-    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None]
+    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None], layout: str = ""
 ) -> Tensor:
     """The output alone."""
     found = named(piece, backend)
     inputs = named_inputs(found.piece, tensors)
-    out, _ = found.runner.forward(inputs, Frame(*frame))
+    out, _ = found.runner.forward(inputs, frame_of(layout, frame, tensors[0]))
     dtype = output_dtype(inputs, is_wide=found.is_wide)
     return unaliased([cast(out, dtype)], [*tensors, *frame])[0]
 
@@ -140,9 +142,10 @@ def backward(
     frame: list[Tensor | None],
     outputs: list[Tensor],
     cotangent: Tensor,
+    layout: str = "",
 ) -> list[Tensor]:
     """The gradient of every tensor."""
-    found, masks = named(piece, backend), Frame(*frame)
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = named_inputs(found.piece, tensors)
     out, residuals = outputs[0], tuple(outputs[1:])
     if found.is_reference:
@@ -166,10 +169,10 @@ def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool 
 
 
 @forward.register_fake
-def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
+def _(piece: str, backend: str, tensors: Any, frame: Any, layout: str = "") -> list[Tensor]:
     found = named(piece, backend)
     specs = {name: ArraySpec.of(t) for name, t in named_inputs(found.piece, tensors).items()}
-    residuals = found.runner.residual_shapes(specs, Frame(*frame))
+    residuals = found.runner.residual_shapes(specs, frame_of(layout, frame, tensors[0]))
     return [
         _output_like(found, tensors, has_gradient=True),
         *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
@@ -177,12 +180,10 @@ def _(piece: str, backend: str, tensors: Any, frame: Any) -> list[Tensor]:
 
 
 @inference.register_fake
-def _(piece: str, backend: str, tensors: Any, frame: Any) -> Tensor:
+def _(piece: str, backend: str, tensors: Any, *rest: Any) -> Tensor:
     return _output_like(named(piece, backend), tensors)
 
 
 @backward.register_fake
-def _(
-    piece: str, backend: str, tensors: Any, frame: Any, outputs: Any, cotangent: Any
-) -> list[Tensor]:
+def _(piece: str, backend: str, tensors: Any, *rest: Any) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]

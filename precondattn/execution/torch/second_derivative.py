@@ -15,6 +15,7 @@ from torch import Tensor
 
 from precondattn.algebra.names import piece_named
 from precondattn.arrays import cast, upcast_all
+from precondattn.execution.torch.frames import frame_of, no_gradient_of
 from precondattn.execution.torch.operators import backward, named_inputs
 from precondattn.execution.torch.steps import named_buffers, step_backward
 from precondattn.frame import Frame
@@ -70,7 +71,7 @@ def _gradient_of(
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.piece, _, tensors, frame, outputs, cotangent = inputs
+    ctx.piece, _, tensors, frame, outputs, cotangent, ctx.layout = inputs
     ctx.split, ctx.outputs = (len(tensors), len(tensors) + len(frame)), len(outputs)
     ctx.save_for_backward(*tensors, *frame, cotangent)
 
@@ -78,16 +79,17 @@ def _remember(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate(ctx: Any, d_gradients: Any) -> Any:
     *saved, cotangent = ctx.saved_tensors
     (end, split), piece = ctx.split, piece_named(ctx.piece)
-    function = _forward_of(piece, Frame(*saved[end:split]))
+    function = _forward_of(piece, frame_of(ctx.layout, saved[end:split], saved[0]))
     _, pull = _gradient_of(function, saved[:end], [cotangent])
     *d_tensors, d_cotangent = pull(tuple(d_gradients))
     # The outputs are functions of the tensors, whose derivatives include this dependence.
     frame, outputs = _none(saved[end:split]), [None] * ctx.outputs
-    return None, None, list(d_tensors), frame, outputs, d_cotangent
+    of_layout = no_gradient_of(ctx.layout)
+    return None, None, list(d_tensors), frame, outputs, d_cotangent, *of_layout
 
 
 def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.piece, _, past, tensors, frame, cotangents = inputs
+    ctx.piece, _, past, tensors, frame, cotangents, ctx.layout = inputs
     ctx.counts = len(past), len(tensors), len(frame)
     ctx.save_for_backward(*past, *tensors, *frame, *cotangents)
 
@@ -95,11 +97,12 @@ def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_step(ctx: Any, d_gradients: Any) -> Any:
     saved, (states, inputs, masks) = list(ctx.saved_tensors), ctx.counts
     end, split = states + inputs, states + inputs + masks
-    function = _step_of(piece_named(ctx.piece), Frame(*saved[end:split]), states)
+    frame = frame_of(ctx.layout, saved[end:split], saved[0])
+    function = _step_of(piece_named(ctx.piece), frame, states)
     _, pull = _gradient_of(function, saved[:end], saved[split:])
     result = list(pull(tuple(d_gradients)))
-    frame = _none(saved[end:split])
-    return None, None, result[:states], result[states:end], frame, result[end:]
+    gradients = result[:states], result[states:end], _none(saved[end:split]), result[end:]
+    return None, None, *gradients, *no_gradient_of(ctx.layout)
 
 
 def _none(masks: Sequence[Tensor | None]) -> Any:

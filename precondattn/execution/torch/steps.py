@@ -17,6 +17,7 @@ from torch import Tensor
 from precondattn.arrays import cast
 from precondattn.cache import updated
 from precondattn.execution.cotangents import step_gradients_at
+from precondattn.execution.torch.frames import frame_of
 from precondattn.execution.torch.operators import (
     Named,
     named,
@@ -26,7 +27,6 @@ from precondattn.execution.torch.operators import (
     values_of,
     without_autocast,
 )
-from precondattn.frame import Frame
 
 
 def named_buffers(piece: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -41,11 +41,12 @@ def step(
     past: list[Tensor],
     tensors: list[Tensor],
     frame: list[Tensor | None],
+    layout: str = "",
 ) -> list[Tensor]:
     """The output, followed by the new states."""
     found = named(piece, backend)
     states, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
-    out, updates = found.runner.step(states, inputs, Frame(*frame))
+    out, updates = found.runner.step(states, inputs, frame_of(layout, frame, tensors[0]))
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     replaced: dict[str, Any] = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
@@ -61,6 +62,7 @@ def step_backward(
     tensors: list[Tensor],
     frame: list[Tensor | None],
     cotangents: list[Tensor],
+    layout: str = "",
 ) -> list[Tensor]:
     """The gradients of the old states, followed by those of every tensor."""
     found = named(piece, backend)
@@ -68,7 +70,7 @@ def step_backward(
     d_out, d_states = cotangents[0], named_buffers(found.piece, cotangents[1:])
     like = d_out if found.is_wide else values_of(inputs)
     gradients, d_past = step_gradients_at(
-        d_out, d_states, found.runner, states, inputs, Frame(*frame), like
+        d_out, d_states, found.runner, states, inputs, frame_of(layout, frame, tensors[0]), like
     )
     in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
     in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
@@ -85,11 +87,12 @@ def extension(
     frame: list[Tensor | None],
     length: Tensor,
     count: Tensor,
+    layout: str = "",
 ) -> list[Tensor]:
     """The output, followed by the updated buffers, in the memory layout of the old ones."""
     found = named(piece, backend)
     buffers, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
-    out, updates = found.runner.step(buffers, inputs, Frame(*frame))
+    out, updates = found.runner.step(buffers, inputs, frame_of(layout, frame, tensors[0]))
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide))
     (out,) = unaliased([out], [*past, *tensors, *frame])
     new = [
@@ -111,24 +114,20 @@ def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool 
 
 
 @step.register_fake
-def _(piece: str, backend: str, past: Any, tensors: Any, frame: Any) -> list[Tensor]:
+def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
     contiguous = torch.contiguous_format
     new = [torch.empty_like(state, memory_format=contiguous) for state in past]
     return [_output_like(named(piece, backend), tensors, has_gradient=True), *new]
 
 
 @step_backward.register_fake
-def _(
-    piece: str, backend: str, past: Any, tensors: Any, frame: Any, cotangents: Any
-) -> list[Tensor]:
+def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
     contiguous = torch.contiguous_format
     return [torch.empty_like(t, memory_format=contiguous) for t in (*past, *tensors)]
 
 
 @extension.register_fake
-def _(
-    piece: str, backend: str, past: Any, tensors: Any, frame: Any, length: Any, count: Any
-) -> list[Tensor]:
+def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
     return [
         _output_like(named(piece, backend), tensors),
         *(torch.empty_like(each) for each in past),

@@ -121,29 +121,31 @@ def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _
     """Let both kinds of PyTorch's vmap map an operator."""
 
     def one_call(
-        piece: str, backend: str, lists: list[MappedArrays], count: int
+        piece: str, backend: str, lists: list[MappedArrays], count: int, layout: str
     ) -> VmapAxes | None:
         mechanism = piece_named(piece)
         sizes = sizes_of(mechanism, lists)
         for kind in KINDS:
             try:
-                return axes_of(OneCall(mechanism, sizes, kind, count), backend, *lists)
+                call = OneCall(mechanism, sizes, kind, count, layout)
+                return axes_of(call, backend, *lists)
             except SeparateCallsError:
                 continue
         return None
 
-    def rule(info: Any, in_dims: Any, piece: str, backend: str, *arguments: Any) -> Any:
+    def rule(info: Any, in_dims: Any, piece: str, backend: str, *given: Any) -> Any:
         count = info.batch_size
-        lists = [
-            MappedArrays.of_argument(*pair) for pair in zip(arguments, in_dims[2:], strict=True)
-        ]
+        # PyTorch passes no argument that equals its default.
+        *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
+        mapped = in_dims[2 : 2 + len(arguments)]
+        lists = [MappedArrays.of_argument(*pair) for pair in zip(arguments, mapped, strict=True)]
 
         def results_of(arrays: Sequence[list[Any]]) -> Any:
             pairs = zip(arguments, arrays, strict=True)
-            given = (new if isinstance(old, list) else new[0] for old, new in pairs)
-            return operator(piece, backend, *given)
+            new = (each if isinstance(old, list) else each[0] for old, each in pairs)
+            return operator(piece, backend, *new, layout)
 
-        axes = one_call(piece, backend, lists, count) if count > 1 else None
+        axes = one_call(piece, backend, lists, count, layout) if count > 1 else None
         if axes is not None:
             folds = zip(lists, axes.arguments, strict=True)
             results = results_of([each.folded(at, count) for each, at in folds])

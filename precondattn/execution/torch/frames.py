@@ -1,0 +1,66 @@
+"""PyTorch: the frame of an operator, from the text of its layout and from tensors.
+
+An operator has the layout as a text, so that a graph contains only strings and tensors. Programs
+that were exported without it have its default, an empty text: nothing is known but the tensors.
+
+A compiler does not know the lengths of caches, nor sizes that are symbols. The operator finds them
+when it runs, as the call would find them without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from precondattn.arrays import host_integers
+from precondattn.frame import ARRAYS, EXTENSION, UNKNOWN, Frame, Layout, held_by_all, rebuilt
+from precondattn.limits import KEPT
+
+
+@lru_cache(maxsize=KEPT)
+def text_of(layout: Layout) -> str:
+    """`"full:6:6:::lengths"`: kind, sizes, what is known of caches, and masks."""
+    if layout == UNKNOWN:
+        return ""
+    numbers = (layout.t, layout.s, layout.held, layout.longest)
+    texts = ("" if number is None else str(number) for number in numbers)
+    return ":".join((layout.kind, *texts, ",".join(sorted(layout.masks))))
+
+
+@lru_cache(maxsize=KEPT)
+def layout_of(text: str) -> Layout:
+    """The layout of such a text."""
+    if not text:
+        return UNKNOWN
+    kind, *numbers, masks = text.split(":")
+    t, s, held, longest = (int(number) if number else None for number in numbers)
+    return Layout(kind, t, s, frozenset(filter(None, masks.split(","))), held, longest)
+
+
+def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame:
+    """The frame of a layout's text and of a frame's `sources`, on the device of `like`."""
+    layout = layout_of(text)
+    if layout.kind and len(tensors) == len(ARRAYS):
+        layout = _found(layout, *tensors[:2])
+    return rebuilt(layout, tensors, like)
+
+
+def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
+    """The layout with what a compiler did not know."""
+    is_extension = layout.kind == EXTENSION
+    if layout.t is None or layout.s is None:
+        t, keys = q_position.shape[1], k_position.shape[1]
+        layout = layout._replace(t=t, s=keys - t if is_extension else keys).without_symbols
+    if is_extension and layout.longest is None:
+        lengths = host_integers(q_position[:, 0])
+        if lengths is not None:
+            held = None if layout.masks else held_by_all(lengths, layout.t, layout.s)
+            layout = layout._replace(held=held, longest=max(lengths, default=0))
+    return layout
+
+
+def no_gradient_of(layout: str) -> tuple[None, ...]:
+    """The gradient of that text: autograd is not given an argument that equals its default."""
+    return (None,) if layout else ()
