@@ -29,6 +29,12 @@ Residuals = tuple[Array, ...]
 
 Shape = tuple[int, ...]
 
+DType = Any
+"""A data type of any supported library."""
+
+Namespace = Any
+"""The functions of an array library, by the names of the array API."""
+
 HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
 

@@ -30,8 +30,9 @@ from collections.abc import Sequence
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance.harmless_keys import with_different_keys
-from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 
 SATURATED = ("huge_logits", "tied_logits")
 EXTREMES = (

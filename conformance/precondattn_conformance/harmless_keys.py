@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance.declared import is_bounded
-from precondattn_conformance.inputs import Arrays
 
 LONGEST = 16.0
 """s ‖k‖² of a key of d entries of variance 1, once it is shortened."""

@@ -21,12 +21,11 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Arrays
 from precondattn_conformance.masks import arguments, masks
 from precondattn_conformance.memory_order import constant, expanded_axes
 
 KINDS = ("random", "clustered", "duplicate", "zero", "real")
-
-Arrays = dict[str, np.ndarray]
 
 
 class CallLayout(NamedTuple):

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance.cancellation import (
     Sizes,
     sizes_of_feature_maps,
@@ -25,7 +26,7 @@ from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.expecting import HELPED, REFERENCE
 from precondattn_conformance.extremes import EXTREMES, SATURATED, at_an_extreme
 from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs
+from precondattn_conformance.inputs import CallLayout, make_inputs
 from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
@@ -56,9 +57,7 @@ class Oracle:
     """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
-def oracle(
-    mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
-) -> Oracle:
+def oracle(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE) -> Oracle:
     """The reference in float64 on NumPy, or who else is expected to be right."""
     return _kept(mechanism, layout, kind, dtype, by)
 

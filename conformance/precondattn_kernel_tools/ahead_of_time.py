@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 
 from precondattn_kernel_tools.resources import Resources, line
 
+AnyVariant = Any
+"""A variant of Triton's, of CUDA or of Pallas: each has a `name`."""
+
 
 class CompileTask(NamedTuple):
     """A variant to compile for a target."""
@@ -31,7 +34,7 @@ class CompileTask(NamedTuple):
     name: str
     target: str
     key: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     """Of the function that compiles it. They are pickled."""
 
 
@@ -64,7 +67,7 @@ def parsed(
     return parser, given
 
 
-def variants_of(module: str, target: str) -> dict[str, Any]:
+def variants_of(module: str, target: str) -> dict[str, AnyVariant]:
     """The variants that a module ships for a target, by name.
 
     Raises
@@ -79,7 +82,9 @@ def variants_of(module: str, target: str) -> dict[str, Any]:
     return {variant.name: variant for variant in variants}
 
 
-def selected(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[tuple[Any, str]]:
+def selected(
+    parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> list[tuple[AnyVariant, str]]:
     """The (variant, target) pairs that the command line selects; an error where there are none."""
     try:
         pairs = [
@@ -95,7 +100,7 @@ def selected(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list
     return pairs
 
 
-def print_names(pairs: Iterable[tuple[Any, str]]) -> None:
+def print_names(pairs: Iterable[tuple[AnyVariant, str]]) -> None:
     """The names of the variants, each once."""
     print("\n".join(dict.fromkeys(variant.name for variant, _ in pairs)))
 

@@ -37,9 +37,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from precondattn_kernel_tools.ahead_of_time import selected, variants_of
+from precondattn_kernel_tools.ahead_of_time import AnyVariant, selected, variants_of
 from precondattn_kernel_tools.cuda_toolkit import MissingToolError
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -252,7 +252,7 @@ def _disassembler() -> str:
     return str(Path(triton.backends.nvidia.__file__ or "").parent / "bin" / "nvdisasm")
 
 
-def machine_code(variant: Any, target: str) -> MachineCode:
+def machine_code(variant: AnyVariant, target: str) -> MachineCode:
     """Of a variant of `triton_compiler` or `cuda_compiler`, for a target such as "sm_90".
 
     Raises
@@ -299,7 +299,7 @@ def _named(module: str, name: str, target: str) -> MachineCode:
 
 
 @functools.cache
-def _variants_of(module: str, target: str) -> dict[str, Any]:
+def _variants_of(module: str, target: str) -> dict[str, AnyVariant]:
     return variants_of(module, target)
 
 

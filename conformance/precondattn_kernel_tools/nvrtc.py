@@ -9,7 +9,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn_kernel_tools.cuda_toolkit import nvrtc_library
 
@@ -78,7 +78,7 @@ def version() -> str:
 
 
 @functools.cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     path = nvrtc_library()
     # NVRTC loads this library by its name, which succeeds once it is loaded.
     for part in sorted(path.parent.glob("libnvrtc-builtins.so*")):

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
@@ -29,6 +29,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     run,
     selected,
 )
+from precondattn_kernel_tools.foreign import CompiledKernel, Operation
 from precondattn_kernel_tools.resources import Resources, measured
 
 TPU = "tpu"
@@ -46,14 +47,18 @@ TARGETS = tuple(DEVICES)
 TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
 """The names of calls of lowered kernels, or parts of the names."""
 
+Code = bytes | str
+"""Of a lowered kernel: Triton's as bytes, a TPU's as text."""
+Options = tuple[tuple[str, int], ...]
+
 
 class Variant(NamedTuple):
     """A function that launches kernels, as it is shipped."""
 
     name: str
     """Unique in the module."""
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
     """`jax.ShapeDtypeStruct`s, or trees of them."""
     spill_limit: int = 0
     """Bytes that a thread may spill."""
@@ -66,7 +71,7 @@ class LoweredKernel(NamedTuple):
     """That of the variant, then that of the kernel."""
     code: str
     """In Triton's intermediate representation; empty for a TPU."""
-    options: tuple[tuple[str, int], ...]
+    options: Options
     """num_warps, num_stages."""
     spill_limit: int
 
@@ -85,7 +90,7 @@ def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
     with lowering_for(DEVICES[target], platform):
         traced = jax.jit(variant.function).trace(*variant.arguments)
         module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
-    names: dict[tuple[str, Any], str] = {}
+    names: dict[tuple[Code, Options], str] = {}
     for name, code, options in _calls(module, platform):
         names.setdefault((code, options), name)
     counts: Counter[str] = Counter()
@@ -99,7 +104,7 @@ def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
     return kernels
 
 
-def lowering_for(device: str, platform: str) -> AbstractContextManager[Any]:
+def lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
     """JAX lowers for a device of this name inside; from version 0.11 on it needs one."""
     import jax
 
@@ -108,16 +113,18 @@ def lowering_for(device: str, platform: str) -> AbstractContextManager[Any]:
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
     abstract = AbstractDevice(device, num_cores=1, platform=platform)
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
+    mesh = AbstractMesh((), (), abstract_device=abstract)
+    inside: AbstractContextManager[object] = use_abstract_mesh(mesh)
+    return inside
 
 
-def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[str, int], ...]]]:
+def _calls(module: Operation, platform: str) -> Iterator[tuple[str, Code, Options]]:
     """Name, code and options of each kernel call in a lowered module."""
     from jax._src.lib.mlir import ir
 
     operations = []
 
-    def visit(operation: Any) -> Any:
+    def visit(operation: Operation) -> object:
         if operation.name == "stablehlo.custom_call":
             operations.append(operation)
         return ir.WalkResult.ADVANCE
@@ -141,7 +148,7 @@ def _calls(module: Any, platform: str) -> Iterator[tuple[str, Any, tuple[tuple[s
             yield ir.StringAttr(attributes[name]).value, str(operation), ()
 
 
-def _as_text(code: bytes) -> str:
+def _as_text(code: Code) -> str:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib.triton import dialect
@@ -158,7 +165,7 @@ def compile_kernel(kernel: LoweredKernel, target: str) -> Resources:
     return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
 
-def _compiled(kernel: LoweredKernel, target: str) -> Any:
+def _compiled(kernel: LoweredKernel, target: str) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
 

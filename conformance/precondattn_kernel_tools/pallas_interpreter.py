@@ -14,10 +14,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
+
+from precondattn_kernel_tools.foreign import Interpreter
 
 __all__ = ["RaceError", "checked"]
 
@@ -27,7 +28,7 @@ class RaceError(RuntimeError):
 
 
 @contextmanager
-def checked(seed: int = 0, *, cores: int = 1) -> Iterator[Any]:
+def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]:
     """Parameters for `interpret=`; when it ends, no kernel that ran with them may have had a race.
 
     `seed` determines the order of programs along parallel axes. With two cores, as some TPUs have,
@@ -40,14 +41,14 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[Any]:
     RuntimeError
         where no kernel has been interpreted, because then nothing was checked.
     """
-    interpreter: Any = importlib.import_module(
+    interpreter: Interpreter = importlib.import_module(
         "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
     )
     # The interpreter discards the findings of one kernel when the next one starts.
-    states: list[Any] = []
+    states: list[Interpreter] = []
     detection = interpreter.RaceDetectionState
 
-    def recorded(*arguments: Any, **options: Any) -> Any:
+    def recorded(*arguments: object, **options: object) -> Interpreter:
         states.append(detection(*arguments, **options))
         return states[-1]
 
@@ -55,7 +56,7 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[Any]:
     try:
         # Newer versions raise at the first race unless they are told to continue.
         fields = pltpu.InterpretParams.__dataclass_fields__
-        continues: Any = {"on_race": "warn"} if "on_race" in fields else {}
+        continues: dict[str, str] = {"on_race": "warn"} if "on_race" in fields else {}
         yield pltpu.InterpretParams(
             **continues,
             detect_races=True,

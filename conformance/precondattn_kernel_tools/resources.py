@@ -10,7 +10,8 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from precondattn_kernel_tools.foreign import CompiledKernel
 
 SHARED_LIMITS = {
     "sm_80": 163,
@@ -53,7 +54,9 @@ def judge(resources: Resources, spill_limit: int) -> None:
         )
 
 
-def measured(name: str, target: str, spill_limit: int, compile_it: Callable[[], Any]) -> Resources:
+def measured(
+    name: str, target: str, spill_limit: int, compile_it: Callable[[], CompiledKernel]
+) -> Resources:
     """The resources of a kernel that Triton compiles; an error of the compiler is a failure."""
     resources = Resources(name, target)
     start = time.perf_counter()
@@ -69,7 +72,7 @@ def measured(name: str, target: str, spill_limit: int, compile_it: Callable[[], 
     return resources
 
 
-def of_a_thread(assembly: Mapping[str, Any]) -> tuple[int, int]:
+def of_a_thread(assembly: Mapping[str, str]) -> tuple[int, int]:
     """Registers, and spilled bytes."""
     if "amdgcn" in assembly:
         text = assembly["amdgcn"]

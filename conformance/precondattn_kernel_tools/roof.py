@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 LAUNCH_GAP = 3e-6
 """Seconds between two kernels of which the second waits for the first."""
@@ -129,7 +129,7 @@ def predicted(work: KernelWork, device: Device, pace: float, resident: int) -> f
 
 def prediction(
     work: KernelWork, size: Size, devices: tuple[Device, ...], pace: float, resident: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The work of a kernel and, for each device, its roof and the predicted time: a row of JSON."""
     at = {}
     for device in devices:

@@ -15,7 +15,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from precondattn_kernel_tools.ahead_of_time import variants_of
 from precondattn_kernel_tools.pallas_compiler import TPU, Variant, lowering_for
@@ -45,7 +44,7 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
     machine = topologies.get_topology_desc(CHIPS[chip], platform="tpu")
     sharding = SingleDeviceSharding(machine.devices[0])
 
-    def on_the_chip(array: Any) -> Any:
+    def on_the_chip(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def compile_variant(variant: Variant) -> str:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from precondattn_kernel_tools.foreign import CompiledKernel, KernelFunction, Launchable, Target
 
 GROUP = "__grp__"
 """How the name of the file begins in which Triton lists the files of a kernel, by their paths."""
@@ -37,7 +38,7 @@ class StubDriver:
 
         self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self) -> Target:
         return self._target
 
     def get_current_device(self) -> int:
@@ -64,7 +65,7 @@ def filled(
     folder: Path,
     target: str,
     until: float = float("inf"),
-    host_code: Callable[[Any], None] | None = None,
+    host_code: Callable[[CompiledKernel], None] | None = None,
 ) -> Iterator[LaunchedKernels]:
     """Launches are compiled for a target such as "sm_90", into a folder, and not run.
 
@@ -78,7 +79,9 @@ def filled(
     run, active = JITFunction.run, driver._active
     kernels = LaunchedKernels()
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
+    def compile_only(
+        self: Launchable, *args: object, grid: object, warmup: bool = False, **named: object
+    ) -> CompiledKernel | None:
         if time.monotonic() >= until:
             kernels.left[self.__name__] += 1
             return None
@@ -87,7 +90,9 @@ def filled(
             host_code(kernel)
         return kernel
 
-    def note(*, src: Any, metadata_group: dict[str, str], cache_hit: bool, **_: Any) -> None:
+    def note(
+        *, src: KernelFunction, metadata_group: dict[str, str], cache_hit: bool, **_: object
+    ) -> None:
         of = kernels.found if cache_hit else kernels.compiled
         of[Path(next(iter(metadata_group.values()))).parent.name] = src.name
 

@@ -12,11 +12,12 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+
+from precondattn_kernel_tools.foreign import Global, KernelFunction
 
 
-def code_of(function: Any) -> str:
+def code_of(function: KernelFunction) -> str:
     """The text of a function that `triton.jit` returned. Its parameters are numbered in order.
 
     Raises
@@ -36,7 +37,7 @@ def code_of(function: Any) -> str:
 class _Canonical(ast.NodeTransformer):
     """Names replaced by what they refer to."""
 
-    def __init__(self, python: Any, definition: ast.FunctionDef) -> None:
+    def __init__(self, python: FunctionType, definition: ast.FunctionDef) -> None:
         self.globals = python.__globals__
         names = enumerate(_parameters(python))
         self.local = {name: f"parameter {number}" for number, name in names}
@@ -71,7 +72,7 @@ class _Canonical(ast.NodeTransformer):
         value = self._global(node)
         return self.generic_visit(node) if value is None else self._replaced(node, node.attr, value)
 
-    def _global(self, node: ast.AST) -> Any:
+    def _global(self, node: ast.AST) -> Global:
         """The global that a name, or an attribute of one of the package's modules, refers to."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.globals.get(node.id)
@@ -81,7 +82,7 @@ class _Canonical(ast.NodeTransformer):
                 return getattr(module, node.attr)
         return None
 
-    def _replaced(self, node: ast.AST, name: str, value: Any) -> ast.AST:
+    def _replaced(self, node: ast.AST, name: str, value: Global) -> ast.AST:
         """`value` is None for a builtin, and for the constant None."""
         if value is None or isinstance(value, ModuleType):
             return node
@@ -96,11 +97,11 @@ class _Canonical(ast.NodeTransformer):
         raise ValueError(f"{name} is a {type(value).__name__}, and no constant of a kernel")
 
 
-def _parameters(python: Any) -> list[str]:
+def _parameters(python: FunctionType) -> list[str]:
     return list(inspect.signature(python).parameters)
 
 
-def _is_kernel(value: Any) -> bool:
+def _is_kernel(value: Global) -> bool:
     """Whether it is a function that `triton.jit` returned, and not one of Triton's own."""
     return hasattr(value, "fn") and not _is_triton(value.fn.__module__)
 

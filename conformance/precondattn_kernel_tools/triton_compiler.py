@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn_kernel_tools.ahead_of_time import (
     CompileTask,
@@ -26,6 +26,7 @@ from precondattn_kernel_tools.ahead_of_time import (
     selected,
     variants_of,
 )
+from precondattn_kernel_tools.foreign import CompiledKernel, KernelFunction
 from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, measured
 from precondattn_kernel_tools.triton_code import code_of
 
@@ -35,11 +36,11 @@ class Variant(NamedTuple):
 
     name: str
     """Unique in the module."""
-    function: Any
+    function: KernelFunction
     """The result of `triton.jit`."""
     signature: Mapping[str, str]
     """By argument: "*bf16" (a pointer), "i32", "fp32" …"""
-    constants: Mapping[str, Any]
+    constants: Mapping[str, object]
     """The other arguments, which are compile-time constants."""
     options: Mapping[str, int]
     """num_warps, num_stages."""
@@ -63,7 +64,7 @@ def compile_variant(variant: Variant, target: str) -> Resources:
     return measured(variant.name, target, limit, lambda: compiled(variant, target))
 
 
-def compiled(variant: Variant, target: str) -> Any:
+def compiled(variant: Variant, target: str) -> CompiledKernel:
     """Triton's compiled kernel, with its assembly and machine code in `asm`."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
+
+from precondattn_kernel_tools.foreign import CompiledKernel
 
 LIBRARY = "libcuda.so.1"
 """NVIDIA's driver. The modules are linked to it by name, so an empty library does here."""
@@ -36,7 +37,7 @@ class HostCode:
         path = Path(driver.__file__).with_name("driver.c")
         self._compile(path.read_text(encoding="utf-8"), "cuda_utils")
 
-    def launcher(self, kernel: Any) -> None:
+    def launcher(self, kernel: CompiledKernel) -> None:
         """The module of a compiled kernel's signature, where this version of Triton has one."""
         from triton.backends.nvidia import driver
 

@@ -26,12 +26,13 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
 from triton.runtime.autotuner import Autotuner
+
+from precondattn_kernel_tools.foreign import ElementType, Handle, Interpreter, Launchable
 
 try:
     from precondattn_kernel_tools.triton_memory import (
@@ -50,7 +51,7 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["OutOfBoundsError", "RaceError", "checked", "is_interpreting", "patch_interpreter"]
 
-interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+interpreter: Interpreter = importlib.import_module("triton.runtime.interpreter")
 
 
 def is_interpreting() -> bool:
@@ -114,7 +115,7 @@ def _patch_launches(memory: WatchedMemory) -> None:
     launch, convert = executor.__call__, interpreter._implicit_cvt
     set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
 
-    def watched_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_launch(self: Launchable, *args: object, **kwargs: object) -> object:
         if memory.watch is not None:
             memory.watch.begin()
         with warnings.catch_warnings():
@@ -123,25 +124,25 @@ def _patch_launches(memory: WatchedMemory) -> None:
             try:
                 return launch(self, *args, **kwargs)
             except interpreter.InterpreterError as error:
-                first: Any = error
+                first: BaseException = error
                 while isinstance(first, interpreter.InterpreterError) and first.__cause__:
                     first = first.__cause__
                 if isinstance(first, OutOfBoundsError | RaceError):
                     raise first from None
                 raise
 
-    def numbered(argument: Any) -> Any:
+    def numbered(argument: object) -> Handle:
         converted = convert(argument)
         if memory.watch is not None and hasattr(argument, "data_ptr"):
             converted.handle.data += memory.watch.number(interpreter._unwrap_tensor(argument))
         return converted
 
-    def watched_size(self: Any, *size: int) -> None:
+    def watched_size(self: Interpreter, *size: int) -> None:
         if memory.watch is not None:
             memory.watch.set_grid(size)
         set_size(self, *size)
 
-    def watched_place(self: Any, *place: int) -> None:
+    def watched_place(self: Interpreter, *place: int) -> None:
         set_place(self, *(place if memory.watch is None else memory.watch.set_program(place)))
 
     executor.__call__ = watched_launch
@@ -152,18 +153,21 @@ def _patch_launches(memory: WatchedMemory) -> None:
 def _patch_types() -> None:
     builder, numpy_type = interpreter.InterpreterBuilder, interpreter._get_np_dtype
 
-    def dtype_of(dtype: Any) -> Any:
+    def dtype_of(dtype: ElementType) -> np.dtype:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        return BFLOAT16 if scalar == tl.bfloat16 else numpy_type(dtype)
+        found: np.dtype = BFLOAT16 if scalar == tl.bfloat16 else numpy_type(dtype)
+        return found
 
-    def cast(self: Any, source: Any, dtype: Any) -> Any:
+    def cast(self: Interpreter, source: Handle, dtype: ElementType) -> Handle:
         # To the nearest, ties to even, as the hardware's conversions do.
         data = source.data.astype(dtype_of(dtype))
         return interpreter.TensorHandle(data, dtype.scalar)
 
     convert = builder.create_fp_to_fp
 
-    def between_floats(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+    def between_floats(
+        self: Interpreter, source: Handle, dtype: ElementType, rounding: object
+    ) -> Handle:
         widths = {source.dtype.scalar.primitive_bitwidth, dtype.scalar.primitive_bitwidth}
         if 8 in widths or str(rounding).endswith("RTZ"):
             return convert(self, source, dtype, rounding)
@@ -181,7 +185,9 @@ def _patch_products() -> None:
     builder = interpreter.InterpreterBuilder
     product = builder.create_dot
 
-    def dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
+    def dot(
+        self: Interpreter, a: Handle, b: Handle, total: Handle, precision: object, imprecise: object
+    ) -> Handle:
         if a.dtype.primitive_bitwidth == 8:
             return product(self, a, b, total, precision, imprecise)
         is_tf32 = str(precision).endswith("TF32")
@@ -191,7 +197,7 @@ def _patch_products() -> None:
     builder.create_dot = dot
 
 
-def _factor(data: Any, is_tf32: bool) -> Any:
+def _factor(data: np.ndarray, is_tf32: bool) -> np.ndarray:
     """A factor as tensor cores read it: of a float32, tf32 has the first 10 bits of the fraction.
 
     Triton's compiler passes the float32 without rounding it, and the other bits are not read.
@@ -206,7 +212,9 @@ def _patch_masked_loads() -> None:
     builder = interpreter.InterpreterBuilder
     load = builder.create_masked_load
 
-    def masked_load(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def masked_load(
+        self: Interpreter, pointers: Handle, mask: Handle, other: Handle | None, *options: object
+    ) -> Handle:
         if other is None:
             scalar = pointers.get_element_ty()
             dtype = interpreter._get_np_dtype(scalar)
@@ -217,7 +225,7 @@ def _patch_masked_loads() -> None:
     builder.create_masked_load = masked_load
 
 
-def _undefined(dtype: Any) -> Any:
+def _undefined(dtype: ElementType) -> bool | int | float:
     """A value that no kernel can use by mistake: NaN, or an index that is out of bounds."""
     if dtype == np.bool_:
         return True
@@ -228,7 +236,7 @@ def _patch_indices() -> None:
     """NumPy 2.4 and later convert no array of one element to an integer; Triton up to 3.6 does."""
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, scope: Any) -> None:
+    def patched(tensor: Handle, scope: Interpreter) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -11,10 +11,11 @@ constant, and multiples of 16 are known to be divisible).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from precondattn_kernel_tools.foreign import Argument, KernelFunction
 from precondattn_kernel_tools.triton_compiler import Variant
 
 TYPES = {
@@ -32,19 +33,21 @@ TYPES = {
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
 
+Grid = tuple[int, ...] | Callable[[dict[str, Argument]], tuple[int, ...]]
+
 
 class TritonLaunch(NamedTuple):
     """One call of a kernel."""
 
-    function: Any
+    function: KernelFunction
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
+    arguments: dict[str, Argument]
     options: dict[str, int]
 
     def variant(self, name: str) -> Variant:
         """The variant that Triton would compile for it, named `name` and the kernel's name."""
         signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
+        constants: dict[str, object] = {}
         divisible = []
         for parameter in self.function.params:
             value = self.arguments[parameter.name]
@@ -79,7 +82,9 @@ def recorded() -> Iterator[list[TritonLaunch]]:
     run = JITFunction.run
     launches: list[TritonLaunch] = []
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+    def record(
+        self: KernelFunction, *args: Argument, grid: Grid, warmup: bool = False, **named: Argument
+    ) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         arguments = dict(zip(self.arg_names, args, strict=False)) | named
         size = grid(arguments) if callable(grid) else grid

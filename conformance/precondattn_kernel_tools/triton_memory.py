@@ -8,10 +8,15 @@ another tensor is an error.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
+
+from precondattn_kernel_tools.foreign import Interpreter
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ADDRESS_BITS = 48
@@ -28,7 +33,7 @@ class RaceError(RuntimeError):
 class Extent:
     """The memory of a tensor of the call, and the programs that wrote to it."""
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.shape, self.strides = tuple(tensor.shape), tuple(tensor.stride())
         self.itemsize = tensor.element_size()
         steps = zip(self.shape, self.strides, strict=True)
@@ -41,7 +46,7 @@ class Extent:
     def __str__(self) -> str:
         return f"a tensor of shape {self.shape} and strides {self.strides}"
 
-    def check(self, addresses: Any, size: int, verb: str, count: int) -> None:
+    def check(self, addresses: np.ndarray, size: int, verb: str, count: int) -> None:
         """Check the addresses, of a block of `count` unmasked elements, in this tensor."""
         offsets = addresses.astype(np.int64) - self.first
         is_outside = (offsets < 0) | (offsets + size > self.bytes)
@@ -52,14 +57,15 @@ class Extent:
                 f"{elements.min()} to {elements.max()}"
             )
 
-    def note_writer(self, addresses: Any, is_new: Any, program: int) -> Any:
+    def note_writer(self, addresses: np.ndarray, is_new: np.ndarray, program: int) -> np.ndarray:
         """Record a write; returns the other programs whose elements it changes."""
         if not self.writers.size:
             self.writers = np.full(self.bytes, -1, dtype=np.int32)
         offsets = addresses.astype(np.int64) - self.first
-        before = self.writers[offsets]
+        before: np.ndarray = self.writers[offsets]
         self.writers[offsets] = program
-        return before[is_new & (before >= 0) & (before != program)]
+        others: np.ndarray = before[is_new & (before >= 0) & (before != program)]
+        return others
 
 
 class Watch:
@@ -73,10 +79,10 @@ class Watch:
         """A launch begins: its tensors and its grid are not known yet."""
         self.extents: list[Extent] = []
         self.grid: tuple[int, ...] = ()
-        self.order: Any = None
+        self.order: np.ndarray | None = None
         self.program = 0
 
-    def number(self, tensor: Any) -> Any:
+    def number(self, tensor: Tensor) -> np.uint64:
         """The number to add to the address in the pointers to a tensor."""
         self.extents.append(Extent(tensor))
         return np.uint64(len(self.extents) << ADDRESS_BITS)
@@ -92,7 +98,7 @@ class Watch:
         self.program = turn if self.order is None else int(self.order[turn])
         return self._place(self.program)
 
-    def addresses(self, pointers: Any, mask: Any, size: int, verb: str) -> Any:
+    def addresses(self, pointers: np.ndarray, mask: np.ndarray, size: int, verb: str) -> np.ndarray:
         """The addresses of pointers, all unmasked ones of which must be inside their tensors.
 
         Raises
@@ -112,7 +118,7 @@ class Watch:
             self.extents[number - 1].check(addresses[here], size, verb, count)
         return addresses
 
-    def note_writer(self, pointers: Any, is_new: Any, mask: Any) -> None:
+    def note_writer(self, pointers: np.ndarray, is_new: np.ndarray, mask: np.ndarray) -> None:
         """Record a write of the current program, which changes the elements where `is_new`.
 
         Raises
@@ -140,21 +146,24 @@ class WatchedMemory:
     They support NumPy's own types only, so they move the bits.
     """
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: Interpreter) -> None:
         self._memory = memory
         self.watch: Watch | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Interpreter:
         return getattr(self._memory, name)
 
-    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+    def load(
+        self, pointers: np.ndarray, mask: np.ndarray, other: object, dtype: np.dtype
+    ) -> np.ndarray:
         mask = np.asarray(mask, dtype=bool)
         if self.watch is not None:
             pointers = self.watch.addresses(pointers, mask, dtype.itemsize, "read")
         other = _bits(np.asarray(other, dtype=dtype))
-        return self._memory.load(pointers, mask, other, other.dtype).view(dtype)
+        loaded: np.ndarray = self._memory.load(pointers, mask, other, other.dtype)
+        return loaded.view(dtype)
 
-    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+    def store(self, pointers: np.ndarray, value: np.ndarray, mask: np.ndarray) -> object:
         mask, value = np.asarray(mask, dtype=bool), _bits(value)
         if self.watch is not None:
             addresses = self.watch.addresses(pointers, mask, value.dtype.itemsize, "written")
@@ -163,24 +172,39 @@ class WatchedMemory:
             pointers = addresses
         return self._memory.store(pointers, value, mask)
 
-    def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, order: Any) -> Any:
+    def atomic_rmw(
+        self,
+        operation: object,
+        pointers: np.ndarray,
+        value: np.ndarray,
+        mask: np.ndarray,
+        order: object,
+    ) -> np.ndarray:
         mask = np.asarray(mask, dtype=bool)
         if self.watch is not None:
             pointers = self.watch.addresses(pointers, mask, value.dtype.itemsize, "updated")
         if operation == self._memory.RMW_OP.XCHG:
-            old = self._memory.atomic_rmw(operation, pointers, _bits(value), mask, order)
+            old: np.ndarray = self._memory.atomic_rmw(
+                operation, pointers, _bits(value), mask, order
+            )
             return old.view(value.dtype)
         if value.dtype == BFLOAT16:
             return self._add_bfloat16(pointers, value, mask)
-        return self._memory.atomic_rmw(operation, pointers, value, mask, order)
+        old = self._memory.atomic_rmw(operation, pointers, value, mask, order)
+        return old
 
-    def atomic_cas(self, pointers: Any, expected: Any, value: Any, order: Any) -> Any:
+    def atomic_cas(
+        self, pointers: np.ndarray, expected: np.ndarray, value: np.ndarray, order: object
+    ) -> np.ndarray:
         if self.watch is not None:
             mask = np.ones(pointers.shape, dtype=bool)
             pointers = self.watch.addresses(pointers, mask, value.dtype.itemsize, "updated")
-        return self._memory.atomic_cas(pointers, expected, value, order)
+        old: np.ndarray = self._memory.atomic_cas(pointers, expected, value, order)
+        return old
 
-    def _add_bfloat16(self, pointers: Any, value: Any, mask: Any) -> Any:
+    def _add_bfloat16(
+        self, pointers: np.ndarray, value: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
         """The only atomic operation of Triton on bfloat16. Lanes may share an address."""
         old = np.zeros_like(value)
         lane = np.ones(1, dtype=bool)
@@ -192,11 +216,11 @@ class WatchedMemory:
         return old
 
 
-def _parts(pointers: Any) -> tuple[Any, Any]:
+def _parts(pointers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of the tensors, and the addresses."""
     numbers = (pointers >> np.uint64(ADDRESS_BITS)).astype(np.int64)
     return numbers, pointers & np.uint64((1 << ADDRESS_BITS) - 1)
 
 
-def _bits(values: Any) -> Any:
+def _bits(values: np.ndarray) -> np.ndarray:
     return values.view(f"u{values.dtype.itemsize}")

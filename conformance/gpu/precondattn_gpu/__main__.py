@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
 from precondattn_gpu.stages import STAGES, Stage, named
 from precondattn_gpu.task import STATUSES
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -145,7 +148,7 @@ def _run(
     launcher: TaskProcesses,
     chosen: list[Stage],
     options: RunOptions,
-    described: dict[str, Any],
+    described: JsonObject,
     out: Path,
     before: Path | None,
     limit: float,

@@ -7,13 +7,16 @@ other call anything.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu import estimates, shipped
 from precondattn_gpu.call import LAUNCH, LEDGER
 from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, RunOptions, library_of, variables
 from precondattn_gpu.task import CRASHED, Finished, ProcessTask, TaskOutcome
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
@@ -56,7 +59,7 @@ def task(call: shipped.ShippedCall, options: RunOptions) -> ProcessTask:
     )
 
 
-def entries_in(output: str) -> dict[str, Any]:
+def entries_in(output: str) -> JsonObject:
     """The entries of the ledger that a call shows if it agrees with the oracle."""
     lines = [line for line in output.splitlines() if line.startswith(LEDGER)]
     return {"ledger": json.loads(lines[-1].removeprefix(LEDGER))} if lines else {}

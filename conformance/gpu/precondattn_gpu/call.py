@@ -12,9 +12,10 @@ import argparse
 import json
 import os
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from precondattn_gpu.options import HELPER
 from precondattn_gpu.shown import entries_of, plan_of_call
 
 if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
     from precondattn_conformance.inputs import CallLayout
+    from precondattn_conformance.libraries import Library
 
 LAUNCH = "launch "
 """How the line of a launch begins."""
@@ -70,7 +73,7 @@ def layout_of(d: int, e: int, tokens: int) -> CallLayout:
     )  # fmt: skip
 
 
-def _compared(given: argparse.Namespace) -> dict[str, Any]:
+def _compared(given: argparse.Namespace) -> JsonObject:
     from precondattn_conformance import libraries
 
     layout = layout_of(given.d, given.e, given.tokens)
@@ -95,7 +98,7 @@ def _prepare_cupy(library: str) -> None:
         cupy.cuda.set_allocator(None)
 
 
-def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
+def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
     """The gradients and the output, then the output of a call without gradient, by the suite."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.runner import run_case
@@ -111,7 +114,7 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
     except UnsupportedError as reason:
         return {"status": "unsupported", "message": str(reason)}
     _announce(entries_of(plan, given.backend, layout, ("forward", "vjp")))
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     for check in ("outputs", "gradients"):
         case = Case(check, given.mechanism, given.library, given.dtype, layout, kind)
         outcome = run_case(case, backends, given.device)
@@ -127,7 +130,7 @@ def _compared_call(given: argparse.Namespace, layout: Any) -> dict[str, Any]:
     return result
 
 
-def _announce(entries: list[dict[str, Any]]) -> None:
+def _announce(entries: list[JsonObject]) -> None:
     """Printed before a kernel runs: they count against it too if it stops the process."""
     print(f"{LEDGER}{json.dumps(entries)}", flush=True)
 
@@ -144,10 +147,10 @@ def _with_helper(backend: str) -> tuple[str, ...]:
     return (backend, HELPER[backend]) if backend in HELPER else (backend,)
 
 
-def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict[str, Any]:
+def _compared_step(given: argparse.Namespace, layout: CallLayout, library: Library) -> JsonObject:
     """One token after a cache. The helper computes what there is no kernel for in filling it."""
     import precondattn as pa
-    from precondattn_conformance.bench.computation import decode_run, ours
+    from precondattn_conformance.bench.computation import CacheDecoder, decode_run, ours
     from precondattn_conformance.bench.correct import (
         UncheckedError,
         WrongResultError,
@@ -159,7 +162,8 @@ def _compared_step(given: argparse.Namespace, layout: Any, library: Any) -> dict
     of = ours(mechanism, ",".join(_with_helper(given.backend)))
     inputs = inputs_of(str(mechanism), layout, given.dtype, library.name)
     assert of.decoder is not None
-    decoder: Any = of.decoder(library, given.dtype, inputs)
+    decoder = of.decoder(library, given.dtype, inputs)
+    assert isinstance(decoder, CacheDecoder)
     explanation = decoder.explain()
     if given.backend not in explanation.backends:
         message = f"the step has no kernel of {given.backend}:\n{explanation}"
@@ -210,7 +214,7 @@ def _watch_triton() -> None:
 
     run = JITFunction.run
 
-    def noted(self: Any, *args: Any, **named: Any) -> Any:
+    def noted(self: JITFunction, *args: object, **named: object) -> object:
         _note(self.__name__)
         return run(self, *args, **named)
 
@@ -223,7 +227,9 @@ def _watch_cupy() -> None:
     for name in ("_compiled", "_simulated"):
         function = getattr(launch, name)
 
-        def noted(file: str, kernel: str, *more: Any, function: Any = function) -> Any:
+        def noted(
+            file: str, kernel: str, *more: object, function: Callable[..., object] = function
+        ) -> object:
             _note(kernel)
             return function(file, kernel, *more)
 
@@ -236,7 +242,7 @@ def _watch_pallas() -> None:
 
     pallas_call = pallas.pallas_call
 
-    def noted(kernel: Any, *args: Any, **named: Any) -> Any:
+    def noted(kernel: Callable[..., object], *args: object, **named: object) -> object:
         _launched.append(getattr(kernel, "func", kernel).__name__)
         return pallas_call(kernel, *args, **named)
 

@@ -17,7 +17,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -96,7 +96,7 @@ def is_of_this_triton(cache: Path) -> bool:
     return bool(filled_by == build_of_triton())
 
 
-def _compressed(path: Path) -> Any:
+def _compressed(path: Path) -> lzma.LZMAFile:
     return lzma.open(path, "wb", filters=FILTERS)
 
 

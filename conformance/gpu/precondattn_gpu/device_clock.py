@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 LEAST, MOST_CALLS = 0.015, 50
 """A round takes so many seconds at least, or so many calls at most."""
@@ -23,7 +22,7 @@ class TorchClock:
     def __init__(self, device: str) -> None:
         self.has_events = device != "cpu"
 
-    def seconds(self, call: Callable[[], Any], calls: int) -> float:
+    def seconds(self, call: Callable[[], object], calls: int) -> float:
         """The seconds of one call, on average."""
         if not self.has_events:
             start = time.perf_counter()
@@ -41,7 +40,7 @@ class TorchClock:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / calls
 
-    def recorded(self, call: Callable[[], Any]) -> Callable[[], Any]:
+    def recorded(self, call: Callable[[], object]) -> Callable[[], object]:
         """A function that replays the kernels of a call."""
         import torch
 
@@ -58,7 +57,8 @@ class TorchClock:
                 call()
         finally:  # The stream of a recording that fails would stay the current one.
             torch.cuda.set_stream(before)
-        return graph.replay
+        replay: Callable[[], object] = graph.replay
+        return replay
 
 
 class CupyClock:
@@ -69,7 +69,7 @@ class CupyClock:
 
         self.cupy, self.stream = cupy, cupy.cuda.Stream(non_blocking=True)
 
-    def seconds(self, call: Callable[[], Any], calls: int) -> float:
+    def seconds(self, call: Callable[[], object], calls: int) -> float:
         """The seconds of one call, on average."""
         events = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         self.cupy.cuda.Device().synchronize()
@@ -81,7 +81,7 @@ class CupyClock:
         events[1].synchronize()
         return float(self.cupy.cuda.get_elapsed_time(*events)) / 1e3 / calls
 
-    def recorded(self, call: Callable[[], Any]) -> Callable[[], Any]:
+    def recorded(self, call: Callable[[], object]) -> Callable[[], object]:
         """A function that replays the kernels of a call."""
         with self.stream:
             for _ in range(WARM_UPS):
@@ -99,7 +99,7 @@ Clock = TorchClock | CupyClock
 
 
 def in_turns(
-    calls: Mapping[str, tuple[Clock, Callable[[], Any]]], rounds: int
+    calls: Mapping[str, tuple[Clock, Callable[[], object]]], rounds: int
 ) -> dict[str, list[float]]:
     """The seconds of each call, round by round: all of them once, then all of them again."""
     for clock, call in calls.values():

@@ -7,12 +7,13 @@ On a CPU, the suite's inputs of a long sequence take seconds. These follow the s
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Array
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.libraries import TorchLibrary
 
@@ -22,7 +23,7 @@ CLUSTERS, SPREAD_OF_KEYS, SPREAD_OF_QUERIES = 3, 0.1, 0.3
 class OnDevice(TorchLibrary):
     """PyTorch, with tensors on the device in the place of NumPy arrays."""
 
-    def array(self, values: Any, dtype: str | None = None) -> Any:
+    def array(self, values: Array, dtype: str | None = None) -> Array:
         if not isinstance(values, torch.Tensor):
             return super().array(values, dtype)
         return values.to(getattr(torch, dtype)) if dtype and values.is_floating_point() else values
@@ -51,7 +52,7 @@ def make(
     return {name: array.to(getattr(torch, dtype)) for name, array in x.items()}
 
 
-def _clustered(keys: torch.Tensor, normal: Any) -> torch.Tensor:
+def _clustered(keys: torch.Tensor, normal: Callable[..., torch.Tensor]) -> torch.Tensor:
     """A few directions, with a little noise."""
     b, s, *rest = keys.shape
     centres = normal(b, CLUSTERS, *rest)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import (
@@ -27,6 +27,9 @@ from precondattn_gpu.task import (
     ProcessTask,
     TaskOutcome,
 )
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json
 
 LIMIT = 470.0
 """Seconds of a call by default: below eight minutes."""
@@ -87,7 +90,7 @@ def run_stage(
     reserve: float = RESERVE,
     again: bool = False,
     started: Callable[[str], None] = lambda text: None,
-    **more: Any,
+    **more: Json,
 ) -> Summary:
     """Run what is not done, save after each task, and stop in time.
 
@@ -98,7 +101,8 @@ def run_stage(
     todo = [task for task in tasks if not results.is_done(task.name, again)]
     # What was interrupted has the whole time now.
     todo.sort(key=lambda task: task.name not in results.tasks)
-    total, ran, running = len(todo), 0, []
+    total, ran = len(todo), 0
+    running: list[Running] = []
     expected, taken = 0.0, 0.0
     results.save(folder)
     while todo or running:

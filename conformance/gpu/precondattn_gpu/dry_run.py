@@ -107,7 +107,8 @@ def dry_run(
     RuntimeError
         if a stage makes no progress, or a file or their number is over its limit.
     """
-    launcher, calls = Pretending(), []
+    launcher = Pretending()
+    calls: list[Call] = []
     for stage in stages:
         tasks = stage.tasks(options)
         while True:

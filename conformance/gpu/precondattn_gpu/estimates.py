@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.shipped import ShippedCall
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 FILE = "estimates.json"
 UNKNOWN = {"oracle": 4.0, "compilation": 10.0}
@@ -57,6 +60,6 @@ def named(expression: str, is_step: bool) -> str:
 
 
 @cache
-def _file() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(files("precondattn_gpu").joinpath(FILE).read_text())
+def _file() -> JsonObject:
+    content: JsonObject = json.loads(files("precondattn_gpu").joinpath(FILE).read_text())
     return content

@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn_gpu import alive_parts, first_headline, roof
 from precondattn_gpu.driver import Launcher, Summary, run_stage
 from precondattn_gpu.options import RunOptions
 from precondattn_gpu.results import Results
 from precondattn_gpu.task import PASSED, STATUSES, ProcessTask
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json, JsonObject
 
 LIMIT = 510.0
 """Seconds of the whole run."""
@@ -78,7 +81,7 @@ def run(
     start: float,
     results: dict[str, Results],
     said: Callable[[str], None] = print,
-    **more: Any,
+    **more: Json,
 ) -> list[tuple[RunPart, Summary]]:
     """Run the parts, each until its mark; `start` is the launcher's time of second 0."""
     done = []
@@ -120,6 +123,6 @@ def failures(results: dict[str, Results]) -> list[str]:
     ]
 
 
-def first_line(entry: dict[str, Any]) -> str:
+def first_line(entry: JsonObject) -> str:
     """The first line of the message of a task's entry."""
     return str(entry["message"]).strip().partition("\n")[0][:100]

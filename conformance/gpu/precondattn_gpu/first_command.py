@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu import first, machine, second
 from precondattn_gpu.driver import Launcher, Summary
@@ -15,6 +15,9 @@ from precondattn_gpu.first import RunPart
 from precondattn_gpu.options import RunOptions
 from precondattn_gpu.processes import TaskProcesses
 from precondattn_gpu.results import Results
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json
 
 FIRST, SECOND = "first", "second"
 FILES = {FIRST: first.FILES, SECOND: (*first.FILES, second.FILE, "tuning")}
@@ -68,7 +71,7 @@ def _run(
     start: float,
     results: dict[str, Results],
     say: Say,
-    **more: Any,
+    **more: Json,
 ) -> list[tuple[RunPart, Summary]]:
     module = first if which == FIRST else second
     plan = module.parts(options, module.LIMIT if limit is None else limit)

@@ -7,13 +7,13 @@ zero after them, so are their gradients, and all later gradients are zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import precondattn as pa
-from precondattn_conformance.bench.computation import Computation
+from precondattn_conformance.bench.computation import CacheDecoder, Computation, Decoder
 from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
+from precondattn_conformance.bench.peers import SdpaDecoder
 from precondattn_conformance.inputs import slice_tokens
 from precondattn_conformance.tolerance import bound, error
 
@@ -28,7 +28,7 @@ class FirstTokens:
         self.mechanism, self.limit = mechanism, bound(dtype, KIND)
         tokens = next(iter(x.values())).shape[1]
         self.count = min(FIRST, tokens)
-        first: Tensors = slice_tokens(mechanism, x, 0, self.count)  # type: ignore[arg-type, assignment]
+        first: Tensors = slice_tokens(mechanism, x, 0, self.count)
         first = {name: array.float() for name, array in first.items()}
         shape = mechanism.program.output.shape(
             mechanism.inputs.sizes(str(mechanism), {n: tuple(a.shape) for n, a in first.items()})
@@ -45,7 +45,7 @@ class FirstTokens:
         )
         self.cotangent[:, : self.count] = cotangent
 
-    def check(self, out: Any, gradients: dict[str, Any] | None = None) -> Checked:
+    def check(self, out: torch.Tensor, gradients: Tensors | None = None) -> Checked:
         """The largest error. Raises `WrongResultError` for one beyond its bound."""
         if not bool(torch.isfinite(out).all()):
             raise WrongResultError("the output, which is not finite,", float("inf"), self.limit)
@@ -60,7 +60,7 @@ class FirstTokens:
             worst = max(worst, self._compare(what, gradient, self.gradients[name]))
         return Checked(worst, self.limit, f"the first {self.count} tokens, in float32")
 
-    def _compare(self, what: str, result: Any, expected: Any) -> float:
+    def _compare(self, what: str, result: torch.Tensor, expected: torch.Tensor) -> float:
         return compared(what, result, expected, self.limit)
 
 
@@ -93,14 +93,15 @@ def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: flo
 
 
 def check_step(
-    computation: Computation, decoder: Any, call: Callable[[], Any], dtype: str
+    computation: Computation, decoder: Decoder, call: Callable[[], torch.Tensor], dtype: str
 ) -> Checked:
     """One token after a cache, beside the definition in float32 on the same cache."""
     decoder.reset()
-    if computation.name == "sdpa":
+    if isinstance(decoder, SdpaDecoder):
         x = {name: array.float() for name, array in decoder.inputs.items()}
         expected = computation.mechanism(**(x | {"q": x["q"][:, -1:]}), backend="reference")
     else:
+        assert isinstance(decoder, CacheDecoder)
         wide = {name: _wide(array) for name, array in decoder.cache.store.items()}
         token = {name: _wide(array) for name, array in decoder.token.items()}
         cache = decoder.cache._replace(store=wide)

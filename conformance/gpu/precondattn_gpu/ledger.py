@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from precondattn.json_types import JsonObject
 from precondattn.kernel_backend.ledger import FILE, LedgerEntry
 from precondattn_gpu.first import BUNDLED
 from precondattn_gpu.options import BACKENDS
@@ -50,11 +50,11 @@ def shown(measurements: Path) -> dict[str, list[LedgerEntry]]:
     return {backend: sorted(entries) for backend, entries in found.items()}
 
 
-def _calls(results: Results) -> Iterable[dict[str, Any]]:
+def _calls(results: Results) -> Iterable[JsonObject]:
     return results.tasks.values()
 
 
-def _entries(entry: dict[str, Any]) -> list[tuple[str, LedgerEntry]]:
+def _entries(entry: JsonObject) -> list[tuple[str, LedgerEntry]]:
     """The backend and each entry that a call shows, or would show if it had agreed."""
     data = entry["data"]
     return [(data["backend"], LedgerEntry(**each)) for each in data.get("ledger", ())]

@@ -8,9 +8,12 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.options import RunOptions
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 PACKAGES = (
     *("precondattn", "numpy", "torch", "triton", "jax", "jaxlib", "cupy-cuda13x"),
@@ -23,7 +26,7 @@ SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondat
            "precondattn_torch", "precondattn_jax", "precondattn_portable")  # fmt: skip
 
 
-def describe(options: RunOptions) -> dict[str, Any]:
+def describe(options: RunOptions) -> JsonObject:
     """The device's name, and the versions."""
     return {
         "device": device_name(options),
@@ -32,7 +35,7 @@ def describe(options: RunOptions) -> dict[str, Any]:
     }
 
 
-def difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
+def difference(earlier: JsonObject, now: JsonObject) -> str:
     """In what an earlier machine differs from this one, so that results can not be mixed."""
     pairs = [("device", earlier.get("device"), now["device"])]
     pairs += [
@@ -42,7 +45,7 @@ def difference(earlier: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{name} {old}, here {new}" for name, old, new in pairs if old != new)
 
 
-def require_same(stage: str, earlier: dict[str, Any], now: dict[str, Any]) -> None:
+def require_same(stage: str, earlier: JsonObject, now: JsonObject) -> None:
     """Raise a ValueError where earlier results of a stage can not be mixed with those of now."""
     if earlier and (found := difference(earlier, now)):
         raise ValueError(

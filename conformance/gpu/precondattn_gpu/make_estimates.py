@@ -15,11 +15,14 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu import estimates, shipped
 from precondattn_gpu.call import _compared
 from precondattn_gpu.options import BACKENDS
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 IMPORTS = {
     "triton": "import torch, triton, precondattn_triton.variants",
@@ -98,7 +101,7 @@ def _call_of(backend: str, variant: str) -> str:
     return f"{backend} {found[1]} {found[3]} {found[4]}{step}"
 
 
-def _of_cuda(variants: list[dict[str, Any]]) -> dict[str, float]:
+def _of_cuda(variants: list[JsonObject]) -> dict[str, float]:
     """Seconds of the kernels that each call of CuPy launches, for the first call that does."""
     from precondattn_cupy import variants as of_cupy
 

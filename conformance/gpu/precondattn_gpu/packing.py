@@ -77,6 +77,7 @@ def problems(carried: Iterable[Metadata], machine: Machine, extras: Iterable[str
     """Why these wheels can not be used on the machine; empty if they can."""
     found: list[str] = []
     wheels: dict[str, Metadata] = {}
+    name: str
     for wheel in carried:
         name = canonicalize_name(wheel.name)
         if name in wheels:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from precondattn_conformance.bench.record import BenchRecord, Row
 from precondattn_gpu.profile import FORWARD, farthest
@@ -158,7 +157,7 @@ def _replays(results: Results) -> list[str]:
     ]
 
 
-def _replay(seconds: Any) -> str:
+def _replay(seconds: str | dict[str, float]) -> str:
     """A median in milliseconds, or why there is none."""
     if isinstance(seconds, str):
         return seconds.partition("\n")[0].replace("|", "\\|")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import csv
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn_gpu.options import RunOptions
 from precondattn_gpu.task import FAILED, PASSED, Finished, ProcessTask, TaskOutcome
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 
 class ProfiledCall(NamedTuple):
@@ -97,7 +100,7 @@ def read(finished: Finished) -> TaskOutcome:
     )
 
 
-def kernels_of(output: str) -> list[dict[str, Any]]:
+def kernels_of(output: str) -> list[JsonObject]:
     """The launches of a raw page: a row of names, a row of units, and a row for each launch."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     if len(lines) < 3:
@@ -107,7 +110,7 @@ def kernels_of(output: str) -> list[dict[str, Any]]:
     return [_kernel(dict(zip(names, row, strict=False)), unit_of) for row in rows]
 
 
-def _kernel(row: dict[str, str], units: dict[str, str]) -> dict[str, Any]:
+def _kernel(row: dict[str, str], units: dict[str, str]) -> JsonObject:
     stalls = {m[1]: number(row[name]) for name in row if (m := STALL.match(name))}
     most = sorted(stalls, key=lambda name: stalls[name], reverse=True)[:MOST_STALLS]
     tensor = [number(row[name]) for name in row if TENSOR.match(name)]
@@ -132,10 +135,10 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def farthest(kernels: list[dict[str, Any]], count: int = 3) -> list[dict[str, Any]]:
+def farthest(kernels: list[JsonObject], count: int = 3) -> list[JsonObject]:
     """The kernels that lose most time: their time without the share of the nearer roof."""
 
-    def lost(kernel: dict[str, Any]) -> float:
+    def lost(kernel: JsonObject) -> float:
         share = max(kernel["tensor_share"] or 0.0, kernel["bandwidth_share"] or 0.0)
         return float(kernel["seconds"] * (1 - min(share, 1.0)))
 

@@ -19,8 +19,10 @@ HEADS = 16
 def main() -> None:
     backend, mechanism, work = sys.argv[1:4]
     batch, tokens, width = map(int, sys.argv[4:])
-    sizes = {"b": batch, "t": tokens, "s": tokens, "h": HEADS, "n": HEADS, "d": width, "e": width}
-    layout = CallLayout("profile", **sizes, values_per_head=1)
+    layout = CallLayout(
+        "profile", b=batch, t=tokens, s=tokens, h=HEADS, n=HEADS,
+        d=width, e=width, values_per_head=1,
+    )  # fmt: skip
     call = workload(mechanism, work, layout, "bfloat16", CUDA, backend)
     call()
     import torch

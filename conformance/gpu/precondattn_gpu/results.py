@@ -11,9 +11,12 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.task import INTERRUPTED, PASSED, TaskOutcome
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json, JsonObject
 
 FORMAT = 1
 LONGEST = 4000
@@ -25,10 +28,10 @@ MOST_FILES = 8
 class Results:
     """The results of one stage, by the name of the task."""
 
-    def __init__(self, stage: str, machine: dict[str, Any] | None = None) -> None:
+    def __init__(self, stage: str, machine: JsonObject | None = None) -> None:
         self.stage = stage
         self.machine = machine or {}
-        self.tasks: dict[str, dict[str, Any]] = {}
+        self.tasks: dict[str, JsonObject] = {}
         self._size = 0
 
     @classmethod
@@ -56,7 +59,7 @@ class Results:
         status = self.tasks.get(name, {}).get("status", INTERRUPTED)
         return bool(status == PASSED if again else status != INTERRUPTED)
 
-    def add(self, name: str, outcome: TaskOutcome, seconds: float, **more: Any) -> None:
+    def add(self, name: str, outcome: TaskOutcome, seconds: float, **more: Json) -> None:
         """The outcome of a task, in place of an earlier one."""
         entry = asdict(outcome) | {"seconds": round(seconds, 2)} | more
         entry["message"] = shortened(outcome.message)
@@ -65,7 +68,7 @@ class Results:
             entry |= {"message": "left out: the file is as large as it may be", "data": {}}
         self._put(name, entry)
 
-    def _put(self, name: str, entry: dict[str, Any]) -> None:
+    def _put(self, name: str, entry: JsonObject) -> None:
         if name in self.tasks:
             self._size -= len(_text(self.tasks[name]))
         self._size += len(_text(entry))
@@ -106,5 +109,5 @@ def load_folder(folder: Path) -> dict[str, Results]:
     return {path.stem: Results.load(path) for path in paths if path.exists()}
 
 
-def _text(entry: Any) -> str:
+def _text(entry: Json) -> str:
     return json.dumps(entry, ensure_ascii=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import precondattn as pa
 from precondattn.algebra.registry import registered
@@ -100,5 +100,5 @@ def _steps(listed: list[ShippedCall]) -> Iterator[ShippedCall]:
             yield call._replace(is_step=True)
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

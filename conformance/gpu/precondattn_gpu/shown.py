@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TypeGuard
 
+from precondattn.backend import Backend
+from precondattn.dispatch.explanation import Explanation
+from precondattn.dispatch.plan import PlannedCall
+from precondattn.json_types import JsonObject
+from precondattn.kernel_backend.backend import KernelBackend
 from precondattn_conformance.inputs import CallLayout
 
 
@@ -16,7 +21,7 @@ def plan_of_call(
     layout: CallLayout,
     dtype: str,
     device: str | None,
-) -> Any:
+) -> Explanation:
     """The plan of a full call with its gradient."""
     import precondattn as pa
     from precondattn.dispatch.described import explain_described
@@ -27,8 +32,8 @@ def plan_of_call(
 
 
 def entries_of(
-    explanation: Any, backend: str, layout: CallLayout, verbs: Iterable[str]
-) -> list[dict[str, Any]]:
+    explanation: Explanation, backend: str, layout: CallLayout, verbs: Iterable[str]
+) -> list[JsonObject]:
     """The entries of the pieces of a plan that a backend runs; none where a CPU interprets them."""
     return [
         call.backend.ledger_entry(
@@ -40,11 +45,11 @@ def entries_of(
     ]
 
 
-def _shapes(call: Any, layout: CallLayout) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _shapes(call: PlannedCall, layout: CallLayout) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The shapes of a piece's own inputs."""
     inputs = call.piece.inputs
     return tuple((name, inputs[name].shape(layout.sizes)) for name in inputs)
 
 
-def _runs_kernels(backend: Any) -> bool:
+def _runs_kernels(backend: Backend) -> TypeGuard[KernelBackend]:
     return getattr(backend, "has_ledger", False) and not backend.only_by_name

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.options import HELPER, RunOptions, device_arguments, library_of, variables
-from precondattn_gpu.task import (
-    FAILED,
-    PASSED,
-    UNSUPPORTED,
-    WRONG,
-    Finished,
-    ProcessTask,
-    TaskOutcome,
-)
+from precondattn_gpu.task import FAILED, PASSED, UNSUPPORTED, WRONG, Finished, TaskOutcome, ProcessTask
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 COMMAND = ("-m", "precondattn")
 SHOWN = 5
@@ -52,7 +47,7 @@ def read_conformance(finished: Finished) -> TaskOutcome:
     record = load(finished.result)
     counts = {s: record.count(s) for s in ("passed", "failed", "unsupported") if record.count(s)}
     worst = max((r.error / r.bound for r in record.outcomes if r.error and r.bound), default=0.0)
-    data: dict[str, Any] = {"counts": counts, "error_by_bound": worst}
+    data: JsonObject = {"counts": counts, "error_by_bound": worst}
     failures = [r for r in record.outcomes if r.status == "failed"]
     data["failures"] = [r.id for r in failures]
     text = ", ".join(f"{n} {s}" for s, n in counts.items())
@@ -66,9 +61,7 @@ def read_conformance(finished: Finished) -> TaskOutcome:
     return TaskOutcome(PASSED, text, data)
 
 
-def benchmark(
-    name: str, backend: str, options: RunOptions, *arguments: str, seconds: float
-) -> ProcessTask:
+def benchmark(name: str, backend: str, options: RunOptions, *arguments: str, seconds: float) -> ProcessTask:
     """One run of `precondattn bench`; its record is saved with the result."""
     library = library_of(backend, options)
     command = [*COMMAND, "bench", *device_arguments(options), "--library", library]
@@ -98,7 +91,7 @@ def read_benchmark(finished: Finished) -> TaskOutcome:
     return outcome_of_record(json.loads(finished.result.read_text()))
 
 
-def outcome_of_record(record: dict[str, Any]) -> TaskOutcome:
+def outcome_of_record(record: JsonObject) -> TaskOutcome:
     """The worst status of the rows, and a line for each."""
     statuses = {row["status"] for row in record["rows"]}
     lines = [f"{row['case']}: {_result_of(row)}" for row in record["rows"]]
@@ -106,7 +99,7 @@ def outcome_of_record(record: dict[str, Any]) -> TaskOutcome:
     return TaskOutcome(worst, "\n".join(lines), {"record": record})
 
 
-def _result_of(row: dict[str, Any]) -> str:
+def _result_of(row: JsonObject) -> str:
     if row["reason"]:
         return str(row["reason"])
     parts = []

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json, JsonObject
+
 
 PASSED, WRONG, FAILED, CRASHED = "passed", "wrong", "failed", "crashed"
 UNSUPPORTED, TIMED_OUT, INTERRUPTED = "unsupported", "timed out", "interrupted"
@@ -33,7 +37,7 @@ class TaskOutcome:
     status: str
     message: str = ""
     """One line, or the end of the output."""
-    data: dict[str, Any] = field(default_factory=dict)
+    data: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,9 @@ class ProcessTask:
     worker: str = ""
     """The kind of worker that runs it after other tasks of that kind, in one process that has
     imported its libraries; empty: a process of its own."""
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Json] = field(default_factory=dict)
     """What is saved with the result."""
-    found: Callable[[str], dict[str, Any]] = lambda output: {}
+    found: Callable[[str], JsonObject] = lambda output: {}
     """Data in its output that are saved whatever came of it."""
 
     @property

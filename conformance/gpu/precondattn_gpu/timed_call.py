@@ -14,11 +14,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, allowed, ours
@@ -43,7 +44,7 @@ class TimedCall(NamedTuple):
     """A call that is right, and the clock of its library."""
 
     clock: Clock
-    call: Callable[[], Any]
+    call: Callable[[], object]
     checked: Checked
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False  # Of what calls are compared with.
     rows: list[Row] = []
     recorded: dict[str, dict[str, TimedCall]] = {}
-    replays: dict[str, dict[str, Any]] = {}
+    replays: dict[str, dict[str, str | dict[str, float]]] = {}
 
     def save() -> None:
         record = BenchRecord(machine.now(), machine.describe(), [], rows)
@@ -134,24 +135,24 @@ def _measure(
 
 
 def checked_in_torch(
-    computation: Computation, x: dict[str, Any], case: BenchCase, device: str
+    computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str
 ) -> TimedCall:
     """The call of a computation in PyTorch, which is right."""
     clock = TorchClock(device)
     if case.work == "decode":
         library = OnDevice(device)
         assert computation.decoder is not None
-        decoder: Any = computation.decoder(library, case.dtype, x)  # type: ignore[arg-type]
+        decoder = computation.decoder(library, case.dtype, x)
         decoder.fill()
 
-        def step() -> Any:
+        def step() -> torch.Tensor:
             with torch.no_grad():
                 decoder.reset()
                 return decoder.step()
 
         return TimedCall(clock, step, check_step(computation, decoder, step, case.dtype))
 
-    def forward() -> Any:
+    def forward() -> Array:
         with torch.no_grad():
             return computation.forward(**x)
 
@@ -160,7 +161,7 @@ def checked_in_torch(
         return TimedCall(clock, forward, expected.check(forward()))
     leaves = {name: array.detach().requires_grad_() for name, array in x.items()}
 
-    def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
+    def both(cotangent: Array) -> tuple[Array, Arrays]:
         out = computation.forward(**leaves)
         gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
         return out, dict(zip(leaves, gradients, strict=True))
@@ -170,23 +171,21 @@ def checked_in_torch(
     return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _cupy_call(
-    computation: Computation, x: dict[str, Any], case: BenchCase, device: str
-) -> TimedCall:
+def _cupy_call(computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str) -> TimedCall:
     """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
     arrays = {name: _to_cupy(array, device) for name, array in x.items()}
     clock: Clock = TorchClock(device) if device == CPU else CupyClock()
     expected = FirstTokens(computation.mechanism, x, case.dtype)
     if case.work == "forward":
 
-        def forward() -> Any:
+        def forward() -> Array:
             return computation.forward(**arrays)
 
         return TimedCall(clock, forward, expected.check(_to_torch(forward(), device)))
     assert computation.vjp is not None
     explicit = computation.vjp
 
-    def both(cotangent: Any) -> tuple[Any, dict[str, Any]]:
+    def both(cotangent: Array) -> tuple[Array, Arrays]:
         out, pullback = explicit(**arrays)
         return out, pullback(cotangent)
 
@@ -197,7 +196,7 @@ def _cupy_call(
     return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _to_cupy(array: Any, device: str) -> Any:
+def _to_cupy(array: Array, device: str) -> Array:
     """The tensor's own memory as an array of CuPy; bfloat16 goes as integers of 16 bits."""
     if device == CPU:
         return array.numpy()
@@ -209,7 +208,7 @@ def _to_cupy(array: Any, device: str) -> Any:
     return cupy.from_dlpack(array)
 
 
-def _to_torch(array: Any, device: str) -> Any:
+def _to_torch(array: Array, device: str) -> torch.Tensor:
     if device == CPU:
         return torch.from_numpy(array)
     import cupy
@@ -222,7 +221,7 @@ def _to_torch(array: Any, device: str) -> Any:
 
 
 def _backends(
-    mechanism: pa.Mechanism, x: dict[str, Any], case: BenchCase, names: str, backend: str
+    mechanism: pa.Mechanism, x: dict[str, torch.Tensor], case: BenchCase, names: str, backend: str
 ) -> list[str]:
     """The backends of the call's pieces."""
     from precondattn.dispatch.described import explain_described
@@ -244,7 +243,7 @@ def _backends(
 
 
 def _peers(
-    case: BenchCase, names: str, x: dict[str, Any], row: Row, device: str
+    case: BenchCase, names: str, x: dict[str, torch.Tensor], row: Row, device: str
 ) -> dict[str, TimedCall]:
     """The peers that are here and right; the row gets the reasons of the others."""
     found: dict[str, TimedCall] = {}
@@ -263,7 +262,7 @@ def _peers(
     return found
 
 
-def replayed(each: TimedCall, given: argparse.Namespace) -> Any:
+def replayed(each: TimedCall, given: argparse.Namespace) -> str | dict[str, float]:
     """The seconds of a replay of the call's graph; a text if there is none."""
     if given.device == CPU:
         return "needs a GPU"

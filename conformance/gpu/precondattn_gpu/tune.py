@@ -13,9 +13,16 @@ import argparse
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.options import CPU
+
+if TYPE_CHECKING:
+    import torch
+
+    from precondattn.json_types import Json, JsonObject
+    from precondattn_kernel_tools.triton_launches import Launch
+    from precondattn_triton.configurations import Configuration
 
 CALLS = {
     "lucid_inverse": ("lucid_solve", "forward"),
@@ -55,7 +62,7 @@ def main() -> None:
     given.result.write_text(json.dumps(tried(given.kernel, given.width, given.device)))
 
 
-def compiled(kernel: str, width: int, device: str) -> dict[str, Any]:
+def compiled(kernel: str, width: int, device: str) -> JsonObject:
     """The resources of each candidate, for compute capability 9.0."""
     from precondattn_triton.candidates import candidates
 
@@ -74,7 +81,7 @@ def compiled(kernel: str, width: int, device: str) -> dict[str, Any]:
     }
 
 
-def _failures(kernel: str, width: int, candidate: Any) -> list[str]:
+def _failures(kernel: str, width: int, candidate: Configuration) -> list[str]:
     """Of the launches that a candidate changes."""
     import torch
 
@@ -96,7 +103,7 @@ def _failures(kernel: str, width: int, candidate: Any) -> list[str]:
         ]
 
 
-def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
+def timed(kernel: str, width: int, device: str) -> JsonObject:
     """The time of the call with each candidate, and the winner if one is faster."""
     import torch
     from triton import testing
@@ -107,21 +114,23 @@ def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     from precondattn_triton.configurations import configuration, forced
 
     mechanism, work = CALLS[kernel]
-    sizes = {"b": BATCH, "t": TOKENS, "s": TOKENS, "h": HEADS, "n": HEADS, "d": width, "e": width}
-    layout = CallLayout("tuning", **sizes, values_per_head=1)
+    layout = CallLayout(
+        "tuning", b=BATCH, t=TOKENS, s=TOKENS, h=HEADS, n=HEADS,
+        d=width, e=width, values_per_head=1,
+    )  # fmt: skip
     call = workload(mechanism, work, layout, DTYPE, device)
     # What a file of this device has already is the default to compare with.
     default = configuration(kernel, width, True, torch.empty(0, device=device))
     expected = call()
 
-    def milliseconds(configuration: Any) -> float:
+    def milliseconds(configuration: Configuration) -> float:
         with forced(**{kernel: configuration}):
             return float(testing.do_bench(call, warmup=20, rep=60, return_mode="median"))
 
-    tried: list[dict[str, Any]] = []
+    tried: list[JsonObject] = []
     of_default = [milliseconds(default)]
     for candidate in candidates(kernel, width):
-        entry: dict[str, Any] = {"configuration": list(candidate)}
+        entry: JsonObject = {"configuration": list(candidate)}
         tried.append(entry)
         try:
             with forced(**{kernel: candidate}):
@@ -145,7 +154,7 @@ def timed(kernel: str, width: int, device: str) -> dict[str, Any]:
     }
 
 
-def _winner(tried: list[dict[str, Any]], of_default: list[float]) -> tuple[str, Any]:
+def _winner(tried: list[JsonObject], of_default: list[float]) -> tuple[str, Json]:
     default, noise = statistics.median(of_default), max(of_default) - min(of_default)
     fastest = min((each for each in tried if "ms" in each), key=lambda e: e["ms"], default=None)
     if fastest is None:
@@ -158,7 +167,7 @@ def _winner(tried: list[dict[str, Any]], of_default: list[float]) -> tuple[str, 
     return text, fastest["configuration"] if gained > max(noise, GAIN * default) else None
 
 
-def _difference(results: dict[str, Any], expected: dict[str, Any]) -> float:
+def _difference(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The largest, relative to the largest element; NaN if there is one."""
     import torch
 
@@ -170,7 +179,7 @@ def _difference(results: dict[str, Any], expected: dict[str, Any]) -> float:
     return worst
 
 
-def _identity(launch: Any) -> tuple[Any, ...]:
+def _identity(launch: Launch) -> tuple[object, ...]:
     """What the compiler sees of a launch, but for types."""
     constants = tuple(
         (p.name, launch.arguments[p.name]) for p in launch.function.params if p.is_constexpr

@@ -83,7 +83,8 @@ def main(
     until = time.monotonic() + seconds
     moved(folder, folder.resolve())  # It may have been elsewhere in an earlier call.
     everything = works(match)
-    left, used = 0, set()
+    left = 0
+    used: set[str] = set()
     # Kernels are assembled by the machine's program too, to see whose fault a wrong one is.
     part_a = {*of_part_a()}
     again = [work for work in everything if work in part_a]

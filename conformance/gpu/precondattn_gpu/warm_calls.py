@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import patch
 
 import precondattn as pa
@@ -22,6 +22,8 @@ from precondattn_gpu.first_headline import HEADLINES
 from precondattn_gpu.options import HELPER
 
 if TYPE_CHECKING:
+    import torch
+
     from precondattn_conformance.inputs import CallLayout
 
 BACKEND = "triton"
@@ -121,7 +123,7 @@ def _steps(work: WarmCall) -> None:
                 mechanism.extend(cache, **new, backend=work.backends, donate=True)
 
 
-def _inputs(work: WarmCall, tokens: int, device: str) -> dict[str, Any]:
+def _inputs(work: WarmCall, tokens: int, device: str) -> dict[str, torch.Tensor]:
     import torch
 
     sizes = {**work.layout.sizes, "t": tokens, "s": tokens}

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_gpu.machine import folder_name
 from precondattn_gpu.results import Results
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def write(results: Results, folder: Path) -> Path:
     return path
 
 
-def winners(results: Results) -> list[dict[str, Any]]:
+def winners(results: Results) -> list[JsonObject]:
     """The configurations that were faster than the default."""
     data = [entry["data"] for entry in results.tasks.values()]
     return [

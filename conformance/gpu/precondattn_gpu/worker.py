@@ -13,7 +13,10 @@ import os
 import sys
 import traceback
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
 
 
 def main() -> None:
@@ -23,7 +26,7 @@ def main() -> None:
         answers.write(f"{_run(json.loads(line))}\n")
 
 
-def _run(task: dict[str, Any]) -> int:
+def _run(task: JsonObject) -> int:
     """The exit code of a task."""
     output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from precondattn.arrays import Arrays
 from precondattn_conformance.inputs import CallLayout
 from precondattn_gpu.options import HELPER, LIBRARY
 
 
 def workload(
     mechanism: str, work: str, layout: CallLayout, dtype: str, device: str, backend: str = "triton"
-) -> Callable[[], dict[str, Any]]:
+) -> Callable[[], Arrays]:
     """A function that runs it once and returns the results by name: output, and gradients."""
     import numpy as np
 

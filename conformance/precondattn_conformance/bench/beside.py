@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from precondattn.arrays import Arrays
 from precondattn_conformance.bench.correct import Checked, WrongResultError
 from precondattn_conformance.bench.paired import Run
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import error
 

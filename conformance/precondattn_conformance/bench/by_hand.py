@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import SWIN, BenchCase
 from precondattn_conformance.bench.computation import Computation, token_count
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn.cache import Cache
 from precondattn_conformance.bench.paired import Run
-from precondattn_conformance.inputs import Arrays, slice_tokens
+from precondattn_conformance.inputs import slice_tokens
 from precondattn_conformance.libraries import Library
 
 Backend = tuple[str, ...] | None

@@ -29,6 +29,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import HEADS
+from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn_conformance.bench.computation import (
     Computation,
@@ -37,7 +38,7 @@ from precondattn_conformance.bench.computation import (
     token_count,
 )
 from precondattn_conformance.harmless_keys import with_harmless_keys
-from precondattn_conformance.inputs import Arrays, CallLayout, make_inputs, slice_tokens
+from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound, error
 

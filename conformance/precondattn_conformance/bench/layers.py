@@ -13,13 +13,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import finished, no_gradient
 from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
 

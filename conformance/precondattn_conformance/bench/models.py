@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from precondattn.arrays import Arrays
 from precondattn.backend import UnsupportedError
 from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import MODELS, BenchCase
@@ -25,7 +26,6 @@ from precondattn_conformance.bench.computation import allowed, finished, no_grad
 from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
 from precondattn_conformance.bench.plain_pytorch import PlainFunctions
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
 

@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import fla_kernels, naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
@@ -53,7 +54,6 @@ from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.bench.nystromformer import nystromformer
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.libraries import Library
 
 SOFTMAX = pa.Softmax()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from precondattn.arrays import Arrays
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import require_same
-from precondattn_conformance.inputs import Arrays
 
 MUTABLE = ("numpy", "torch", "cupy")
 

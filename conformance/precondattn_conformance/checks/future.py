@@ -9,11 +9,12 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.inputs import Arrays, CallLayout
+from precondattn_conformance.inputs import CallLayout
 
 HEADS = "hnu"
 

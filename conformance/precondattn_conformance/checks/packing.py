@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from precondattn.arrays import Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.oracle import Oracle
 
 

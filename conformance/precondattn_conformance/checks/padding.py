@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from precondattn.arrays import Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.disagreement import require_same
-from precondattn_conformance.inputs import Arrays
 
 
 class PaddedLengths(Check):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn_conformance.inputs import Arrays, CallLayout, slice_tokens
+from precondattn.arrays import Arrays
+from precondattn_conformance.inputs import CallLayout, slice_tokens
 
 
 class RaggedCall(NamedTuple):

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Backend, Measured, Trial
 from precondattn_conformance.declared import is_smooth, mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, require_unchanged
-from precondattn_conformance.inputs import Arrays, make_inputs
+from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.oracle import is_certifying, rounded
 from precondattn_conformance.tolerance import error
 

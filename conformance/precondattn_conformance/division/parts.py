@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Arrays
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenOrder
-from precondattn_conformance.inputs import Arrays, CallLayout
+from precondattn_conformance.inputs import CallLayout
 
 ORDERS = ("heads", "contiguous", "zigzag", "cyclic")
 """The layouts, as the checks that they are."""

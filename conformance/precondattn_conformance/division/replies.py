@@ -13,9 +13,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.checks import Backend
-from precondattn_conformance.inputs import Arrays
 from precondattn_conformance.inside import context_manager
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,9 @@ class KernelParameter(NamedTuple):
             kind = f"{words[self.letter]} of {8 * self.size} bits"
         return f"a pointer to {kind}" if self.is_pointer else kind
 
-    def accepts(self, dtype: np.dtype[Any]) -> bool:
+    def accepts(self, dtype: np.dtype) -> bool:
         if self.letter == "b":
-            return dtype == BFLOAT16
+            return bool(dtype == BFLOAT16)
         if self.letter == "x":
             return self.is_pointer or dtype.itemsize == self.size
         if self.is_pointer and (self.letter == "v" or (self.letter, self.size) == ("u", 1)):
@@ -86,27 +86,27 @@ class LaunchArguments:
         with the argument, the expected type and the one that was passed.
     """
 
-    def __init__(self, kernel: str, wanted: Sequence[KernelParameter], args: Sequence[Any]) -> None:
+    def __init__(self, kernel: str, wanted: Sequence[KernelParameter], args: Sequence[object]) -> None:
         if len(args) != len(wanted):
             raise TypeError(f"{kernel} takes {len(wanted)} arguments, and args has {len(args)}")
-        self._kept: list[Any] = []
-        arrays: list[tuple[int, Any]] = []
+        self._kept: list[ctypes.c_void_p | ctypes.Array[ctypes.c_char]] = []
+        arrays: list[tuple[int, np.ndarray]] = []
         for i, (parameter, value) in enumerate(zip(wanted, args, strict=True)):
             if parameter.is_pointer:
                 self._kept.append(ctypes.c_void_p(None))
                 if value is not None:
-                    _require_array(f"args[{i}] of {kernel}", parameter, value)
-                    arrays.append((i, value))
+                    arrays.append((i, _array(f"args[{i}] of {kernel}", parameter, value)))
             else:
                 data = _by_value(f"args[{i}] of {kernel}", parameter, value)
                 self._kept.append(ctypes.create_string_buffer(data, len(data)))
         self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._kept))
         self._place(arrays)
 
-    def _place(self, arrays: Sequence[tuple[int, Any]]) -> None:
+    def _place(self, arrays: Sequence[tuple[int, np.ndarray]]) -> None:
         """Arrays that share memory share it in the kernel too."""
         extents = sorted((*np.lib.array_utils.byte_bounds(x), i, x) for i, x in arrays)
-        groups: list[list[Any]] = []
+        groups: list[list[int]] = []
+        names: list[str] = []
         places, offsets = [], []
         for low, high, i, x in extents:
             high = high if x.size else low
@@ -115,35 +115,37 @@ class LaunchArguments:
                 group = groups[-1]
                 group[1] = max(group[1], high)
                 group[2] = min(group[2], x.itemsize)
-                group[4] += f", and {name}"
+                names[-1] += f", and {name}"
             else:
                 base = x
                 while isinstance(base.base, np.ndarray):
                     base = base.base
                 shift = low - np.lib.array_utils.byte_bounds(base)[0]
-                groups.append([low, high, x.itemsize, shift % ALIGNMENT, name])
+                groups.append([low, high, x.itemsize, shift % ALIGNMENT])
+                names.append(name)
             places += [i, len(groups) - 1]
             # The pointer of a view with negative strides is that of its first element.
             offsets.append(x.__array_interface__["data"][0] - groups[-1][0])
         self.arrays = (RuntimeArray * len(groups))()
-        for group, array in zip(groups, self.arrays, strict=True):
-            array.memory, array.bytes = group[0], group[1] - group[0]
-            array.granule, array.alignment = group[2], group[3]
-            array.name = group[4].encode()[:127]
+        for group, name, array in zip(groups, names, self.arrays, strict=True):
+            low, high, array.granule, array.alignment = group
+            array.memory, array.bytes = low, high - low
+            array.name = name.encode()[:127]
         self.places = (ctypes.c_int * len(places))(*places)
         self.offsets = (ctypes.c_size_t * len(offsets))(*offsets)
 
 
-def _require_array(name: str, parameter: KernelParameter, value: Any) -> None:
+def _array(name: str, parameter: KernelParameter, value: object) -> np.ndarray:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name} has to be an array for {parameter}, not {type(value).__name__}")
     if not parameter.accepts(value.dtype):
         raise TypeError(f"{name} is {parameter}, and the array has {value.dtype}")
     if not parameter.is_constant and not value.flags.writeable:
         raise ValueError(f"{name} may be written by the kernel, and the array is read-only")
+    return value
 
 
-def _by_value(name: str, parameter: KernelParameter, value: Any) -> bytes:
+def _by_value(name: str, parameter: KernelParameter, value: object) -> bytes:
     # Python's numbers are converted as in CuPy.
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         value = np.asarray(value)[()]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from precondattn_kernel_tools.cuda_simulator.arguments import LaunchArguments, parameters
 from precondattn_kernel_tools.cuda_simulator.compilation import DEVICE, Built, build
@@ -21,6 +21,8 @@ from precondattn_kernel_tools.cuda_toolkit import include_folder
 Order = int | Literal["reverse"] | None
 
 _order: ContextVar[Order] = ContextVar("order", default=None)
+_ORDERS: dict[Order, int] = {None: 0, "reverse": 1}
+"""The runtime's numbers; a seed has 2."""
 _one_at_a_time = threading.Lock()
 
 STATIC_LIMIT, SHARED_LIMIT = 48 << 10, 227 << 10
@@ -99,7 +101,7 @@ class SimulatedModule:
 class SimulatedFunction:
     """One kernel: `function(grid, block, args, shared_mem=0)`."""
 
-    def __init__(self, library: Any, built: Built, name: str) -> None:
+    def __init__(self, library: ctypes.CDLL, built: Built, name: str) -> None:
         number = built.names.index(name)
         signature = ctypes.create_string_buffer(4096)
         getattr(library, f"simulated_signature_{number}")(signature, ctypes.c_size_t(4096))
@@ -123,7 +125,7 @@ class SimulatedFunction:
         self._dynamic_limit = count
 
     def __call__(
-        self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared_mem: int = 0
+        self, grid: Sequence[int], block: Sequence[int], args: Sequence[object], shared_mem: int = 0
     ) -> None:
         """Run every block, and write the arrays if none had an error.
 
@@ -157,7 +159,7 @@ class SimulatedFunction:
                 (ctypes.c_uint * 6)(*sizes),
                 ctypes.c_size_t(shared_mem),
                 ctypes.c_size_t(max(STATIC_LIMIT, self._dynamic_limit)),
-                {None: 0, "reverse": 1}.get(order, 2),  # type: ignore[call-overload]
+                _ORDERS.get(order, 2),
                 ctypes.c_uint(order if isinstance(order, int) else 0),
                 message,
                 ctypes.c_size_t(len(message)),

@@ -1,0 +1,11 @@
+"""What is read from JSON, and written to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = Any
+"""Any value of JSON."""
+
+JsonObject = dict[str, Json]
+"""An object of JSON, by its keys."""
