@@ -8,11 +8,12 @@ Both run the same cases (`cases.py`), which are generated from the mechanisms' d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import precondattn as pa
-    from precondattn_conformance.checks import Backend
+    from precondattn.arrays import Arrays
+    from precondattn_conformance.checks.check import Backend
     from precondattn_conformance.oracle import Oracle
 
 # Every pytest run imports this package for its plugin, so the functions import what they need.
@@ -38,7 +39,7 @@ def replay(case: str, backend: Backend = None, device: str | None = None) -> str
 
 def call_of(
     case: str, device: str | None = None, *, turned: bool = False
-) -> tuple[pa.Mechanism, dict[str, Any]]:
+) -> tuple[pa.Mechanism, Arrays]:
     """The mechanism of a case, given by its id, and the inputs and masks of its call.
 
     If `turned`, the sequences of the batch are in reversed order: other values, the same shapes.
@@ -70,7 +71,7 @@ def expected_of(case: str, device: str | None = None) -> Oracle:
     return of_case.expected_of(case, device)
 
 
-def cache_of(case: str, device: str | None = None) -> tuple[pa.Cache, list[dict[str, Any]]]:
+def cache_of(case: str, device: str | None = None) -> tuple[pa.Cache, list[Arrays]]:
     """The empty cache of a case, and for each call of `extend` the new tokens and their masks.
 
     Examples

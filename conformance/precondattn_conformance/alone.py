@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.snippet import after
 from precondattn_conformance.status import FAILED, PASSED

@@ -46,6 +46,7 @@ import numpy as np
 import precondattn as pa
 from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
 from precondattn.execution import run
@@ -84,13 +85,16 @@ class TemperedByToken(pa.Tempered):
         return {"q": cotangent / self._tau(x), "tau": d_tau}
 
 
-SUMMED = {pa.Tempered: "tau", pa.Difference: "lam"}
+SUMMED: dict[type, str] = {pa.Tempered: "tau", pa.Difference: "lam"}
 """The input of a leaf whose gradient is a sum over tokens."""
-BY_TOKEN = {pa.Tempered: TemperedByToken(), pa.Difference: pa.Difference(per="token")}
+BY_TOKEN: dict[type, pa.Leaf] = {
+    pa.Tempered: TemperedByToken(),
+    pa.Difference: pa.Difference(per="token"),
+}
 """The leaf without that sum."""
 
 
-def is_summed(leaf: pa.Mechanism) -> bool:
+def is_summed(leaf: LeafProtocol) -> bool:
     return type(leaf) in SUMMED and leaf != BY_TOKEN[type(leaf)]
 
 
@@ -103,7 +107,11 @@ def sizes_of_terms(
     """For each gradient that is such a sum: the size of its terms, the largest over all heads. Of
     parts: the size of the larger for each element."""
     calls = mechanism.program.calls
-    summed = {dict(c.arguments)[SUMMED[type(c.leaf)]]: c.leaf for c in calls if is_summed(c.leaf)}
+    summed = {
+        dict(c.arguments)[SUMMED[type(c.leaf)]]: c.leaf
+        for c in calls
+        if isinstance(c.leaf, pa.Tempered | pa.Difference) and is_summed(c.leaf)
+    }
     parts = {
         name: [i for i, call in enumerate(calls) if name in call.reads]
         for name in _cancelling(mechanism)
@@ -226,8 +234,9 @@ def sizes_of_one_query(
     Of a composition nothing is known, as its layer may read other queries and keys.
     """
     leaf = mechanism.program.leaves[0]
-    is_linear = isinstance(leaf, pa.LinearFamily) and not getattr(leaf, "normalize", False)
-    if len(mechanism.program.calls) > 1 or not is_linear or cotangent.shape[1] > 1:
+    if not isinstance(leaf, pa.LinearFamily) or getattr(leaf, "normalize", False):
+        return {}
+    if len(mechanism.program.calls) > 1 or cotangent.shape[1] > 1:
         return {}
     d = inputs["k"].shape[-1]
     lengths = (float(np.max(np.linalg.vector_norm(inputs[name], axis=-1))) for name in "qk")

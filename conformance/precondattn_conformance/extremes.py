@@ -30,6 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Arrays
 from precondattn_conformance.harmless_keys import with_different_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -129,7 +130,8 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
                 arrays |= {rows: np.abs(arrays[rows]) for rows in "qk"}
             elif name in ("beta", "lucid_beta"):
                 pattern = mechanism.inputs[name]
-                ends = pattern.low, np.minimum(pattern.high, STRONG)
+                assert pattern.high is not None
+                ends = pattern.low, min(pattern.high, STRONG)
                 arrays[name].flat[::3], arrays[name].flat[1::3] = ends
     if kind == "hidden_by_bias":
         masked = np.random.default_rng(6).random(arrays["bias"].shape) < 0.3
@@ -225,13 +227,13 @@ def _attends(mechanism: pa.Mechanism) -> bool:
     return is_softmax and {"q", "k"} <= mechanism.inputs.keys()
 
 
-def _is_norm(leaf: pa.Mechanism) -> bool:
+def _is_norm(leaf: LeafProtocol) -> bool:
     """Whether the leaf normalises its rows, or its keys, and so takes them at any length."""
     norms = pa.RMSNorm | pa.LayerNorm | pa.L2Norm
     return isinstance(leaf, norms) or getattr(leaf, "normalize", None) == "keys"
 
 
-def _needs_short(leaves: Sequence[pa.Mechanism]) -> bool:
+def _needs_short(leaves: Sequence[LeafProtocol]) -> bool:
     """Whether long keys overflow in a feature map, or make a covariance ill-conditioned."""
     kinds = (
         pa.EluPlusOne | pa.HedgehogMap | pa.ConditionedQuery | pa.QueryWeightedQuery | pa.MesaQuery
@@ -239,7 +241,7 @@ def _needs_short(leaves: Sequence[pa.Mechanism]) -> bool:
     return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
-def _is_not_tiny(leaf: pa.Mechanism) -> bool:
+def _is_not_tiny(leaf: LeafProtocol) -> bool:
     """Whether the leaf maps inputs that are nearly 0 to features, or equal inputs to a constant."""
     is_by_channel = getattr(leaf, "axis", "") == "channel"
     return is_by_channel or isinstance(leaf, pa.EluPlusOne | pa.HedgehogMap)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Arrays
 from precondattn_conformance.declared import is_bounded
 
@@ -63,7 +64,7 @@ def with_different_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:
     return inputs | {"k": noisy}
 
 
-def _needed_noise(leaf: pa.Leaf) -> float:
+def _needed_noise(leaf: LeafProtocol) -> float:
     if isinstance(leaf, pa.SymmetricLucidSolve) and leaf.rho < SMALL_RHO:
         return NOISE_OF_SMALL_RHO
     return NOISE if isinstance(leaf, pa.Nystrom) else 0.0

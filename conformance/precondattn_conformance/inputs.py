@@ -152,7 +152,8 @@ def _queries_near(rng: np.random.Generator, q: np.ndarray, k: np.ndarray) -> np.
 def _minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     path = files("precondattn_conformance").joinpath("data/minilm.npz")
     with path.open("rb") as file, np.load(file) as arrays:
-        return tuple(arrays[name].astype(np.float64) for name in "qkv")  # type: ignore[return-value]
+        q, k, v = (arrays[name].astype(np.float64) for name in "qkv")
+        return q, k, v
 
 
 REAL = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 
-def context_manager(text: str) -> Callable[[], AbstractContextManager[Any]]:
+def context_manager(text: str) -> Callable[[], AbstractContextManager[object]]:
     """That of the name "package.module:function".
 
     Raises
@@ -18,7 +17,7 @@ def context_manager(text: str) -> Callable[[], AbstractContextManager[Any]]:
     """
     module, _, name = text.partition(":")
     try:
-        found: Callable[[], AbstractContextManager[Any]]
+        found: Callable[[], AbstractContextManager[object]]
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(

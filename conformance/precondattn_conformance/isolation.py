@@ -22,11 +22,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.libraries import named
 from precondattn_conformance.runner import Outcome, run_case
@@ -196,7 +195,7 @@ def run_isolated(
     timeout: float = TIMEOUT,
     jobs: int = 1,
     is_quick: bool = False,
-    started: Callable[[Case], Any] = lambda case: None,
+    started: Callable[[Case], object] = lambda case: None,
     expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known; with several jobs, not in the order of the cases.

@@ -42,7 +42,13 @@ def layout_named(name: str) -> CallLayout | None:
         return None
     layout = CallLayout(
         name,
-        **{letter: int(match[letter]) for letter in "btshnde"},
+        b=int(match["b"]),
+        t=int(match["t"]),
+        s=int(match["s"]),
+        h=int(match["h"]),
+        n=int(match["n"]),
+        d=int(match["d"]),
+        e=int(match["e"]),
         values_per_head=int(match["u"] or VALUES_PER_HEAD),
         block=int(match["block"] or 0),
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 
 WIDE = ("float64", "float32")
 HALF = ("float16", "bfloat16")
-Transform = Callable[[Callable[[Arrays], Any]], Callable[[Arrays], Any]]
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 MOST_REGIONS = 45_000
@@ -49,35 +49,35 @@ class Library:
     def is_installed(cls) -> bool:
         return find_spec(cls.module) is not None
 
-    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+    def precision(self, dtype: str) -> AbstractContextManager[object]:
         """A context that enables this dtype."""
         return nullcontext()
 
-    def threads(self, count: int | None) -> AbstractContextManager[Any]:
+    def threads(self, count: int | None) -> AbstractContextManager[object]:
         """A context in which the library computes with so many threads."""
         return nullcontext()
 
-    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
         """A copy of a NumPy array, in `dtype` if it is floating."""
         return values.astype(dtype) if dtype and values.dtype.kind == "f" else values.copy()
 
-    def numpy(self, array: Any) -> np.ndarray:
+    def numpy(self, array: Array) -> np.ndarray:
         """The array as a NumPy array in float64."""
         return np.asarray(array, dtype=np.float64)
 
-    def dtype_name(self, array: Any) -> str:
+    def dtype_name(self, array: Array) -> str:
         """The name of the dtype, such as "float32"."""
         return str(array.dtype).rpartition(".")[2]
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """An array of NaN, to be written to."""
         return np.full(shape, np.nan, dtype=like.dtype)
 
-    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
         """A view with its axes in this order."""
         return array.transpose(axes)
 
-    def view(self, array: Any, order: str) -> Any:
+    def view(self, array: Array, order: str) -> Array:
         """A view with the same elements, stored in another order in memory."""
         rank = array.ndim
         if rank == 0:
@@ -97,18 +97,21 @@ class Library:
         return view
 
     def gradients(
-        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
     ) -> Arrays | None:
         """The gradients by the library's own automatic differentiation; None if it has none."""
         return None
 
     def held_gradients(
-        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+        self,
+        function: Callable[[Arrays], Array],
+        inputs: Sequence[Arrays],
+        cotangents: Sequence[Array],
     ) -> list[Arrays] | None:
         """The gradients of several calls, all of which are made before the first gradient."""
         return None
 
-    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
+    def autocast(self, dtype: str) -> AbstractContextManager[object]:
         """A context in which the library itself casts inputs to `dtype`."""
         return nullcontext()
 
@@ -117,8 +120,8 @@ class Library:
         return {}
 
     def compiled_and_counted(
-        self, function: Callable[[Arrays], Any]
-    ) -> tuple[Callable[[Arrays], Any], Callable[[], int]]:
+        self, function: Callable[[Arrays], Array]
+    ) -> tuple[Callable[[Arrays], Array], Callable[[], int]]:
         """The function compiled by the library, and the number of its graphs so far."""
         raise NotImplementedError(f"{self.name} has no compiler of graphs with symbolic sizes")
 
@@ -132,20 +135,20 @@ class StrictLibrary(Library):
     name = "array_api_strict"
     module = "array_api_strict"
 
-    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+    def precision(self, dtype: str) -> AbstractContextManager[object]:
         import array_api_strict
 
         return array_api_strict.ArrayAPIStrictFlags(
             boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=("linalg",)
         )
 
-    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
         import array_api_strict
 
         device = array_api_strict.Device(STRICT_DEVICE)
         return array_api_strict.asarray(super().array(values, dtype), device=device)
 
-    def numpy(self, array: Any) -> np.ndarray:
+    def numpy(self, array: Array) -> np.ndarray:
         import array_api_strict
 
         if array.device != array_api_strict.Device(STRICT_DEVICE):
@@ -154,12 +157,12 @@ class StrictLibrary(Library):
             )
         return np.from_dlpack(array).astype(np.float64)
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         import array_api_strict
 
         return array_api_strict.full(shape, np.nan, dtype=like.dtype, device=like.device)
 
-    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
         import array_api_strict
 
         return array_api_strict.permute_dims(array, axes)
@@ -186,28 +189,29 @@ gradients = {{"NAME": gradient}}"""
         finally:
             torch.set_num_threads(before)
 
-    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
         import torch
 
         tensor = torch.tensor(values.copy(), device=self.device)
         return tensor.to(getattr(torch, dtype)) if dtype and values.dtype.kind == "f" else tensor
 
-    def numpy(self, array: Any) -> np.ndarray:
-        return array.detach().double().cpu().numpy()
+    def numpy(self, array: Array) -> np.ndarray:
+        return np.asarray(array.detach().double().cpu().numpy())
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         import torch
 
         return torch.full(shape, torch.nan, dtype=like.dtype, device=like.device)
 
-    def permuted(self, array: Any, axes: tuple[int, ...]) -> Any:
+    def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
         return array.permute(axes)
 
-    def autocast(self, dtype: str) -> AbstractContextManager[Any]:
+    def autocast(self, dtype: str) -> AbstractContextManager[object]:
         import torch
 
         device = torch.device(self.device or "cpu").type
-        return torch.autocast(device, getattr(torch, dtype))
+        autocast: AbstractContextManager[object] = torch.autocast(device, getattr(torch, dtype))
+        return autocast
 
     def transforms(self) -> dict[str, Transform]:
         import torch
@@ -218,8 +222,8 @@ gradients = {{"NAME": gradient}}"""
         }
 
     def compiled_and_counted(
-        self, function: Callable[[Arrays], Any]
-    ) -> tuple[Callable[[Arrays], Any], Callable[[], int]]:
+        self, function: Callable[[Arrays], Array]
+    ) -> tuple[Callable[[Arrays], Array], Callable[[], int]]:
         import torch
         from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -229,12 +233,15 @@ gradients = {{"NAME": gradient}}"""
         return compiled, lambda: int(counter.frame_count)
 
     def gradients(
-        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
     ) -> Arrays:
         return self.held_gradients(function, [inputs], [cotangent])[0]
 
     def held_gradients(
-        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+        self,
+        function: Callable[[Arrays], Array],
+        inputs: Sequence[Arrays],
+        cotangents: Sequence[Array],
     ) -> list[Arrays]:
         import torch
 
@@ -246,12 +253,13 @@ gradients = {{"NAME": gradient}}"""
         ]
 
 
-def _compiled(function: Callable[[Arrays], Any]) -> Callable[[Arrays], Any]:
+def _compiled(function: Callable[[Arrays], Array]) -> Callable[[Arrays], Array]:
     """Compiled by `torch.compile`, after a reset: its cache holds only a few functions."""
     import torch
 
     torch.compiler.reset()
-    return torch.compile(function, backend="aot_eager")
+    compiled: Callable[[Arrays], Array] = torch.compile(function, backend="aot_eager")
+    return compiled
 
 
 class JaxLibrary(Library):
@@ -264,12 +272,13 @@ class JaxLibrary(Library):
 )
 gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
 
-    def precision(self, dtype: str) -> AbstractContextManager[Any]:
+    def precision(self, dtype: str) -> AbstractContextManager[object]:
         import jax
 
-        return jax.enable_x64(dtype == "float64")
+        enabled: AbstractContextManager[object] = jax.enable_x64(dtype == "float64")
+        return enabled
 
-    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
         import jax
         import jax.numpy as jnp
 
@@ -281,7 +290,7 @@ gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
             values = values.astype(jnp.dtype(wanted))
         return jnp.asarray(values, device=device)
 
-    def numpy(self, array: Any) -> np.ndarray:
+    def numpy(self, array: Array) -> np.ndarray:
         return np.asarray(array).astype(np.float64)
 
     def transforms(self) -> dict[str, Transform]:
@@ -296,12 +305,15 @@ gradients = {{"NAME": pullback(expected.cotangent)[0]}}"""
             jax.clear_caches()
 
     def gradients(
-        self, function: Callable[[Arrays], Any], inputs: Arrays, cotangent: Any
+        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
     ) -> Arrays:
         return self.held_gradients(function, [inputs], [cotangent])[0]
 
     def held_gradients(
-        self, function: Callable[[Arrays], Any], inputs: Sequence[Arrays], cotangents: Sequence[Any]
+        self,
+        function: Callable[[Arrays], Array],
+        inputs: Sequence[Arrays],
+        cotangents: Sequence[Array],
     ) -> list[Arrays]:
         import jax
 
@@ -327,24 +339,24 @@ class CuPyLibrary(Library):
         import cupy
 
         try:
-            return cupy.cuda.runtime.getDeviceCount() > 0
+            return bool(cupy.cuda.runtime.getDeviceCount() > 0)
         except cupy.cuda.runtime.CUDARuntimeError:
             return False
 
-    def array(self, values: np.ndarray, dtype: str | None = None) -> Any:
+    def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
         import cupy
 
         if dtype == "bfloat16":
             import ml_dtypes  # noqa: F401  NumPy knows the name from it.
         return cupy.asarray(super().array(values, dtype))
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         import cupy
 
         return cupy.full(shape, np.nan, dtype=like.dtype)
 
-    def numpy(self, array: Any) -> np.ndarray:
-        return array.get().astype(np.float64)
+    def numpy(self, array: Array) -> np.ndarray:
+        return np.asarray(array.get().astype(np.float64))
 
 
 ALL: tuple[type[Library], ...] = (Library, StrictLibrary, TorchLibrary, JaxLibrary, CuPyLibrary)

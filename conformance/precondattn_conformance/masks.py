@@ -32,7 +32,7 @@ def _lengths_apart(b: int, s: int, block: int) -> np.ndarray:
 
 
 def _lengths_edge(b: int, s: int, block: int) -> np.ndarray:
-    return np.minimum(np.resize([block, s, 0], b), s)
+    return np.asarray(np.minimum(np.resize([block, s, 0], b), s))
 
 
 def _shorter(b: int, s: int, step: int) -> np.ndarray:

@@ -22,11 +22,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -101,7 +101,7 @@ def main(text: str) -> None:
         print(size + peak_of(run, library))
 
 
-def _forward(call: MeasuredCall) -> Callable[[dict[str, Any]], Any]:
+def _forward(call: MeasuredCall) -> Callable[[Arrays], Array]:
     """The function from the inputs to the output."""
     mechanism = pa.parse(call.mechanism)
     backend = None if call.backend is None else tuple(call.backend.split(","))
@@ -110,7 +110,7 @@ def _forward(call: MeasuredCall) -> Callable[[dict[str, Any]], Any]:
 
 def _prepared(
     call: MeasuredCall, library: Library, layout: CallLayout
-) -> tuple[Callable[[], Any], int]:
+) -> tuple[Callable[[], object], int]:
     """A function that runs the call, and the size of its inputs in bytes."""
     inputs, cotangent = _arrays(call, library, layout)
     forward = _forward(call)
@@ -118,7 +118,7 @@ def _prepared(
     if not call.has_backward:
         return lambda: forward(inputs), size
 
-    def both() -> Any:
+    def both() -> object:
         gradients = library.gradients(forward, inputs, cotangent)
         if gradients is not None:
             return gradients
@@ -129,7 +129,7 @@ def _prepared(
     return both, size + int(cotangent.nbytes)
 
 
-def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[dict[str, Any], Any]:
+def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[Arrays, Array]:
     """Inputs, and a cotangent of the output."""
     m = pa.parse(call.mechanism)
     arrays = with_harmless_keys(m, make_inputs(m, layout, "clustered"))
@@ -146,7 +146,7 @@ def _planned_by_jax(call: MeasuredCall, library: Library) -> float:
     inputs, cotangent = _arrays(call, library, call.layout)
     forward = _forward(call)
 
-    def both(x: dict[str, Any], cotangent: Any) -> Any:
+    def both(x: Arrays, cotangent: Array) -> object:
         out, pullback = jax.vjp(forward, x)
         return out, pullback(cotangent)[0]
 
@@ -162,7 +162,7 @@ def _is_on_gpu_of_torch(library: Library) -> bool:
     return library.name == "torch" and str(library.device or "").startswith("cuda")
 
 
-def peak_of(run: Callable[[], Any], library: Library) -> float:
+def peak_of(run: Callable[[], object], library: Library) -> float:
     """By how much the peak during a run exceeds the memory in use before it."""
     if _is_on_gpu_of_torch(library):
         import torch

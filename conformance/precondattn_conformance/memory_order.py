@@ -15,11 +15,11 @@ The cotangent has the order of the inputs. JAX has no views; its arrays only hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, Arrays, namespace
 
 if TYPE_CHECKING:
     import precondattn as pa
@@ -58,10 +58,10 @@ def constant(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 def laid_out(
     library: Library,
     mechanism: pa.Mechanism,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Array],
     values: Mapping[str, np.ndarray],
     order: str,
-) -> dict[str, Any]:
+) -> Arrays:
     """Inputs of a mechanism in a library, whose values are these, in this order in memory."""
     return {
         name: in_order(library, array, values[name], order, expanded_axes(mechanism, name, order))
@@ -70,15 +70,15 @@ def laid_out(
 
 
 def in_order(
-    library: Library, array: Any, values: np.ndarray, order: str, axes: tuple[int, ...]
-) -> Any:
+    library: Library, array: Array, values: np.ndarray, order: str, axes: tuple[int, ...]
+) -> Array:
     """One array, whose values are these, in this order; `axes` are those that it may expand."""
     if order in VIEWS and library.name != "jax":
         return library.view(array, order)
     return expanded(array, values, axes)
 
 
-def expanded(array: Any, values: np.ndarray, axes: tuple[int, ...]) -> Any:
+def expanded(array: Array, values: np.ndarray, axes: tuple[int, ...]) -> Array:
     """The array with stride 0 along those of these axes along which its values are constant."""
     axes = tuple(axis for axis in axes if np.array_equal(values, constant(values, (axis,))))
     if not axes:
@@ -86,7 +86,7 @@ def expanded(array: Any, values: np.ndarray, axes: tuple[int, ...]) -> Any:
     return namespace(array).broadcast_to(_first(array, axes), tuple(array.shape))
 
 
-def _first(array: Any, axes: tuple[int, ...]) -> Any:
+def _first(array: Array, axes: tuple[int, ...]) -> Array:
     return array[tuple(slice(0, 1) if i in axes else slice(None) for i in range(array.ndim))]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks.caching import empty_cache, ends_of, steps
@@ -20,7 +20,7 @@ def _trial(text: str, device: str | None) -> Trial:
 
 def call_of(
     text: str, device: str | None = None, *, turned: bool = False
-) -> tuple[pa.Mechanism, dict[str, Any]]:
+) -> tuple[pa.Mechanism, Arrays]:
     """The mechanism of a case, and the inputs and masks of its call.
 
     If `turned`, the sequences of the batch are in reversed order: other values, the same shapes.
@@ -52,7 +52,7 @@ def expected_of(text: str, device: str | None = None) -> Oracle:
         )
 
 
-def cache_of(text: str, device: str | None = None) -> tuple[pa.Cache, list[dict[str, Any]]]:
+def cache_of(text: str, device: str | None = None) -> tuple[pa.Cache, list[Arrays]]:
     """The empty cache of a case, and what each call of `extend` adds to it."""
     trial = _trial(text, device)
     layout = trial.case.layout

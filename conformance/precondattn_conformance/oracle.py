@@ -57,7 +57,9 @@ class Oracle:
     """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
 
 
-def oracle(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE) -> Oracle:
+def oracle(
+    mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
+) -> Oracle:
     """The reference in float64 on NumPy, or who else is expected to be right."""
     return _kept(mechanism, layout, kind, dtype, by)
 

@@ -8,7 +8,13 @@ the standard library only, because every pytest run in an environment with preco
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from precondattn_conformance.pytest_run import PytestRun
+
 
 MANY = {
     "backend": "compare this backend with the oracle (repeat for helpers, in order of preference)",
@@ -28,10 +34,12 @@ ONE = {
     "html": "write an HTML page of the run to this file",
 }
 HERE = "in_process"
+Flag = Any
+"""What the command line gave for a flag: a text, several, or nothing."""
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
 
 
-def pytest_addoption(parser: Any) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("precondattn", "precondattn: conformance of attention backends")
     for name, text in {**MANY, **ONE}.items():
         action = {"action": "append", "default": []} if name in MANY else {}
@@ -44,38 +52,40 @@ def pytest_addoption(parser: Any) -> None:
     )
 
 
-def _given(config: Any, name: str) -> Any:
+def _given(config: pytest.Config, name: str) -> Flag:
     return config.getoption(f"precondattn_{name}")
 
 
-def _is_active(config: Any) -> bool:
+def _is_active(config: pytest.Config) -> bool:
     return any(_given(config, name) for name in (*MANY, *ONE))
 
 
-def pytest_configure(config: Any) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     if _is_active(config):
         config.pluginmanager.register(_run_of(config), "precondattn-run")
 
 
-def _run_of(config: Any) -> Any:
+def _run_of(config: pytest.Config) -> PytestRun:
     """The plugin of a run with flags. It imports the suite."""
     from precondattn_conformance.pytest_run import PytestRun
     from precondattn_conformance.session import Session
 
-    many = {NAMES.get(name, name): tuple(_given(config, name)) for name in MANY}
+    many: dict[str, Flag] = {NAMES.get(name, name): tuple(_given(config, name)) for name in MANY}
+    seconds = _given(config, "timeout")
+    timeout: dict[str, Flag] = {"timeout": float(seconds)} if seconds else {}
     session = Session(
         **{"ids" if name == "case" else name: chosen for name, chosen in many.items()},
         level=_given(config, "level") or "smoke",
         device=_given(config, "device"),
         xfail=_given(config, "xfail"),
         skip=_given(config, "skip"),
-        **({"timeout": float(_given(config, "timeout"))} if _given(config, "timeout") else {}),
+        **timeout,
         jobs=0 if _given(config, HERE) else 1,
     )
     return PytestRun(session, _given(config, "record"), _given(config, "html"))
 
 
-def pytest_generate_tests(metafunc: Any) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Without a flag the suite's test has no cases."""
     if "precondattn_case" in metafunc.fixturenames and not _is_active(metafunc.config):
         metafunc.parametrize("precondattn_case", [])

@@ -7,18 +7,18 @@ and the main process collects the outcomes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import pytest
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of
-from precondattn_conformance.checks import Measured
+from precondattn_conformance.checks.check import Measured
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.isolation import Worker
 from precondattn_conformance.report.page import write_page
@@ -76,18 +76,20 @@ class PytestRun:
             if worker is not None:
                 worker.stop()
 
-    def pytest_generate_tests(self, metafunc: Any) -> None:
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "precondattn_case" in metafunc.fixturenames:
             ids = [case.id for case in self.todo]
             metafunc.parametrize("precondattn_case", self.todo, ids=ids)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Attach the outcome to the report of its test."""
         report = yield
         outcome = getattr(item, OUTCOME, None)
         if call.when == "call" and outcome is not None:
-            report.precondattn_outcome = _plain(outcome)
+            setattr(report, OUTCOME, _plain(outcome))
             if outcome.measured is not None:
                 report.user_properties += [
                     ("error", repr(outcome.measured.error)),
@@ -95,21 +97,21 @@ class PytestRun:
                 ]
         return report
 
-    def pytest_sessionstart(self, session: Any) -> None:
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         if not _is_worker(session.config):
             try:
                 self.recording.__enter__()
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         plain = getattr(report, OUTCOME, None)
         if plain is not None:
             outcome = _outcome(plain)
             self.outcomes.append(outcome)
             self.recording.add(outcome)
 
-    def pytest_sessionfinish(self, session: Any) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail the run of a named backend of which nothing was compared."""
         config = session.config
         if _is_worker(config) or config.option.collectonly:
@@ -124,7 +126,9 @@ class PytestRun:
         if self.session.backend and (self.below or not self._compared()):
             session.exitstatus = 1
 
-    def pytest_terminal_summary(self, terminalreporter: Any, config: Any) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
         if self.session.backend and not config.option.collectonly:
             names = ", ".join(self.session.backend)
             terminalreporter.write_line(f"{names}: {self._compared()} cases compared")
@@ -135,11 +139,11 @@ class PytestRun:
         return sum(outcome.status in COMPARED for outcome in self.outcomes)
 
 
-def _is_worker(config: Any) -> bool:
+def _is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
+def _plain(outcome: Outcome) -> JsonObject:
     """The outcome as plain data, which pytest-xdist sends between processes."""
     measured = outcome.measured
     return {
@@ -156,7 +160,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _outcome(plain: dict[str, Any]) -> Outcome:
+def _outcome(plain: JsonObject) -> Outcome:
     measured = plain["measured"]
     return Outcome(
         **{

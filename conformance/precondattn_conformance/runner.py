@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend, Measured, run
+from precondattn_conformance.checks import run
+from precondattn_conformance.checks.check import Backend, Measured
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.expecting import REFERENCE, expected_by
 from precondattn_conformance.snippet import snippet

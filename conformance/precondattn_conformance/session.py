@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
@@ -172,7 +171,7 @@ class Session:
         self,
         todo: list[Case],
         expectations: Expectations,
-        started: Callable[[Case], Any] = lambda case: None,
+        started: Callable[[Case], object] = lambda case: None,
     ) -> Generator[Outcome, None, None]:
         """The outcomes, as soon as each is known."""
         not_skipped = []
@@ -200,14 +199,15 @@ class Session:
                 yield expectations.judged(run_case(case, backend, self.device))
             return
         jobs = self.jobs or (1 if self.device else os.cpu_count() or 1)
-        options: dict[str, Any] = {
-            "timeout": self.timeout or TIMEOUT,
-            "jobs": jobs,
-            "is_quick": self.is_of_everything and self.level == LEVELS[0] and not self.device,
-            "started": started,
-        }
         for outcome in run_isolated(
-            not_skipped, backend, self.device, **options, expected=expectations.expects
+            not_skipped,
+            backend,
+            self.device,
+            timeout=self.timeout or TIMEOUT,
+            jobs=jobs,
+            is_quick=self.is_of_everything and self.level == LEVELS[0] and not self.device,
+            started=started,
+            expected=expectations.expects,
         ):
             yield expectations.judged(outcome)
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import CHECK, Backend, Check
-from precondattn_conformance.checks.check import VJP
+from precondattn_conformance.checks import CHECK
+from precondattn_conformance.checks.check import VJP, Backend, Check
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.libraries import named
 

@@ -11,7 +11,9 @@ from precondattn_conformance.status import FAILED, SKIPPED, UNSUPPORTED, XFAILED
 
 @pytest.fixture(scope="session")
 def precondattn_run(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outcome]]:
-    with request.config.pluginmanager.get_plugin("precondattn-run").runner() as run:
+    plugin = request.config.pluginmanager.get_plugin("precondattn-run")
+    assert plugin is not None
+    with plugin.runner() as run:
         yield run
 
 

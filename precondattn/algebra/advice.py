@@ -28,14 +28,14 @@ def with_base(outer: Preconditioner, base: Mechanism, **options: Any) -> Precond
     """A preconditioner around another base, with some other options; None where it is refused."""
     # Its constructor would look for advice too.
     unchecked = object.__new__(type(outer))
-    for field in dataclasses.fields(outer):  # type: ignore[arg-type]
+    for field in dataclasses.fields(outer):
         object.__setattr__(unchecked, field.name, getattr(outer, field.name))
     for name, value in {**options, "base": base}.items():
         object.__setattr__(unchecked, name, value)
     if unchecked.refuses() is not None:
         return None
     try:
-        changed = dataclasses.replace(outer, base=base, **options)  # type: ignore[type-var]
+        changed = dataclasses.replace(outer, base=base, **options)
     except (TypeError, ValueError):  # Names of inputs clash.
         return None
     return changed

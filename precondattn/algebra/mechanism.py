@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.advice import moved_inside
@@ -20,7 +20,7 @@ from precondattn.algebra.flops import Flops
 from precondattn.algebra.leaf_call import LeafCall
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import check_options
+from precondattn.algebra.options import OptionValue, check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.recurrence import Recurrence
 from precondattn.algebra.text import text_of_mechanism
@@ -43,6 +43,8 @@ class Mechanism(Verbs):
     """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Expressions with other options, which tests, conformance and benchmarks run too."""
+    if TYPE_CHECKING:  # Every class that is registered is a dataclass.
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[OptionValue]]]
     _depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
 
@@ -64,12 +66,12 @@ class Mechanism(Verbs):
 
     @cached_property
     def _hash(self) -> int:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)
         return hash((type(self), *[getattr(self, f.name) for f in fields if f.compare]))
 
     def __reduce__(self) -> Any:
         """Copies are constructed: what is kept with a mechanism depends on the process."""
-        fields = (f.name for f in dataclasses.fields(self) if f.init)  # type: ignore[arg-type]
+        fields = (f.name for f in dataclasses.fields(self) if f.init)
         return _constructed, (type(self), {name: getattr(self, name) for name in fields})
 
     def __post_init__(self) -> None:
@@ -367,4 +369,4 @@ class Preconditioner(Mechanism):
 
     def with_read(self: M, read: Any) -> M:
         base: Mechanism = self.base  # type: ignore[attr-defined]
-        return dataclasses.replace(self, base=base.with_read(read))  # type: ignore[type-var]
+        return dataclasses.replace(self, base=base.with_read(read))

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from precondattn.arrays import is_finite_number
 
+OptionValue = Any
+"""What an option of a mechanism is set to."""
+
 
 class OptionKind(NamedTuple):
     """The type of an option: what it accepts, and how it is parsed."""

@@ -140,8 +140,8 @@ def vision_sizes(
 
 def _without_causality(mechanism: Mechanism) -> Mechanism | None:
     """The mechanism with `causal=false` at its base; None where the base is always causal."""
-    if "causal" in {field.name for field in fields(mechanism)}:  # type: ignore[arg-type]
-        return replace(mechanism, causal=False)  # type: ignore[type-var]
+    if "causal" in {field.name for field in fields(mechanism)}:
+        return replace(mechanism, causal=False)
     if not isinstance(mechanism, Preconditioner):
         return None
     base = _without_causality(mechanism.base)

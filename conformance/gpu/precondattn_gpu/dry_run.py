@@ -108,7 +108,7 @@ def dry_run(
         if a stage makes no progress, or a file or their number is over its limit.
     """
     launcher = Pretending()
-    calls: list[Call] = []
+    calls: list[DryCall] = []
     for stage in stages:
         tasks = stage.tasks(options)
         while True:

@@ -11,7 +11,11 @@ from collections.abc import Callable
 import torch
 
 import precondattn as pa
-from precondattn_conformance.bench.computation import CacheDecoder, Computation, Decoder
+from precondattn_conformance.bench.computation import (
+    CacheDecoder,
+    Computation,
+    TokenDecoder,
+)
 from precondattn_conformance.bench.correct import KIND, Checked, WrongResultError
 from precondattn_conformance.bench.peers import SdpaDecoder
 from precondattn_conformance.inputs import slice_tokens
@@ -93,7 +97,7 @@ def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: flo
 
 
 def check_step(
-    computation: Computation, decoder: Decoder, call: Callable[[], torch.Tensor], dtype: str
+    computation: Computation, decoder: TokenDecoder, call: Callable[[], torch.Tensor], dtype: str
 ) -> Checked:
     """One token after a cache, beside the definition in float32 on the same cache."""
     decoder.reset()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-from precondattn.backend import Backend
-from precondattn.dispatch.explanation import Explanation
-from precondattn.dispatch.plan import PlannedCall
 from precondattn.json_types import JsonObject
-from precondattn.kernel_backend.backend import KernelBackend
 from precondattn_conformance.inputs import CallLayout
+
+if TYPE_CHECKING:
+    from precondattn.backend import Backend
+    from precondattn.dispatch.explanation import Explanation
+    from precondattn.dispatch.plan import PlannedCall
+    from precondattn.kernel_backend.backend import KernelBackend
 
 
 def plan_of_call(

@@ -6,7 +6,15 @@ import json
 from typing import TYPE_CHECKING
 
 from precondattn_gpu.options import HELPER, RunOptions, device_arguments, library_of, variables
-from precondattn_gpu.task import FAILED, PASSED, UNSUPPORTED, WRONG, Finished, TaskOutcome, ProcessTask
+from precondattn_gpu.task import (
+    FAILED,
+    PASSED,
+    UNSUPPORTED,
+    WRONG,
+    Finished,
+    ProcessTask,
+    TaskOutcome,
+)
 
 if TYPE_CHECKING:
     from precondattn.json_types import JsonObject
@@ -61,7 +69,9 @@ def read_conformance(finished: Finished) -> TaskOutcome:
     return TaskOutcome(PASSED, text, data)
 
 
-def benchmark(name: str, backend: str, options: RunOptions, *arguments: str, seconds: float) -> ProcessTask:
+def benchmark(
+    name: str, backend: str, options: RunOptions, *arguments: str, seconds: float
+) -> ProcessTask:
     """One run of `precondattn bench`; its record is saved with the result."""
     library = library_of(backend, options)
     command = [*COMMAND, "bench", *device_arguments(options), "--library", library]

@@ -171,7 +171,9 @@ def checked_in_torch(
     return TimedCall(clock, lambda: both(everywhere), checked)
 
 
-def _cupy_call(computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str) -> TimedCall:
+def _cupy_call(
+    computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str
+) -> TimedCall:
     """The call of a computation in CuPy, on the same numbers; on a CPU in NumPy."""
     arrays = {name: _to_cupy(array, device) for name, array in x.items()}
     clock: Clock = TorchClock(device) if device == CPU else CupyClock()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from precondattn.json_types import Json, JsonObject
-    from precondattn_kernel_tools.triton_launches import Launch
+    from precondattn_kernel_tools.triton_launches import TritonLaunch
     from precondattn_triton.configurations import Configuration
 
 CALLS = {
@@ -179,7 +179,7 @@ def _difference(results: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return worst
 
 
-def _identity(launch: Launch) -> tuple[object, ...]:
+def _identity(launch: TritonLaunch) -> tuple[object, ...]:
     """What the compiler sees of a launch, but for types."""
     constants = tuple(
         (p.name, launch.arguments[p.name]) for p in launch.function.params if p.is_constexpr

@@ -173,7 +173,7 @@ IN_TRANSFORMERS = tuple(
     )
 )
 
-SWIN = str(pa.Windowed(size=7, shift=3, grid=(56, 56), bias=True))
+SWIN = str(pa.Windowed(size=(7,), shift=(3,), grid=(56, 56), bias=True))
 """The first stage of Swin-T, in which 3 heads have 32 channels."""
 
 COMPARED = (

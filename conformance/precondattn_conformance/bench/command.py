@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from precondattn.dispatch.discovery import discover
+from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
@@ -27,6 +28,9 @@ from precondattn_conformance.bench.record import FAILED, TIMED, WRONG, BenchReco
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.bench.table import print_record
 from precondattn_conformance.writable import require_writable
+
+if TYPE_CHECKING:
+    from precondattn_conformance.bench.measure import MeasureOptions
 
 ISOLATED = {
     "PYTEST_ADDOPTS": None,
@@ -156,7 +160,10 @@ def _require(cases: list[BenchCase], device: str | None, plots: bool) -> None:
 
 
 def _run(
-    todo: list[Any], options: Any, benchmark_json: Path | None, console: Console
+    todo: list[tuple[BenchCase, str | None]],
+    options: MeasureOptions,
+    benchmark_json: Path | None,
+    console: Console,
 ) -> tuple[list[Row], bool]:
     """The rows, from a separate pytest run that does not use the user's configuration.
 
@@ -224,7 +231,7 @@ def _only(console: Console, output: io.StringIO) -> Iterator[None]:
         console.file = file
 
 
-def _rates(rows: list[Row], options: Any) -> list[dict[str, Any]]:
+def _rates(rows: list[Row], options: MeasureOptions) -> list[JsonObject]:
     """The machine's own rates in every library and dtype that was timed."""
     wanted = dict.fromkeys((row.library, row.dtype) for row in rows if row.seconds)
     rates = [machine.rates(lib, options.device, d, quick=options.quick) for lib, d in wanted]

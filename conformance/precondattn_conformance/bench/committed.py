@@ -11,8 +11,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.bootstrap import Interval
 
@@ -27,7 +27,7 @@ SETTINGS = ("OMP_WAIT_POLICY", "XLA_FLAGS")
 class Committed:
     """The ratios of one kind of machine."""
 
-    machine: dict[str, Any]
+    machine: JsonObject
     date: str
     flops_per_second: float
     """In a large matrix product, on the machine when it was idle."""
@@ -35,7 +35,7 @@ class Committed:
     """By row of the gate."""
 
 
-def machine_kind() -> dict[str, Any]:
+def machine_kind() -> JsonObject:
     """What has to be equal so that ratios are comparable."""
     described = machine.describe()
     versions = described["versions"]
@@ -50,9 +50,10 @@ def machine_kind() -> dict[str, Any]:
 def processor_model(info: Path = Path("/proc/cpuinfo")) -> str:
     """Family, model and cache: a virtual machine may hide the processor's name."""
     lines = info.read_text().splitlines() if info.exists() else []
-    found = dict(
-        (part.strip() for part in line.partition(":")[::2]) for line in reversed(lines) if line
-    )
+    found: dict[str, str] = {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in reversed(lines) if line)
+    }
     names = ("cpu family", "model", "cache size")
     return ", ".join(f"{name} {found[name]}" for name in names if name in found)
 
@@ -76,7 +77,7 @@ def load(path: Path = FILE) -> list[Committed]:
         raise ValueError(f"{path} has no ratios of the gate: {error}") from None
 
 
-def of_this_kind(kind: dict[str, Any], path: Path = FILE) -> Committed | None:
+def of_this_kind(kind: JsonObject, path: Path = FILE) -> Committed | None:
     """The entry of this kind of machine."""
     return next((entry for entry in load(path) if entry.machine == kind), None)
 

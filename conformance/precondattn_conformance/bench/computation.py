@@ -7,15 +7,17 @@ same names for all implementations, so that they can be checked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 from precondattn.backend import UnsupportedError
 from precondattn.cache import Cache
+from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.bench.paired import Run
 from precondattn_conformance.inputs import slice_tokens
 from precondattn_conformance.libraries import Library
@@ -35,7 +37,7 @@ class TokenDecoder(Protocol):
     def reset(self) -> None:
         """Remove the token from the cache."""
 
-    def step(self) -> Any:
+    def step(self) -> Array:
         """The output for the token. Called under `no_gradient`."""
 
     def oracle_step(self) -> np.ndarray:
@@ -49,8 +51,8 @@ class Computation:
     name: str
     mechanism: pa.Mechanism
     """Its output is the one to compute; its inputs are passed by name."""
-    forward: Callable[..., Any]
-    vjp: Callable[..., Any] | None = None
+    forward: Callable[..., Array]
+    vjp: Callable[..., tuple[Array, Callable[[Array], Arrays]]] | None = None
     """Output and pullback, for libraries without automatic differentiation."""
     decoder: Callable[[Library, str, Arrays], TokenDecoder] | None = None
     """Makes a decoder from the inputs of all tokens; the last token is decoded."""
@@ -83,19 +85,19 @@ def packed(computation: Computation, library: Library) -> Computation:
             for name, array in x.items()
         }
 
-    def segments(x: Arrays) -> Any:
+    def segments(x: Arrays) -> Array:
         b, t = x["q"].shape[:2]
         return library.array(np.repeat(np.arange(b, dtype=np.int32), t)[None])
 
-    def forward(**x: Any) -> Any:
+    def forward(**x: Array) -> Array:
         out = computation.forward(**rows(x), segment_ids=segments(x))
         return out.reshape(*x["q"].shape[:2], *out.shape[2:])
 
-    def vjp(**x: Any) -> Any:
+    def vjp(**x: Array) -> tuple[Array, Callable[[Array], Arrays]]:
         assert computation.vjp is not None
         out, pull = computation.vjp(**rows(x), segment_ids=segments(x))
 
-        def pullback(cotangent: Any) -> Arrays:
+        def pullback(cotangent: Array) -> Arrays:
             gradients = pull(cotangent.reshape(out.shape))
             return {name: gradients[name].reshape(array.shape) for name, array in x.items()}
 
@@ -121,10 +123,10 @@ class CacheDecoder:
         self.token = {name: library.array(array, dtype) for name, array in new.items()}
         self.inputs, self.dtype, self.context = inputs, dtype, tokens - 1
         self.cache = mechanism.init_cache(**self.token, capacity=tokens)
-        self.filled: Any = None
-        self.length: Any = None
+        self.filled: Array = None
+        self.length: Array = None
 
-    def explain(self) -> Any:
+    def explain(self) -> Explanation:
         return self.mechanism.explain(**self.token, cache=self.cache, backend=self.backend)
 
     @property
@@ -150,7 +152,7 @@ class CacheDecoder:
         """Restore the context's length. Each step overwrites the token's slot."""
         self.cache = self.cache._replace(length=self.filled)
 
-    def step(self) -> Any:
+    def step(self) -> Array:
         out, self.cache = self.mechanism.extend(
             self.cache, **self.token, backend=self.backend, donate=True
         )
@@ -159,7 +161,7 @@ class CacheDecoder:
     def oracle_step(self) -> np.ndarray:
         self.reset()
         store = {name: self.library.numpy(array) for name, array in self.cache.store.items()}
-        token = {name: self.library.numpy(array) for name, array in self.token.items()}
+        token: Arrays = {name: self.library.numpy(array) for name, array in self.token.items()}
         cache = Cache(self.length.copy(), store)
         return np.asarray(self.mechanism.extend(cache, **token, backend="reference")[0])
 
@@ -172,31 +174,34 @@ def token_count(mechanism: pa.Mechanism, inputs: Arrays) -> int:
     raise ValueError(f"{mechanism} has no input with a time axis")
 
 
-def no_gradient(library: Library) -> Any:
+def no_gradient(library: Library) -> AbstractContextManager[object]:
     """A context in which nothing is kept for a backward pass."""
     if library.name == "torch":
         import torch
 
-        return torch.no_grad()
+        without: AbstractContextManager[object] = torch.no_grad()
+        return without
     return library.precision("")  # The base class's context, which does nothing.
 
 
-def compiled_forward(computation: Computation) -> Any:
+def compiled_forward(computation: Computation) -> Callable[[Arrays], Array]:
     """JAX's compiled function from the inputs to the output."""
     import jax
 
-    return jax.jit(lambda x: computation.forward(**x))
+    compiled: Callable[[Arrays], Array] = jax.jit(lambda x: computation.forward(**x))
+    return compiled
 
 
-def compiled_backward(computation: Computation) -> Any:
+def compiled_backward(computation: Computation) -> Callable[[Arrays, Array], tuple[Array, Arrays]]:
     """JAX's compiled function from inputs and cotangent to the output and every gradient."""
     import jax
 
-    def both(x: Arrays, cotangent: Any) -> Any:
+    def both(x: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
         out, pullback = jax.vjp(lambda x: computation.forward(**x), x)
         return out, pullback(cotangent)[0]
 
-    return jax.jit(both)
+    compiled: Callable[[Arrays, Array], tuple[Array, Arrays]] = jax.jit(both)
+    return compiled
 
 
 def forward_run(computation: Computation, library: Library, inputs: Arrays, calls: int = 1) -> Run:
@@ -220,10 +225,12 @@ def forward_run(computation: Computation, library: Library, inputs: Arrays, call
     return Run(call)
 
 
-def backward_run(computation: Computation, library: Library, inputs: Arrays, cotangent: Any) -> Run:
+def backward_run(
+    computation: Computation, library: Library, inputs: Arrays, cotangent: Array
+) -> Run:
     """The output and every gradient: by the library's autograd, or else by the explicit vjp."""
 
-    def named(out: Any, gradients: Arrays) -> Arrays:
+    def named(out: Array, gradients: Arrays) -> Arrays:
         named_gradients = {f"the gradient of {name}": array for name, array in gradients.items()}
         return finished(library, {"the output": out, **named_gradients})
 
@@ -270,7 +277,8 @@ def finished(library: Library, results: Arrays) -> Arrays:
     if library.name == "jax":
         import jax
 
-        return jax.block_until_ready(results)
+        ready: Arrays = jax.block_until_ready(results)
+        return ready
     if library.name == "torch" and any(r.is_cuda for r in results.values()):
         import torch
 

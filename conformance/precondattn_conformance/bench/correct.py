@@ -23,7 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -32,11 +31,13 @@ from precondattn.algebra.declaration import HEADS
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn_conformance.bench.computation import (
+    CacheDecoder,
     Computation,
-    Run,
+    TokenDecoder,
     decode_run,
     token_count,
 )
+from precondattn_conformance.bench.paired import Run
 from precondattn_conformance.harmless_keys import with_harmless_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 from precondattn_conformance.libraries import Library
@@ -96,7 +97,7 @@ class BenchOracle:
 
     @property
     def is_whole(self) -> bool:
-        return self.head == self.cotangent.shape[1]
+        return bool(self.head == self.cotangent.shape[1])
 
 
 @lru_cache(maxsize=4)
@@ -236,7 +237,8 @@ def _last_tokens(
         rounded = {**inputs, "q": inputs["q"][:, -TAIL:]}
         return np.asarray(m(**rounded, backend="reference"))
     before = slice_tokens(m, inputs, 0, tokens - TAIL + 1)
-    decoder: Any = computation.decoder(library, dtype, before)
+    decoder = computation.decoder(library, dtype, before)
+    assert isinstance(decoder, CacheDecoder)
     if decoder.is_by_the_reference:
         return None
     decoder.fill()
@@ -275,7 +277,7 @@ def check_decode(
     layout: CallLayout,
     library: Library,
     dtype: str,
-    decoder: Any,
+    decoder: TokenDecoder,
     run: Run,
 ) -> Checked:
     """One token after a short context, and after the measured one. Raises `WrongResultError`."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.declaration import FIXED, Pattern
 from precondattn.algebra.flops import visible_keys
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.program import Program
 
 Sizes = Mapping[str, int]
@@ -43,7 +43,7 @@ def leaf_flops(program: Program, sizes: Sizes) -> list[pa.Flops | None]:
     return found
 
 
-def keeps_tokens(leaf: Any) -> bool:
+def keeps_tokens(leaf: LeafProtocol) -> bool:
     """Whether the leaf caches an entry for each token.
 
     The reference then computes an array of all pairs of tokens.

@@ -13,6 +13,7 @@ import time
 import torch
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import decode_run, ours
@@ -43,10 +44,11 @@ def run_of(case: BenchCase) -> Run:
     return run
 
 
-def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> None:
+def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> Arrays:
     """By the explicit pullback: a first call of autograd imports all of PyTorch's compiler."""
     out, pullback = mechanism.vjp(**arrays)
-    pullback(torch.ones_like(out))
+    gradients: Arrays = pullback(torch.ones_like(out))
+    return gradients
 
 
 def switch_on() -> None:

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation
 from precondattn_conformance.libraries import HALF
@@ -31,12 +32,12 @@ class FlaKernel(NamedTuple):
 
     module: str
     function: str
-    arguments: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    arguments: Callable[[Arrays], Arrays] = dict
     """Its arguments, from our inputs."""
     dtypes: tuple[str, ...] = (*HALF, "float32")
 
 
-def _repeated(x: dict[str, Any], names: str, heads: int) -> dict[str, Any]:
+def _repeated(x: Arrays, names: str, heads: int) -> Arrays:
     """The inputs, with so many heads in each of `names`."""
     more = {
         name: x[name].repeat_interleave(heads // x[name].shape[2], 2)
@@ -46,19 +47,19 @@ def _repeated(x: dict[str, Any], names: str, heads: int) -> dict[str, Any]:
     return {**x, **more}
 
 
-def _for_query_heads(x: dict[str, Any]) -> dict[str, Any]:
+def _for_query_heads(x: Arrays) -> Arrays:
     return _repeated(x, "kvg", x["q"].shape[2])
 
 
-def _of_linear(x: dict[str, Any]) -> dict[str, Any]:
+def _of_linear(x: Arrays) -> Arrays:
     return {**_for_query_heads(x), "normalize": False}
 
 
-def _for_value_heads(x: dict[str, Any]) -> dict[str, Any]:
+def _for_value_heads(x: Arrays) -> Arrays:
     return _repeated(x, "qk", x["v"].shape[2])
 
 
-def _of_path(x: dict[str, Any]) -> dict[str, Any]:
+def _of_path(x: Arrays) -> Arrays:
     return {**x, "w": x["w"].float(), "beta": x["beta"].float()}
 
 
@@ -66,7 +67,7 @@ WIDEST_WRONG_TILE = 64
 """The key width up to which fla's refusal on Hopper is right."""
 
 
-def _of_gated_delta(x: dict[str, Any]) -> dict[str, Any]:
+def _of_gated_delta(x: Arrays) -> Arrays:
     """The inputs themselves. It lets the gradient run on Hopper where only the width is in doubt.
 
     With Triton from 3.4 to 3.7.0, fla refuses this gradient on Hopper at every width. What is wrong
@@ -113,7 +114,7 @@ def fla_kernel(mechanism: pa.Mechanism) -> Computation:
     kernel = KERNELS[str(mechanism)]
     function = getattr(import_module(kernel.module), kernel.function)
 
-    def forward(**x: Any) -> Any:
+    def forward(**x: Array) -> Array:
         return function(**kernel.arguments(x))[0]
 
     return Computation(NAME, mechanism, forward)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import committed, gate, machine
 from precondattn_conformance.bench.bootstrap import Interval, ratio_of_medians
@@ -30,12 +30,12 @@ class Stopwatch:
     """What `measure` asks of pytest-benchmark's fixture, without pytest."""
 
     def __init__(self) -> None:
-        self.extra_info: dict[str, Any] = {}
+        self.extra_info: JsonObject = {}
         self.group = ""
         self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
 
     def pedantic(
-        self, call: Callable[[], Any], setup: Callable[[], None], rounds: int, warmup_rounds: int
+        self, call: Callable[[], object], setup: Callable[[], None], rounds: int, warmup_rounds: int
     ) -> None:
         for i in range(warmup_rounds + rounds):
             setup()
@@ -114,7 +114,7 @@ def _matrix_product() -> float:
 
 def _save(
     cases: list[BenchCase],
-    kind: dict[str, Any],
+    kind: JsonObject,
     flops_per_second: float,
     path: Path,
     console: Console,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.bench import instructions, machine
 from precondattn_conformance.bench.committed import processor_model
 from precondattn_conformance.bench.instructions import (
@@ -27,7 +27,7 @@ FILE = Path(__file__).with_name("committed_instructions.json")
 LIBRARIES = ("numpy", "torch")
 
 
-def kind() -> dict[str, Any]:
+def kind() -> JsonObject:
     """What has to be equal so that counts are."""
     described = machine.describe()
     return {
@@ -39,7 +39,7 @@ def kind() -> dict[str, Any]:
     }
 
 
-def load(path: Path) -> list[dict[str, Any]]:
+def load(path: Path) -> list[JsonObject]:
     """The entries of a file, one for each kind; none if it does not exist.
 
     Raises
@@ -75,14 +75,14 @@ def run(names: tuple[str, ...], save: Path | None, console: Console) -> int:
         console.print(f"no instructions were counted: {reason}")
         return 0 if save is None else 1
     here = kind()
-    committed = next((e["counts"] for e in load(FILE) if e["kind"] == here), {})
+    committed: dict[str, int] = next((e["counts"] for e in load(FILE) if e["kind"] == here), {})
     if save is None and not committed:
         console.print("no committed counts for these versions: recorded only")
     found = counts(names)
     _print(found, committed, console)
     if save is not None:
         others = [entry for entry in load(save) if entry["kind"] != here]
-        before = next((e["counts"] for e in load(save) if e["kind"] == here), {})
+        before: dict[str, int] = next((e["counts"] for e in load(save) if e["kind"] == here), {})
         entries = [*others, {"kind": here, "date": machine.now(), "counts": {**before, **found}}]
         save.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         console.print(f"saved {len(found)} counts to {save}", markup=False, soft_wrap=True)

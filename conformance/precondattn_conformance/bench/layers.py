@@ -11,9 +11,9 @@ not timed.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING
 
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 from precondattn.backend import UnsupportedError
 from precondattn_conformance.bench.beside import Beside, worst
 from precondattn_conformance.bench.cases import BenchCase
@@ -22,6 +22,13 @@ from precondattn_conformance.bench.correct import KIND, Checked
 from precondattn_conformance.bench.paired import Run, timed
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from precondattn.cache import Cache
 
 WORKS = {"layer_step": "forward_backward", "layer_token": "decode"}
 """By the work of a layer: that of its mechanism."""
@@ -53,7 +60,7 @@ def measured(case: BenchCase, library: Library) -> Beside:
     return Beside(ours, by_hand, "by_hand", checked, errors[1], first)
 
 
-def _attention(case: BenchCase, like: Any) -> Any:
+def _attention(case: BenchCase, like: Array) -> nn.Module:
     import torch
 
     from precondattn.layers.torch import Attention
@@ -78,7 +85,9 @@ def _steps(case: BenchCase, library: Library) -> tuple[Run, Run, Arrays]:
     by_hand = LAYERS[case.mechanism](attn)
     exact = LAYERS[case.mechanism](copy.deepcopy(attn).double())
 
-    def run(layer: Any, parameters: list[Any], x: Any, cotangent: Any) -> Run:
+    def run(
+        layer: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Array, cotangent: Array
+    ) -> Run:
         leaf = x.detach().requires_grad_()
 
         def call() -> Arrays:
@@ -113,13 +122,14 @@ def _tokens(case: BenchCase, library: Library) -> tuple[Run, Run, Arrays]:
     draws = np.random.default_rng(1).integers(VOCABULARY, size=(sizes.b, sizes.t + 1))
     tokens = torch.tensor(draws, device=like.device)
 
-    def filled(model: Any) -> Any:
+    def filled(model: nn.Module) -> tuple[Cache, ...]:
         """Caches of all tokens but the last."""
         with no_gradient(library):
             caches = model.init_caches(sizes.b, sizes.t + 1)
-            return model(tokens[:, :-1], caches=caches)[1]
+            filled: tuple[Cache, ...] = model(tokens[:, :-1], caches=caches)[1]
+            return filled
 
-    def run(step: Any, reset: Any) -> Run:
+    def run(step: Callable[[Tensor], Tensor], reset: Callable[[], None]) -> Run:
         def call() -> Arrays:
             with no_gradient(library):
                 return finished(library, {"the logits": step(tokens[:, -1:])})
@@ -137,7 +147,7 @@ def _tokens(case: BenchCase, library: Library) -> tuple[Run, Run, Arrays]:
             pairs = zip(self.caches, self.lengths, strict=True)
             self.caches = tuple(cache._replace(length=length) for cache, length in pairs)
 
-        def step(self, token: Any) -> Any:
+        def step(self, token: Tensor) -> Tensor:
             logits, self.caches = model(token, caches=self.caches, donate=True)
             return logits
 

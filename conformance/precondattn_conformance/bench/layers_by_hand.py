@@ -6,8 +6,6 @@ are those of one of our layers, as matrices of PyTorch's usual layout (out, in).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import (
@@ -76,7 +74,9 @@ class LayerByHand:
         o = self.mechanism(**self.inputs(x, self.angles(0, x.shape[1]), None))
         return linear(self.gated(o, x).flatten(2), self.out)
 
-    def step(self, x: Tensor, cache: pa.Cache, rows: Rows, angles: Angles) -> tuple[Tensor, Any]:
+    def step(
+        self, x: Tensor, cache: pa.Cache, rows: Rows, angles: Angles
+    ) -> tuple[Tensor, pa.Cache]:
         """One token after a cache of the mechanism and rows of convolutions."""
         o, cache = self.mechanism.extend(cache, **self.inputs(x, angles, rows), donate=True)
         return linear(self.gated(o, x).flatten(2), self.out), cache

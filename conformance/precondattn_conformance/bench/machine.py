@@ -15,10 +15,12 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from precondattn.arrays import Array
+from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.computation import finished
 from precondattn_conformance.bench.paired import timed
 from precondattn_conformance.libraries import Library, named
@@ -68,13 +70,13 @@ def rates(library: str, device: str | None, dtype: str, *, quick: bool = False) 
     )
 
 
-def best(library: Library, call: Callable[[], Any]) -> float:
+def best(library: Library, call: Callable[[], Array]) -> float:
     """The shortest of a few rounds, in seconds."""
     finished(library, {"": call()})
     return min(timed(lambda: finished(library, {"": call()})) for _ in range(ROUNDS))
 
 
-def _copy_of(vector: Any) -> Callable[[], Any]:
+def _copy_of(vector: Array) -> Callable[[], Array]:
     """A copy into existing memory, if the library can write to arrays."""
     from precondattn.arrays import namespace, writes_in_place
 
@@ -83,14 +85,14 @@ def _copy_of(vector: Any) -> Callable[[], Any]:
         return lambda: xp.asarray(vector, copy=True)
     target = xp.zeros_like(vector)
 
-    def copy() -> Any:
+    def copy() -> Array:
         target[...] = vector
         return target
 
     return copy
 
 
-def device_name(library: Library, array: Any) -> str:
+def device_name(library: Library, array: Array) -> str:
     """The kind of device, such as `cpu`; for a GPU also its model."""
     from precondattn.arrays import device_of
 
@@ -102,7 +104,7 @@ def device_name(library: Library, array: Any) -> str:
     return kind
 
 
-def describe() -> dict[str, Any]:
+def describe() -> JsonObject:
     """The machine and the versions of packages, without names of hosts or users."""
     return {
         "processor": _processor(),

@@ -12,12 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Array
 from precondattn.backend import UnsupportedError
+from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import layers, machine, models
 from precondattn_conformance.bench.cases import BenchCase
@@ -70,7 +72,31 @@ class MeasureOptions:
     """Called before each round, with its number and how many there are. The warm-up is round 0."""
 
 
-def measure(case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Any) -> Row:
+Statistics = Any
+"""Of pytest-benchmark; the seconds of the rounds are in `stats.data`."""
+
+
+class Benchmark(Protocol):
+    """What is asked of pytest-benchmark's fixture."""
+
+    extra_info: JsonObject
+    group: str
+    stats: Statistics
+
+    def pedantic(
+        self,
+        call: Callable[[], object],
+        /,
+        *,
+        setup: Callable[[], None],
+        rounds: int,
+        warmup_rounds: int,
+    ) -> object: ...
+
+
+def measure(
+    case: BenchCase, backend: str | None, options: MeasureOptions, benchmark: Benchmark
+) -> Row:
     """A row of any status. `benchmark` is pytest-benchmark's fixture; it times correct results."""
     row = empty_row(case, backend, options.device)
     library = libraries.named(case.library, options.device)
@@ -108,7 +134,7 @@ def _measure(
     case: BenchCase,
     backend: str | None,
     options: MeasureOptions,
-    benchmark: Any,
+    benchmark: Benchmark,
     library: Library,
     row: Row,
 ) -> None:
@@ -137,7 +163,7 @@ def _measure_beside(
     case: BenchCase,
     backend: str | None,
     options: MeasureOptions,
-    benchmark: Any,
+    benchmark: Benchmark,
     library: Library,
     row: Row,
 ) -> None:
@@ -158,7 +184,7 @@ def _measure_beside(
     _add_extra(benchmark, row)
 
 
-def _add_extra(benchmark: Any, row: Row) -> None:
+def _add_extra(benchmark: Benchmark, row: Row) -> None:
     """Write the row to pytest-benchmark's own record."""
     benchmark.extra_info.update(row=vars(row) | {"key": [str(part) for part in row.key]})
 
@@ -168,7 +194,7 @@ def _time(
     peers: dict[str, Run],
     case: BenchCase,
     options: MeasureOptions,
-    benchmark: Any,
+    benchmark: Benchmark,
     row: Row,
 ) -> None:
     """Write the times of the rounds, and the ratios to peers, to the row."""
@@ -198,7 +224,7 @@ def _checked_run(
     computation: Computation, case: BenchCase, layout: CallLayout, library: Library
 ) -> tuple[Run, Checked, float]:
     """The run to be timed, its check, and the duration of its first call."""
-    results: list[Any] = []
+    results: list[Array] = []
     text = str(computation.mechanism)
     if case.work == "decode":
         if computation.decoder is None:

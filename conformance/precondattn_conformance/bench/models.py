@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,10 @@ from precondattn_conformance.bench.paired import Run, timed
 from precondattn_conformance.bench.plain_pytorch import PlainFunctions
 from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 WORKS = {
     "model_forward": "forward",
@@ -62,7 +66,7 @@ def measured(case: BenchCase, backend: str | None, library: Library) -> Beside:
     return Beside(ours, peer, "transformers", checked, None, first)
 
 
-def _model(case: BenchCase, library: Library) -> Any:
+def _model(case: BenchCase, library: Library) -> PreTrainedModel:
     """A model with the sizes of the case. Its width is that of its heads, Mamba-2's half of it."""
     import torch
     import transformers
@@ -70,7 +74,7 @@ def _model(case: BenchCase, library: Library) -> Any:
     sizes = case.layout
     is_mamba = case.mechanism == "ssd"
     width = sizes.h * sizes.e // (2 if is_mamba else 1)
-    options: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": width}
+    options: dict[str, object] = {"vocab_size": VOCABULARY, "hidden_size": width}
     options |= {"num_hidden_layers": BLOCKS, "pad_token_id": 0, "bos_token_id": 1}
     options |= {"eos_token_id": None}
     if case.model != "Mamba2":
@@ -83,14 +87,14 @@ def _model(case: BenchCase, library: Library) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{case.model}Config")(**options)
     like = library.array(np.zeros(1), case.dtype)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _set_weights(name, parameter)
     return model.to(like.device, like.dtype)
 
 
-def _set_weights(name: str, parameter: Any) -> None:
+def _set_weights(name: str, parameter: Tensor) -> None:
     """Weights with which an error in a linear layer is seen; those of a new model are too small.
 
     Outputs are as large as inputs, and states last for many tokens.
@@ -116,7 +120,7 @@ _SIZES = {
     },
 }
 """What each model calls the sizes of its linear layers."""
-_OPTIONS: dict[str, dict[str, Any]] = {
+_OPTIONS: dict[str, dict[str, object]] = {
     "Qwen3Next": {"num_experts": 0, "mlp_only_layers": []},
     "KimiLinear": {
         "layer_types": ["linear_attention"] * (BLOCKS - 1) + ["full_attention"],
@@ -131,7 +135,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _their_run(model: Any, case: BenchCase, library: Library) -> Run:
+def _their_run(model: PreTrainedModel, case: BenchCase, library: Library) -> Run:
     """The same by Transformers' own functions, on a CPU those in plain PyTorch."""
     if model.device.type != "cpu":
         return _run(model, case, library)
@@ -140,7 +144,7 @@ def _their_run(model: Any, case: BenchCase, library: Library) -> Run:
         return plain.around(_run(model, case, library))
 
 
-def _run(model: Any, case: BenchCase, library: Library) -> Run:
+def _run(model: PreTrainedModel, case: BenchCase, library: Library) -> Run:
     """The work of a case by a model."""
     import torch
 
@@ -180,7 +184,7 @@ def _run(model: Any, case: BenchCase, library: Library) -> Run:
         name = "cache_params"
     with no_gradient(library):
         filled = model(context, use_cache=True)[name]
-    now: dict[str, Any] = {}
+    now: dict[str, object] = {}
 
     def reset() -> None:
         now[name] = copy.deepcopy(filled)

@@ -9,10 +9,13 @@ A user who implements Eq. 2 of LUCID directly gets this, so it is a peer to comp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.arrays import Array
 
 
-def naive_lucid(q: Any, k: Any, v: Any) -> Any:
+def naive_lucid(q: Array, k: Array, v: Array) -> Array:
     """The output (b, t, h, e), of q (b, t, h, d), k (b, t, n, d) and v (b, t, n, e)."""
     import torch
 

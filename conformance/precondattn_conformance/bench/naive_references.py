@@ -13,9 +13,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import module_from_spec, spec_from_file_location
 from math import gcd
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.computation import Computation
 
@@ -28,33 +29,33 @@ class NaiveReference(NamedTuple):
 
     operation: str
     function: str
-    arguments: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    arguments: Callable[[Arrays], Arrays] = dict
     """Its arguments, from our inputs."""
     computes: str | None = None
     """The expression that it computes, if another."""
 
 
-def _steps_in_a_row(x: dict[str, Any]) -> dict[str, Any]:
+def _steps_in_a_row(x: Arrays) -> Arrays:
     """Several steps of a token (b, s, n, …) as (b, s n, …)."""
     rows = {name: x[name].flatten(1, 2) for name in ("k", "v", "beta")}
     scale, steps = x["q"].shape[-1] ** -0.5, x["k"].shape[2]
     return {**x, **rows, "scale": scale, "num_householder": steps}
 
 
-def _of_mesa(x: dict[str, Any]) -> dict[str, Any]:
+def _of_mesa(x: Arrays) -> Arrays:
     beta = x["g"].new_ones(x["g"].shape)
     rows = {name: x[name] for name in "qkvg"}
     return {**rows, "beta": beta, "lamb": x["lam_mesa"]}
 
 
-def _of_ssd(x: dict[str, Any]) -> dict[str, Any]:
+def _of_ssd(x: Arrays) -> Arrays:
     """Queries and keys of one group, repeated for each value head."""
     heads = x["v"].shape[2]
     repeated = {name: x[name].repeat_interleave(heads // x[name].shape[2], 2) for name in "qk"}
     return {**x, **repeated, "scale": 1.0}
 
 
-def _of_kda(x: dict[str, Any]) -> dict[str, Any]:
+def _of_kda(x: Arrays) -> Arrays:
     """It takes whole chunks only; they have 64 tokens where these divide all."""
     return {**x, "chunk_size": gcd(x["q"].shape[1], 64)}
 
@@ -110,7 +111,7 @@ def naive_reference(mechanism: pa.Mechanism) -> Computation:
     """What the reference of a mechanism computes."""
     reference = REFERENCES[str(mechanism)]
 
-    def forward(**x: Any) -> Any:
+    def forward(**x: Array) -> Array:
         function = getattr(module_of(reference.operation), reference.function)
         result = function(**reference.arguments(x))
         return result[0] if isinstance(result, tuple) else result

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from precondattn.arrays import Array
 
 
-def nystromformer() -> Callable[..., Any]:
+def nystromformer() -> Callable[..., Array]:
     """The function of m, q, k and v (b, t, h, d) that Transformers' module computes."""
     import torch
     from transformers import NystromformerConfig
@@ -15,16 +20,16 @@ def nystromformer() -> Callable[..., Any]:
     class Given(torch.nn.Module):
         """Returns the same rows for any hidden states."""
 
-        def __init__(self, rows: Any) -> None:
+        def __init__(self, rows: Array) -> None:
             super().__init__()
             self.rows = rows.flatten(2)
 
-        def forward(self, hidden: Any) -> Any:
+        def forward(self, hidden: Array) -> Array:
             return self.rows
 
-    made: dict[tuple[int, ...], Any] = {}
+    made: dict[tuple[int, ...], nn.Module] = {}
 
-    def forward(m: int, q: Any, k: Any, v: Any) -> Any:
+    def forward(m: int, q: Array, k: Array, v: Array) -> Array:
         _, t, h, d = q.shape
         if (m, t, h, d) not in made:
             config = NystromformerConfig(

@@ -10,9 +10,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from precondattn.arrays import Arrays
 
 
 class MeasuredSpread(NamedTuple):
@@ -39,7 +42,7 @@ def ratio(contender: Iterable[float], peer: Iterable[float]) -> MeasuredSpread:
 class Run(NamedTuple):
     """A function to be timed repeatedly."""
 
-    call: Callable[[], Any]
+    call: Callable[[], Arrays]
     """Does the work, and returns when it is finished."""
     reset: Callable[[], None] = lambda: None
     """Restores the state before the call; not timed."""
@@ -67,7 +70,7 @@ class Turns:
         }
 
 
-def timed(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """The duration of a call in seconds, with the garbage collector disabled."""
     was_enabled = gc.isenabled()
     gc.disable()

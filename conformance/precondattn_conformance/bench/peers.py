@@ -41,12 +41,12 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import unwrap
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import fla_kernels, naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
@@ -92,7 +92,7 @@ def peers_of(case: BenchCase) -> list[Peer]:
 
 
 def _is_softmax_inside(m: pa.Mechanism) -> bool:
-    return any(type(leaf).name in ("softmax", "path", "deltaformer") for leaf in m.program.leaves)
+    return any(leaf.name in ("softmax", "path", "deltaformer") for leaf in m.program.leaves)
 
 
 def _no_decoding(case: BenchCase, device: str) -> str:
@@ -113,11 +113,11 @@ def lacks(peer: Peer, case: BenchCase, device: str) -> str:
 # PyTorch's own attention.
 
 
-def sdpa(*, causal: bool = True) -> Callable[..., Any]:
+def sdpa(*, causal: bool = True) -> Callable[..., Array]:
     """Softmax attention by `scaled_dot_product_attention`, from (batch, time, heads, …)."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Array:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -139,14 +139,14 @@ def _masked_sdpa(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     window = mechanism.window  # type: ignore[attr-defined]
 
     @cache
-    def visible(tokens: int, device: Any) -> Any:
+    def visible(tokens: int, device: object) -> Array:
         import torch
 
         i = torch.arange(tokens, device=device)
         behind = i[:, None] - i
         return (behind >= 0) & (behind < window)
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Array:
         mask, grouped = visible(q.shape[1], q.device), q.shape[2] != k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
@@ -155,10 +155,10 @@ def _masked_sdpa(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     return Computation("masked_sdpa", mechanism, attention)
 
 
-def _sdpa_by(kernel: str) -> Callable[..., Any]:
+def _sdpa_by(kernel: str) -> Callable[..., Array]:
     """`sdpa` by the kernel of this name in `torch.nn.attention.SDPBackend`, or an error."""
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Array:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(getattr(SDPBackend, kernel)):
@@ -196,7 +196,7 @@ class SdpaDecoder:
     def reset(self) -> None:
         """Nothing to do: every step writes the same slot."""
 
-    def step(self) -> Any:
+    def step(self) -> Array:
         end = self.context + 1
         self.keys[:, :, self.context : end] = self.new["k"]
         self.values[:, :, self.context : end] = self.new["v"]
@@ -214,10 +214,10 @@ class SdpaDecoder:
 # JAX's own attention.
 
 
-def _jax_attention_by(implementation: str) -> Callable[..., Any]:
+def _jax_attention_by(implementation: str) -> Callable[..., Array]:
     """Causal softmax attention by `jax.nn.dot_product_attention`."""
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Array:
         import jax
 
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
@@ -237,13 +237,14 @@ def _lacks_transformers(case: BenchCase, device: str) -> str:
 
 
 @cache
-def transformers_rule() -> Any:
+def transformers_rule() -> Callable[..., Array]:
     """Transformers' gated delta rule in plain PyTorch, whatever else is installed."""
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    return unwrap(module.torch_chunk_gated_delta_rule)
+    rule: Callable[..., Array] = unwrap(module.torch_chunk_gated_delta_rule)
+    return rule
 
 
-def transformers_gated_delta(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+def transformers_gated_delta(q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
     return transformers_rule()(q, k, v, g=g, beta=beta)[0]
 
 

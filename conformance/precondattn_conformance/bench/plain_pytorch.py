@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_conformance.bench.paired import Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from precondattn.arrays import Arrays
 
 
 class PlainFunctions:
     """A context in which the functions of the modules that a model is of call no kernels."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         modules = {sys.modules[type(layer).__module__] for layer in model.modules()}
         self.wrapped = [
             (vars(module), name, function)
@@ -38,7 +43,7 @@ class PlainFunctions:
     def around(self, run: Run) -> Run:
         """The run, called in this context."""
 
-        def call() -> Any:
+        def call() -> Arrays:
             with self:
                 return run.call()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn_conformance.bench.beside_plain import ratios_to_plain, tokens_of
 from precondattn_conformance.bench.record import BenchRecord, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png")
 
@@ -31,7 +34,9 @@ def draw(record: BenchRecord, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in figures.items():
-        for kind in FORMATS if figure is not None else ():
+        if figure is None:
+            continue
+        for kind in FORMATS:
             written.append(folder / f"{name}.{kind}")
             _write(figure, written[-1])
     return written
@@ -61,7 +66,7 @@ def _require_matplotlib() -> None:
         )
 
 
-def _write(figure: Any, path: Path) -> None:
+def _write(figure: Figure, path: Path) -> None:
     """Write a figure such that the same data give the same bytes."""
     import matplotlib
 
@@ -96,7 +101,7 @@ def _peaks(rows: list[Row]) -> Series:
     return {label: sorted(set(points)) for label, points in series.items() if points}
 
 
-def against_tokens(series: Series, what: str) -> Any:
+def against_tokens(series: Series, what: str) -> Figure | None:
     """Curves over the number of tokens, both axes logarithmic; None if there are no points."""
     from matplotlib.figure import Figure
 
@@ -116,7 +121,7 @@ def against_tokens(series: Series, what: str) -> Any:
     return figure
 
 
-def curves_beside_plain(rows: list[Row]) -> Any:
+def curves_beside_plain(rows: list[Row]) -> Figure | None:
     """Ratios to plain attention over the number of tokens, a panel for each work; None if none."""
     from matplotlib.figure import Figure
 
@@ -141,7 +146,7 @@ def curves_beside_plain(rows: list[Row]) -> Any:
     return figure
 
 
-def ratio_bars(rows: list[Row]) -> Any:
+def ratio_bars(rows: list[Row]) -> Figure | None:
     """A bar for each ratio to a peer, with its quartiles; None if there are no ratios."""
     from matplotlib.figure import Figure
 

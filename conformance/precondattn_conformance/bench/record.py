@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
+
 
 FORMAT = 1
 
@@ -54,7 +58,7 @@ class Row:
     peak_tokens: list[int] = field(default_factory=list)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Rows of two records with the same key are comparable."""
         sizes = tuple(sorted(self.sizes.items()))
         where = (self.library, self.device, self.dtype, self.asked)
@@ -78,8 +82,8 @@ class BenchRecord:
     """A run: its rows, its machine and its date."""
 
     date: str
-    machine: dict[str, Any]
-    rates: list[dict[str, Any]] = field(default_factory=list)
+    machine: JsonObject
+    rates: list[JsonObject] = field(default_factory=list)
     """The machine's own rates, by library, device and dtype."""
     rows: list[Row] = field(default_factory=list)
 

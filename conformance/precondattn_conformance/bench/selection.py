@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import precondattn as pa
 from precondattn.execution.cache_checks import check_cacheable
@@ -108,7 +109,7 @@ def _named(names: tuple[str, ...], memory: bool) -> list[BenchCase]:
 
 def with_sizes(old: CallLayout, text: str) -> CallLayout:
     """The layout with the sizes of `"t=1024,h=4"` replaced."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for part in text.split(","):
         letter, _, size = (word.strip() for word in part.partition("="))
         if letter not in SIZES or not size.isdecimal() or int(size) < 1:

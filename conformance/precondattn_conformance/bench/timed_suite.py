@@ -6,7 +6,7 @@ A plugin object that the command creates has the cases, and collects their rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +17,9 @@ from precondattn_conformance.bench.plan import empty_row
 from precondattn_conformance.bench.progress import BenchProgress
 from precondattn_conformance.bench.record import TIMED, Row
 from precondattn_conformance.bench.table import duration
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
 
 Todo = tuple[BenchCase, str | None]
 """A case, and the backend that is requested for it."""
@@ -52,14 +55,16 @@ class Collector:
     def collector(self) -> Collector:
         return self
 
-    def pytest_generate_tests(self, metafunc: Any) -> None:
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         is_memory = metafunc.function.__name__ == "test_memory"
         todo = [(c, backend) for c, backend in self.todo if (c.work == "memory") == is_memory]
         ids = [f"{case.name}-t{case.layout.t}-{backend or 'default'}" for case, backend in todo]
         metafunc.parametrize(("case", "backend"), todo, ids=ids)
 
 
-def test_time(case: BenchCase, backend: str | None, collector: Collector, benchmark: Any) -> None:
+def test_time(
+    case: BenchCase, backend: str | None, collector: Collector, benchmark: BenchmarkFixture
+) -> None:
     collector.starts(case, backend)
     row = measure(case, backend, collector.options, benchmark)
     collector.add(row)

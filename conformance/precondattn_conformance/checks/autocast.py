@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
@@ -45,7 +45,9 @@ with torch.autocast({device}, torch.{dtype}):
             _require_alike(f"the gradient of {name}", explicit[name], dtype, trial)
         half = _rows_in_half(trial, wide.inputs)
         _require_same(trial, "the output", out, trial.call(half))
-        for name, gradient in trial.library.gradients(trial.call, half, cotangent).items():
+        of_half = trial.library.gradients(trial.call, half, cotangent)
+        assert of_half is not None  # PyTorch has autograd.
+        for name, gradient in of_half.items():
             _require_same(trial, f"the gradient of {name}", automatic[name], gradient)
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(explicit)
@@ -58,7 +60,7 @@ with torch.autocast({device}, torch.{dtype}):
 class _Wide(Trial):
     """The trial with its arrays in float32: the values are those rounded to the case's dtype."""
 
-    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> dict[str, Any]:
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> Arrays:
         return super().arrays(arrays, "float32")
 
 
@@ -70,13 +72,13 @@ def _extended(wide: Trial) -> tuple[np.ndarray, np.ndarray] | None:
     return extended(wide, [time - 1, time], [wide.backend])
 
 
-def _rows_in_half(trial: Trial, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _rows_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
     """What autocast makes of the inputs: gates, weights and the like stay in float32."""
     half = trial.arrays(trial.numpy_inputs)
     return {n: half[n] if trial.mechanism.inputs[n].is_rows else a for n, a in inputs.items()}
 
 
-def _every_other_in_half(trial: Trial, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _every_other_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
     """Every other input in half precision, as keys rotated in float32 beside half values are."""
     half = trial.arrays(trial.numpy_inputs)
     return {n: half[n] if i % 2 else array for i, (n, array) in enumerate(inputs.items())}
@@ -88,7 +90,7 @@ def _require_alike(what: str, result: object, dtype: str, trial: Trial) -> None:
         raise DisagreementError(f"{what} is of {found}, not of {dtype}")
 
 
-def _require_same(trial: Trial, what: str, result: Any, expected: Any) -> None:
+def _require_same(trial: Trial, what: str, result: Array, expected: Array) -> None:
     require_same(
         what,
         trial.numpy(result),

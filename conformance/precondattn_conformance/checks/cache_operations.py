@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
@@ -48,10 +48,9 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
         _, longer = extension(cache, trial.reversed_inputs, same, others, donate=True)
         _require_refusal(longer)
         operations = _rearranged
-        if layout.mask is None:  # Traced where the library can; otherwise as they are.
-            operations = trial.library.transforms().get("jit", lambda function: function)(
-                operations
-            )
+        jit = trial.library.transforms().get("jit")
+        if layout.mask is None and jit is not None:  # Traced where the library can.
+            operations = jit(operations)
         order = [*range(1, b), 0, b - 1]
         cache = operations((longer, before)).grow(capacity)
         last, cache = extension(cache, inputs, order, last_call)
@@ -72,7 +71,7 @@ def _first_rows(call: RaggedCall, most: int) -> RaggedCall:
     return call._replace(stops=stops, width=min(call.width, most))
 
 
-def _rearranged(caches: tuple[pa.Cache, Any]) -> pa.Cache:
+def _rearranged(caches: tuple[pa.Cache, pa.Snapshot]) -> pa.Cache:
     """The cache at the snapshot, with sequences 1, 2, … 0, and the last one again."""
     longer, before = caches
     cache = longer.crop(before.length) if longer.can_crop else longer.restore(before)
@@ -115,7 +114,7 @@ class _Extension:
         chosen = {n: self._of(n, a, sequences, cache.capacity) for n, a in inputs.items()}
         new = trial.arrays(new_tokens(m, chosen, call))
         masks = {n: mask[sequences] for n, mask in trial.case.layout.masks().items()}
-        options: dict[str, Any] = {}
+        options: Arrays = {}
         if call.is_ragged:
             options["lengths"] = array(call.counts)
         if "key_mask" in masks:

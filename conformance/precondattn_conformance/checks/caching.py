@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
@@ -135,22 +136,22 @@ def extended(
 
 
 def _in_the_library(
-    trial: Trial, cache: pa.Cache, given: dict[str, Any], **options: Any
-) -> tuple[Any, pa.Cache]:
+    trial: Trial, cache: pa.Cache, given: Arrays, **options: Array
+) -> tuple[Array, pa.Cache]:
     return trial.mechanism.extend(cache, **given, **options)
 
 
 def _in_numpy(
-    trial: Trial, cache: pa.Cache, given: dict[str, Any], **options: Any
-) -> tuple[Any, pa.Cache]:
+    trial: Trial, cache: pa.Cache, given: Arrays, **options: Array
+) -> tuple[Array, pa.Cache]:
     """The same call with the cache and the new tokens in NumPy, where nothing is compiled."""
     array = trial.library.array
 
-    def moved(cache: pa.Cache, into: Callable[[Any], Any]) -> pa.Cache:
+    def moved(cache: pa.Cache, into: Callable[[Array], Array]) -> pa.Cache:
         store = {name: into(buffer) for name, buffer in cache.store.items()}
         return cache._replace(length=into(cache.length), store=store)
 
-    in_numpy = {name: np.asarray(a) for name, a in given.items()}
+    in_numpy: Arrays = {name: np.asarray(a) for name, a in given.items()}
     out, cache = trial.mechanism.extend(moved(cache, np.asarray), **in_numpy, **options)
     return array(out), moved(cache, array)
 
@@ -161,9 +162,9 @@ class ExtendCall(NamedTuple):
     call: RaggedCall
     tokens: dict[str, np.ndarray]
     """The inputs of the new tokens in NumPy."""
-    new: dict[str, Any]
+    new: Arrays
     """The same as arrays of the library, in the layout's order in memory."""
-    masks: dict[str, Any]
+    masks: Arrays
 
 
 def empty_cache(trial: Trial) -> pa.Cache:
@@ -181,7 +182,7 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
     masks, capacity = layout.masks(), _capacity(layout)
     inputs = {n: _with_capacity(m, n, a, capacity) for n, a in trial.numpy_inputs.items()}
     for call in calls(layout, list(ends)):
-        options: dict[str, Any] = {}
+        options: Arrays = {}
         if call.is_ragged:
             options["lengths"] = array(call.counts)
         if "key_mask" in masks:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.arrays import Array, Arrays
 from precondattn.dispatch.explanation import Explanation
 from precondattn.spec.mesa_query import MesaQuery
+from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.case import Case
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
@@ -77,12 +79,12 @@ class Trial:
         return bound(self.case.dtype, self.case.kind)
 
     @cached_property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Arrays:
         """The inputs in the layout's order in memory."""
         return self.laid_out(self.numpy_inputs)
 
     @cached_property
-    def masks(self) -> dict[str, Any]:
+    def masks(self) -> Arrays:
         return {n: self.library.array(a) for n, a in self.case.layout.masks().items()}
 
     @property
@@ -90,24 +92,24 @@ class Trial:
         """The first backend named. The others may help it, but not replace it."""
         return self.backend[0] if isinstance(self.backend, tuple) else self.backend
 
-    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> dict[str, Any]:
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> Arrays:
         """NumPy arrays as arrays of the case's library and dtype."""
         dtype = dtype or self.case.dtype
         return {name: self.library.array(array, dtype) for name, array in arrays.items()}
 
-    def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def laid_out(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Inputs, or those of new tokens, in the library and in the layout's order in memory."""
         order = self.case.layout.order
         return laid_out(self.library, self.mechanism, self.arrays(arrays), arrays, order)
 
-    def cotangent(self) -> Any:
+    def cotangent(self) -> Array:
         """The oracle's cotangent in the library, in the layout's order in memory."""
         array = self.library.array(self.expected.cotangent, self.case.dtype)
         order = self.case.layout.order
         values = self.expected.cotangent
         return in_order(self.library, array, values, order, cotangent_axes(order, array.ndim))
 
-    def numpy(self, array: Any) -> np.ndarray:
+    def numpy(self, array: Array) -> np.ndarray:
         return self.library.numpy(array)
 
     def is_used(self, explanation: Explanation) -> bool:
@@ -119,23 +121,23 @@ class Trial:
         if not self.is_used(explanation):
             raise pa.UnsupportedError(f"{self.under_test} supports none of this:\n{explanation}")
 
-    def require_support(self, verb: str = "forward", **named: Any) -> None:
+    def require_support(self, verb: str = "forward") -> None:
         """Raise an UnsupportedError if the backend runs no part of a full call, or of its vjp."""
         explanation = self.mechanism.explain(
-            **self.inputs, **self.masks, backend=self.backend, verb=verb, **named
+            **self.inputs, **self.masks, backend=self.backend, verb=verb
         )
         self.require_used(explanation)
 
-    def call(self, inputs: Mapping[str, Any] | None = None) -> Any:
+    def call(self, inputs: Mapping[str, Array] | None = None) -> Array:
         """The output."""
         return self.mechanism(**(inputs or self.inputs), **self.masks, backend=self.backend)
 
     def vjp(
         self,
-        inputs: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Array] | None = None,
         *,
         order: str | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Array, Arrays]:
         """The output, and the gradients at the oracle's cotangent, which may not be written to.
 
         With an `order`, the cotangent is a view (`Library.view`).
@@ -150,7 +152,7 @@ class Trial:
         self.require_same_cotangent(cotangent)
         return out, gradients
 
-    def require_same_cotangent(self, cotangent: Any) -> None:
+    def require_same_cotangent(self, cotangent: Array) -> None:
         """Raise a DisagreementError if the cotangent was written to."""
         after, before = self.numpy(cotangent), self.expected.cotangent
         require_unchanged("the cotangent", after, before, self.axes("the output"))
@@ -164,7 +166,7 @@ class Trial:
     def agree(
         self,
         pairs: Pairs,
-        terms: Mapping[str, float] | None = None,
+        terms: Mapping[str, Sizes] | None = None,
         model: Callable[[], Mapping[str, float]] | None = None,
     ) -> Measured:
         """The worst error among results and the oracle's, given by name as (result, expected).
@@ -217,12 +219,12 @@ class Trial:
         name = what.rpartition(" of ")[2]
         return errors().gradients[name] if own.gradients.get(name) is expected else 0.0
 
-    def pairs_of_gradients(self, gradients: Mapping[str, Any], by: str = "vjp") -> Pairs:
+    def pairs_of_gradients(self, gradients: Mapping[str, Array], by: str = "vjp") -> Pairs:
         """Gradients and the oracle's, by names such as "vjp of q"."""
         expected = self.expected.gradients
         return {f"{by} of {n}": (self.numpy(g), expected[n]) for n, g in gradients.items()}
 
-    def terms_of_gradients(self) -> dict[str, float]:
+    def terms_of_gradients(self) -> dict[str, Sizes]:
         """The sizes of the terms of gradients whose terms cancel, by the same names."""
         terms = self.expected.terms
         return {f"{by} of {name}": terms[name] for by in ("vjp", "autograd") for name in terms}

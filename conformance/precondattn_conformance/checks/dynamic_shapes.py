@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
@@ -36,7 +36,7 @@ out = call(inputs)  # The check calls it at three lengths and batches."""
         trial.require_support("vjp")
         mechanism, backend = trial.mechanism, trial.backend
 
-        def call(inputs: Mapping[str, Any]) -> Any:
+        def call(inputs: Arrays) -> Array:
             return mechanism(**inputs, backend=backend)
 
         compiled, graphs = trial.library.compiled_and_counted(call)
@@ -55,11 +55,11 @@ out = call(inputs)  # The check calls it at three lengths and batches."""
         return worst
 
 
-def _measured(trial: Trial, compiled: Any) -> Measured:
+def _measured(trial: Trial, compiled: Callable[[Arrays], Array]) -> Measured:
     """Output and gradient of the compiled function at one size."""
     outs = []
 
-    def call(inputs: Mapping[str, Any]) -> Any:
+    def call(inputs: Arrays) -> Array:
         outs.append(compiled(inputs))
         return outs[-1]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
-from precondattn.arrays import Arrays
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.declared import mechanism_of
@@ -188,7 +189,7 @@ def _with_bad(
 
 
 def _only(
-    trial: Trial, name: str, result: np.ndarray, chosen: Chosen, expected: Any = None
+    trial: Trial, name: str, result: np.ndarray, chosen: Chosen, expected: Array = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A result with the expected entries where it is not chosen, and what is expected."""
     if name == "out":
@@ -219,7 +220,7 @@ def _axis(pattern: Pattern, letters: str) -> int | None:
     return next((i for i, letter in enumerate(pattern.letters) if letter in letters), None)
 
 
-def _leaves(expression: str) -> list[Any]:
+def _leaves(expression: str) -> list[LeafProtocol]:
     """The leaves that relate tokens to others."""
     leaves = mechanism_of(expression).program.leaves
     return [leaf for leaf in leaves if not isinstance(leaf, pa.TokenWise)]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 import precondattn as pa
+from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import Check, Measured, Pairs, Trial
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.design.options import at_block, options_of
 from precondattn_conformance.disagreement import DisagreementError
-from precondattn_conformance.oracle import oracle
+from precondattn_conformance.oracle import Oracle, oracle
 
 BLOCK = 16
 """For the window that is wider than a block."""
@@ -98,7 +98,7 @@ def _held(trial: Trial) -> Pairs:
     }
 
 
-def _terms(trial: Trial) -> dict[str, float]:
+def _terms(trial: Trial) -> dict[str, Sizes]:
     return {
         f"the {number} {what}": size
         for number in ("first", "second")
@@ -140,7 +140,9 @@ def _in_turn(trial: Trial, expression: str) -> float:
         ) from None
 
 
-def _output(trial: Trial, mechanism: Any, expected: Any) -> tuple[np.ndarray, np.ndarray]:
+def _output(
+    trial: Trial, mechanism: pa.Mechanism, expected: Oracle
+) -> tuple[np.ndarray, np.ndarray]:
     given = trial.arrays(expected.inputs)
     return trial.numpy(mechanism(**given, backend=trial.backend)), expected.out
 

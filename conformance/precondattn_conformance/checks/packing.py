@@ -45,7 +45,7 @@ def _one_by_one(trial: Trial) -> tuple[np.ndarray, Arrays]:
             indices = {name: _index(trial, name, b, tokens) for name in expected.inputs}
             alone = {name: expected.inputs[name][index] for name, index in indices.items()}
             out_of_segment, pullback = m.vjp(**alone, backend="reference")
-            rows = np.ix_([b], tokens)
+            rows = np.ix_(np.asarray([b]), tokens)
             out[rows] = out_of_segment
             for name, gradient in pullback(expected.cotangent[rows]).items():
                 gradients[name][indices[name]] += gradient

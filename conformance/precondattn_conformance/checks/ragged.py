@@ -30,7 +30,7 @@ class RaggedCall(NamedTuple):
     @property
     def counts(self) -> np.ndarray:
         """The number of new tokens of each sequence: the `lengths` of the call."""
-        return self.stops - self.starts
+        return np.asarray(self.stops - self.starts)
 
     @property
     def tokens(self) -> np.ndarray:

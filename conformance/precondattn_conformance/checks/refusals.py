@@ -6,9 +6,10 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.mechanism import leaf_of
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Support
 from precondattn.frame import Frame
 from precondattn_conformance.case import Case
@@ -100,18 +101,22 @@ def _require_reason(name: str, support: Support) -> None:
 
 
 @cache
-def _class_twice_as_large(cls: type[pa.Mechanism]) -> type[pa.Mechanism]:
+def _class_twice_as_large(cls: type[pa.Leaf]) -> type[pa.Leaf]:
     """A subclass that is not registered, with its base's name."""
 
-    def forward(self: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, Any]:
-        out, residuals = cls.forward(self, x, frame)  # type: ignore[attr-defined]
+    def forward(self: pa.Leaf, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        out, residuals = cls.forward(self, x, frame)
         return 2 * out, residuals
 
     def backward(
-        self: Any, x: Mapping[str, Any], frame: Frame, out: Any, residuals: Any, cotangent: Any
-    ) -> Any:
-        of_base = cls.backward  # type: ignore[attr-defined]
-        return of_base(self, x, frame, out / 2, residuals, 2 * cotangent)
+        self: pa.Leaf,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        return cls.backward(self, x, frame, out / 2, residuals, 2 * cotangent)
 
     methods = {"forward": forward, "backward": backward}
     return type(f"TwiceAsLarge{cls.__name__}", (cls,), methods)
@@ -119,6 +124,8 @@ def _class_twice_as_large(cls: type[pa.Mechanism]) -> type[pa.Mechanism]:
 
 def derived_from(mechanism: pa.Mechanism) -> pa.Mechanism:
     """A derived leaf of the mechanism's only one: output and gradients are twice as large."""
-    (leaf,) = mechanism.program.leaves
+    leaf = leaf_of(mechanism.program.calls[0])
     options = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.init}
-    return _class_twice_as_large(type(leaf))(**options)
+    cls = _class_twice_as_large(type(leaf))  # type: ignore[arg-type]  # A class is hashable.
+    derived: pa.Leaf = cls(**options)
+    return derived

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Array, Arrays
 from precondattn.cache.windows import FIRST
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
+
+if TYPE_CHECKING:
+    import jax
 
 FLAG = "XLA_FLAGS=--xla_force_host_platform_device_count=4"
 COLLECTIVE = re.compile(
@@ -50,10 +54,12 @@ out = call(inputs)  # The check shards the arrays over devices."""
         output = trial.mechanism.program.output
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
 
-        def call(x: Mapping[str, Any], masks: Mapping[str, Any]) -> Any:
+        def call(x: Mapping[str, Array], masks: Mapping[str, Array]) -> Array:
             return trial.mechanism(**x, **masks, backend=trial.backend)
 
-        def gradients(x: Mapping[str, Any], masks: Mapping[str, Any], cotangent: Any) -> Any:
+        def gradients(
+            x: Mapping[str, Array], masks: Mapping[str, Array], cotangent: Array
+        ) -> tuple[Array, Arrays]:
             out, pullback = jax.vjp(lambda x: call(x, masks), x)
             return out, pullback(cotangent)[0]
 
@@ -74,7 +80,7 @@ out = call(inputs)  # The check shards the arrays over devices."""
 class _Shards:
     """Two devices for key/value heads, and of four devices two for sequences."""
 
-    def __init__(self, devices: list[Any], *, divides_heads: bool) -> None:
+    def __init__(self, devices: list[jax.Device], *, divides_heads: bool) -> None:
         from jax.sharding import Mesh
 
         if len(devices) < 2:
@@ -83,7 +89,7 @@ class _Shards:
         sequences = len(devices) // 2
         self.mesh = Mesh(np.array(devices[: 2 * sequences]).reshape(sequences, 2), ("b", "h"))
 
-    def spec(self, pattern: Pattern, array: Any) -> tuple[str | None, ...]:
+    def spec(self, pattern: Pattern, array: Array) -> tuple[str | None, ...]:
         """How an array with these axes is sharded."""
         names = {"b": "b"} | (dict.fromkeys("nhu", "h") if self.divides_heads else {})
         return tuple(
@@ -91,24 +97,24 @@ class _Shards:
             for axis, size in zip(pattern.axes, array.shape, strict=True)
         )
 
-    def put(self, pattern: Pattern, array: Any) -> Any:
+    def put(self, pattern: Pattern, array: Array) -> Array:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         spec = PartitionSpec(*self.spec(pattern, array))
         return jax.device_put(array, NamedSharding(self.mesh, spec))
 
-    def placed(self, patterns: Mapping[str, Pattern], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def placed(self, patterns: Mapping[str, Pattern], arrays: Mapping[str, Array]) -> Arrays:
         return {name: self.put(patterns[name], array) for name, array in arrays.items()}
 
-    def sums(self, pattern: Pattern, array: Any) -> int:
+    def sums(self, pattern: Pattern, array: Array) -> int:
         """The number of mesh axes over which devices share the array, and sum its gradient."""
         spec = self.spec(pattern, array)
         return sum(size > 1 and name not in spec for name, size in self.mesh.shape.items())
 
     def run(
-        self, what: str, function: Callable[..., Any], arrays: tuple[Any, ...], sums: int = 0
-    ) -> Any:
+        self, what: str, function: Callable[..., Array], arrays: tuple[object, ...], sums: int = 0
+    ) -> Array:
         """The result of the compiled function, whose text may have this many sums."""
         import jax
 
@@ -121,7 +127,7 @@ class _Shards:
             )
         return compiled(*arrays)
 
-    def require(self, what: str, pattern: Pattern, array: Any) -> None:
+    def require(self, what: str, pattern: Pattern, array: Array) -> None:
         expected = self.spec(pattern, array)
         spec = tuple(array.sharding.spec)
         found = (*spec, *(None,) * (len(expected) - len(spec)))
@@ -150,7 +156,7 @@ def _extended(trial: Trial, shards: _Shards) -> np.ndarray:
         length=shards.put(Pattern.read("b"), cache.length), store=shards.placed(slots, cache.store)
     )
 
-    def extend(cache: pa.Cache, x: Mapping[str, Any]) -> Any:
+    def extend(cache: pa.Cache, x: Mapping[str, Array]) -> tuple[Array, pa.Cache]:
         return m.extend(cache, **x, backend=trial.backend)
 
     outs = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays
+from precondattn.arrays import Array, Arrays
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
@@ -68,7 +66,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         for name, array in given.items():
             require_unchanged(f"the array {name!r}", library.numpy(array), before[name])
 
-        def total(x: Arrays) -> Any:
+        def total(x: Arrays) -> Array:
             tokens = {name: x[name] for name in inputs}
             store = {name: x[name] for name in start}
             out, last = m.extend(cache._replace(store=store), **tokens, **masks, backend=backend)
@@ -97,7 +95,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         return trial.agree(pairs, model=model)
 
 
-def _in_float32(arrays: Any) -> Any:
+def _in_float32(arrays: Array | Arrays) -> Array | Arrays:
     if isinstance(arrays, dict):
         return {name: array.astype(np.float32) for name, array in arrays.items()}
     return arrays.astype(np.float32)
@@ -108,7 +106,7 @@ def _through_states(
     x: Arrays,
     start: Arrays,
     masks: Arrays,
-    cotangent: Any,
+    cotangent: Array,
     d_last: Arrays,
     backend: Backend,
 ) -> Arrays:

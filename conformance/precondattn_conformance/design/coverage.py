@@ -6,8 +6,9 @@ A pair is looked at if a case with both levels was compared with the oracle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.case import Case
 from precondattn_conformance.design.chosen import rows
 from precondattn_conformance.design.covering import Level, pairs_of
@@ -25,7 +26,7 @@ class Pairs(NamedTuple):
     def share(self) -> float:
         return self.looked_at / max(self.total, 1)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return self._asdict()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from typing import Any
 
 import precondattn as pa
 from precondattn_conformance.declared import mechanism_of
@@ -49,10 +48,13 @@ def options_of(expression: str) -> tuple[str, ...]:
 def inner_eps_of(expression: str) -> tuple[str, ...]:
     """For a composition: expressions with another eps of its inner piece."""
     plain = mechanism_of(expression)
-    base: Any = getattr(plain, "base", None)
-    texts = () if base is None else type(base).variants
+    base: pa.Mechanism | None = getattr(plain, "base", None)
+    if base is None:
+        return ()
     changed = [
-        _replaced(plain, base=pa.parse(text)) for text in texts if f"{base.name}[eps=" in text
+        _replaced(plain, base=pa.parse(text))
+        for text in type(base).variants
+        if f"{base.name}[eps=" in text
     ]
     return tuple(str(m) for m in changed if m is not None)
 
@@ -72,11 +74,11 @@ def at_block(expression: str, block: int) -> str:
     return expression.replace(f"window={WIDE}", f"window={block + BEYOND}")
 
 
-def _fields(m: Any) -> list[str]:
+def _fields(m: pa.Mechanism) -> list[str]:
     return [field.name for field in dataclasses.fields(m)]
 
 
-def _changes(m: Any, plain: Any) -> int:
+def _changes(m: pa.Mechanism, plain: pa.Mechanism) -> int:
     """The number of options in which they differ, inner ones included."""
     if type(m) is not type(plain):
         return 1
@@ -88,7 +90,7 @@ def _changes(m: Any, plain: Any) -> int:
     return count
 
 
-def _unvaried(plain: Any, found: list[Any]) -> list[Any]:
+def _unvaried(plain: pa.Mechanism, found: list[pa.Mechanism]) -> list[pa.Mechanism | None]:
     """A leaf with each option of `USUAL` that it has, and that no variant changes."""
     if "base" in _fields(plain):
         return []
@@ -99,7 +101,7 @@ def _unvaried(plain: Any, found: list[Any]) -> list[Any]:
     ]
 
 
-def _with_wide_window(m: Any) -> Any:
+def _with_wide_window(m: pa.Mechanism) -> pa.Mechanism | None:
     if getattr(m, "window", None) is not None:
         return _replaced(m, window=WIDE)
     base = getattr(m, "base", None)
@@ -107,7 +109,7 @@ def _with_wide_window(m: Any) -> Any:
     return None if wide is None else _replaced(m, base=wide)
 
 
-def _replaced(m: Any, /, **changes: Any) -> Any:
+def _replaced(m: pa.Mechanism, /, **changes: object) -> pa.Mechanism | None:
     """The mechanism with other options; None if it refuses them."""
     try:
         return dataclasses.replace(m, **changes)
@@ -115,7 +117,7 @@ def _replaced(m: Any, /, **changes: Any) -> Any:
         return None
 
 
-def _merged(plain: Any, one: Any, other: Any) -> Any:
+def _merged(plain: pa.Mechanism, one: pa.Mechanism, other: pa.Mechanism) -> pa.Mechanism | None:
     changes = {}
     for name in _fields(plain):
         default, first, second = (getattr(m, name) for m in (plain, one, other))

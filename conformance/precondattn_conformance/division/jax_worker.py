@@ -11,14 +11,15 @@ import faulthandler
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.arrays import Array, Arrays
 from precondattn.parallel.heads import HeadAxes
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.division.parts import OF_TOKENS
 from precondattn_conformance.division.replies import (
     PartOfCall,
@@ -30,6 +31,9 @@ from precondattn_conformance.division.replies import (
 )
 from precondattn_conformance.libraries import JaxLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 DEVICES = "--xla_force_host_platform_device_count={}"
 
@@ -48,7 +52,7 @@ def serve(connection: Connection, start: ProcessStart) -> None:
         answer(connection, start, traces, lambda parts: replies_to(parts, mesh, start.backend))
 
 
-def replies_to(parts: list[PartOfCall], mesh: Any, backend: Backend) -> list[Reply]:
+def replies_to(parts: list[PartOfCall], mesh: Mesh, backend: Backend) -> list[Reply]:
     """The output and gradients of each device's tokens."""
     first, library = parts[0], JaxLibrary()
     mechanism = pa.parse(first.mechanism)
@@ -76,7 +80,7 @@ def replies_to(parts: list[PartOfCall], mesh: Any, backend: Backend) -> list[Rep
 
 
 def _computed(
-    whole: PartOfCall, mechanism: pa.Mechanism, library: JaxLibrary, mesh: Any, backend: Backend
+    whole: PartOfCall, mechanism: pa.Mechanism, library: JaxLibrary, mesh: Mesh, backend: Backend
 ) -> Reply | tuple[np.ndarray, dict[str, np.ndarray]]:
     import jax
 
@@ -90,7 +94,7 @@ def _computed(
         return Reply(UNSUPPORTED, f"{mechanism}: {refused}")
 
     @jax.jit
-    def with_gradients(inputs: Any, masks: Any, cotangent: Any) -> Any:
+    def with_gradients(inputs: Arrays, masks: Arrays, cotangent: Array) -> tuple[Array, Arrays]:
         out, pullback = jax.vjp(lambda x: attn(**x, **masks, backend=backend), inputs)
         return out, pullback(cotangent)[0]
 

@@ -81,13 +81,14 @@ class ProcessParts(NamedTuple):
         """
         time, places = self._places(shape, pattern)
         if time is None:
-            return np.sum(parts, axis=0)
+            return np.asarray(np.sum(parts, axis=0))
         whole = np.full(shape, np.nan)
         for device, part in enumerate(parts):
             expected = (*shape[:time], len(places[device]), *shape[time + 1 :])
             if part.shape != expected:
                 return part
-            whole[(*(slice(None),) * time, places[device])] = part
+            index: tuple[slice | np.ndarray, ...] = (*(slice(None),) * time, places[device])
+            whole[index] = part
         return whole
 
     def device_of(self, letter: str, token: int) -> tuple[int, int]:

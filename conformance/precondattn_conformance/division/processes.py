@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.division import jax_worker, torch_worker
 from precondattn_conformance.division.replies import PartOfCall, ProcessStart, Reply
@@ -62,7 +62,7 @@ class LibraryProcesses:
         self.devices, self.library, self.backend = devices, library, backend
         self.timeout, self.inside = timeout or TIMEOUTS[library], inside
         self.count = devices if library == "torch" else 1
-        self.started: list[tuple[Any, Connection]] = []
+        self.started: list[tuple[BaseProcess, Connection]] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, parts: Sequence[PartOfCall]) -> list[Reply]:
@@ -89,8 +89,8 @@ class LibraryProcesses:
             ready = wait(missing, max(until - time.monotonic(), 0))
             if not ready:
                 raise self._lost(self._silent(replies))
-            for connection in ready:
-                rank = connections.index(connection)  # type: ignore[arg-type]
+            for answered in ready:
+                rank = connections.index(answered)  # type: ignore[arg-type]
                 try:
                     replies[rank] = connections[rank].recv()
                 except (EOFError, ConnectionResetError):

@@ -8,15 +8,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Arrays
 from precondattn.dispatch.discovery import discover
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.inside import context_manager
+from precondattn_conformance.libraries import Library
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 
 BEFORE_KILLING = 2.0
@@ -102,7 +103,7 @@ def refusal_of(mechanism: pa.Mechanism) -> str | None:
     return None
 
 
-def fault_of(library: Any, part: PartOfCall, given: Arrays, results: dict[str, Any]) -> str | None:
+def fault_of(library: Library, part: PartOfCall, given: Arrays, results: Arrays) -> str | None:
     """What is wrong with a call that has returned, before its numbers are looked at."""
     for name, array in given.items():
         if not np.array_equal(library.numpy(array), part.inputs[name], equal_nan=True):

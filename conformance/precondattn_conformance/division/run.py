@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend, Measured
-from precondattn_conformance.checks.check import Trial
+from precondattn_conformance.checks.check import Backend, Measured, Trial
 from precondattn_conformance.checks.padding import with_nan
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.division.parts import ProcessParts, masks_of, name_of
@@ -31,7 +29,7 @@ def run_divided(
     *,
     timeout: float | None = None,
     inside: str | None = None,
-    started: Callable[[Case], Any] = lambda case: None,
+    started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known."""
     of_library = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import faulthandler
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
 
 import precondattn as pa
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.division.replies import (
     PartOfCall,
     ProcessStart,
@@ -19,6 +19,9 @@ from precondattn_conformance.division.replies import (
 )
 from precondattn_conformance.libraries import TorchLibrary
 from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def serve(connection: Connection, start: ProcessStart) -> None:
@@ -40,7 +43,7 @@ def serve(connection: Connection, start: ProcessStart) -> None:
         answer(connection, start, traces, lambda parts: [reply_to(parts[0], mesh, start.backend)])
 
 
-def reply_to(part: PartOfCall, mesh: Any, backend: Backend) -> Reply:
+def reply_to(part: PartOfCall, mesh: DeviceMesh, backend: Backend) -> Reply:
     """The output and gradients of this process's tokens."""
     import torch
 

@@ -12,7 +12,7 @@ from itertools import count
 
 import numpy as np
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
@@ -73,7 +73,7 @@ INVALID: tuple[tuple[str, Callable[[Array], Array]], ...] = (
 )
 
 
-def result(m: pa.Mechanism, stage: str) -> Named:
+def result(m: Piece, stage: str) -> Named:
     """A wrong output, or a wrong gradient of the first input."""
     for name, change in INVALID:
         yield name, with_result(partial(_changed, change))
@@ -87,7 +87,7 @@ def _changed(change: Callable[[Array], Array], correct: MethodResult) -> MethodR
     return replace(correct, gradients=gradients)
 
 
-def memory(m: pa.Mechanism, stage: str) -> Named:
+def memory(m: Piece, stage: str) -> Named:
     """The caller's memory is written to, strides are ignored, or results share memory."""
     name = next(iter(m.inputs))
     yield f"the input {name} written to", partial(_written, lambda call: call.inputs[name])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.piece import Piece
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -20,7 +21,7 @@ Named = Iterable[tuple[str, Change]]
 """Changes, each with a short description."""
 
 
-def stages_of(m: pa.Mechanism) -> tuple[str, ...]:
+def stages_of(m: Piece) -> tuple[str, ...]:
     """The methods that a backend needs for a mechanism.
 
     A mechanism that is not causal has no cache, and only states have gradients.
@@ -32,12 +33,12 @@ def stages_of(m: pa.Mechanism) -> tuple[str, ...]:
     return tuple(stage for stage in STAGES if stage in needed)
 
 
-def leaves(m: pa.Mechanism, *kinds: Any) -> list[Any]:
+def leaves(m: Piece, *kinds: type) -> list[LeafProtocol]:
     """Its leaves, or those of the given classes."""
     return [leaf for leaf in m.program.leaves if not kinds or isinstance(leaf, kinds)]
 
 
-def looks_at_other_tokens(m: pa.Mechanism) -> bool:
+def looks_at_other_tokens(m: Piece) -> bool:
     """Whether a token's output depends on others."""
     return any(
         not isinstance(leaf, pa.TokenWise) or getattr(leaf, "axis", "") == "channel"
@@ -45,7 +46,7 @@ def looks_at_other_tokens(m: pa.Mechanism) -> bool:
     )
 
 
-def depends_on_validity(m: pa.Mechanism) -> bool:
+def depends_on_validity(m: Piece) -> bool:
     """Whether an invalid token changes the result although its inputs are zeros.
 
     In softmax a zero key has a weight; retention decays with every token, and CCQ counts it. For
@@ -58,11 +59,11 @@ def depends_on_validity(m: pa.Mechanism) -> bool:
     return has_features and looks_at_other_tokens(m)
 
 
-def reads_its_output(m: pa.Mechanism) -> bool:
+def reads_its_output(m: Piece) -> bool:
     """Whether the gradient is computed from the output.
 
     Recurrences and norms are recomputed from their inputs; there a wrong output changes nothing.
     """
     kinds = (pa.Softmax, pa.Path, pa.LucidSolve, pa.EluPlusOne, pa.HedgehogMap, pa.Tempered)
-    of_norm = (leaf for leaf in leaves(m, pa.UnitRows) if not leaf.detach)
-    return any(True for _ in of_norm) or bool(leaves(m, *kinds, pa.ContractionGate))
+    has_norm = any(isinstance(leaf, pa.UnitRows) and not leaf.detach for leaf in m.program.leaves)
+    return has_norm or bool(leaves(m, *kinds, pa.ContractionGate))

@@ -14,13 +14,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, dtype_name, upcast, upcast_all
 from precondattn.backend import Request, Support
+from precondattn.cache import Update
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -72,7 +74,7 @@ class Carrier(pa.Backend):
         return result
 
     def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, tuple[Array, ...]]:
         call = MethodCall(FORWARD, mechanism, upcast_all(inputs), frame, dtype=_dtype(inputs))
         result = self._run(call)
@@ -80,7 +82,7 @@ class Carrier(pa.Backend):
 
     def backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -101,11 +103,11 @@ class Carrier(pa.Backend):
 
     def step(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
-    ) -> tuple[Array, dict[str, Any]]:
+    ) -> tuple[Array, dict[str, Update]]:
         names = _names_in_call(mechanism)
         result = self._run(
             MethodCall(
@@ -122,7 +124,7 @@ class Carrier(pa.Backend):
 
     def step_backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -150,7 +152,7 @@ def _dtype(inputs: Mapping[str, Array]) -> str:
     return dtype_name(next(iter(inputs.values())))
 
 
-def _names_in_call(mechanism: Any) -> dict[str, str]:
+def _names_in_call(mechanism: Piece) -> dict[str, str]:
     """By key of each buffer, its name in a `MethodCall`: a leaf's slot, or a group's key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
@@ -175,13 +177,13 @@ class Leaves(Carrier):
 
     name = "faulty-leaves"
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs one leaf at a time")
         return Support.yes()
 
     def truth(self, call: MethodCall) -> MethodResult:
-        leaf, x, frame = call.mechanism, call.inputs, call.frame
+        leaf, x, frame = cast("pa.Leaf", call.mechanism), call.inputs, call.frame
         if call.stage == FORWARD:
             return MethodResult(*leaf.forward(x, frame))
         if call.stage == BACKWARD:
@@ -200,7 +202,7 @@ class Autograd(Leaves):
 
     name = "faulty-autograd"
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         support = super().supports(mechanism, request)
         return support._replace(differentiable=support.ok)
 
@@ -210,7 +212,7 @@ class WholeCarrier(Carrier):
 
     name = "faulty-whole"
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) == 1:
             return Support.no("runs compositions only")
         return Support.yes()
@@ -228,7 +230,7 @@ class BlockedCarrier(Carrier):
     def __init__(self) -> None:
         self.portable = Portable()
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         support: Support = self.portable.supports(mechanism, request)
         return support
 

@@ -14,6 +14,7 @@ from functools import cache
 import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.group import Group
+from precondattn.algebra.piece import Piece
 from precondattn_conformance.faults import (
     gradients,
     heads,
@@ -31,7 +32,7 @@ from precondattn_conformance.faults.anywhere import memory, result
 from precondattn_conformance.faults.applicable import Named, stages_of
 from precondattn_conformance.faults.fault import STEP_BACKWARD, Fault
 
-Operators = dict[str, Callable[[pa.Mechanism, str], Named]]
+Operators = dict[str, Callable[[Piece, str], Named]]
 
 OF_LEAVES: Operators = {
     **masks.OPERATORS,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.expression import parse
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays
-from precondattn.cache import Slot
+from precondattn.cache import Slot, Update
 from precondattn.frame import Frame
 from precondattn_conformance.faults.replacing import REPLACING
 
@@ -24,12 +26,18 @@ STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
 """The methods of a backend."""
 
 
+Function = Callable[..., Any]
+"""A function, a method or a class of the code under test, or what replaces it."""
+Owner = type | ModuleType
+"""Where a function stands."""
+
+
 @dataclass(frozen=True)
 class MethodCall:
     """The arguments of a method; those that it does not have are empty."""
 
     stage: str
-    mechanism: Any
+    mechanism: Piece
     """A leaf, or the group of all leaves of a mechanism."""
     inputs: Arrays
     frame: Frame
@@ -70,7 +78,7 @@ class MethodResult:
 
     out: Array = None
     residuals: tuple[Array, ...] = ()
-    updates: dict[str, Any] = field(default_factory=dict)
+    updates: dict[str, Update] = field(default_factory=dict)
     gradients: Arrays = field(default_factory=dict)
     d_past: Arrays = field(default_factory=dict)
 
@@ -129,7 +137,7 @@ def with_output(change: Callable[[Array], Array]) -> Change:
     return with_result(lambda result: replace(result, out=change(result.out)))
 
 
-def inside(owner: Any, name: str, change: Callable[[Any], Any]) -> Change:
+def inside(owner: Owner, name: str, change: Callable[[Function], Function]) -> Change:
     """The method, run while `owner.name` (of a class or a module) is replaced by `change` of it."""
 
     def planted(truth: Truth, call: MethodCall) -> MethodResult:

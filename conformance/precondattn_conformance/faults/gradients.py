@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -17,14 +17,14 @@ from precondattn_conformance.faults.fault import (
 )
 
 
-def gradient(m: pa.Mechanism, stage: str) -> Named:
+def gradient(m: Piece, stage: str) -> Named:
     """The gradient of each input. None of them is 0."""
     if stage in (BACKWARD, STEP_BACKWARD):
         for name in m.inputs:
             yield f"of {name} left out", with_result(partial(_without, name))
 
 
-def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
+def gradient_of_state(m: Piece, stage: str) -> Named:
     """The gradient of the state before the call, and that of the state after it."""
     if stage != STEP_BACKWARD:
         return
@@ -33,7 +33,7 @@ def gradient_of_state(m: pa.Mechanism, stage: str) -> Named:
         yield f"of the last {name} ignored", partial(_without_last, name)
 
 
-def _buffers(m: pa.Mechanism) -> list[str]:
+def _buffers(m: Piece) -> list[str]:
     if len(m.program.calls) > 1:
         return list(m.program.slots)
     return [slot.name for slot in m.program.calls[0].leaf.slots()]

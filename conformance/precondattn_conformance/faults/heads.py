@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
@@ -27,7 +26,7 @@ GROUPED = (("h", "n"), ("u", "h"))
 """Axes of heads, each with the axis of the fewer heads that they share."""
 
 
-def head_map(m: pa.Mechanism, stage: str) -> Named:
+def head_map(m: Piece, stage: str) -> Named:
     """Heads that read the wrong keys and values.
 
     Only for mechanisms whose heads share something: a norm or a temperature has its own per head.
@@ -50,7 +49,7 @@ def _size(call: MethodCall, letter: str) -> int:
     return max(sizes)
 
 
-def _taken(x: Array, pattern: Pattern, letter: str, order: Any) -> Array:
+def _taken(x: Array, pattern: Pattern, letter: str, order: np.ndarray) -> Array:
     """x with its heads in another order, if it has that axis."""
     if x is None or letter not in pattern.letters:
         return x
@@ -69,7 +68,7 @@ def _modulo(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult
     return _put_back(truth(reordered), call, many, position)
 
 
-def _reordered(call: MethodCall, letter: str, order: Any) -> MethodCall:
+def _reordered(call: MethodCall, letter: str, order: np.ndarray) -> MethodCall:
     inputs, buffers = call.declared, _patterns_of_buffers(call)
 
     def taken(arrays: Arrays, patterns: dict[str, Pattern]) -> Arrays:
@@ -85,7 +84,9 @@ def _reordered(call: MethodCall, letter: str, order: Any) -> MethodCall:
     )
 
 
-def _put_back(result: MethodResult, call: MethodCall, letter: str, order: Any) -> MethodResult:
+def _put_back(
+    result: MethodResult, call: MethodCall, letter: str, order: np.ndarray
+) -> MethodResult:
     inputs, buffers = call.declared, _patterns_of_buffers(call)
     return MethodResult(
         _taken(result.out, call.output, letter, order),

@@ -7,10 +7,10 @@ The backend gets a frame that has been changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn.frame import Frame
 from precondattn_conformance.faults.applicable import (
@@ -21,11 +21,11 @@ from precondattn_conformance.faults.applicable import (
 from precondattn_conformance.faults.fault import STEP, STEP_BACKWARD, Change, MethodCall, with_call
 
 
-def _in_frame(change: Any) -> Change:
+def _in_frame(change: Callable[[Frame], Frame]) -> Change:
     return with_call(lambda call: replace(call, frame=change(call.frame)))
 
 
-def segments(m: pa.Mechanism, stage: str) -> Named:
+def segments(m: Piece, stage: str) -> Named:
     """Wrong segment boundaries. A cache holds one segment, so steps have none."""
     if stage in (STEP, STEP_BACKWARD) or not looks_at_other_tokens(m):
         return
@@ -37,7 +37,7 @@ def segments(m: pa.Mechanism, stage: str) -> Named:
 
 def _of_earlier_call() -> Change:
     """A mask that is computed once for all calls of one shape."""
-    known: dict[tuple[Any, ...], Frame] = {}
+    known: dict[tuple[object, ...], Frame] = {}
 
     def other(call: MethodCall) -> MethodCall:
         shapes = tuple(tuple(x.shape) for x in call.inputs.values())
@@ -60,7 +60,7 @@ def _rolled(x: Array, *, keep_first: bool) -> Array:
     return namespace(x).concat([first, x[:, :-1]], axis=1)
 
 
-def validity(m: pa.Mechanism, stage: str) -> Named:
+def validity(m: Piece, stage: str) -> Named:
     """Wrong validity of keys, for mechanisms where `depends_on_validity`."""
     if not depends_on_validity(m):
         return

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-import precondattn as pa
+from precondattn.algebra.mechanism import Leaf, leaf_of
+from precondattn.algebra.options import OptionValue
+from precondattn.algebra.piece import Piece
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import Change, MethodCall, with_call
 
 
-def with_option(name: str, change: Callable[[Any], Any]) -> Change:
+def with_option(name: str, change: Callable[[OptionValue], OptionValue]) -> Change:
     """The method of the leaf, with one option changed."""
 
     def other(call: MethodCall) -> MethodCall:
         leaf = call.mechanism
+        assert isinstance(leaf, Leaf)
         changed = dataclasses.replace(leaf, **{name: change(getattr(leaf, name))})
         return dataclasses.replace(call, mechanism=changed)
 
@@ -31,18 +33,22 @@ ONE_COMPARISON = ("scale", "detach")
 """Options that a leaf reads in one condition: a mutant of it stands for the option ignored."""
 
 
-def ignored(m: pa.Mechanism, stage: str) -> Named:
+def ignored(m: Piece, stage: str) -> Named:
     """Each option of a leaf that is not its default."""
-    (leaf,) = m.program.leaves
+    leaf = leaf_of(m.program.calls[0])
     for field in dataclasses.fields(leaf):
         name, default = field.name, field.default
         if name in ONE_COMPARISON or getattr(leaf, name) == default:
             continue
         if _can_be(leaf, name, default):
-            yield name, with_option(name, lambda _, default=default: default)
+            yield name, with_option(name, _always(default))
 
 
-def _can_be(leaf: Any, name: str, default: Any) -> bool:
+def _always(setting: OptionValue) -> Callable[[OptionValue], OptionValue]:
+    return lambda _: setting
+
+
+def _can_be(leaf: Leaf, name: str, default: object) -> bool:
     """Whether the leaf without the option exists, and has the same arrays."""
     try:
         other = dataclasses.replace(leaf, **{name: default})
@@ -51,7 +57,7 @@ def _can_be(leaf: Any, name: str, default: Any) -> bool:
     return _arrays(other) == _arrays(leaf)
 
 
-def _arrays(leaf: Any) -> Any:
+def _arrays(leaf: Leaf) -> object:
     return leaf.inputs, leaf.slots(), leaf.output
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn_conformance.faults.applicable import Named, leaves, reads_its_output
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -23,7 +24,7 @@ from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
 
 
-def saved_output(m: pa.Mechanism, stage: str) -> Named:
+def saved_output(m: Piece, stage: str) -> Named:
     """A wrong output, for mechanisms where backward `reads_its_output`."""
     if stage != BACKWARD or not reads_its_output(m):
         return
@@ -34,7 +35,7 @@ def saved_output(m: pa.Mechanism, stage: str) -> Named:
     )
 
 
-def residual(m: pa.Mechanism, stage: str) -> Named:
+def residual(m: Piece, stage: str) -> Named:
     """The logarithms of row sums, which blocked attention keeps, overwritten in their memory."""
     if stage != BACKWARD or not leaves(m, pa.Softmax, pa.Path):
         return
@@ -48,7 +49,7 @@ def _overwritten(truth: Truth, call: MethodCall) -> MethodResult:
     return result
 
 
-def value_between(m: pa.Mechanism, stage: str) -> Named:
+def value_between(m: Piece, stage: str) -> Named:
     """Wrong intermediate results, which a mechanism that runs in one call keeps as residuals."""
     program = m.program
     if stage != BACKWARD:

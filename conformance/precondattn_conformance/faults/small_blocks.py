@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
+from precondattn_conformance.faults.fault import Owner
 from precondattn_conformance.faults.replacing import REPLACING
 from precondattn_portable import (
     chunkwise,
@@ -44,7 +44,7 @@ def small_blocks() -> Iterator[None]:
             _set(known)
 
 
-def _set(sizes: Any) -> None:
+def _set(sizes: Iterable[tuple[Owner, Mapping[str, int]]]) -> None:
     for owner, numbers in sizes:
         for name, number in numbers.items():
             setattr(owner, name, number)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import precondattn as pa
-from precondattn.cache import Replace, Slot
+from precondattn.algebra.piece import Piece
+from precondattn.cache import Replace, Slot, Update
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     STEP,
@@ -27,7 +26,7 @@ from precondattn_conformance.faults.rounding import to_bfloat16
 from precondattn_conformance.faults.tokens import rolled
 
 
-def slots_of(m: pa.Mechanism) -> dict[str, Slot]:
+def slots_of(m: Piece) -> dict[str, Slot]:
     """The slots of its buffers, by their names in a call."""
     if len(m.program.calls) > 1:
         return {key: slot for key, (slot, _) in m.program.slots.items()}
@@ -38,7 +37,7 @@ def _keeps_tokens(slot: Slot) -> bool:
     return slot.pattern.split()[1] == "c"
 
 
-def update(m: pa.Mechanism, stage: str) -> Named:
+def update(m: Piece, stage: str) -> Named:
     """Each buffer: not updated, or updated wrongly."""
     if stage != STEP:
         return
@@ -51,7 +50,7 @@ def update(m: pa.Mechanism, stage: str) -> Named:
 
 
 def _updated(
-    name: str, change: Callable[[MethodCall, str, Any], Any], truth: Truth, call: MethodCall
+    name: str, change: Callable[[MethodCall, str, Update], Update], truth: Truth, call: MethodCall
 ) -> MethodResult:
     result = truth(call)
     return replace(
@@ -59,24 +58,24 @@ def _updated(
     )
 
 
-def _dropped(call: MethodCall, name: str, correct: Any) -> Any:
+def _dropped(call: MethodCall, name: str, correct: Update) -> Update:
     if isinstance(correct, Replace):
         return Replace(call.past[name])
     return type(correct)(*(0 * array for array in correct))
 
 
-def _rounded(call: MethodCall, name: str, correct: Any) -> Any:
+def _rounded(call: MethodCall, name: str, correct: Update) -> Update:
     return type(correct)(*map(to_bfloat16, correct))
 
 
-def _in_wrong_order(call: MethodCall, name: str, correct: Any) -> Any:
+def _in_wrong_order(call: MethodCall, name: str, correct: Update) -> Update:
     """The new tokens, rolled by one: only a step of several tokens shows it."""
     if isinstance(correct, Replace):  # A buffer that several steps have updated.
         return Replace(rolled(correct.value, 1))
     return correct._replace(tokens=rolled(correct.tokens, 1))
 
 
-def past(m: pa.Mechanism, stage: str) -> Named:
+def past(m: Piece, stage: str) -> Named:
     """A step that reads the buffers wrongly.
 
     A buffer of decays is exempt from losing its last token: the entry of that token is 0 anyway.
@@ -103,7 +102,7 @@ def _without_last(name: str, call: MethodCall) -> MethodCall:
     return replace(call, past={**call.past, name: buffer})
 
 
-def meaning(m: pa.Mechanism, stage: str) -> Named:
+def meaning(m: Piece, stage: str) -> Named:
     """A buffer with another meaning, which this backend writes and reads consistently."""
     if stage == STEP:
         for name in slots_of(m):
@@ -117,7 +116,7 @@ def _doubled(name: str, truth: Truth, call: MethodCall) -> MethodResult:
     return replace(result, updates={**result.updates, name: doubled})
 
 
-def first_state(m: pa.Mechanism, stage: str) -> Named:
+def first_state(m: Piece, stage: str) -> Named:
     """The gradient computed from another state before the call."""
     if stage != STEP_BACKWARD:
         return

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
@@ -25,7 +25,7 @@ from precondattn_conformance.faults.fault import (
 from precondattn_conformance.faults.small_blocks import BLOCK
 
 
-def block_tail(m: pa.Mechanism, stage: str) -> Named:
+def block_tail(m: Piece, stage: str) -> Named:
     """Only for leaves with blocks; a leaf that treats each token alone has none."""
     if all(isinstance(leaf, pa.TokenWise) for leaf in m.program.leaves):
         return
@@ -61,11 +61,11 @@ def _changed(change: Callable[[Array, int], None], x: Array) -> Array:
     return x
 
 
-def _zero(x: Any, start: int) -> None:
+def _zero(x: Array, start: int) -> None:
     x[:, start:] = 0
 
 
-def _of_block_before(x: Any, start: int) -> None:
+def _of_block_before(x: Array, start: int) -> None:
     count = x.shape[1] - start
     x[:, start:] = x[:, start - BLOCK : start - BLOCK + count]
 

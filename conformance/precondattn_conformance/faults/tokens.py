@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
 from precondattn_conformance.faults.fault import MethodCall, with_call
 
 
-def placement(m: pa.Mechanism, stage: str) -> Named:
+def placement(m: Piece, stage: str) -> Named:
     """Inputs other than rows, one token late or early."""
     if not looks_at_other_tokens(m) and len(m.program.calls) == 1:
         return

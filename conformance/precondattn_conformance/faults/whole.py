@@ -8,9 +8,9 @@ step        every leaf's step; if leaves share a buffer, the first updates it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from precondattn.arrays import Array, Arrays, namespace
+from precondattn.cache import Update
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, MethodCall, MethodResult
 
 
@@ -79,9 +79,10 @@ def _of_inputs(call: MethodCall, cotangents: Arrays) -> Arrays:
     }
 
 
-def _steps(call: MethodCall) -> tuple[Arrays, dict[str, Any]]:
+def _steps(call: MethodCall) -> tuple[Arrays, dict[str, Update]]:
     """Every array of the program, and the updates."""
-    arrays, updates = dict(call.inputs), dict[str, Any]()
+    arrays = dict(call.inputs)
+    updates: dict[str, Update] = {}
     for i, leaf_call in enumerate(call.mechanism.program.calls):
         keys = leaf_call.slot_keys()
         past = {slot: call.past[key] for slot, key in keys.items()}

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import precondattn as pa
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.faults import whole
 from precondattn_conformance.faults.applicable import Named
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     STEP_BACKWARD,
+    Function,
     MethodCall,
     inside,
     with_call,
 )
 
 
-def wiring(m: pa.Mechanism, stage: str) -> Named:
+def wiring(m: Piece, stage: str) -> Named:
     """A leaf reads an input of the leaf before it, in place of that leaf's output.
 
     Only if the two have the same shape. In a backward call, the forward call was right.
@@ -47,7 +47,7 @@ def wiring(m: pa.Mechanism, stage: str) -> Named:
                     break
 
 
-def _pattern(m: pa.Mechanism, name: str) -> str:
+def _pattern(m: Piece, name: str) -> str:
     """The shape of an array of the program, in the program's letters."""
     program = m.program
     if name in program.inputs:
@@ -61,7 +61,7 @@ def _rewired(key: tuple[int, str], name: str, call: MethodCall) -> MethodCall:
     return replace(call, wiring={key: name})
 
 
-def shared(m: pa.Mechanism, stage: str) -> Named:
+def shared(m: Piece, stage: str) -> Named:
     """The gradient of an array that several leaves read, from only one of them."""
     read = [name for call in m.program.calls for _, name in call.arguments]
     if stage in (BACKWARD, STEP_BACKWARD) and len(set(read)) < len(read):
@@ -69,14 +69,14 @@ def shared(m: pa.Mechanism, stage: str) -> Named:
         yield "gradient of the first reader only", inside(whole, "accumulate", _last_only)
 
 
-def _first_only(accumulate: Any) -> Any:
+def _first_only(accumulate: Function) -> Function:
     def changed(cotangents: Arrays, name: str, gradient: Array) -> None:
         cotangents.setdefault(name, gradient)
 
     return changed
 
 
-def _last_only(accumulate: Any) -> Any:
+def _last_only(accumulate: Function) -> Function:
     def changed(cotangents: Arrays, name: str, gradient: Array) -> None:
         cotangents[name] = gradient
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.applicable import Named, looks_at_other_tokens
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, MethodCall, MethodResult, Truth
 
 
-def zero_times(m: pa.Mechanism, stage: str) -> Named:
+def zero_times(m: Piece, stage: str) -> Named:
     """The other sequences of the batch, and, in softmax, later keys."""
     if stage not in (FORWARD, BACKWARD) or "v" not in m.inputs or not looks_at_other_tokens(m):
         return

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Protocol
 
 from precondattn.execution import preparation
 from precondattn_conformance.mutation.mutant import Mutant
@@ -95,8 +95,12 @@ def forget(package: str) -> None:
         sys.modules["torch._dynamo"].reset()
 
 
+class CachedFunction(Protocol):
+    def cache_clear(self) -> None: ...
+
+
 @functools.cache
-def _kept(package: str) -> list[Any]:
+def _kept(package: str) -> list[CachedFunction]:
     """What `functools.cache` and `lru_cache` have made in the package and in precondattn.
 
     The registry of mechanisms is none of these, and the suite's own results stay.

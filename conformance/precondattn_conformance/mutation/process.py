@@ -14,11 +14,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.cores import shared_by
 from precondattn_conformance.mutation.mutant import Mutant
 from precondattn_conformance.mutation.target import Target
@@ -39,6 +40,10 @@ MEMORY = 12 << 30
 """Bytes of addresses that a mutant may use more than the process did before it."""
 
 
+Message = Any
+"""What a process has sent: a `Baseline`, a `MutantVerdict`, or an error."""
+
+
 class Setting(NamedTuple):
     """What a process is started with."""
 
@@ -54,7 +59,7 @@ class MutationProcess:
     def __init__(self, setting: Setting, beside: int = 1) -> None:
         """`beside` is the number of processes that share the cores."""
         self.setting, self.beside = setting, beside
-        self.process: Any = None
+        self.process: BaseProcess | None = None
 
     def _started(self) -> None:
         if self.process is not None:
@@ -67,7 +72,7 @@ class MutationProcess:
         theirs.close()
         self._received(STARTING)
 
-    def _received(self, limit: float) -> Any:
+    def _received(self, limit: float) -> Message:
         """The next message.
 
         Raises

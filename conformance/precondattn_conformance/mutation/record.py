@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.mutation.mutant import Mutant
 from precondattn_conformance.mutation.target import Target
 from precondattn_conformance.mutation.trial import INVALID, KILLED, SURVIVED, TIMEOUT, MutantVerdict
@@ -101,7 +101,7 @@ class MutationRecord:
         os.replace(beside, self.file)
 
 
-def _saved(file: Path | None) -> dict[str, Any]:
+def _saved(file: Path | None) -> JsonObject:
     if file is None or not file.exists() or not file.stat().st_size:
         return {}
     try:
@@ -113,6 +113,6 @@ def _saved(file: Path | None) -> dict[str, Any]:
     return dict(saved)
 
 
-def _place(mutant: Mutant) -> dict[str, Any]:
+def _place(mutant: Mutant) -> JsonObject:
     names = ("key", "line", "kind", "function", "before", "after")
     return {name: getattr(mutant, name) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.mutation.mutant import Mutant
@@ -56,7 +56,7 @@ def baselines(
     processes: MutationProcesses,
     cases: Sequence[Case],
     timeout: float,
-    progress: Callable[[], Any] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> list[Baseline]:
     """The cases that pass on the unchanged code and use the target."""
     found = []

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 
 @contextmanager
@@ -15,11 +18,11 @@ def touched(files: Container[str]) -> Iterator[set[tuple[str, int]]]:
     """The set is filled with the file and the number of each line executed in this context."""
     lines: set[tuple[str, int]] = set()
 
-    def of_line(frame: FrameType, event: str, argument: Any) -> Any:
+    def of_line(frame: FrameType, event: str, argument: object) -> TraceFunction:
         lines.add((frame.f_code.co_filename, frame.f_lineno))
         return of_line
 
-    def of_call(frame: FrameType, event: str, argument: Any) -> Any:
+    def of_call(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
         if frame.f_code.co_filename not in files:
             return None
         lines.add((frame.f_code.co_filename, frame.f_lineno))

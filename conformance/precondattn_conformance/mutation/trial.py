@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from precondattn_conformance import oracle
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks import Backend
+from precondattn_conformance.checks.check import Backend
 from precondattn_conformance.inside import context_manager
 from precondattn_conformance.mutation.copied import CopyPlanter
 from precondattn_conformance.mutation.limit import TimeLimitError, time_limit
@@ -109,7 +108,7 @@ class MutationTrial:
         self,
         mutant: Mutant,
         cases: Sequence[tuple[Case, float]],
-        started: Callable[[Case, float], Any] = lambda case, limit: None,
+        started: Callable[[Case, float], object] = lambda case, limit: None,
     ) -> MutantVerdict:
         """Run cases on a mutant until one fails; each comes with its limit in seconds.
 

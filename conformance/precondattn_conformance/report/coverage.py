@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.report.result import Result
 from precondattn_conformance.status import SKIPPED, UNSUPPORTED
@@ -28,7 +28,7 @@ class Coverage:
     def total(self) -> int:
         return self.compared + self.unsupported.total() + self.skipped.total()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The entry in a record, without empty fields."""
         reasons = {"unsupported": dict(self.unsupported), "skipped": dict(self.skipped)}
         entry = {"mechanism": self.mechanism, "check": self.check, "compared": self.compared}

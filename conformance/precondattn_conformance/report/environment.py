@@ -11,7 +11,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
+
 
 PACKAGES = (
     "precondattn",
@@ -40,7 +44,7 @@ SETTINGS = (
 DRIVERS = {"nvidia": "/sys/module/nvidia/version", "amdgpu": "/sys/module/amdgpu/version"}
 
 
-def describe() -> dict[str, Any]:
+def describe() -> JsonObject:
     """Everything that is known before the first case runs."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     return {
@@ -111,7 +115,7 @@ def backends(names: tuple[str, ...]) -> list[dict[str, str]]:
     return described
 
 
-def revision(folder: Path) -> dict[str, Any] | None:
+def revision(folder: Path) -> JsonObject | None:
     """The commit of a folder, and whether tracked files differ from it; None outside of git."""
 
     def git(*arguments: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.report.cells import SYMBOLS, WORDS, grouped_by, in_order
 from precondattn_conformance.report.failures import Failures, in_one_line
 from precondattn_conformance.report.grids import DTYPES, grids
@@ -156,7 +156,7 @@ def _backend(backend: dict[str, str]) -> str:
     return f"{backend['name']}{package}"
 
 
-def _revision(revision: dict[str, Any]) -> str:
+def _revision(revision: JsonObject) -> str:
     return f"{revision['commit'][:12]}{', with changes' if revision['modified'] else ''}"
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precondattn.json_types import Json
+
 
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Escape sequences of a terminal: colours, and movements of the cursor."""
@@ -20,7 +24,7 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def all_printable(value: Any) -> Any:
+def all_printable(value: Json) -> Json:
     """The same for every string in lists and dicts."""
     if isinstance(value, str):
         return printable(value)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import precondattn
 from precondattn_conformance.report import environment
@@ -25,6 +25,7 @@ from precondattn_conformance.report.printable import all_printable, printable
 from precondattn_conformance.report.result import Result
 
 if TYPE_CHECKING:
+    from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
     from precondattn_conformance.design.coverage import Pairs
     from precondattn_conformance.runner import Outcome
@@ -54,11 +55,11 @@ class RunRecord:
     device: str | None = None
     """As it was requested."""
     filters: dict[str, list[str]] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: JsonObject = field(default_factory=dict)
     outcomes: list[Result] = field(default_factory=list)
-    layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layouts: dict[str, JsonObject] = field(default_factory=dict)
     """The sizes and masks of calls, by the name of the layout."""
-    pairs: list[dict[str, Any]] = field(default_factory=list)
+    pairs: list[JsonObject] = field(default_factory=list)
     """By mechanism: how many pairs of levels of the design were looked at, and how many go
     together. Written when the run ends."""
     seconds: float = 0.0
@@ -78,7 +79,7 @@ class RunRecord:
     def count(self, status: str) -> int:
         return sum(result.status == status for result in self.outcomes)
 
-    def head(self) -> dict[str, Any]:
+    def head(self) -> JsonObject:
         """The fields before coverage and outcomes."""
         return {
             "date": self.date,
@@ -285,7 +286,7 @@ def _opening(*, complete: bool) -> bytes:
     return f'{{\n "schema": "{SCHEMA}",\n "complete": {value},\n "running": '.encode()
 
 
-def _text(value: Any, indent: int | None = None) -> str:
+def _text(value: Json, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn_conformance.report.printable import printable
 from precondattn_conformance.status import COMPARED, STATUSES
 
 if TYPE_CHECKING:
+    from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.runner import Outcome
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
@@ -69,7 +70,7 @@ class Result:
         )
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> Result:
+    def from_json(cls, entry: JsonObject) -> Result:
         """A result from its entry in a record. Unknown fields are ignored.
 
         Raises
@@ -77,11 +78,12 @@ class Result:
         KeyError, TypeError, ValueError
             if the entry is invalid.
         """
-        known: dict[str, Any] = {}
+        known: JsonObject = {}
         for field in fields(cls):
             if field.name in ("error", "bound"):
-                value = entry.get(field.name)
-                known[field.name] = None if value is None else float(NOT_FINITE.get(value, value))
+                value: Json = entry.get(field.name)
+                number: Json = NOT_FINITE.get(value, value)
+                known[field.name] = None if number is None else float(number)
             elif field.name == "seconds":
                 known[field.name] = float(entry["seconds"])
             elif field.name == "after":
@@ -94,9 +96,9 @@ class Result:
             raise ValueError(f"{known['status']!r} is no status; there are {', '.join(STATUSES)}")
         return cls(**known)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The entry in a record, without empty fields."""
-        entry: dict[str, Any] = {}
+        entry: JsonObject = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "seconds":

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP, LogMeanExp
@@ -73,7 +73,7 @@ class RoundedLogMeanExp(LogMeanExp):
         return self.rounding(d_scores), exponentials * d_exponentials
 
 
-def rounded_attention(leaf: Any, rounding: Rounding) -> Any:
+def rounded_attention(leaf: pa.Softmax | pa.Path, rounding: Rounding) -> pa.Softmax | pa.Path:
     """A leaf of softmax attention, with a read that rounds."""
     read = {MEAN: RoundedMean, LOG_MEAN_EXP: RoundedLogMeanExp}[leaf.read](rounding)
     leaf = copy.copy(leaf)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+import precondattn as pa
 from precondattn.spec.array_functions import solve_lower
-from precondattn.spec.recurrence import Stream, StreamGradients
+from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_conformance.rounding.attention import Rounding
 
 CHUNK = 64
@@ -57,7 +58,7 @@ class DeltaWrites(NamedTuple):
     u: Array
 
 
-class RoundedDeltaRule:
+class RoundedDeltaRule(AllTokens):
     """The recurrence, for outputs that are multiplied by a scale."""
 
     def __init__(self, rounding: Rounding, scale: float) -> None:
@@ -76,8 +77,8 @@ class RoundedDeltaRule:
             parts.append(DeltaChunk(*part, state))
             state = self._chunk(parts[-1])[1]
         d_h, gradients = d_final, []
-        for part, d_out in zip(parts[::-1], _in_chunks(_whole(d_o, x))[::-1], strict=True):
-            *d, d_h = self._gradient(part, np.swapaxes(d_out, 2, 3), d_h)
+        for chunk, d_out in zip(parts[::-1], _in_chunks(_whole(d_o, x))[::-1], strict=True):
+            *d, d_h = self._gradient(chunk, np.swapaxes(d_out, 2, 3), d_h)
             gradients.append(d)
         d_q, d_k, d_v, d_g, d_beta = zip(*gradients[::-1], strict=True)
         s = x.k.shape[2]
@@ -85,7 +86,7 @@ class RoundedDeltaRule:
         return StreamGradients(Stream(_tokens(d_q, x), k, v, g[..., None], beta[..., 0]), d_h)
 
     def _product(self, x: Array, y: Array) -> Array:
-        return np.matmul(self.round(x), self.round(y))
+        return np.asarray(np.matmul(self.round(x), self.round(y)))
 
     def _written(self, x: DeltaChunk) -> DeltaWrites:
         keys = self._product(x.k, _t(x.k))
@@ -154,7 +155,9 @@ class RoundedDeltaRule:
         return d_q, d_k, x.beta * d_values, d_g, d_beta, d_h
 
 
-def without_scale(leaf: Any, d: int, rounding: Rounding) -> tuple[Any, RoundedDeltaRule]:
+def without_scale(
+    leaf: pa.Delta | pa.GatedDelta, d: int, rounding: Rounding
+) -> tuple[pa.Delta | pa.GatedDelta, RoundedDeltaRule]:
     """The leaf without its scale, which multiplies outputs instead of queries, and its form."""
     return replace(leaf, scale=1.0), RoundedDeltaRule(rounding, leaf.scale_for(d))
 
@@ -164,7 +167,7 @@ def _gates(x: DeltaChunk) -> tuple[Array, Array]:
     return np.exp(x.until), np.exp(x.until[:, :, -1:] - x.until)
 
 
-def _chunks(x: Stream) -> list[tuple[Array, ...]]:
+def _chunks(x: Stream) -> list[tuple[Array, Array, Array, Array, Array]]:
     """q, k, v, G and β of each chunk; the last one is filled up with zeros."""
     assert x.beta is not None
     g = np.maximum(x.g[..., 0], NEVER)
@@ -199,7 +202,7 @@ def _t(x: Array) -> Array:
 
 
 def _sum(x: Array) -> Array:
-    return np.sum(x, axis=-1, keepdims=True)
+    return np.asarray(np.sum(x, axis=-1, keepdims=True))
 
 
 def _lower(x: Array) -> Array:

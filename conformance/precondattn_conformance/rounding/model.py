@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import Arrays, Residuals
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN_AND_LOG_SUM
@@ -54,10 +55,11 @@ class RoundingModel(pa.Backend):
         to_call, to_float16 = (partial(rounded, dtype=name) for name in (dtype, "float16"))
         self.to = lucid.Roundings(to_call, to_float16, tf32)
 
-    def supports(self, mechanism: Any, request: Request) -> pa.Support:
+    def supports(self, mechanism: Piece, request: Request) -> pa.Support:
         if len(mechanism.program.calls) > 1:
             return pa.Support.no("rounds leaves only")
-        if type(mechanism) in (pa.Softmax, pa.Path) and mechanism.read != MEAN_AND_LOG_SUM:
+        is_attention = type(mechanism) in (pa.Softmax, pa.Path)
+        if is_attention and getattr(mechanism, "read", None) != MEAN_AND_LOG_SUM:
             return pa.Support.yes()
         if type(mechanism) is pa.LucidSolve and lucid.has_model(mechanism):
             return pa.Support.yes()
@@ -66,24 +68,25 @@ class RoundingModel(pa.Backend):
         return pa.Support.no("rounds softmax attention, LUCID and the delta rule only")
 
     def forward(
-        self, mechanism: Any, inputs: Mapping[str, Any], frame: Frame
-    ) -> tuple[Any, Residuals]:
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
             return lucid.forward(mechanism, x, frame, self.to), ()
         if isinstance(mechanism, pa.Delta | pa.GatedDelta):
             leaf, form = without_scale(mechanism, x["q"].shape[3], self.to.call)
             return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
+        assert isinstance(mechanism, pa.Softmax | pa.Path)
         return rounded_attention(mechanism, self.to.call).forward(x, frame)[0], ()
 
     def backward(
         self,
-        mechanism: Any,
-        inputs: Mapping[str, Any],
+        mechanism: Piece,
+        inputs: Mapping[str, Array],
         frame: Frame,
-        out: Any,
+        out: Array,
         residuals: Residuals,
-        cotangent: Any,
+        cotangent: Array,
     ) -> Arrays:
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
@@ -93,10 +96,10 @@ class RoundingModel(pa.Backend):
             zeros = leaf.zero_state(x)
             d: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, form)[0]
             return d
-        leaf = rounded_attention(mechanism, self.to.call)
-        return leaf.backward(x, frame, out, (), cotangent)
+        assert isinstance(mechanism, pa.Softmax | pa.Path)
+        return rounded_attention(mechanism, self.to.call).backward(x, frame, out, (), cotangent)
 
-    def _stored(self, inputs: Mapping[str, Any]) -> Arrays:
+    def _stored(self, inputs: Mapping[str, Array]) -> Arrays:
         """Queries, keys and values as they are stored: in the dtype of the call."""
         return {n: self.to.call(a) if n in ("q", "k", "v") else a for n, a in inputs.items()}
 

@@ -86,7 +86,9 @@ class LaunchArguments:
         with the argument, the expected type and the one that was passed.
     """
 
-    def __init__(self, kernel: str, wanted: Sequence[KernelParameter], args: Sequence[object]) -> None:
+    def __init__(
+        self, kernel: str, wanted: Sequence[KernelParameter], args: Sequence[object]
+    ) -> None:
         if len(args) != len(wanted):
             raise TypeError(f"{kernel} takes {len(wanted)} arguments, and args has {len(args)}")
         self._kept: list[ctypes.c_void_p | ctypes.Array[ctypes.c_char]] = []

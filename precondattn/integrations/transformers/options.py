@@ -52,7 +52,7 @@ def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
     """
     base = getattr(mechanism, "base", None)
     if base is not None:
-        return replace(mechanism, base=with_options(base, options))  # type: ignore[type-var]
+        return replace(mechanism, base=with_options(base, options))
     if type(mechanism) is not Softmax:
         raise TypeError(
             f"{mechanism} is not softmax; what can take the place of a model's softmax are softmax "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
 from precondattn.spec import softmax
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.laser import LogMeanExp
@@ -70,14 +69,14 @@ def _of_softmax() -> list[Fault]:
     ]
 
 
-def _unshifted(x: Any, more: Any = None) -> Any:
+def _unshifted(x: Array, more: Array | None = None) -> tuple[Array, Array]:
     xp = namespace(x)
     total = row_sum(xp.exp(x)) + (0.0 if more is None else xp.exp(more))
     log_total = xp.log(xp.where(total > 0, total, 1.0))
     return x - log_total, log_total
 
 
-def _finite_mask(visible: Any, scores: Any) -> Any:
+def _finite_mask(visible: Array, scores: Array) -> Array:
     return namespace(scores).where(visible, scores, -1e9)
 
 
@@ -121,7 +120,7 @@ def _of_reads() -> list[Fault]:
     ]
 
 
-def _laser_of_one_shift(self: Any, log_weights: Any, log_total: Any, v: Any) -> Any:
+def _laser_of_one_shift(self: LogMeanExp, log_weights: Array, log_total: Array, v: Array) -> Array:
     xp = namespace(v)
     shift = xp.max(v, axis=2, keepdims=True)
     mean = xp.exp(log_weights) @ xp.exp(v - shift)

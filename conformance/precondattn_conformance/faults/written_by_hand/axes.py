@@ -7,10 +7,10 @@ comparison at the edge of a block, a workspace or a compiled kernel that is foun
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -79,7 +79,9 @@ def _merged(call: MethodCall) -> MethodCall:
         return np.cumsum(begins, axis=1)
 
     frame = call.frame
-    if frame.q_segment is None or frame.q_segment.shape != frame.k_segment.shape:
+    if frame.q_segment is None or frame.k_segment is None:
+        return call
+    if frame.q_segment.shape != frame.k_segment.shape:
         return call
     changed = without_edges(frame.k_segment)
     return replace(call, frame=frame.replaced(q_segment=changed, k_segment=changed))
@@ -96,7 +98,7 @@ def _dense(call: MethodCall) -> MethodCall:
     return replace(call, inputs=inputs)
 
 
-def _shapes(call: MethodCall) -> tuple[Any, ...]:
+def _shapes(call: MethodCall) -> tuple[object, ...]:
     return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
 
 
@@ -104,7 +106,7 @@ class _Kept:
     """A workspace with the output, one for all calls of the same shapes."""
 
     def __init__(self) -> None:
-        self.outputs: dict[tuple[Any, ...], Array] = {}
+        self.outputs: dict[tuple[object, ...], Array] = {}
 
     def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         if call.stage == FORWARD:
@@ -118,7 +120,7 @@ class _Compiled:
     """A compiled kernel, whose key has the shapes and not the options."""
 
     def __init__(self) -> None:
-        self.mechanisms: dict[tuple[Any, ...], Any] = {}
+        self.mechanisms: dict[tuple[object, ...], Piece] = {}
 
     def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         first = self.mechanisms.setdefault(_shapes(call), call.mechanism)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from precondattn.arrays import namespace
-from precondattn_conformance.faults.fault import (
-    BACKWARD,
-    FORWARD,
-    STEP,
-    Fault,
-)
+import precondattn as pa
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.frame import Frame
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault, Function
 from precondattn_conformance.faults.written_by_hand.written import blocked
 from precondattn_portable import (
     attention,
     extension,
 )
+from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.extension import FilledPart
 from precondattn_portable.layout import time_first
 from precondattn_portable.lucid_solve import LucidMatrix, LucidSolveBlocks, PastSystem
 
@@ -50,16 +49,16 @@ def _of_the_solve() -> list[Fault]:
     ]
 
 
-def _own_row_block_only(true: Any) -> Any:
-    def rows(self: Any, *, reverse: bool = False) -> Any:
+def _own_row_block_only(true: Function) -> Function:
+    def rows(self: LucidMatrix, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
         for i0, i1, _ in true(self, reverse=reverse):
             yield i0, i1, i0
 
     return rows
 
 
-def _blind_second_block(true: Any) -> Any:
-    def weights(self: Any, i0: int, i1: int, low: int, high: int) -> Any:
+def _blind_second_block(true: Function) -> Function:
+    def weights(self: LucidMatrix, i0: int, i1: int, low: int, high: int) -> Array:
         is_second = high == i0 and (i0 // self.size) % 2 == 1
         return true(self, i0, i1, low, high) * (0 if is_second else 1)
 
@@ -79,8 +78,8 @@ def _of_the_unbounded_solve() -> list[Fault]:
     ]
 
 
-def _maxima_of_own(true: Any) -> Any:
-    def _row_maxima(self: Any, scores: Any) -> Any:
+def _maxima_of_own(true: Function) -> Function:
+    def _row_maxima(self: LucidMatrix, scores: Array) -> tuple[Array, Array]:
         xp = namespace(scores)
         position = xp.broadcast_to(xp.arange(scores.shape[2])[:, None], scores.shape)
         return scores, position
@@ -141,23 +140,31 @@ def _of_steps() -> list[Fault]:
     ]
 
 
-def _unsolved(self: Any, ops: Any, leaf: Any, x: Any, right: Any, known: Any, frame: Any) -> Any:
+def _unsolved(
+    self: LucidSolveBlocks,
+    ops: Arithmetic,
+    leaf: pa.LucidSolve,
+    x: Arrays,
+    right: Array,
+    known: object,
+    frame: Frame,
+) -> Array:
     y = time_first(right)
     return y if not leaf.beta else x["lucid_beta"][..., None] * y
 
 
-def _all_alike(true: Any) -> Any:
-    def filled(frame: Any, capacity: int) -> Any:
-        known = true(frame, capacity)
+def _all_alike(true: Function) -> Function:
+    def filled(frame: Frame, capacity: int) -> FilledPart:
+        known: FilledPart = true(frame, capacity)
         return known._replace(offset=known.count, frame=known.frame.replaced(k_valid=None))
 
     return filled
 
 
-def _changed_after(true: Any, **values: Any) -> Any:
+def _changed_after(true: Function, **values: object) -> Function:
     """An `__init__` that then changes some attributes."""
 
-    def changed(self: Any, *given: Any, **named: Any) -> None:
+    def changed(self: PastSystem, *given: object, **named: object) -> None:
         true(self, *given, **named)
         for name, value in values.items():
             setattr(self, name, value(self) if callable(value) else value)

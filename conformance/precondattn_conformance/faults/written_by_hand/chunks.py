@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     STEP_BACKWARD,
     Fault,
+    Function,
 )
 from precondattn_conformance.faults.tokens import rolled
 from precondattn_conformance.faults.written_by_hand.written import blocked
@@ -85,8 +84,8 @@ def faults() -> list[Fault]:
     ]
 
 
-def _with_padding_of_ones(true: Any) -> Any:
-    def _chunks(self: Any, x: Any, part: range, missing: int) -> Any:
+def _with_padding_of_ones(true: Function) -> Function:
+    def _chunks(self: ChunkWork, x: Array, part: range, missing: int) -> Array:
         chunks = true(self, x, part, missing)
         token = part.start * self.size + np.arange(len(part) * self.size)
         is_padding = (token >= self.s).reshape(len(part), 1, self.size, *(1,) * (chunks.ndim - 3))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+import precondattn as pa
+from precondattn.algebra.options import OptionValue
+from precondattn.arrays import Array
 from precondattn.spec import recurrence, rms_norm, softmax
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.recurrence import Stream
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
+    Change,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -28,7 +33,7 @@ SENTINEL = -1e4
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    company: tuple[tuple[str, Any, str, Any], ...] = (
+    company: tuple[tuple[str, tuple[str, ...] | str, str, Change], ...] = (
         ("softmax", BOTH, "a window of at most a block", with_call(_at_most_a_block)),
         ("path", FORWARD, "a window of at most a block", with_call(_at_most_a_block)),
         ("softmax", FORWARD, "a window, and so no bias", with_call(_no_bias)),
@@ -75,36 +80,43 @@ def _of_half() -> list[Fault]:
     ]
 
 
-def _with_options(call: MethodCall, **options: Any) -> MethodCall:
-    return replace(call, mechanism=dataclasses.replace(call.mechanism, **options))
+def _attention(call: MethodCall) -> pa.Softmax | pa.Path:
+    assert isinstance(call.mechanism, pa.Softmax | pa.Path)
+    return call.mechanism
+
+
+def _with_options(call: MethodCall, **options: OptionValue) -> MethodCall:
+    return replace(call, mechanism=dataclasses.replace(_attention(call), **options))
 
 
 def _at_most_a_block(call: MethodCall) -> MethodCall:
-    window = call.mechanism.window
+    window = _attention(call).window
     return call if window is None else _with_options(call, window=min(window, 16))
 
 
 def _no_bias(call: MethodCall) -> MethodCall:
-    if call.mechanism.window is None or "bias" not in call.inputs:
+    if _attention(call).window is None or "bias" not in call.inputs:
         return call
     return call.given(bias=0 * call.inputs["bias"])
 
 
 def _cap_last(call: MethodCall) -> MethodCall:
     """No cap where there is a bias."""
+    assert isinstance(call.mechanism, pa.Softmax)
     has_both = call.mechanism.softcap is not None and "bias" in call.inputs
     return _with_options(call, softcap=None) if has_both else call
 
 
 def _no_window(call: MethodCall) -> MethodCall:
+    assert isinstance(call.mechanism, pa.Softmax)
     return _with_options(call, window=None) if call.mechanism.sink else call
 
 
-def _default_eps(true: Any) -> Any:
+def _default_eps(true: Function) -> Function:
     return lambda leaf, k: true(dataclasses.replace(leaf, eps=1e-6), k)
 
 
-def _shapes(call: MethodCall) -> tuple[Any, ...]:
+def _shapes(call: MethodCall) -> tuple[object, ...]:
     return tuple((name, array.shape, str(array.dtype)) for name, array in call.inputs.items())
 
 
@@ -113,7 +125,7 @@ class _Last:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held: dict[tuple[Any, ...], Any] = {}
+        self.held: dict[tuple[object, ...], np.ndarray] = {}
 
     def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         if call.stage == FORWARD:
@@ -127,18 +139,18 @@ class _First:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held: dict[tuple[Any, ...], Any] = {}
+        self.held: dict[tuple[object, ...], np.ndarray] = {}
 
     def __call__(self, truth: Truth, call: MethodCall) -> MethodResult:
         first = self.held.setdefault(_shapes(call), np.array(call.inputs[self.name]))
         return truth(call.given(**{self.name: first}))
 
 
-def _finite_mask() -> Any:
+def _finite_mask() -> Change:
     """A finite number in place of −∞, in rows that have visible keys."""
 
-    def masked(true: Any) -> Any:
-        def scores_of(visible: Any, scores: Any) -> Any:
+    def masked(true: Function) -> Function:
+        def scores_of(visible: Array, scores: Array) -> Array:
             finite = np.where(visible, scores, SENTINEL)
             return np.where(visible.any(axis=-1, keepdims=True), finite, -np.inf)
 
@@ -147,7 +159,7 @@ def _finite_mask() -> Any:
     return inside(softmax, "mask_scores", masked)
 
 
-def _in_float16(change: Any) -> Any:
+def _in_float16(change: Change) -> Change:
     def planted(truth: Truth, call: MethodCall) -> MethodResult:
         result: MethodResult = change(truth, call) if call.dtype == "float16" else truth(call)
         return result
@@ -155,23 +167,23 @@ def _in_float16(change: Any) -> Any:
     return planted
 
 
-def _rounded(x: Any) -> Any:
+def _rounded(x: Array) -> Array:
     import torch
 
     return x.to(torch.float16).to(x.dtype)
 
 
-def _of_rounded(true: Any) -> Any:
+def _of_rounded(true: Function) -> Function:
     return lambda x: true(_rounded(x))
 
 
-def _at_chunks(step: str) -> Any:
+def _at_chunks(step: str) -> Change:
     """The state rounded to float16 after every 16 tokens."""
 
-    def change(true: Any) -> Any:
+    def change(true: Function) -> Function:
         count = 0
 
-        def stepped(state: Any, token: Any) -> Any:
+        def stepped(state: Array, token: Stream) -> tuple[Array, Array]:
             nonlocal count
             count += 1
             state, o = true(state, token)

@@ -8,15 +8,18 @@ Inputs in half precision are exact; the quantities computed from them need more 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from precondattn.arrays import Array, Arrays
+from precondattn.frame import Frame
 from precondattn.spec import recurrence, softmax
-from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.lucid import LucidSolve, TriangularSystem
+from precondattn.spec.recurrence import Stream
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     Change,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -54,7 +57,7 @@ def _in_half_calls(dtype: str, change: Change) -> Change:
     return planted
 
 
-def _rounded(x: Any, dtype: str) -> Any:
+def _rounded(x: Array, dtype: str) -> Array:
     import torch
 
     return x.to(getattr(torch, dtype)).to(x.dtype)
@@ -62,8 +65,8 @@ def _rounded(x: Any, dtype: str) -> Any:
 
 def _in_state(step: str) -> Callable[[str], Change]:
     def change(dtype: str) -> Change:
-        def in_half(true: Any) -> Any:
-            def stepped(state: Any, token: Any) -> Any:
+        def in_half(true: Function) -> Function:
+            def stepped(state: Array, token: Stream) -> tuple[Array, Array]:
                 state, o = true(state, token)
                 return _rounded(state, dtype), o
 
@@ -81,9 +84,10 @@ def _in_logits(dtype: str) -> Change:
 
 
 def _before_shift(dtype: str) -> Change:
-    def in_half(true: Any) -> Any:
-        def system(self: Any, x: Any, scores: Any, frame: Any) -> Any:
-            return true(self, x, _rounded(scores, dtype), frame)
+    def in_half(true: Function) -> Function:
+        def system(self: LucidSolve, x: Arrays, scores: Array, frame: Frame) -> TriangularSystem:
+            changed: TriangularSystem = true(self, x, _rounded(scores, dtype), frame)
+            return changed
 
         return system
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
+from precondattn.frame import Frame
 from precondattn.spec import linear_family, retention, softmax
 from precondattn.spec.array_functions import sum_heads
-from precondattn.spec.recurrence import TokenByToken
+from precondattn.spec.recurrence import Stream, StreamGradients, TokenByToken
 from precondattn.spec.unit_rows import UnitRows
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -15,6 +14,7 @@ from precondattn_conformance.faults.fault import (
     STEP,
     STEP_BACKWARD,
     Fault,
+    Function,
     inside,
     with_call,
 )
@@ -53,8 +53,8 @@ def _read_from_another() -> list[Fault]:
     ]
 
 
-def _of_key_heads(true: Any) -> Any:
-    def log_retention(heads: int, like: Any) -> Any:
+def _of_key_heads(true: Function) -> Function:
+    def log_retention(heads: int, like: Array) -> Array:
         return namespace(like).repeat(true((heads + 1) // 2, like), 2)[:heads]
 
     return log_retention
@@ -95,28 +95,28 @@ def _summed() -> list[Fault]:
     ]
 
 
-def _mean_of_heads(x: Any, heads: int) -> Any:
+def _mean_of_heads(x: Array, heads: int) -> Array:
     return sum_heads(x, heads) * (heads / x.shape[1])
 
 
-def _first_to(x: Any, shape: tuple[int, ...]) -> Any:
+def _first_to(x: Array, shape: tuple[int, ...]) -> Array:
     for axis, (wide, narrow) in enumerate(zip(x.shape, shape, strict=True)):
         if wide != narrow:
             x = x[(slice(None),) * axis + (slice(0, 1),)]
     return x
 
 
-def _mean_of_gates(true: Any) -> Any:
-    def vjp(x: Any, *rest: Any) -> Any:
-        d = true(x, *rest)
+def _mean_of_gates(true: Function) -> Function:
+    def vjp(x: Stream, *rest: object) -> StreamGradients:
+        d: StreamGradients = true(x, *rest)
         g = 0 * d.stream.g + d.stream.g.mean(axis=3, keepdims=True)
         return d._replace(stream=d.stream._replace(g=g))
 
     return vjp
 
 
-def _along_heads_too(true: Any) -> Any:
-    def _along_rows(self: Any, x: Any, frame: Any, reduce: str) -> Any:
+def _along_heads_too(true: Function) -> Function:
+    def _along_rows(self: UnitRows, x: Array, frame: Frame, reduce: str) -> Array:
         per_head = true(self, x, frame, reduce)
         return per_head * 0 + getattr(per_head, reduce)(axis=2, keepdims=True)
 

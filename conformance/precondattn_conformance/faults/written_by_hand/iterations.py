@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault
+from precondattn.arrays import Array
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, Function
 from precondattn_conformance.faults.written_by_hand.written import blocked
 from precondattn_portable import block_conjugate_gradients, mesa_query, symmetric_lucid
 
@@ -41,10 +40,10 @@ def faults() -> list[Fault]:
     ]
 
 
-def _of_two(true: Any) -> Any:
+def _of_two(true: Function) -> Function:
     return lambda leaf, x: 1e-2
 
 
-class _NeverLarge(mesa_query.Residual):
-    def is_large(self) -> Any:
+class _NeverLarge(block_conjugate_gradients.Residual):
+    def is_large(self) -> Array:
         return self.length < 0

@@ -6,17 +6,19 @@ decided for the block as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from precondattn.arrays import Array
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     Change,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -60,7 +62,7 @@ def faults() -> list[Fault]:
     ]
 
 
-def _in_keys(change: Any) -> Change:
+def _in_keys(change: Callable[[np.ndarray, Frame], np.ndarray]) -> Change:
     """A changed validity of keys (b, s), from it and the frame."""
 
     def other(call: MethodCall) -> MethodCall:
@@ -74,11 +76,11 @@ def _in_keys(change: Any) -> Change:
     return with_call(other)
 
 
-def _on_softmax(change: Any) -> Change:
+def _on_softmax(change: Callable[[np.ndarray, Frame], np.ndarray]) -> Change:
     """The same in the softmax of a composition of several leaves."""
 
-    def visible(true: Any) -> Any:
-        def changed(frame: Frame, **options: Any) -> Any:
+    def visible(true: Function) -> Function:
+        def changed(frame: Frame, **options: object) -> Array:
             if frame.k_valid is not None:
                 frame = frame.replaced(k_valid=change(np.array(frame.k_valid), frame))
             return true(frame, **options)
@@ -88,17 +90,17 @@ def _on_softmax(change: Any) -> Change:
     return inside(Frame, "visible", visible)
 
 
-def _first_block(valid: Any, frame: Frame) -> Any:
+def _first_block(valid: np.ndarray, frame: Frame) -> np.ndarray:
     valid[:, 64:] = True
     return valid
 
 
-def _first_32(valid: Any, frame: Frame) -> Any:
+def _first_32(valid: np.ndarray, frame: Frame) -> np.ndarray:
     valid[:, 32:] = True
     return valid
 
 
-def _stopped(valid: Any, frame: Frame) -> Any:
+def _stopped(valid: np.ndarray, frame: Frame) -> np.ndarray:
     """A loop over blocks of 16 keys, from the last to the first, that ends at a masked one."""
     for row in valid:
         for start in range(0, len(row), 16):
@@ -107,15 +109,15 @@ def _stopped(valid: Any, frame: Frame) -> Any:
     return valid
 
 
-def _up_to(valid: Any, frame: Frame) -> Any:
+def _up_to(valid: np.ndarray, frame: Frame) -> np.ndarray:
     if frame.q_valid is None:
         return valid
     length = int(np.sum(frame.q_valid[0])) + frame.k_position.shape[1] - frame.q_position.shape[1]
-    return valid & (np.arange(valid.shape[1]) < -(-length // 16) * 16)
+    return np.asarray(valid & (np.arange(valid.shape[1]) < -(-length // 16) * 16))
 
 
-def _segments_within_blocks(true: Any) -> Any:
-    def visible(frame: Frame, **options: Any) -> Any:
+def _segments_within_blocks(true: Function) -> Function:
+    def visible(frame: Frame, **options: object) -> Array:
         mask = true(frame, **options)
         if frame.k_segment is None:
             return mask
@@ -126,15 +128,15 @@ def _segments_within_blocks(true: Any) -> Any:
     return visible
 
 
-def _cut(after: int) -> Any:
+def _cut(after: int) -> Callable[[MethodCall], MethodCall]:
     """A segment longer than `after` tokens becomes several of at most so many."""
 
-    def segments(ids: Any) -> Any:
+    def segments(ids: np.ndarray) -> np.ndarray:
         begins = np.ones(ids.shape, dtype=bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         index = np.arange(ids.shape[1])
         start = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
-        return np.cumsum(begins, axis=1) * ids.shape[1] + (index - start) // after
+        return np.asarray(np.cumsum(begins, axis=1) * ids.shape[1] + (index - start) // after)
 
     def other(call: MethodCall) -> MethodCall:
         return _with_segments(call, segments)
@@ -142,7 +144,7 @@ def _cut(after: int) -> Any:
     return other
 
 
-def _with_segments(call: MethodCall, change: Any) -> MethodCall:
+def _with_segments(call: MethodCall, change: Callable[[np.ndarray], np.ndarray]) -> MethodCall:
     frame = call.frame
     if frame.k_segment is None:
         return call
@@ -152,11 +154,11 @@ def _with_segments(call: MethodCall, change: Any) -> MethodCall:
     return replace(call, frame=changed)
 
 
-def _or_segments(valid: Any, frame: Frame) -> Any:
+def _or_segments(valid: np.ndarray, frame: Frame) -> np.ndarray:
     return valid if frame.k_segment is None else valid | True
 
 
-def _or_lengths(valid: Any, frame: Frame) -> Any:
+def _or_lengths(valid: np.ndarray, frame: Frame) -> np.ndarray:
     q_valid = frame.q_valid
     return valid if q_valid is None or q_valid.shape != valid.shape else np.array(q_valid)
 
@@ -168,7 +170,7 @@ def _or_keys(call: MethodCall) -> MethodCall:
     return replace(call, frame=frame.replaced(q_segment=None, k_segment=None))
 
 
-def _in_three_bits(valid: Any, frame: Frame) -> Any:
+def _in_three_bits(valid: np.ndarray, frame: Frame) -> np.ndarray:
     valid[:, 1024:] = False
     return valid
 
@@ -193,7 +195,7 @@ def _one_left(truth: Truth, call: MethodCall) -> MethodResult:
     return replace(result, out=out)
 
 
-def _offset(call: MethodCall, change: Any) -> MethodCall:
+def _offset(call: MethodCall, change: Callable[[int], int]) -> MethodCall:
     frame = call.frame
     t, s = frame.q_position.shape[1], frame.k_position.shape[1]
     moved = frame.q_position - (s - t) + change(s - t)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from precondattn.arrays import namespace
+import precondattn as pa
+from precondattn.arrays import Array, namespace
 from precondattn.cache import Append
 from precondattn.spec import lucid
 from precondattn.spec.array_functions import identity_like
@@ -13,7 +14,9 @@ from precondattn.spec.lucid import TriangularSystem
 from precondattn_conformance.faults.fault import (
     FORWARD,
     STEP,
+    Change,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -60,14 +63,14 @@ def faults() -> list[Fault]:
     ]
 
 
-def _of_diagonal_only(true: Any) -> Any:
-    def matrix(self: Any) -> Any:
+def _of_diagonal_only(true: Function) -> Function:
+    def matrix(self: TriangularSystem) -> Array:
         return identity_like(true(self)) * self.diagonal
 
     return matrix
 
 
-def _keeping(slot: str, tokens: Any) -> Any:
+def _keeping(slot: str, tokens: Callable[[MethodCall], Array]) -> Change:
     def planted(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         return replace(result, updates={**result.updates, slot: Append(tokens(call))})
@@ -76,6 +79,7 @@ def _keeping(slot: str, tokens: Any) -> Any:
 
 
 def _with_norms_of_cached_keys(call: MethodCall) -> MethodCall:
+    assert isinstance(call.mechanism, pa.LucidSolve)
     xp = namespace(call.past["key"])
     mean_square = xp.mean(call.past["key"] ** 2, axis=-1)
     rms = xp.sqrt(mean_square + call.mechanism.eps) * (call.past["rms"] > 0)

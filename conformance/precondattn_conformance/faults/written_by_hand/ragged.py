@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from precondattn.arrays import Array
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import (
     STEP,
     STEP_BACKWARD,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -62,7 +64,9 @@ def _slots(call: MethodCall) -> int:
     return int(call.frame.k_position.shape[1] - call.frame.q_position.shape[1])
 
 
-def _with_past_validity(call: MethodCall, change: Any) -> MethodCall:
+def _with_past_validity(
+    call: MethodCall, change: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> MethodCall:
     valid = np.array(call.frame.k_valid)
     slots = _slots(call)
     valid[:, :slots] = change(valid[:, :slots], call.frame.q_position[:, 0])
@@ -74,17 +78,17 @@ def _cached(call: MethodCall) -> MethodCall:
 
 
 def _without_last_block(call: MethodCall) -> MethodCall:
-    def changed(valid: Any, held: Any) -> Any:
+    def changed(valid: np.ndarray, held: np.ndarray) -> np.ndarray:
         is_last = np.arange(valid.shape[1]) >= held[:, None] - BLOCK
-        return valid & ~(is_last & (held % BLOCK == 0)[:, None])
+        return np.asarray(valid & ~(is_last & (held % BLOCK == 0)[:, None]))
 
     return _with_past_validity(call, changed)
 
 
-def _within_blocks(true: Any) -> Any:
+def _within_blocks(true: Function) -> Function:
     """New keys are visible only to queries of their own block; cached keys to all."""
 
-    def visible(frame: Frame, **options: Any) -> Any:
+    def visible(frame: Frame, **options: object) -> Array:
         mask = true(frame, **options)
         t, s = mask.shape[-2:]
         query, key = frame.q_position[:, None, :, None], frame.k_position[:, None, None, :]
@@ -125,7 +129,7 @@ def _lost(truth: Truth, call: MethodCall) -> MethodResult:
     return replace(result, updates=updates)
 
 
-def _zero_at(array: Any, sequences: Any) -> Any:
+def _zero_at(array: Array, sequences: np.ndarray) -> Array:
     array = np.array(array)
     array[sequences] = 0
     return array

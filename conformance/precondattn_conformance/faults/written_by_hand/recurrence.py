@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.spec import linear_family
 from precondattn.spec.linear import Linear
-from precondattn.spec.recurrence import TokenByToken
+from precondattn.spec.recurrence import Stream, TokenByToken
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -72,8 +72,8 @@ def _with_resets(truth: Truth, call: MethodCall) -> MethodResult:
     return MethodResult(namespace(outs[0]).concat(outs, axis=1))
 
 
-def _stopping_early(true: Any) -> Any:
-    def forward(x: Any, state: Any) -> Any:
+def _stopping_early(true: Function) -> Function:
+    def forward(x: Stream, state: Array) -> tuple[Array, Array]:
         o, _ = true(x, state)
         if x.k.shape[2] == 1:
             return o, state
@@ -83,8 +83,8 @@ def _stopping_early(true: Any) -> Any:
     return forward
 
 
-def _without_mass(true: Any) -> Any:
-    def _with_mass(self: Any, state: Any) -> Any:
+def _without_mass(true: Function) -> Function:
+    def _with_mass(self: Linear, state: Arrays) -> Array:
         return true(self, {**state, "mass": 0 * state["mass"]})
 
     return _with_mass

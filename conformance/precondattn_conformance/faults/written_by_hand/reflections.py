@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from precondattn.arrays import namespace
-from precondattn.cache import Rewrite
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.cache import Replace, Rewrite
+from precondattn.frame import Frame
 from precondattn.spec.transported import Transported
 from precondattn_conformance.faults.fault import (
     BACKWARD,
@@ -14,6 +14,7 @@ from precondattn_conformance.faults.fault import (
     STEP,
     Change,
     Fault,
+    Function,
     MethodCall,
     MethodResult,
     Truth,
@@ -64,8 +65,8 @@ def _of_blocks() -> list[Fault]:
     ]
 
 
-def _advanced_for_new_only(true: Any) -> Any:
-    def _advance(self: Any, p0: int) -> None:
+def _advanced_for_new_only(true: Function) -> Function:
+    def _advance(self: ForgetGate, p0: int) -> None:
         start = self.position
         kept = self.since[..., :start] + 0
         true(self, p0)
@@ -74,8 +75,8 @@ def _advanced_for_new_only(true: Any) -> Any:
     return _advance
 
 
-def _pulling_own_only(true: Any) -> Any:
-    def pull(self: Any, p0: int, p1: int, low: int, d_row_block: Any) -> None:
+def _pulling_own_only(true: Function) -> Function:
+    def pull(self: ForgetGate, p0: int, p1: int, low: int, d_row_block: Array) -> None:
         true(self, p0, p1, p0, d_row_block[..., p0 - low :])
 
     return pull
@@ -104,8 +105,8 @@ def _of_steps() -> list[Fault]:
     ]
 
 
-def _advanced_backwards(true: Any) -> Any:
-    def advance(self: Any, past: Any, k: Any, extra: Any, frame: Any) -> Any:
+def _advanced_backwards(true: Function) -> Function:
+    def advance(self: Transported, past: Array, k: Array, extra: Arrays, frame: Frame) -> Array:
         xp = namespace(k)
         backwards = {name: xp.flip(array, axis=2) for name, array in extra.items()}
         return true(self, past, k, backwards, frame)
@@ -113,7 +114,7 @@ def _advanced_backwards(true: Any) -> Any:
     return advance
 
 
-def _without_pending(past: dict[str, Any]) -> dict[str, Any]:
+def _without_pending(past: Arrays) -> Arrays:
     return {name: 0 * a if name.startswith("pending") else a for name, a in past.items()}
 
 
@@ -122,6 +123,7 @@ def _with_pending_kept() -> Change:
         result = truth(call)
         for name, update in result.updates.items():
             if name.startswith("pending"):
+                assert isinstance(update, Replace)
                 stale = update.value == 0
                 update.value[...] = namespace(update.value).where(
                     stale, call.past[name], update.value

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import finite_or_zero
-from precondattn_conformance.faults.fault import (
-    BACKWARD,
-    FORWARD,
-    STEP,
-    Fault,
-)
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault, Function
 from precondattn_conformance.faults.written_by_hand.written import blocked
 from precondattn_portable import (
     attention,
     query_weighted,
     read_mean,
 )
+from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.masks import Mask
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.scores import DotScores
@@ -97,7 +92,7 @@ def _of_row_blocks() -> list[Fault]:
     ]
 
 
-def _without_tail(true: Any) -> Any:
+def _without_tail(true: Function) -> Function:
     """`blocks` without the last block, if that is shorter than the others."""
 
     def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -108,9 +103,9 @@ def _without_tail(true: Any) -> Any:
     return blocks
 
 
-def _with_first_bias(true: Any) -> Any:
-    def group(self: Any, part: Any) -> Any:
-        view = true(self, part)
+def _with_first_bias(true: Function) -> Function:
+    def group(self: attention.AttentionView, part: tuple[slice, ...]) -> attention.AttentionView:
+        view: attention.AttentionView = true(self, part)
         if self.bias is None or self.bias.shape[0] == 1:
             return view
         first = true(self, (slice(0, view.q.shape[0]), *part[1:]))
@@ -119,8 +114,8 @@ def _with_first_bias(true: Any) -> Any:
     return group
 
 
-def _pulling_last_only(true: Any) -> Any:
-    def pull(self: Any, i0: int, i1: int, low: int, high: int, d_row_block: Any) -> None:
+def _pulling_last_only(true: Function) -> Function:
+    def pull(self: DotScores, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
         self.d_k[:, :, low:high] = 0
         true(self, i0, i1, low, high, d_row_block)
 
@@ -140,7 +135,9 @@ def _of_reads() -> list[Fault]:
     ]
 
 
-def _shifted_by_first(ops: Any, row_block: Any, sink: Any = None) -> Any:
+def _shifted_by_first(
+    ops: Arithmetic, row_block: Array, sink: Array | None = None
+) -> tuple[Array, Array, Array]:
     xp = namespace(row_block)
     shift = finite_or_zero(xp.max(row_block[..., :2], axis=-1, keepdims=True))
     row_block = ops.exp(ops.add(row_block, -shift))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
 from precondattn.spec import (
     cross_covariance,
     iterated_inverse,
     nystrom,
     segment_means,
 )
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, Function, inside
 from precondattn_conformance.faults.written_by_hand.written import written
 
 BOTH = (FORWARD, BACKWARD)
@@ -64,11 +62,11 @@ def _of_landmarks() -> list[Fault]:
     ]
 
 
-def _by_whole_segments(m: int, tokens: int, like: Any, members: Any) -> Any:
+def _by_whole_segments(m: int, tokens: int, like: Array, members: Array | None) -> Array:
     return namespace(like).arange(tokens)[None, :] // max(tokens // m, 1)
 
 
-def _of_members_alone(true: Any) -> Any:
+def _of_members_alone(true: Function) -> Function:
     return lambda m, like, members=None, counted=None: true(m, like, members)
 
 
@@ -83,5 +81,5 @@ def _of_inverse() -> list[Fault]:
     ]
 
 
-def _of_all(true: Any) -> Any:
+def _of_all(true: Function) -> Function:
     return lambda a, *, of_all: true(a, of_all=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
     STEP,
+    Change,
     Fault,
     MethodCall,
     MethodResult,
@@ -42,7 +42,7 @@ def faults() -> list[Fault]:
     ]
 
 
-def _without_columns(first: int) -> Any:
+def _without_columns(first: int) -> Change:
     def change(truth: Truth, call: MethodCall) -> MethodResult:
         result = truth(call)
         out = np.array(result.out)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from precondattn.arrays import namespace
+from precondattn.arrays import Array, namespace
 from precondattn.frame import Frame
 from precondattn.spec import windowed
 from precondattn.spec.grid_windows import GridWindows
-from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, inside
+from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, Function, inside
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
 from precondattn_portable import windowed as blocks
-from precondattn_portable.windows import WindowPart
+from precondattn_portable.windows import Partition, WindowPart
 
 BOTH = (FORWARD, BACKWARD)
 SHIFTED = "windowed[size=3,shift=1,scale=0.3]"
@@ -36,11 +36,11 @@ def _of_windows() -> list[Fault]:
     ]
 
 
-def _one_shift(true: Any) -> Any:
+def _one_shift(true: Function) -> Function:
     return lambda self, *at: true(self._replace(shift=self.shift[:1] * 2), *at)
 
 
-def _around_edges(self: GridWindows, q_position: Any, k_position: Any) -> Any:
+def _around_edges(self: GridWindows, q_position: Array, k_position: Array) -> Array:
     """A cyclic shift without the mask of the parts of the window that wraps around."""
     of_q, of_k = (self.coordinates(position) for position in (q_position, k_position))
     same = q_position[:, :, None] == q_position[:, :, None]
@@ -62,7 +62,7 @@ def _of_tables() -> list[Fault]:
     ]
 
 
-def _of_first(true: Any) -> Any:
+def _of_first(true: Function) -> Function:
     return lambda d_scores, entry, entries: true(d_scores[:1, ...], entry[:1, ...], entries)
 
 
@@ -76,15 +76,15 @@ def _of_positions() -> list[Fault]:
     ]
 
 
-def _in_one_grid(true: Any) -> Any:
-    def positions(frame: Frame) -> Any:
+def _in_one_grid(true: Function) -> Function:
+    def positions(frame: Frame) -> Array:
         return true(frame.replaced(k_segment=None))
 
     return positions
 
 
-def _as_first(true: Any) -> Any:
-    def positions(frame: Frame) -> tuple[Any, Any]:
+def _as_first(true: Function) -> Function:
+    def positions(frame: Frame) -> tuple[Array, Array]:
         of_q, of_k = true(frame)
         return of_k[:, : of_q.shape[1]], of_k
 
@@ -137,7 +137,7 @@ def _of_blocks() -> list[Fault]:
     ]
 
 
-def _with_every_slot(partition: Any) -> Any:
+def _with_every_slot(partition: Partition) -> Partition:
     def part(each: WindowPart) -> WindowPart:
         if each.hidden is None:
             return each
@@ -153,14 +153,14 @@ def _with_first_mask(self: WindowPart, start: int, stop: int) -> WindowPart:
     return WindowPart(tokens, hidden)
 
 
-def _by_window(self: Any, part: WindowPart) -> Any:
+def _by_window(self: blocks.WindowedCall, part: WindowPart) -> Array | None:
     if part.hidden is None:
         return None
     return self.index(np.repeat(~part.hidden, self.x["q"].shape[0], axis=0)[:, None])
 
 
-def _with_first_keys(true: Any) -> Any:
-    def windows(self: Any, together: int) -> Any:
+def _with_first_keys(true: Function) -> Function:
+    def windows(self: blocks.WindowedCall, together: int) -> Iterator[blocks.GatheredWindows]:
         groups = list(true(self, together))
         *before, last = groups
         if last.k.shape == groups[0].k.shape:

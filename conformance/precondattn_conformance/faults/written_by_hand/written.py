@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import precondattn as pa
-from precondattn_conformance.faults.fault import Change, Fault, inside
+from precondattn_conformance.faults.fault import Change, Fault, Function, Owner, inside
 
 
 def written(
@@ -40,9 +40,9 @@ def blocked(
     mechanism: str,
     stages: tuple[str, ...] | str,
     detail: str,
-    owner: Any,
+    owner: Owner,
     name: str,
-    change: Any,
+    change: Callable[[Function], Function],
     subject: str = "",
 ) -> Fault:
     """A fault of the blocked carrier: `owner.name` is replaced by `change` of it."""
