@@ -87,7 +87,7 @@ def test_the_first_rows_have_as_many_of_their_levels_as_go_together_and_are_in_s
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated_delta"])
-def test_smoke_has_masks_widths_views_lengths_and_options_in_company(mechanism):
+def test_smoke_has_masks_widths_views_lengths_and_options_in_pairs(mechanism):
     chosen = designed("smoke", mechanism, "torch")
     layouts = [case.layout for case in chosen]
     assert any("+" in (layout.mask or "") and layout.b == 3 for layout in layouts)

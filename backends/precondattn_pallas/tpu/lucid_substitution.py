@@ -47,16 +47,16 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, head
     sides, solved = scratch["sides"], scratch["solved"]
     sides[...] = x["right"][...]
 
-    def buffer(of: Any) -> Any:
-        return last - of if backward else of
+    def buffer(turn: Any) -> Any:
+        return last - turn if backward else turn
 
-    def copies(of: Any) -> list[Any]:
-        """Copies of the block solved at step `of`, to one of two buffers."""
-        slot = lax.rem(of, jnp.int32(2))
-        rows = pl.ds(pl.multiple_of(buffer(of) * BLOCK, BLOCK), BLOCK)
+    def copies(turn: Any) -> list[Any]:
+        """Copies of the block solved at step `turn`, to one of two buffers."""
+        slot = lax.rem(turn, jnp.int32(2))
+        rows = pl.ds(pl.multiple_of(buffer(turn) * BLOCK, BLOCK), BLOCK)
         result = []
         for index, name in enumerate(COPIED):
-            source = memory[name].at[head, buffer(of) if name == "numbers" else rows]
+            source = memory[name].at[head, buffer(turn) if name == "numbers" else rows]
             arrived = scratch["arrived"].at[jnp.int32(index), slot]
             result.append(pltpu.make_async_copy(source, scratch[name].at[slot], arrived))
         return result
@@ -72,15 +72,15 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, head
         for copy in copies(start):
             copy.start()
 
-    def correct(of: Any, _: Any) -> Any:
-        @pl.when(of + 1 < step)
+    def correct(turn: Any, _: Any) -> Any:
+        @pl.when(turn + 1 < step)
         def _() -> None:
-            for copy in copies(of + 1):
+            for copy in copies(turn + 1):
                 copy.start()
 
-        for copy in copies(of):
+        for copy in copies(turn):
             copy.wait()
-        slot = lax.rem(of, jnp.int32(2))
+        slot = lax.rem(turn, jnp.int32(2))
         other = scratch["keys"][slot], scratch["numbers"][slot]
         weights = phi_tile(phi, own, other)
         sides[...] = sides[...] - phi.products.dot(weights, scratch["values"][slot])

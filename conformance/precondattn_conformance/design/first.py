@@ -209,17 +209,17 @@ DENSE: tuple[tuple[int, Row], ...] = (
 
 
 def first_rows(
-    levels: Mapping[str, Sequence[str]], company: str, blocks: Sequence[str]
+    levels: Mapping[str, Sequence[str]], paired_options: str, blocks: Sequence[str]
 ) -> list[Row]:
     """The wanted levels of the first rows: of the mechanism as it is, and of its options in pairs.
 
-    `company` is the expression that has options in pairs; empty for none.
+    `paired_options` is the expression that has options in pairs; empty for none.
     """
     rows = [_at(blocks, *row) for row in DENSE]
     options = levels.get("option", ())
-    if not company:
+    if not paired_options:
         return rows + [_of_an_eps(blocks, option) for option in options if option != NONE]
-    for number, (one, other) in enumerate(_in_company(company, options)):
+    for number, (one, other) in enumerate(_option_pairs(paired_options, options)):
         verbs = ("vjp", "extend") if f"window={WIDE}" in one else ("vjp",)
         for verb in verbs:
             rows.append(_with_options(blocks, number, verb, one, other))
@@ -230,17 +230,17 @@ def _at(blocks: Sequence[str], block: int, row: Row) -> Row:
     return {**row, "block": blocks[block if -block <= len(blocks) else 0]}
 
 
-def _in_company(company: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _option_pairs(paired_options: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """A window wider than a block with every other option, and each of the others with the next."""
     others = [option for option in options if option != NONE]
     wide = [option for option in others if f"window={WIDE}" in option]
     for window in wide:
         for other in others:
-            if together(company, window, other) is not None:
+            if together(paired_options, window, other) is not None:
                 yield window, other
     met = set()
     for one, other in pairwise(option for option in others if option not in wide):
-        if one not in met and together(company, one, other) is not None:
+        if one not in met and together(paired_options, one, other) is not None:
             met |= {one, other}
             yield one, other
     for option in others:

@@ -1,4 +1,4 @@
-"""Options of a mechanism in company: one that is not its default, and two at once.
+"""Options of a mechanism: one that is not its default, and two at once.
 
     softmax   →   softmax[window=3], softmax[bias=true], …      options_of
                   softmax[window=3,bias=true], …                together

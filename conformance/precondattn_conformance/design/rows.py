@@ -73,7 +73,7 @@ class Traits:
     options: tuple[str, ...]
     dtypes: tuple[str, ...]
     blocks: tuple[int, ...]
-    company: str
+    paired_options: str
     """The expression that has options in pairs; empty for none."""
 
 
@@ -99,7 +99,7 @@ class Design:
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.traits.company)
+        return bool(self.traits.paired_options)
 
     @property
     def pairs(self) -> frozenset[tuple[Level, Level]]:
@@ -140,7 +140,7 @@ def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Desig
     options = options_of(expression) if is_declared else ()
     if expression in derived():
         options = inner_eps_of(expression)
-    company = expression if is_declared else ""
+    paired_options = expression if is_declared else ""
     traits = Traits(
         letters=letters,
         is_causal=m.offers.causal,
@@ -154,7 +154,7 @@ def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Desig
         options=options,
         dtypes=library_named(library).dtypes,
         blocks=blocks or BLOCKS,
-        company=company,
+        paired_options=paired_options,
     )
     return Design(expression, traits)
 
@@ -166,9 +166,9 @@ def _orders(m: pa.Mechanism, library: str) -> tuple[str, ...]:
 
 @cache
 def _array(traits: Traits) -> CoveringArray:
-    triples = TRIPLES if traits.company else ()
+    triples = TRIPLES if traits.paired_options else ()
     levels = _levels(traits)
-    first = first_rows(levels, traits.company, levels["block"])
+    first = first_rows(levels, traits.paired_options, levels["block"])
     return CoveringArray(levels, _goes_together(traits), triples, first)
 
 
@@ -183,7 +183,7 @@ def _levels(traits: Traits) -> dict[str, tuple[str, ...]]:
     levels["order"] = traits.orders
     levels["dtype"] = tuple(d for d in levels["dtype"] if d in traits.dtypes)
     levels["option"] = (NONE, *traits.options) if traits.options else ()
-    levels["second"] = levels["option"] if traits.company else ()
+    levels["second"] = levels["option"] if traits.paired_options else ()
     if "n" not in letters:
         levels["heads"] = tuple(h for h in levels["heads"] if h[0] == h[2] or h == "4/2")
     if traits.is_unbounded:
@@ -234,16 +234,16 @@ def _goes_together(traits: Traits) -> GoesTogether:
 
     def goes(one: Level, other: Level) -> bool:
         if {one[0], other[0]} == {"option", "second"}:
-            return _options_go(traits.company, *sorted((one, other)))
+            return _options_go(traits.paired_options, *sorted((one, other)))
         return not apart(one, other)
 
     return goes
 
 
-def _options_go(company: str, option: Level, second: Level) -> bool:
+def _options_go(paired_options: str, option: Level, second: Level) -> bool:
     if second[1] == NONE:
         return True
-    return option[1] != NONE and together(company, option[1], second[1]) is not None
+    return option[1] != NONE and together(paired_options, option[1], second[1]) is not None
 
 
 def entry(expression: str, row: Row) -> RowCase:

@@ -8,12 +8,12 @@ from precondattn_conformance.faults.written_by_hand import (
     block_solve,
     caches,
     chunks,
-    company,
     half,
     heads,
     iterations,
     long_masks,
     lucid,
+    option_pairs,
     ragged,
     recurrence,
     reflections,
@@ -44,7 +44,7 @@ OF = (
     ragged,
     long_masks,
     widths,
-    company,
+    option_pairs,
 )
 
 

@@ -62,7 +62,7 @@ def _of_row_blocks() -> list[Fault]:
             BOTH,
             "the masks of the first sequence for all sequences",
             Mask,
-            "of",
+            "of_sequences",
             lambda true: lambda self, sequences: true(self, slice(0, 1)),
         ),
         blocked(

@@ -1,4 +1,4 @@
-"""Faults of options in company, of the order of calls, and of ranges in half precision."""
+"""Faults of options in pairs, of the order of calls, and of ranges in half precision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTINEL = -1e4
 
 def faults() -> list[Fault]:
     """All faults in this file."""
-    company: tuple[tuple[str, tuple[str, ...] | str, str, Change], ...] = (
+    option_pairs: tuple[tuple[str, tuple[str, ...] | str, str, Change], ...] = (
         ("softmax", BOTH, "a window of at most a block", with_call(_at_most_a_block)),
         ("path", FORWARD, "a window of at most a block", with_call(_at_most_a_block)),
         ("softmax", FORWARD, "a window, and so no bias", with_call(_no_bias)),
@@ -41,7 +41,7 @@ def faults() -> list[Fault]:
         ("softmax", FORWARD, "a sink, and so no window", with_call(_no_window)),
     )
     return [
-        *(written(m, on, what, how, has_options=True) for m, on, what, how in company),
+        *(written(m, on, what, how, has_options=True) for m, on, what, how in option_pairs),
         written(
             "qk_norm(lucid)",
             FORWARD,
