@@ -54,7 +54,7 @@ REFUSAL = """lucid: the requested backend mine does not support all of it
     other: is for GPUs"""
 
 
-class Layout(NamedTuple):
+class CaseLayout(NamedTuple):
     name: str
     t: int = 7
     mask: str | None = None
@@ -64,7 +64,7 @@ def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
     """An outcome of the runner, in the form that reports read."""
     parts = {"check": "outputs", "mechanism": "lucid", "library": "torch", "dtype": "float32"}
     parts |= {name: changed.pop(name) for name in list(changed) if name in parts}
-    layout, kind = Layout(changed.pop("layout", "plain")), "clustered"
+    layout, kind = CaseLayout(changed.pop("layout", "plain")), "clustered"
     identity = changed.pop("id", "-".join((*parts.values(), layout.name, kind)))
     measured = None
     if error is not None:
@@ -197,12 +197,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from precondattn_conformance.report.record import RecordWriter
 
-class Layout(NamedTuple):
+class CaseLayout(NamedTuple):
     name: str
 
 def case(i):
     return SimpleNamespace(id=f"case-{i}", check="outputs", mechanism="lucid", library="numpy",
-                           dtype="float64", layout=Layout("plain"), kind="random")
+                           dtype="float64", layout=CaseLayout("plain"), kind="random")
 
 with RecordWriter(sys.argv[1], backends=(), level="full", device=None, filters={}) as recording:
     for i in range(10**9):
