@@ -55,11 +55,11 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
 
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = _documentation(cls)
-    call.__wrapped__ = _Declared(cls)  # type: ignore[attr-defined]
+    call.__wrapped__ = _DeclaredCall(cls)  # type: ignore[attr-defined]
     return call
 
 
-class _Declared:
+class _DeclaredCall:
     """What `inspect` takes the signature of a shorthand from, when one asks for it."""
 
     def __init__(self, cls: type[Mechanism]) -> None:

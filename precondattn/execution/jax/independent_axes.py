@@ -32,7 +32,7 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 def axes_of(mechanism: Any, verb: str, forward: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
     """The axes of the arguments of a method: trees like `arrays`, with texts for arrays."""
     inputs, frame = arrays[:2] if verb in ("forward", "backward") else arrays[1:3]
-    declared = _Declared(mechanism, inputs)
+    declared = _DeclaredAxes(mechanism, inputs)
     of_inputs = {name: declared.axes(mechanism.inputs[name], a) for name, a in inputs.items()}
     of_frame = jax.tree.map(declared.axes_of_mask, frame)
     known = (of_inputs, of_frame)
@@ -53,7 +53,7 @@ def axes_of(mechanism: Any, verb: str, forward: Callable[..., Any], arrays: tupl
     return (of_past, *known, of_out, of_past)
 
 
-class _Declared:
+class _DeclaredAxes:
     """The axes of arrays, by the declared patterns."""
 
     def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:

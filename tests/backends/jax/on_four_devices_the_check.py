@@ -64,9 +64,9 @@ def test_the_check_finds_a_rule_without_heads(faulty, told):
 
 def test_the_check_finds_a_rule_that_divides_time(faulty):
     """The tokens of two devices do not attend to each other."""
-    letter = independent_axes._Declared._letter
+    letter = independent_axes._DeclaredAxes._letter
     faulty.setattr(
-        independent_axes._Declared,
+        independent_axes._DeclaredAxes,
         "_letter",
         lambda self, name, size: "b" if name in "ts" else letter(self, name, size),
     )
