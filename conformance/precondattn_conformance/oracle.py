@@ -33,7 +33,7 @@ from precondattn_conformance.memory_order import constant, cotangent_axes
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
 OF_WEIGHTS = ("q", "k", "g", "i")
-"""The same, where the weights of a state are divided by their sum."""
+"""The same, where the weights of a state are divided by their sum, but for its ε."""
 OF_SCORES = (
     *QUERIES_AND_KEYS,
     *("q_gain", "k_gain", "per_dim", "bias", "g"),
@@ -95,9 +95,12 @@ def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str
             is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
             if is_only_query or np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
                 terms[name] = size
-    if any(isinstance(leaf, pa.MLSTM) for leaf in m.program.leaves):
+    for leaf in m.program.leaves:
+        if not isinstance(leaf, pa.MLSTM):
+            continue
         for name, size in sizes_when_saturated(inputs, cotangent).items():
-            if name in OF_WEIGHTS and np.max(np.abs(gradients[name])) < NEARLY_ZERO * size:
+            least = (NEARLY_ZERO + leaf.eps) * size
+            if name in OF_WEIGHTS and np.max(np.abs(gradients[name])) < least:
                 terms[name] = size
     if kind == "extreme_gates" and "contraction" in inputs:
         terms["contraction"] = float(np.max(np.abs(out)) * np.max(np.abs(cotangent)))

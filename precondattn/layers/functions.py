@@ -108,6 +108,14 @@ def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
     return cast(gain * (wide / xp.sqrt(mean + eps)), x.dtype)
 
 
+def layer_norm(x: Array, eps: float) -> Array:
+    """(x − mean x) / √(variance + eps), row by row, of single or double precision."""
+    xp = namespace(x)
+    centred = x - xp.mean(x, axis=-1, keepdims=True)
+    variance = xp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred / xp.sqrt(variance + eps)
+
+
 def rotation(positions: Array, width: int, theta: float, dtype: Any) -> tuple[Array, Array]:
     """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2), of float `dtype`."""
     xp = namespace(positions)

@@ -140,6 +140,19 @@ class InverseSoftplus:
 
 
 @dataclass(frozen=True)
+class Spaced:
+    """Equally far apart from `first` to `last`, along the only axis."""
+
+    first: float
+    last: float
+
+    def __call__(self, draw: Draw, shape: Shape) -> Array:
+        ones = draw.constant(1.0)
+        index = namespace(ones).cumulative_sum(ones, axis=0) - 1
+        return self.first + (self.last - self.first) / max(shape[0] - 1, 1) * index
+
+
+@dataclass(frozen=True)
 class Identity:
     """Identity matrices in the last two axes."""
 

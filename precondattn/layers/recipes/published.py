@@ -70,6 +70,11 @@ from precondattn.layers.recipes.rwkv7 import (
     ReplacementKey,
     ScaledKey,
 )
+from precondattn.layers.recipes.xlstm import (
+    CappedGate,
+    CappedLogSigmoid,
+    SigmoidGatedLayerNorm,
+)
 
 Recipes = dict[str, Recipe]
 
@@ -164,6 +169,12 @@ PUBLISHED: dict[str, Recipes] = {
         "g": LogSigmoid(8.0, bias=False),
         "s": Written(),
         "out": Activated(),
+    },
+    "mlstm": {
+        **ROWS,
+        "g": CappedLogSigmoid(),
+        "i": CappedGate(),
+        "out": SigmoidGatedLayerNorm(),
     },
     "delta_product": GATED_DELTA,
     "dplr": {

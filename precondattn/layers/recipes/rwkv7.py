@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from precondattn.arrays import Array, cast, namespace, placement
-from precondattn.layers.functions import linear, sigmoid, unit_rows, upcast
+from precondattn.layers.functions import layer_norm, linear, sigmoid, unit_rows, upcast
 from precondattn.layers.parameters import Constant, Parameter, linear_map, low_rank_maps
 from precondattn.layers.recipe import Recipe, RecipeTokens
 
@@ -189,10 +189,7 @@ class HeadNorm(Recipe):
     def normed(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
         """The result in float32."""
         out = upcast(tokens.values["out"])
-        xp = namespace(out)
-        centred = out - xp.mean(out, axis=-1, keepdims=True)
-        variance = xp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred / xp.sqrt(variance + self.eps * out.shape[-1])
+        normed = layer_norm(out, self.eps * out.shape[-1])
         return upcast(p["gain"]) * normed + upcast(p["bias"])
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:

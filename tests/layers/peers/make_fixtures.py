@@ -6,6 +6,7 @@ Layers of Transformers with small widths, random weights, and few digits in x:
     diffllama       DiffLlamaAttention with layer_idx=1: two pairs of query heads, one of keys
     qwen3_next      Qwen3NextGatedDeltaNet: two key heads, four value heads
     mamba2          Mamba2Mixer: two groups, four heads
+    xlstm           xLSTMLayer, token by token: four heads
     nystromformer   NystromformerSelfAttention: 3 landmarks, a convolution of 5 tokens, and a
                     linear map of its output
 
@@ -134,6 +135,24 @@ def mamba2():
     )
     layer = peer.Mamba2Mixer(config, layer_idx=0)
     return 16, layer, layer
+
+
+def xlstm():
+    """An xLSTM layer, and its call."""
+    from transformers import xLSTMConfig
+    from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
+
+    config = xLSTMConfig(
+        hidden_size=32,
+        num_heads=4,
+        qk_dim_factor=0.5,
+        v_dim_factor=1.0,
+        chunkwise_kernel="chunkwise--native_autograd",
+        sequence_kernel="native_sequence__native",
+        step_kernel="native",
+    )
+    layer = xLSTMLayer(config)
+    return 32, layer, layer
 
 
 def nystromformer():
@@ -295,6 +314,7 @@ def main(names):
         )
     ]
     later += [(of_function, make) for make in fla_layers.NEWER]
+    later += [(of_module, xlstm)]
     for seed, (of, make) in enumerate([*modules, *functions, *later]):
         name = make.__name__
         if names and name not in names:
