@@ -63,6 +63,8 @@ def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
     """Why the states of a leaf have no scan; None where they have."""
     if order.name != "contiguous":
         return f"gives a device tokens that are not consecutive, as {leaf} needs them"
+    if leaf.recurrence is not None and leaf.recurrence.normaliser == "running maximum":
+        return f"has no scan of the states of {leaf}, which are relative to a running maximum"
     return None
 
 

@@ -7,7 +7,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.parallel.states import step_of_tokens
+from precondattn.parallel.layouts import TokenOrder
+from precondattn.parallel.states import refusal, step_of_tokens
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
 DEVICES = 64
@@ -56,3 +57,7 @@ def test_the_adjoint_of_a_step_is_its_transpose():
     linear = step.end_of(s) - step.state
     adjoint = step.adjoint(0 * g).end_of(g)
     torch.testing.assert_close((linear * g).sum(), (s * adjoint).sum())
+
+
+def test_states_that_are_relative_to_a_running_maximum_have_no_scan():
+    assert "which are relative to a running maximum" in refusal(pa.MLSTM(), TokenOrder("contiguous"))
