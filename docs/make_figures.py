@@ -368,6 +368,30 @@ def gsa() -> Figure:
     return figure
 
 
+def mlstm() -> Figure:
+    figure, (ax,) = panels(1, height=2.1)
+    tokens = 48
+    rng = np.random.default_rng(3)
+    i = 2 * rng.normal(size=(1, tokens, 1))
+    i[0, [9, 20, 33], 0] += (12.0, 28.0, 8.0)
+    g = -np.logaddexp(0.0, -2 * rng.normal(size=(1, tokens, 1)))
+    ones, m = np.ones((1, tokens, 1, 1)), pa.MLSTM(scale=1, eps=0)
+    cache, maxima, sums = m.init_cache(ones, ones, ones, g=g, i=i), [], []
+    for t in range(tokens):
+        one = slice(t, t + 1)
+        rows = (ones[:, one],) * 3
+        _, cache = m.extend(cache, *rows, g=g[:, one], i=i[:, one])
+        _, mass, maximum = (array.item() for array in cache.store.values())
+        maxima.append(maximum)
+        sums.append(maximum + np.log(mass))
+    ax.plot(i.ravel(), ".", color=INK, label="input gate i")
+    ax.plot(sums, color=ORANGE, label="log of the sum")
+    ax.plot(maxima, color=BLUE, label="maximum m")
+    ax.set(xlabel="token", ylabel="logarithm")
+    ax.legend()
+    return figure
+
+
 def deltaformer() -> Figure:
     figure, axes = panels(2, height=2.4)
     tokens, d = 24, 8
@@ -440,6 +464,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     stable_step,
     mesa,
     gsa,
+    mlstm,
     deltaformer,
     cross_covariance,
     nystrom,
