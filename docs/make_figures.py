@@ -372,9 +372,9 @@ def mlstm() -> Figure:
     figure, (ax,) = panels(1, height=2.1)
     tokens = 48
     rng = np.random.default_rng(3)
-    i = 2 * rng.normal(size=(1, tokens, 1))
-    i[0, [9, 20, 33], 0] += (12.0, 28.0, 8.0)
-    g = -np.logaddexp(0.0, -2 * rng.normal(size=(1, tokens, 1)))
+    i = rng.normal(size=(1, tokens, 1))
+    i[0, [12, 30], 0] += (7.0, 14.0)
+    g = -np.logaddexp(0.0, -2 - rng.normal(size=(1, tokens, 1)))  # log σ
     ones, m = np.ones((1, tokens, 1, 1)), pa.MLSTM(scale=1, eps=0)
     cache, maxima, sums = m.init_cache(ones, ones, ones, g=g, i=i), [], []
     for t in range(tokens):
@@ -388,7 +388,7 @@ def mlstm() -> Figure:
     ax.plot(sums, color=ORANGE, label="log of the sum")
     ax.plot(maxima, color=BLUE, label="maximum m")
     ax.set(xlabel="token", ylabel="logarithm")
-    ax.legend()
+    ax.legend(loc="upper left")
     return figure
 
 
