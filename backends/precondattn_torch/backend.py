@@ -25,7 +25,7 @@ from precondattn_portable.stateful import StatefulAlgorithm
 
 UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
 GATED_BY_HEAD = Recurrences(gate=("head",))
-GATED_BY_CHANNEL = Recurrences(gate=("channel",))
+GATED_BY_CHANNEL = Recurrences(gate=("channel",), reads=("after", "before, with a bonus"))
 CORRECTED = Recurrences(("delta",), gate=(None, "head", "channel"), strength=("scalar",))
 
 

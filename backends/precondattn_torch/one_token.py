@@ -2,6 +2,7 @@
 
 S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
 
+A query that reads before its token reads the S of before, and (q · (w ∘ k)) v with the bonus w.
 It is what `precondattn_portable.one_token` computes. The arithmetic of one token is so little that
 most of its time is that of the calls themselves: the states of all sequences and heads are one
 stack of matrices here, and the layout of the recurrence is never made.
@@ -53,9 +54,16 @@ def one_token(leaf: Any, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
     if h < m:
         q = q.repeat_interleave(m // h, 2)
     k, u = k.reshape(count, 1, d), x["v"].reshape(count, 1, e)
+    q = q.reshape(count, -1, d)
+    if leaf.recurrence.reads == "before, with a bonus":
+        weight = torch.bmm((q.unflatten(0, (b, m)) * x["u"].reshape(m, -1, d)).flatten(0, 1), k.mT)
+        # The bonus and the read of what the token is about to change.
+        out = torch.baddbmm(weight * u, q, states)
     if leaf.recurrence.gate is not None:
         states.mul_(x["g"].exp().reshape(count, -1, 1))
     if leaf.recurrence.rule == "delta":
         u = torch.baddbmm(u, k, states, alpha=-1) * x["beta"].reshape(count, 1, 1)
     states.addcmul_(k.mT, u)
-    return torch.bmm(q.reshape(count, -1, d), states).reshape(b, 1, -1, e)
+    if leaf.recurrence.reads == "after":
+        out = torch.bmm(q, states)
+    return out.reshape(b, 1, -1, e)

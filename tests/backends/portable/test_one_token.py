@@ -25,7 +25,7 @@ LIBRARIES = {
 }
 DECAYS = {"none": (1, 1), "head": (1, 1), "key": (4, 1), "value": (1, 3)}
 MECHANISMS = ("linear", "linear[normalize=true]", "retention", "ssd", "gla", "delta", "gated_delta")
-MECHANISMS += ("kda",)
+MECHANISMS += ("kda", "rwkv6")
 
 
 def some_stream(rng, decay, is_delta, queries=2):
