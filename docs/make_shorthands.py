@@ -9,9 +9,10 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from precondattn import shorthands
+import precondattn as pa
+from precondattn.algebra import registry
 
-STUB = Path(shorthands.__file__).with_suffix(".pyi")
+STUB = Path(pa.__file__).with_name("shorthands.pyi")
 
 HEAD = '''\
 """The parameters of the shorthands, which `docs/make_shorthands.py` writes from the declarations.
@@ -30,10 +31,9 @@ from precondattn.arrays import Array
 
 def stub() -> str:
     """The stub, as the formatter leaves it."""
-    made = {
-        each.__name__: each for each in vars(shorthands).values() if hasattr(each, "__wrapped__")
-    }
-    return HEAD + "\n\n".join("\n".join(_function(*item)) for item in sorted(made.items())) + "\n"
+    names = (name for name in sorted(pa.__all__) if registry.known(name))
+    made = (_function(name, getattr(pa, name)) for name in names)
+    return HEAD + "\n\n".join("\n".join(lines) for lines in made) + "\n"
 
 
 def _function(name: str, function: object) -> Iterator[str]:

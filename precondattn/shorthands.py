@@ -3,8 +3,18 @@
 A type checker reads them in `shorthands.pyi`, which `docs/make_shorthands.py` writes.
 """
 
-from precondattn.algebra.expression import mechanisms
-from precondattn.execution.shorthand import shorthand
-from precondattn.spec.contraction_gate import ContractionGate
+from __future__ import annotations
 
-globals().update({cls.name: shorthand(cls) for cls in (*mechanisms().values(), ContractionGate)})
+from typing import Any
+
+from precondattn.algebra import registry
+from precondattn.execution.shorthand import shorthand
+
+
+def __getattr__(name: str) -> Any:
+    """The shorthand of the mechanism of that name, which `import` asks for."""
+    cls: Any = registry.known(name)
+    if cls is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = shorthand(cls)
+    return globals()[name]
