@@ -60,4 +60,6 @@ def test_the_adjoint_of_a_step_is_its_transpose():
 
 
 def test_states_that_are_relative_to_a_running_maximum_have_no_scan():
-    assert "which are relative to a running maximum" in refusal(pa.MLSTM(), TokenOrder("contiguous"))
+    assert "which are relative to a running maximum" in refusal(
+        pa.MLSTM(), TokenOrder("contiguous")
+    )

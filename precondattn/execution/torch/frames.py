@@ -56,7 +56,9 @@ def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
     if is_extension and layout.longest is None:
         lengths = host_integers(q_position[:, 0])
         if lengths is not None:
-            held = None if layout.masks else held_by_all(lengths, layout.t, layout.s)
+            held = None
+            if not layout.masks and layout.t is not None and layout.s is not None:
+                held = held_by_all(lengths, layout.t, layout.s)
             layout = layout._replace(held=held, longest=max(lengths, default=0))
     return layout
 
