@@ -49,18 +49,17 @@ def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame
 
 def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
     """The layout with what a compiler did not know."""
-    is_extension = layout.kind == EXTENSION
-    if layout.t is None or layout.s is None:
-        t, keys = q_position.shape[1], k_position.shape[1]
-        layout = layout._replace(t=t, s=keys - t if is_extension else keys).without_symbols
-    if is_extension and layout.longest is None:
-        lengths = host_integers(q_position[:, 0])
-        if lengths is not None:
-            held = None
-            if not layout.masks and layout.t is not None and layout.s is not None:
-                held = held_by_all(lengths, layout.t, layout.s)
-            layout = layout._replace(held=held, longest=max(lengths, default=0))
-    return layout
+    t, s = q_position.shape[1], k_position.shape[1]
+    if layout.kind == EXTENSION:
+        s = s - t
+    layout = layout._replace(t=t, s=s).without_symbols
+    if layout.kind != EXTENSION or layout.longest is not None:
+        return layout
+    lengths = host_integers(q_position[:, 0])
+    if lengths is None:
+        return layout
+    held = None if layout.masks else held_by_all(lengths, t, s)
+    return layout._replace(held=held, longest=max(lengths, default=0))
 
 
 def no_gradient_of(layout: str) -> tuple[None, ...]:

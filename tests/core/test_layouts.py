@@ -1,0 +1,221 @@
+"""What an algorithm knows of positions and masks does not depend on who calls it."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import precondattn as pa
+import precondattn.torch_operators
+from precondattn.dispatch.discovery import REFERENCE
+from precondattn.execution.torch.frames import layout_of, text_of
+from precondattn.frame import EXTENSION, FULL, Layout, extending_frame, full_frame
+from precondattn_conformance.inputs import CallLayout, make_inputs
+
+B, T, HELD, CAPACITY = 2, 5, 3, 9
+LENGTHS = torch.tensor([5, 3])
+KEY_MASK = torch.tensor([[True, False, True, True, True]] * B)
+FULL_MASKS = [
+    {},
+    {"lengths": LENGTHS},
+    {"key_mask": KEY_MASK},
+    {"lengths": LENGTHS, "key_mask": KEY_MASK},
+    {"segment_ids": torch.tensor([[0, 0, 1, 1, 1]] * B)},
+]
+
+
+class Recording(pa.Backend):
+    """Computes as the reference does, and keeps the layouts that its methods get."""
+
+    name = "recording"
+
+    def __init__(self):
+        self.seen = set()
+
+    def supports(self, mechanism, request):
+        return pa.Support.yes()
+
+    def forward(self, mechanism, inputs, frame):
+        self.seen.add(("forward", frame.layout))
+        return REFERENCE.forward(mechanism, inputs, frame)[0], ()
+
+    def backward(self, mechanism, inputs, frame, out, residuals, cotangent):
+        self.seen.add(("backward", frame.layout))
+        out, residuals = REFERENCE.forward(mechanism, inputs, frame)
+        return REFERENCE.backward(mechanism, inputs, frame, out, residuals, cotangent)
+
+    def residual_shapes(self, mechanism, inputs, frame):
+        return ()
+
+    def step(self, mechanism, past, inputs, frame):
+        self.seen.add(("step", frame.layout))
+        return REFERENCE.step(mechanism, past, inputs, frame)
+
+    def step_backward(self, mechanism, past, inputs, frame, cotangent, d_buffers):
+        self.seen.add(("step_backward", frame.layout))
+        return REFERENCE.step_backward(mechanism, past, inputs, frame, cotangent, d_buffers)
+
+
+@pytest.fixture
+def recording(only_the_reference):
+    backend = Recording()
+    pa.register_backend(backend)
+    torch.compiler.reset()
+    return backend
+
+
+def tensors_of(m, t=T, *, requires_grad=False):
+    made = make_inputs(m, CallLayout("test", b=B, t=t, s=t), "random")
+    return {name: torch.tensor(a, requires_grad=requires_grad) for name, a in made.items()}
+
+
+def stacked(x):
+    return {name: torch.stack([a, 2 * a]) for name, a in x.items()}
+
+
+def any_sizes(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+
+
+def full(way, m, masks):
+    """A full call, of which one way is to be mapped, compiled or differentiated."""
+    x = tensors_of(m, requires_grad=way.startswith("gradient"))
+    match way:
+        case "plain":
+            m(**x, **masks)
+        case "vjp":
+            out, pull = m.vjp(**x, **masks)
+            pull(out)
+        case "mapped":
+            torch.func.vmap(lambda x: m(**x, **masks))(stacked(x))
+        case "gradient":
+            m(**x, **masks).sum().backward()
+        case "gradients of several cotangents":
+            out = m(**x, **masks)
+            ones = torch.ones(3, *out.shape, dtype=out.dtype)
+            torch.autograd.grad(out, list(x.values()), ones, is_grads_batched=True)
+        case "gradient, compiled":
+            compiled(m)(**x, **masks).sum().backward()
+        case "gradient, compiled for any sizes":
+            any_sizes(m)(**x, **masks).sum().backward()
+
+
+WAYS = [
+    "plain",
+    "vjp",
+    "mapped",
+    "gradient",
+    "gradients of several cotangents",
+    "gradient, compiled",
+    "gradient, compiled for any sizes",
+]
+
+
+CALLS = [
+    pytest.param(way, masks, id=f"{way}, {'+'.join(masks) or 'no masks'}")
+    for way in WAYS
+    for masks in (FULL_MASKS[:2] if "compiled" in way else FULL_MASKS)
+]
+
+
+@pytest.mark.parametrize(("way", "masks"), CALLS)
+def test_an_algorithm_sees_one_layout_in_every_full_call(way, masks, recording):
+    full(way, pa.Delta(), masks)
+    layout = Layout(FULL, T, T, frozenset(masks))
+    verbs = ("forward",) if way in ("plain", "mapped") else ("forward", "backward")
+    assert recording.seen == {(verb, layout) for verb in verbs}
+
+
+def extension(way, m, masks, lengths):
+    """An extension of caches that hold so many tokens."""
+    x = tensors_of(m, HELD)
+    cache = m.init_cache(**x, capacity=CAPACITY)
+    _, cache = m.extend(cache, **x, lengths=lengths, backend="reference")
+    x = tensors_of(m, requires_grad=way == "gradient")
+    match way:
+        case "plain":
+            m.extend(cache, **x, **masks)
+        case "donated":
+            m.extend(cache, **x, **masks, donate=True)
+        case "vjp":
+            out, _, pull = m.extend_vjp(cache, **x, **masks)
+            pull(out)
+        case "mapped":
+            with torch.no_grad():
+                torch.func.vmap(lambda x: m.extend(cache, **x, **masks)[0])(stacked(x))
+        case "gradient":
+            m.extend(cache, **x, **masks)[0].sum().backward()
+        case "compiled for any sizes":
+            any_sizes(lambda cache, x: m.extend(cache, **x, **masks)[0])(cache, x)
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 1]], ids=["equal", "ragged"])
+@pytest.mark.parametrize("masks", [{}, {"lengths": LENGTHS}], ids=["none", "lengths"])
+@pytest.mark.parametrize(
+    ("expression", "way"),
+    [
+        *(("delta", way) for way in ("plain", "donated", "vjp", "mapped", "gradient")),
+        *(("softmax", way) for way in ("plain", "donated", "mapped", "compiled for any sizes")),
+    ],
+)
+def test_an_algorithm_sees_one_layout_in_every_extension(
+    expression, way, masks, lengths, recording
+):
+    m = pa.parse(expression)
+    extension(way, m, masks, lengths)
+    slots = CAPACITY if expression == "softmax" else 0
+    held = HELD if lengths is None and not masks else None
+    layout = Layout(EXTENSION, T, slots, frozenset(masks), held, HELD)
+    verbs = ("step", "step_backward") if way in ("vjp", "gradient") else ("step",)
+    assert recording.seen == {(verb, layout) for verb in verbs}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(FULL, 5, 7),
+        Layout(FULL, None, None, frozenset({"lengths", "key_mask"})),
+        Layout(EXTENSION, 1, 0, held=0, longest=0),
+    ],
+)
+def test_the_text_of_a_layout_is_read_as_that_layout(layout):
+    assert layout_of(text_of(layout)) == layout
+    assert bool(text_of(layout)) == bool(layout.kind)
+
+
+def test_no_array_is_computed_before_it_is_read():
+    frames = [
+        full_frame(4, 6, torch.zeros(1)),
+        extending_frame(torch.tensor([2, 5]), 8, 3, longest=5, past_mask=torch.ones(2, 8) > 0),
+    ]
+    for frame in frames:
+        assert not {"q_position", "k_position"} & set(vars(frame))
+        assert frame.k_position.shape[1] == len(frame.visible(causal=True)[0, 0, 0])
+        assert {"q_position", "k_position"} <= set(vars(frame))
+
+
+def test_a_replaced_array_leaves_nothing_known():
+    frame = full_frame(6, 6, torch.zeros(1), lengths=torch.tensor([6, 2]))
+    assert frame.layout.has_lengths_only
+    assert frame.replaced(k_segment=None) is frame
+    assert frame.replaced(k_valid=None).layout == Layout()
+
+
+def test_a_program_exported_before_operators_had_layouts_still_runs():
+    # `earlier/make_exported.py` has its code: a full call, and two extensions of a cache.
+    program = torch.export.load(Path(__file__).parent / "earlier" / "exported.pt2").module()
+    m, sizes = pa.Lucid(), (7, 7, 7, 4, 4, 4)
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(2, n, 1, 4, generator=generator) for n in sizes]
+    out, more = program(*x)
+    whole = m(*(torch.cat(pair, 1) for pair in zip(x[:3], x[3:], strict=True)))
+    torch.testing.assert_close(out, m(*x[:3]))
+    torch.testing.assert_close(more, whole[:, 7:])
