@@ -32,6 +32,12 @@ Shape = tuple[int, ...]
 DType = Any
 """A data type of any supported library."""
 
+Index = Any
+"""What an array is indexed with: slices, numbers, arrays of numbers."""
+
+Tree = Any
+"""Arrays in tuples, lists and dicts, as JAX takes and returns them."""
+
 Namespace = Any
 """The functions of an array library, by the names of the array API."""
 

@@ -12,7 +12,7 @@ from precondattn_jax.mesa_query import SolvingChunkwise
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks
-from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
@@ -54,7 +54,7 @@ TOKEN_WISE = (
 )
 """Leaves whose definition can be compiled: its control flow does not depend on array entries."""
 
-ALGORITHMS: dict[type | Recurrences, Algorithm] = {
+ALGORITHMS: dict[type | Recurrences, AnyAlgorithm] = {
     pa.Softmax: AttentionBlocks(),
     pa.Path: AttentionBlocks(),
     pa.LucidSolve: LucidSolveBlocks(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,13 @@ from precondattn.arrays import Arrays
 from precondattn_portable.arithmetic import Arithmetic
 
 
-def precision() -> Any:
+def precision() -> lax.Precision | None:
     """The precision of products: the user's setting, or full precision."""
     is_set = jax.config.jax_default_matmul_precision is not None
     return None if is_set else lax.Precision.HIGHEST
 
 
-def full_precision() -> AbstractContextManager[Any]:
+def full_precision() -> AbstractContextManager[object]:
     """The same for all products within it."""
     return nullcontext() if precision() is None else jax.default_matmul_precision("highest")
 
@@ -85,11 +84,13 @@ class JaxArithmetic(Arithmetic):
         result = product(a, b)
         return total + (result if factor == 1.0 else factor * result)
 
-    def summed(self, count: Array, term: Callable[[Any], Arrays]) -> Arrays:
-        def step(i: Any, total: Arrays) -> Arrays:
-            return jax.tree.map(jnp.add, total, term(i))
+    def summed(self, count: Array, term: Callable[[Array | int], Arrays]) -> Arrays:
+        def step(i: Array, total: Arrays) -> Arrays:
+            added: Arrays = jax.tree.map(jnp.add, total, term(i))
+            return added
 
-        return lax.fori_loop(1, count, step, term(0))
+        total: Arrays = lax.fori_loop(1, count, step, term(0))
+        return total
 
 
 JAX = JaxArithmetic()

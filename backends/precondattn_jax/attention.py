@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import cast
 
 from jax import Array
 
+import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax.attention_step import attention_step
 from precondattn_jax.definition import few_tokens_at_a_time, step_as_defined
 from precondattn_jax.grouped_attention import GroupedAttention, has_groups
@@ -22,15 +24,15 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 
-def _full_call(leaf: Any, x: Mapping[str, Array], frame: Frame) -> TiledAttention:
+def _full_call(leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> TiledAttention:
     return (GroupedAttention if has_groups(leaf, frame) else TiledAttention)(leaf, x, frame)
 
 
-class AttentionBlocks(Algorithm):
+class AttentionBlocks(Algorithm[SoftmaxAttention]):
     """Algorithm of `Softmax` and `Path`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         out, log_total = _full_call(leaf, x, frame).forward()
         return out, (log_total,)
@@ -38,7 +40,7 @@ class AttentionBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -50,19 +52,21 @@ class AttentionBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
         if leaf.metric != DOT:
-            step = partial(transported_step, leaf)
+            step = partial(transported_step, cast("pa.Path", leaf))
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         if leaf.forget != "none":
             return step_as_defined(leaf, past, x, frame)
         out = attention_step(leaf, dict(past), dict(x), frame)
         return out, {"key": Append(x["k"]), "value": Append(x["v"])}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: SoftmaxAttention, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]
         return (ArraySpec((b, t, h), dtype if dtype == "float64" else "float32"),)

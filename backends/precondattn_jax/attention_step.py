@@ -6,14 +6,13 @@ once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
+from precondattn.arrays import Tree
 from precondattn.frame import Frame
 from precondattn.spec.soft_cap import capped
-from precondattn.spec.softmax import bias_of_keys
+from precondattn.spec.softmax import SoftmaxAttention, bias_of_keys
 from precondattn_jax.arithmetic import product_with_transposed
 from precondattn_jax.past import BufferedPast, with_derivative_of_the_definition
 from precondattn_jax.tiled_attention import TiledAttention, read_of
@@ -22,7 +21,9 @@ from precondattn_portable.layout import grouped_bias
 
 
 @with_derivative_of_the_definition
-def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
+def attention_step(
+    leaf: SoftmaxAttention, past: dict[str, Array], x: dict[str, Array], frame: Frame
+) -> Array:
     """The output (b, t, h, e) of `Softmax` without a forget gate."""
     t, capacity = x["q"].shape[1], past["key"].shape[1]
     new_frame = new_tokens(frame, t)
@@ -42,8 +43,8 @@ def attention_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame
     if bias is not None:
         bias = blocks.of_queries(grouped_bias(bias, n))
 
-    def of_past(a: Array, rows: Array, state: Any) -> Any:
-        def add(j: Array, state: Any) -> Any:
+    def of_past(a: Array, rows: Array, state: Tree) -> Tree:
+        def add(j: Array, state: Tree) -> Tree:
             tile = product_with_transposed(rows, cached.take(past["key"], j))
             if leaf.softcap is not None:
                 tile = capped(tile, leaf.softcap)

@@ -7,9 +7,9 @@ inside, it is part of the surrounding computation.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from precondattn.arrays import Array
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Tree
 from precondattn.backend import Request, Support
 from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
 from precondattn_portable.arithmetic import Arithmetic
@@ -35,24 +35,24 @@ class Jax(JaxBackend, Portable):
 
         return ALGORITHMS
 
-    def differentiable(self, mechanism: Any) -> Output | None:
+    def differentiable(self, mechanism: Piece) -> Output | None:
         if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
             return None
         from precondattn_jax.twice_differentiable import output_of
 
-        return partial(output_of(mechanism), mechanism)
+        return partial(output_of(mechanism.program.leaves[0]), mechanism)
 
-    def differentiable_step(self, mechanism: Any) -> StepOutput | None:
+    def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
             return None
         return partial(Portable.step, self, mechanism)
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs the leaves of this group one by one")
         return super().supports(mechanism, request)
 
-    def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    def run(self, verb: str, mechanism: Piece, *arrays: Tree) -> Tree:
         from precondattn_jax.compiled import compiled
 
         return compiled(verb, self, mechanism, *arrays)

@@ -7,8 +7,6 @@ The gradient computes a tile's scores again: XLA finds that it has them.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import Array
 
 from precondattn.spec.soft_cap import capped, slope
@@ -26,7 +24,7 @@ class CappedScores(DotScores):
         return capped(super().tile(x, j), self.cap)
 
     def pulled(
-        self, sums: Sums, trail: Any, y: Array, j: Array, d_tile: Array
+        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
     ) -> tuple[Sums, Array]:
         d_tile = d_tile * slope(super().tile(trail, j), self.cap)
         return super().pulled(sums, trail, y, j, d_tile)

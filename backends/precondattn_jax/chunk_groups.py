@@ -10,11 +10,12 @@ Only what depends on the adjacent chunk is in the loop.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Tree
 from precondattn.spec.recurrence import Stream
 from precondattn_jax.arithmetic import JAX, product, transposed_product
 from precondattn_jax.channel_decay import ChannelDecay
@@ -25,8 +26,18 @@ from precondattn_portable import (
     chunkwise_delta,
     chunkwise_delta_channels,
 )
+from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks, flat
 from precondattn_portable.head_decay import HeadDecay, decayed
+
+
+class SummedChunks(Protocol):
+    """What the states of sums are made of."""
+
+    total: Array | None
+
+    def _written(self) -> tuple[Array, Array]: ...
+    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]: ...
 
 
 class StatesOfSums:
@@ -34,10 +45,10 @@ class StatesOfSums:
 
     total: Array | None
 
-    def states(self: Any, state: Array) -> Array:
+    def states(self: SummedChunks, state: Array) -> Array:
         return _with_last(*_sums(state, transposed_product(*self._written()), self.total))
 
-    def d_states(self: Any, q: Array, d_o: Array, d_state: Array) -> Array:
+    def d_states(self: SummedChunks, q: Array, d_o: Array, d_state: Array) -> Array:
         rows, d_rows = self._pulled(q, d_o)
         added = transposed_product(flat(rows), flat(d_rows))
         first, before = _sums(d_state, added, self.total, reverse=True)
@@ -49,11 +60,12 @@ def _sums(
 ) -> tuple[Array, Array]:
     """The last state, and the one before every step S ← total ∘ S + added."""
 
-    def step(state: Array, x: Any) -> tuple[Array, Array]:
+    def step(state: Array, x: Tree) -> tuple[Array, Array]:
         added, total = x
         return (state if total is None else total * state) + added, state
 
-    return lax.scan(step, state, (added, total), reverse=reverse)
+    last, before = lax.scan(step, state, (added, total), reverse=reverse)
+    return last, before
 
 
 def _with_last(last: Array, before: Array) -> Array:
@@ -73,7 +85,7 @@ class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
 class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
     """One decay for each key channel."""
 
-    def __init__(self, ops: Any, x: WrittenChunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
         self.total = jnp.matrix_transpose(self.decay.total)
 
@@ -81,7 +93,7 @@ class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
 class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
     """One decay for each value channel."""
 
-    def __init__(self, ops: Any, x: WrittenChunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
         self.total = self.decay.total
 
@@ -91,7 +103,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 
     total: Array | None
 
-    def __init__(self, ops: Any, x: WrittenChunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
         self.total = self.decay.total
         self.below, self.to_erased = self._of_erased()
@@ -101,7 +113,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         self.reading_k = self.erase * decayed(x.beta, self.to_erased)
 
     def states(self, state: Array) -> Array:
-        def step(state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
+        def step(state: Array, x: Tree) -> tuple[Array, tuple[Array, Array]]:
             right, reading_k, inverse, writing_k, total = x
             u = product(inverse, right - product(reading_k, state))
             kept = state if total is None else total * state
@@ -117,7 +129,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         d_u = transposed_product(self.scores, flat(d_o))
         pulled = transposed_product(flat(decayed(q, self.decay.reading)), flat(d_o))
 
-        def step(d_state: Array, x: Any) -> tuple[Array, tuple[Array, Array]]:
+        def step(d_state: Array, x: Tree) -> tuple[Array, tuple[Array, Array]]:
             d_u, pulled, writing_k, inverse, reading_k, total = x
             right = transposed_product(inverse, d_u + product(writing_k, d_state))
             kept = d_state if total is None else total * d_state
@@ -131,13 +143,13 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
     """The delta rule, with one decay for each key channel."""
 
-    def __init__(self, ops: Any, x: WrittenChunks) -> None:
+    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         self.ops, self.x = ops, x
         self._set(ChannelDecay(ops, x.g))
         self.inverse = unit_lower_inverse(self.among_keys * x.beta)
 
 
-KINDS: dict[type, type] = {
+KINDS: dict[chunkwise.GroupKind, chunkwise.GroupKind] = {
     chunkwise_additive.HeadAdditive: HeadAdditive,
     chunkwise_additive.KeyAdditive: KeyAdditive,
     chunkwise_additive.ValueAdditive: ValueAdditive,
@@ -148,5 +160,4 @@ KINDS: dict[type, type] = {
 
 def group_of(x: Stream, chunks: WrittenChunks) -> ChunkGroup:
     """The computation for some chunks of a stream."""
-    result: ChunkGroup = KINDS[chunkwise.kind_of(x)](JAX, chunks)
-    return result
+    return KINDS[chunkwise.kind_of(x)](JAX, chunks)

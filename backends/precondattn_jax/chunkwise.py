@@ -8,11 +8,11 @@ gradient stores the state before every group, and recomputes those within it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Tree
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.chunk_groups import group_of
@@ -31,7 +31,7 @@ class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
 
     @staticmethod
-    def body(function: Callable[..., Any]) -> Callable[..., Any]:
+    def body(function: Callable[..., Tree]) -> Callable[..., Array]:
         """The body of a loop over groups."""
         return function
 
@@ -71,7 +71,7 @@ class Chunkwise(AllTokens):
         """
         work = ChunkWork(x._replace(q=arrays[0]))
 
-        def of_group(state: Array, given: Any) -> tuple[Array, Array]:
+        def of_group(state: Array, given: Tree) -> tuple[Array, Array]:
             chunks, *parts = given
             group = group_of(x, chunks)
             states = group.states(state)
@@ -142,7 +142,7 @@ class ChunkWork:
         """The state after a group, and the one before."""
         return group_of(self.x, chunks).states(state)[-1], state
 
-    def pull(self, d_state: Array, given: Any) -> tuple[Array, tuple[Array, WrittenChunks]]:
+    def pull(self, d_state: Array, given: Tree) -> tuple[Array, tuple[Array, WrittenChunks]]:
         """Gradients of the state before a group, of its queries and of its written inputs."""
         state, chunks, q, d_o = given
         group = group_of(self.x, chunks)

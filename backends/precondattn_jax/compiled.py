@@ -7,21 +7,25 @@ at a time. On several devices, each computes its own sequences and heads.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Tree
+from precondattn.execution.jax.backend import JaxBackend
 from precondattn.execution.jax.sharding import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 
-def compiled(verb: str, backend: Any, mechanism: Any, *arrays: Any) -> Any:
+def compiled(verb: str, backend: JaxBackend, mechanism: Piece, *arrays: Tree) -> Tree:
     """The backend's method of that name."""
     return _call(verb, backend, mechanism, _sizes(), *arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _call(verb: str, backend: Any, mechanism: Any, sizes: tuple[int, ...], *arrays: Any) -> Any:
+def _call(
+    verb: str, backend: JaxBackend, mechanism: Piece, sizes: tuple[int, ...], *arrays: Tree
+) -> Tree:
     return on_shards(backend.computing, verb, mechanism, *arrays)
 
 

@@ -6,12 +6,12 @@ By the definition of a cache, any split of a sequence gives the same output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import cast, upcast_all
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.arrays import Tree, cast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.frame import Frame
 from precondattn_jax.layout import is_known
@@ -23,14 +23,14 @@ Step = Callable[[dict[str, Array], dict[str, Array], Frame], tuple[Array, Update
 
 
 def step_as_defined(
-    leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    leaf: LeafProtocol, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """The leaf's own step: the output for new tokens, and the update of every slot."""
     return few_tokens_at_a_time(leaf.step, leaf, upcast_all(past), x, frame)
 
 
 def few_tokens_at_a_time(
-    step: Step, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    step: Step, leaf: LeafProtocol, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """A step of the leaf as several steps of few tokens."""
     t = frame.q_position.shape[1]
@@ -39,13 +39,14 @@ def few_tokens_at_a_time(
     past = upcast_all(past)
     count = -(-t // TOKENS)
     capacity = frame.k_position.shape[1] - t
+    assert frame.k_valid is not None  # A cache has slots that are not filled.
     slot_valid, new_valid = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
     slots, length = frame.k_position[:, :capacity], frame.q_position[:, 0]
     q_valid = jnp.ones_like(new_valid) if frame.q_valid is None else frame.q_valid
     parts = {name: _parts(a, leaf.inputs[name].time_axis, count) for name, a in x.items()}
     whole = {name: a for name, a in x.items() if leaf.inputs[name].time_axis is None}
 
-    def some_tokens(carry: Any, xs: Any) -> tuple[Any, Array]:
+    def some_tokens(carry: Tree, xs: Tree) -> tuple[Tree, Array]:
         buffers, length, slot_valid = carry
         tokens, new_valid, q_valid = xs
         position = length[:, None] + jnp.arange(TOKENS, dtype=length.dtype)[None, :]

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import Arrays, Residuals
+import precondattn as pa
+from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -40,7 +40,7 @@ from precondattn_portable.arithmetic import Arithmetic
 class Tiles:
     """A full call in blocks; arrays have h heads before time."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(self, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame) -> None:
         b, s, h, d = x["q"].shape
         size = block_size(s, b * h, packed=frame.k_segment is not None)
         self.blocks = blocks = QueryBlocks(s, s, size)
@@ -75,11 +75,11 @@ class Tiles:
         return heads_first(x[:, :, : self.blocks.s])
 
 
-class DeltaFormerBlocks(Algorithm):
+class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     """Algorithm of the leaf `DeltaFormer`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         tiles = Tiles(leaf, x, frame)
         blocks, v = tiles.blocks, tiles.v
@@ -121,7 +121,7 @@ class DeltaFormerBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.DeltaFormer,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -141,7 +141,7 @@ class DeltaFormerBlocks(Algorithm):
         log_totals = of_tokens(residuals[1][..., None], -math.inf)
         u = tiles.v - tiles.beta * w
 
-        def of_block(carry: tuple[Array, Array], a: Array) -> Any:
+        def of_block(carry: tuple[Array, Array], a: Array) -> Tree:
             log_total = blocks.take(log_totals, a)
             shift = finite_or_zero(log_total)
             own, beta = tiles.own_weight(a, log_total), blocks.take(tiles.beta, a)
@@ -188,14 +188,16 @@ class DeltaFormerBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.DeltaFormer,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
         return step_as_defined(leaf, past, x, frame)
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: pa.DeltaFormer, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         (b, s, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         width = inputs["v"].shape[3]

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
+from precondattn.arrays import Tree
 from precondattn.frame import Frame
 from precondattn_jax.deltaformer import Tiles
 from precondattn_jax.loops import DIFFERENTIABLE
@@ -52,7 +53,7 @@ def _log_totals(tiles: Tiles) -> tuple[Array, Array]:
     def of_block(a: Array) -> tuple[Array, Array]:
         values = blocks.take(tiles.beta, a)  # Any of width 1: the sum of weights is wanted.
 
-        def add(i: Array, state: Any) -> Any:
+        def add(i: Array, state: Tree) -> Tree:
             return read.add(state, tiles.scores(a, a - 1 - i), values)
 
         state = read.start(values.shape, values)
@@ -64,7 +65,7 @@ def _log_totals(tiles: Tiles) -> tuple[Array, Array]:
     return joined(log_totals), joined(some)
 
 
-def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def output(leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame) -> Array:
     """o (b, s, h, e)"""
     tiles, constant = Tiles(leaf, x, frame), Tiles(leaf, lax.stop_gradient(dict(x)), frame)
     log_totals, some = _log_totals(tiles)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn_jax.layout import heads_first
@@ -62,7 +62,7 @@ class LucidRows:
         return DIFFERENTIABLE.counted(self.blocks.keys, a - self.mask.first(a), add, start)[0]
 
 
-def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def output(leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame) -> Array:
     """y (b, s, n, e)"""
     system = LucidSystem(leaf, x, frame)
     constant = LucidSystem(leaf, lax.stop_gradient(dict(x)), frame)

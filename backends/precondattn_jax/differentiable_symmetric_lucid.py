@@ -9,11 +9,11 @@ the product is differentiated: row by row of blocks, without the symmetry that s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import identity_like, where_valid
 from precondattn_jax.arithmetic import JAX, product, zeros
@@ -23,7 +23,7 @@ from precondattn_jax.lower_system import joined
 from precondattn_jax.symmetric_lucid import Similarities
 
 
-def output(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def output(leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame) -> Array:
     """y (b, s, n, e)"""
     unit = leaf.unit_keys(heads_first(x["k"]))
     phi, constant = (Similarities(leaf, k, frame) for k in (unit, lax.stop_gradient(unit)))

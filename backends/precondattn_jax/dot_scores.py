@@ -7,8 +7,6 @@ The loops use a metric only through this interface; `transported_scores.py` has 
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import Array
 
 from precondattn_jax.arithmetic import (
@@ -52,15 +50,15 @@ class DotScores:
     def sums(self) -> Sums:
         return {"k": zeros(self.k.shape, self.k)}
 
-    def trail(self, a: Array, first: Array) -> Any:
+    def trail(self, a: Array, first: Array) -> Array:
         """The queries of block a, carried to each block from `first` on."""
         return self.start(a)
 
-    def on_trail(self, trail: Any, j: Array) -> Array:
+    def on_trail(self, trail: Array, j: Array) -> Array:
         return trail
 
     def pulled(
-        self, sums: Sums, trail: Any, y: Array, j: Array, d_tile: Array
+        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
     ) -> tuple[Sums, Array]:
         """Gradients from a tile's: the sums with its part, and y, the queries' gradient so far."""
         blocks = self.blocks

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Tree
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn.spec.soft_cap import capped, slope
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax import layout
 from precondattn_jax.arithmetic import (
     product,
@@ -37,7 +39,7 @@ Step = Callable[[Any, Array | int], Any]
 """Of a state and a distance, to the next state."""
 
 
-def has_groups(leaf: Any, frame: Frame) -> bool:
+def has_groups(leaf: SoftmaxAttention, frame: Frame) -> bool:
     """Whether a call is one of packed sequences with scores that depend on q and k alone."""
     depends_on_more = leaf.metric != DOT or leaf.forget != "none" or leaf.bias
     return frame.k_segment is not None and not depends_on_more
@@ -61,7 +63,7 @@ class BlockGroup(NamedTuple):
 class GroupedAttention(TiledAttention):
     """A packed call of `Softmax`."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(self, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> None:
         super().__init__(leaf, x, frame)
         blocks = self.blocks
         tile = self.b * self.n * self.r * blocks.size**2
@@ -157,7 +159,7 @@ class GroupedAttention(TiledAttention):
         pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
         return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
 
-    def _at_each_distance(self, group: BlockGroup, step: Step, state: Any) -> Any:
+    def _at_each_distance(self, group: BlockGroup, step: Step, state: Tree) -> Tree:
         """The state after a step at every distance o at which the group attends to keys."""
         if self.leaf.causal:
             state, last = step(state, 0), -1
@@ -168,12 +170,12 @@ class GroupedAttention(TiledAttention):
 
     # ------------------------------------------------------------------------------ forward
 
-    def outputs(self, read: Reads, v: Array, before: Any = None) -> tuple[Array, Array]:
+    def outputs(self, read: Reads, v: Array, before: object = None) -> tuple[Array, Array]:
         assert before is None, "packed calls have no keys outside of the call"
         v = self._keys(v)
 
         def of_group(group: BlockGroup) -> tuple[Array, Array]:
-            def add(state: Any, o: Array | int) -> Any:
+            def add(state: Tree, o: Array | int) -> Tree:
                 j = group.first + o
                 tile = self._tile(group, o, self._at(self.k, j))
                 return read.add(state, tile, self._at(v, j))
@@ -197,10 +199,10 @@ class GroupedAttention(TiledAttention):
             self._rows(rows.log_total, math.inf), self._rows(rows.o), self._rows(rows.d_o)
         )
 
-        def of_group(sums: tuple[Array, Array], x: tuple[BlockGroup, ReadRows]) -> Any:
+        def of_group(sums: tuple[Array, Array], x: tuple[BlockGroup, ReadRows]) -> Tree:
             group, own = x
 
-            def pull(carry: tuple[Array, Array, Array], o: Array | int) -> Any:
+            def pull(carry: tuple[Array, Array, Array], o: Array | int) -> Tree:
                 d_k, d_v, d_q = carry
                 j = group.first + o
                 k = self._at(self.k, j)

@@ -12,8 +12,6 @@ the symbols say when it runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -48,7 +46,7 @@ def block_size(tokens: int, heads: int, most: int | None = None, *, packed: bool
     return min(even + -even % 8, size) if even > 8 else even
 
 
-def is_known(*sizes: Any) -> bool:
+def is_known(*sizes: object) -> bool:
     """Whether sizes are numbers, and not symbols."""
     return all(isinstance(size, int) for size in sizes)
 

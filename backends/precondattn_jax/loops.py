@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Tree
+
 Step = Callable[[Array, Any], Any]
 """A function of the number of a step and of a state, to the next state."""
 
@@ -26,11 +28,11 @@ there is nothing that the compiler could join with it."""
 class Loops:
     """The loops of a plain call."""
 
-    def counted(self, most: int, count: Array, step: Step, state: Any) -> Any:
+    def counted(self, most: int, count: Array, step: Step, state: Tree) -> Tree:
         """The state after `count` steps, at most `most`."""
         return lax.fori_loop(0, count, step, state)
 
-    def each(self, function: Callable[[Any], Any], xs: Any) -> Any:
+    def each(self, function: Callable[[Tree], Tree], xs: Tree) -> Tree:
         """The function of every row of xs, stacked."""
         return lax.map(function, xs)
 
@@ -38,16 +40,16 @@ class Loops:
 class DifferentiableLoops(Loops):
     """Loops that JAX can differentiate any number of times, in any mode."""
 
-    def counted(self, most: int, count: Array, step: Step, state: Any) -> Any:
+    def counted(self, most: int, count: Array, step: Step, state: Tree) -> Tree:
         # The whole choice is computed again, not the step within it: a choice returns what its
         # derivative needs, and would return copies of all that such a step begins with.
         @again
-        def next_state(state: Any, i: Array) -> tuple[Any, None]:
+        def next_state(state: Tree, i: Array) -> tuple[Tree, None]:
             return lax.cond(i < count, step, lambda _, state: state, i, state), None
 
         return lax.scan(next_state, state, jnp.arange(most))[0]
 
-    def each(self, function: Callable[[Any], Any], xs: Any) -> Any:
+    def each(self, function: Callable[[Tree], Tree], xs: Tree) -> Tree:
         return lax.map(again(function), xs)
 
 

@@ -12,7 +12,8 @@ not. Forward, block after block, and backward for Eᵀ x = r:
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -90,7 +91,7 @@ def joined(stack: Array) -> Array:
     return jnp.reshape(jnp.moveaxis(stack, 0, 2), (b, n, count * size, c))
 
 
-def _of_all(system: LowerSystem, of_block: Any) -> Array | float:
+def _of_all(system: LowerSystem, of_block: Callable[[Array], Array | float]) -> Array | float:
     """Numbers of all rows, from those of a block."""
     first = of_block(system.blocks.rows[0])
     return first if isinstance(first, float) else joined(lax.map(of_block, system.blocks.rows))

@@ -10,11 +10,10 @@ and dS is propagated through the scores and the norm of the keys while Φ_J is a
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.arrays import Tree
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_jax.arithmetic import (
@@ -32,7 +31,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
     blocks, scores, leaf = system.blocks, system.scores, system.leaf
     y, right = (blocks.of_keys(heads_first(a)) for a in (out, cotangent))
 
-    def of_block(carry: tuple[Any, Array], a: Array) -> tuple[Any, Any]:
+    def of_block(carry: tuple[Tree, Array], a: Array) -> tuple[Tree, Tree]:
         sums, right = carry
         shift = system.shift(a)
         within, inverse = system.diagonal(a, shift)
@@ -43,7 +42,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
         first = system.mask.first(a)
         trail = scores.trail(a, first)
 
-        def pull(i: Array, carry: Any) -> Any:
+        def pull(i: Array, carry: Tree) -> Tree:
             sums, right, d_rows, residual = carry
             j = first + i
             weights = system.weights(scores.tile(scores.on_trail(trail, j), j), shift, a, j)

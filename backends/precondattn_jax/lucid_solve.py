@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from jax import Array
 
+import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -20,18 +20,18 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 
-class LucidSolveBlocks(Algorithm):
+class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     """Algorithm of the leaf `LucidSolve`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         return LucidSystem(leaf, x, frame).solved(), ()
 
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -43,7 +43,7 @@ class LucidSolveBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

@@ -5,11 +5,10 @@ y_new = (I + β stril(Φ_new))⁻¹ β (v − Φ_past y_past)
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
+import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.spec.rms_norm import rms
 from precondattn_jax.arithmetic import product, product_with_transposed
@@ -20,7 +19,9 @@ from precondattn_portable.extension import new_tokens
 
 
 @with_derivative_of_the_definition
-def lucid_step(leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame) -> Array:
+def lucid_step(
+    leaf: pa.LucidSolve, past: dict[str, Array], x: dict[str, Array], frame: Frame
+) -> Array:
     """y (b, t, n, e) of new tokens, with the dot product and a unit diagonal."""
     b, t, n, d = x["k"].shape
     scale = leaf.scale_for(d)

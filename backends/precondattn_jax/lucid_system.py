@@ -13,11 +13,12 @@ where the diagonal block is inverted by products (`triangular_inverse.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.metric import DOT
@@ -44,7 +45,7 @@ class Shift(NamedTuple):
 class LucidSystem:
     """The system of a full call of `LucidSolve`."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(self, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame) -> None:
         self.leaf, self.x = leaf, x
         b, s, n, d = x["k"].shape
         most = None if leaf.metric == DOT else REFLECTIONS

@@ -6,11 +6,12 @@ A query whose residual is not reached is NaN.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
+from precondattn.arrays import Tree
 from precondattn.spec.mesa_query import Read
 from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
@@ -19,7 +20,7 @@ from precondattn_portable.mesa_query import MesaProblem, Search, Solving
 
 
 def solved(
-    ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
+    ops: Arithmetic, leaf: pa.MesaQuery, read: Read, q: Array, diagonal: Array, ridge: Array
 ) -> Array:
     """q* of queries (…, d), differentiable: a linear solve with a symmetric matrix."""
     diagonal = lax.stop_gradient(diagonal)
@@ -34,22 +35,22 @@ def solved(
     return result
 
 
-def _by_iteration(ops: Arithmetic, leaf: Any, times: Read, problem: MesaProblem) -> Array:
+def _by_iteration(ops: Arithmetic, leaf: pa.MesaQuery, times: Read, problem: MesaProblem) -> Array:
     most = leaf.most_iterations(problem.right.shape[-1])
 
-    def is_open(carry: Any) -> Array:
+    def is_open(carry: Tree) -> Array:
         search, used = carry
         return (used < most) & jnp.any(problem.recurring(search.r).is_large())
 
-    def advanced(carry: Any) -> Any:
+    def advanced(carry: Tree) -> Tree:
         search, used = carry
         return search.advanced(ops, times, problem.diagonal), used + 1
 
-    def is_left(carry: Any) -> Array:
+    def is_left(carry: Tree) -> Array:
         _, _, left, used = carry
         return (used < most) & jnp.any(left.is_large())
 
-    def again(carry: Any) -> Any:
+    def again(carry: Tree) -> Tree:
         x, rest, _, used = carry
         start = (Search.towards(rest, problem.diagonal), used)
         search, used = lax.while_loop(is_open, advanced, start)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import upcast, upcast_all
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.arrays import Tree, upcast, upcast_all
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
 from precondattn_jax.layout import block_size, heads_first
@@ -25,6 +26,7 @@ class BufferedPast:
     """Buffers (b, c, n, …), followed by new tokens with `heads` heads (of all sequences)."""
 
     def __init__(self, frame: Frame, capacity: int, heads: int) -> None:
+        assert frame.k_valid is not None  # A cache has slots that are not filled.
         self.valid = frame.k_valid[:, :capacity]
         self.position = frame.q_position
         self.capacity = capacity
@@ -61,12 +63,12 @@ class BufferedPast:
             visible = visible & (position[:, :, None] - slot < window)
         return visible[:, None, None]
 
-    def over(self, add: Callable[[Array, Any], Any], state: Any) -> Any:
+    def over(self, add: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
         """Apply add(j, state) to all filled blocks."""
         return lax.fori_loop(self.first, self.stop, add, state)
 
 
-Step = TypeVar("Step", bound=Callable[..., Any])
+Step = TypeVar("Step", bound=Callable[..., Tree])
 
 
 def with_derivative_of_the_definition(step: Step) -> Step:
@@ -75,18 +77,18 @@ def with_derivative_of_the_definition(step: Step) -> Step:
     `step` returns the output for new tokens, or the output and the leaf's updates.
     """
 
-    def derivative(leaf: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def derivative(leaf: LeafProtocol, primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
         past, x, frame = primals
         result = differentiable(leaf, past, x, frame)
 
         @jax.checkpoint
-        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Any:
+        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Tree:
             result_and_updates = leaf.step(upcast_all(past), x, frame)
             return result_and_updates if isinstance(result, tuple) else result_and_updates[0]
 
         return result, jax.jvp(defined, (past, x), tangents[:2])[1]
 
-    def differentiable(leaf: Any, *arrays: Any) -> Any:
+    def differentiable(leaf: LeafProtocol, *arrays: Tree) -> Tree:
         return with_derivative(partial(step, leaf), partial(derivative, leaf))(*arrays)
 
     return cast(Step, differentiable)

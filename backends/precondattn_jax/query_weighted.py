@@ -12,12 +12,12 @@ h = −λ g and u = h k̄ᵀ, centred by ū = h·μ, and with the covariance of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import Arrays, Residuals
+import precondattn as pa
+from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
@@ -39,7 +39,7 @@ class QueryWeightedView:
 
     loops: Loops = PLAIN
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(self, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame) -> None:
         (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
         self.frame, self.tau, self.r = frame, leaf.tau, h // self.n
         self.blocks = QueryBlocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
@@ -57,7 +57,7 @@ class QueryWeightedView:
         s = self.scores.tile(rows, j)
         return s, self.mask.apply(s / self.tau, a, j, diagonal=diagonal)
 
-    def over_tiles(self, a: Array, add: Callable[..., Any], state: Any) -> Any:
+    def over_tiles(self, a: Array, add: Callable[..., Tree], state: Tree) -> Tree:
         """Apply add(state, j, diagonal) to all tiles of block a."""
         first = self.mask.first(a)
         state = self.loops.counted(
@@ -90,18 +90,18 @@ class QueryWeightedView:
         return zero_padding(out, self.frame)
 
 
-class QueryWeighted(Algorithm):
+class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         return QueryWeightedView(leaf, x, frame).output(), ()
 
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.QueryWeightedQuery,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -145,7 +145,7 @@ class QueryWeighted(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.QueryWeightedQuery,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

@@ -134,7 +134,9 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
         return shift, total * jnp.exp(before - base) + part
 
     shape = (*tile.shape[:3], v.shape[3])
-    return lax.fori_loop(0, count, again(add), (full(shape, -math.inf, tile), zeros(shape, tile)))
+    start = full(shape, -math.inf, tile), zeros(shape, tile)
+    shift, total = lax.fori_loop(0, count, again(add), start)
+    return shift, total
 
 
 def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
@@ -147,4 +149,6 @@ def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]
         d_tile = lax.dynamic_update_slice_in_dim(d_tile, jnp.sum(weighted, -1), i * width, 3)
         return d_tile, lax.dynamic_update_slice_in_dim(d_v, jnp.sum(weighted, 2), i * width, 2)
 
-    return lax.fori_loop(0, count, pull, (zeros(logs.shape, logs), zeros(v.shape, logs)))
+    start = zeros(logs.shape, logs), zeros(v.shape, logs)
+    d_tile, d_v = lax.fori_loop(0, count, pull, start)
+    return d_tile, d_v

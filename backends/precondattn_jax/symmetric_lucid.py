@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import Arrays, Residuals
+import precondattn as pa
+from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import identity_like, where_valid
@@ -48,7 +48,7 @@ FACTORIZED = 2**24
 class Similarities:
     """Φ of a full call; arrays have heads before time, and are padded to whole blocks."""
 
-    def __init__(self, leaf: Any, unit: Array, frame: Frame) -> None:
+    def __init__(self, leaf: pa.SymmetricLucidSolve, unit: Array, frame: Frame) -> None:
         b, n, s, d = unit.shape
         size = block_size(s, b * n, packed=frame.k_segment is not None)
         self.leaf, self.frame, self.blocks = leaf, frame, QueryBlocks(s, s, size)
@@ -113,7 +113,8 @@ class Similarities:
         b, n, s, _ = right.shape
         if not is_known(b, n, s):
             return False
-        return s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED
+        is_small: bool = s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED
+        return is_small
 
     def solved(self, ops: Arithmetic, right: Array) -> Array:
         """(Φ + ρ I)⁻¹ right (b, n, s, e)."""
@@ -139,19 +140,19 @@ def solved(
     right = right / size
     wanted = tolerance * lengths(right)
 
-    def is_open(carry: Any) -> Array:
+    def is_open(carry: Tree) -> Array:
         step, used = carry
         return (used < iterations) & jnp.any(Residual(lengths(step.c), wanted).is_large())
 
-    def advanced(carry: Any) -> Any:
+    def advanced(carry: Tree) -> Tree:
         step, used = carry
         return step.advanced(ops, times), used + 1
 
-    def is_left(carry: Any) -> Array:
+    def is_left(carry: Tree) -> Array:
         _, _, left, used = carry
         return (used < iterations) & jnp.any(left.is_large())
 
-    def again(carry: Any) -> Any:
+    def again(carry: Tree) -> Tree:
         x, rest, _, used = carry
         step, used = lax.while_loop(is_open, advanced, (Directions.towards(rest), used))
         x = x + step.x
@@ -162,11 +163,11 @@ def solved(
     return jnp.where(left.is_small(), x * size, math.nan)
 
 
-class SymmetricLucidSolveBlocks(Algorithm):
+class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     """Algorithm of the leaf `SymmetricLucidSolve`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         phi = Similarities(leaf, leaf.unit_keys(heads_first(x["k"])), frame)
         return heads_first(phi.solved(ops, where_valid(heads_first(x["v"]), frame))), ()
@@ -174,7 +175,7 @@ class SymmetricLucidSolveBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.SymmetricLucidSolve,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -193,7 +194,7 @@ class SymmetricLucidSolveBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.SymmetricLucidSolve,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

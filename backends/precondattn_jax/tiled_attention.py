@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import dtype_name
+from precondattn.arrays import Tree, dtype_name
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_to, swap_time_and_heads
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn.spec.sink import sink_vjp
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.capped_scores import CappedScores
 from precondattn_jax.dot_scores import DotScores, Sums
@@ -45,7 +45,7 @@ from precondattn_portable.layout import grouped_bias, zero_padding
 Reads = MeanRead | LogMeanExpRead
 
 
-def read_of(leaf: Any, x: Mapping[str, Array]) -> Reads:
+def read_of(leaf: SoftmaxAttention, x: Mapping[str, Array]) -> Reads:
     """The read of a leaf, with its sinks."""
     if leaf.read == LOG_MEAN_EXP:
         return LogMeanExpRead()
@@ -58,7 +58,7 @@ class TiledAttention:
 
     loops: Loops = PLAIN
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(self, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> None:
         self.leaf, self.x, self.frame = leaf, x, frame
         (self.b, t, h, d), (_, s, self.n, _) = x["q"].shape, x["k"].shape
         self.r = h // self.n
@@ -113,7 +113,7 @@ class TiledAttention:
     # ------------------------------------------------------------------------------ forward
 
     def outputs(
-        self, read: Reads, v: Array, before: Callable[..., Any] | None = None
+        self, read: Reads, v: Array, before: Callable[..., Tree] | None = None
     ) -> tuple[Array, Array]:
         """Outputs (blocks, b, n, r C, e) and λ (blocks, b, n, r C, 1).
 
@@ -121,14 +121,14 @@ class TiledAttention:
         """
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
-        def add(carry: tuple[Any, Array], a: Array, j: Array) -> tuple[Any, Array]:
+        def add(carry: tuple[Tree, Array], a: Array, j: Array) -> tuple[Tree, Array]:
             state, x = carry
             tile = self._masked(scores.tile(x, j), a, j)
             return read.add(state, tile, blocks.take(v, j)), scores.carried(x, j)
 
         def of_block(a: Array) -> tuple[Array, Array]:
             x = scores.start(a)
-            state = read.start((*x.shape[:3], v.shape[3]), v)
+            state: Tree = read.start((*x.shape[:3], v.shape[3]), v)
             if before is not None:
                 state = before(a, x, state)
             first = mask.first(a)
@@ -143,7 +143,8 @@ class TiledAttention:
             )
             return read.finish(state)
 
-        return self.loops.each(of_block, blocks.rows)
+        out, log_total = self.loops.each(of_block, blocks.rows)
+        return out, log_total
 
     def forward(self) -> tuple[Array, Array]:
         """The output (b, t, h, e), and λ (b, t, h)."""
@@ -172,8 +173,8 @@ class TiledAttention:
         """The gradients of stacked queries, keys, values, and the other inputs."""
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
-        def sums() -> dict[str, Any]:
-            totals: dict[str, Any] = {"scores": scores.sums(), "v": zeros(v.shape, v)}
+        def sums() -> Sums:
+            totals: Sums = {"scores": scores.sums(), "v": zeros(v.shape, v)}
             if self.gate is not None:
                 totals["gate"] = self.gate.sums()
             if self.bias is not None:
@@ -181,13 +182,13 @@ class TiledAttention:
             return totals
 
         def of_tile(
-            totals: dict[str, Any],
+            totals: Sums,
             tile: Array,
             block_rows: ReadRows,
             a: Array,
             j: Array,
             diagonal: bool,
-        ) -> tuple[dict[str, Any], Array]:
+        ) -> tuple[Sums, Array]:
             """The sums plus a tile's part for all but the scores, and the tile's gradient."""
             d_tile, d_v = read.pull(tile, blocks.take(v, j), block_rows)
             totals = totals | {"v": blocks.add(totals["v"], j, d_v)}
@@ -201,13 +202,13 @@ class TiledAttention:
                     totals["bias"] = self._with_bias(totals["bias"], a, j, pairs)
             return totals, d_tile
 
-        def of_block(totals: dict[str, Any], a: Array) -> tuple[dict[str, Any], Array]:
+        def of_block(totals: Sums, a: Array) -> tuple[Sums, Array]:
             first = mask.first(a)
             stop = a if mask.causal else mask.stop(a)
             trail = scores.trail(a, first)
             block_rows = ReadRows(*(blocks.row(stack, a) for stack in rows))
 
-            def pull(i: Array, carry: tuple[dict[str, Any], Array]) -> Any:
+            def pull(i: Array, carry: tuple[Sums, Array]) -> Tree:
                 totals, y = carry
                 j = first + i
                 tile = self._masked(scores.tile(scores.on_trail(trail, j), j), a, j)

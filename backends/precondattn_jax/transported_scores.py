@@ -146,7 +146,7 @@ class TransportedScores(DotScores):
             }, None
 
         carry = {"k": sums["k"], "w": sums["w"], "beta": zeros(self.beta.shape, self.beta)}
-        result, _ = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))
+        result: Sums = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))[0]
         return result | {"beta": result["beta"][..., 0]}
 
 

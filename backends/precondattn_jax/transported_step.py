@@ -17,12 +17,11 @@ Everything is products, including the inverse in Z.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import zero_where_not
+import precondattn as pa
+from precondattn.arrays import Tree, zero_where_not
 from precondattn.cache import Append, Replace, Rewrite, Updates, append
 from precondattn.frame import Frame
 from precondattn.spec import forget_gate
@@ -38,7 +37,7 @@ from precondattn_portable.layout import grouped_bias
 
 @with_derivative_of_the_definition
 def transported_step(
-    leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
+    leaf: pa.Path, past: dict[str, Array], x: dict[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """Of `Path`: the output (b, t, h, e) for a few new tokens, and the update of every slot."""
     step = TransportedStep(leaf, past, x, frame)
@@ -49,7 +48,7 @@ class TransportedStep:
     """One call of the step."""
 
     def __init__(
-        self, leaf: Any, past: dict[str, Array], x: dict[str, Array], frame: Frame
+        self, leaf: pa.Path, past: dict[str, Array], x: dict[str, Array], frame: Frame
     ) -> None:
         self.leaf, self.past, self.x, self.frame = leaf, past, x, frame
         self.since = since = SinceFlush(leaf.flush, past["key"].shape[1], frame)
@@ -79,7 +78,7 @@ class TransportedStep:
         def pairs(tile: Array) -> Array:
             return jnp.reshape(tile, (b, n, h // n, t, tile.shape[3]))
 
-        def add(state: Any, tile: Array, more: Array | None, visible: Array, v: Array) -> Any:
+        def add(state: Tree, tile: Array, more: Array | None, visible: Array, v: Array) -> Tree:
             scores = pairs(tile) if more is None else pairs(tile) + more
             return read.add(state, jnp.reshape(jnp.where(visible, scores, -jnp.inf), tile.shape), v)
 
@@ -96,7 +95,7 @@ class TransportedStep:
         if leaf.window is not None:
             cached.look_no_further_than(leaf.window)
 
-        def of_block(j: Array, state: Any) -> Any:
+        def of_block(j: Array, state: Tree) -> Tree:
             tile = product_with_transposed(far, cached.take(self.past["key"], j))
             more = None
             if score_bias is not None:
@@ -138,12 +137,13 @@ class TransportedStep:
         past, pending_capacity = self.past["key"], self.since.pending_capacity
         if not pending_capacity:
             return self._flushed(past)
-        return lax.cond(
+        keys: Rewrite = lax.cond(
             jnp.any(self.since.next_flushed > self.since.flushed),
             self._flushed,
             lambda past: Rewrite(past, self.x["k"]),
             past,
         )
+        return keys
 
     def _flushed(self, past: Array) -> Rewrite:
         since, pending_capacity = self.since, self.since.pending_capacity

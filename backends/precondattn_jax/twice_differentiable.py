@@ -14,8 +14,10 @@ import jax
 from jax import Array
 
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.frame import Frame
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax import (
     differentiable_deltaformer,
     differentiable_lucid,
@@ -28,6 +30,7 @@ from precondattn_jax.loops import DIFFERENTIABLE, again
 from precondattn_jax.mesa_query import SolvingChunkwise
 from precondattn_jax.query_weighted import QueryWeightedView
 from precondattn_jax.tiled_attention import TiledAttention
+from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.stateful import StatefulAlgorithm
 
@@ -44,11 +47,11 @@ class DifferentiableView(QueryWeightedView):
     loops = DIFFERENTIABLE
 
 
-def _attention(leaf: Any, x: Inputs, frame: Frame) -> Array:
+def _attention(leaf: SoftmaxAttention, x: Inputs, frame: Frame) -> Array:
     return DifferentiableAttention(leaf, x, frame).forward()[0]
 
 
-def _query_weighted(leaf: Any, x: Inputs, frame: Frame) -> Array:
+def _query_weighted(leaf: pa.QueryWeightedQuery, x: Inputs, frame: Frame) -> Array:
     return DifferentiableView(leaf, x, frame).output()
 
 
@@ -60,27 +63,27 @@ class DifferentiableSolvingChunkwise(SolvingChunkwise):
     body = staticmethod(again)
 
 
-def _as_computed(algorithm: Any) -> Output:
+def _as_computed(algorithm: AnyAlgorithm) -> Output:
     """The output of an algorithm whose operations can all be differentiated."""
     return lambda leaf, x, frame: algorithm.forward(JAX, leaf, x, frame)[0]
 
 
-def _as_defined(leaf: Any, x: Inputs, frame: Frame) -> Array:
+def _as_defined(leaf: LeafProtocol, x: Inputs, frame: Frame) -> Array:
     out: Array = jax.checkpoint(lambda x: leaf.forward(x, frame)[0])(dict(x))
     return out
 
 
-def _unless_packed(algorithm: Any) -> Output:
+def _unless_packed(algorithm: AnyAlgorithm) -> Output:
     """The output of an algorithm, or of the definition for a packed call, which has a loop."""
     computed = _as_computed(algorithm)
 
-    def output(leaf: Any, x: Inputs, frame: Frame) -> Array:
+    def output(leaf: LeafProtocol, x: Inputs, frame: Frame) -> Array:
         return (computed if frame.k_segment is None else _as_defined)(leaf, x, frame)
 
     return output
 
 
-_RECURRENCE = StatefulAlgorithm(lambda ops: DifferentiableChunkwise(), by_pairs=False)
+_RECURRENCE: AnyAlgorithm = StatefulAlgorithm(lambda ops: DifferentiableChunkwise(), by_pairs=False)
 
 OUTPUTS: dict[type | Recurrences, Output] = {
     pa.Softmax: _attention,
@@ -98,5 +101,5 @@ OUTPUTS: dict[type | Recurrences, Output] = {
 """Leaves without an entry are computed as they are defined."""
 
 
-def output_of(leaf: Any) -> Output:
+def output_of(leaf: LeafProtocol) -> Output:
     return entry_of(OUTPUTS, leaf) or _as_defined

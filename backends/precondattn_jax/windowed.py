@@ -12,23 +12,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
+from precondattn.spec.grid_windows import GridWindows
 from precondattn_jax.arithmetic import full_precision
+from precondattn_portable import windowed
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import padded
-from precondattn_portable.windowed import GatheredWindows, WindowedBlocks, WindowedCall
+from precondattn_portable.windowed import GatheredWindows, WindowedCall
+from precondattn_portable.windows import WindowPart
 
 
 class TokenGrid:
     """A grid of s tokens, of which the last row may be cut short, and its windows."""
 
-    def __init__(self, windows: Any, s: int) -> None:
+    def __init__(self, windows: GridWindows, s: int) -> None:
         self.windows, self.s = windows, s
         columns = windows.columns
         self.shape = (s,) if columns is None else (-(-s // columns), columns)
@@ -107,12 +111,13 @@ class GridCall(WindowedCall):
         return TokenGrid(self.leaf.windows, self.x["k"].shape[1])
 
     def windows(self, together: int) -> Iterator[GatheredWindows]:
-        yield self.some(None, padded(self.x["q"], self.missing, 0, axis=1), self.bias())
+        part = cast("WindowPart", None)  # All windows are one, and nothing reads it.
+        yield self.some(part, padded(self.x["q"], self.missing, 0, axis=1), self.bias())
 
-    def gathered(self, x: Array, part: Any = None) -> Array:
+    def gathered(self, x: Array, part: WindowPart | None = None) -> Array:
         return self.ops.heads_first(self.grid.cut(x))
 
-    def is_filled(self, part: Any) -> bool:
+    def is_filled(self, part: WindowPart | None) -> bool:
         return self.grid.s == prod(self.grid.whole)
 
     def by_token(self, slots: list[Array]) -> Array:
@@ -132,7 +137,7 @@ class GridCall(WindowedCall):
             entry = entry * (2 * w - 1) + place[:, None] - place[None, :] + w - 1
         return jnp.reshape(entry, (-1,))
 
-    def never_hidden(self, part: Any) -> Array | None:
+    def never_hidden(self, part: WindowPart | None) -> Array | None:
         if self.grid.is_plain:
             return None
         visible, b = ~self.grid.hidden(), self.x["q"].shape[0]
@@ -140,14 +145,16 @@ class GridCall(WindowedCall):
         return jnp.reshape(each, (-1, 1, self.slots, self.slots))
 
 
-class WindowedBlocks(WindowedBlocks):
+class WindowedBlocks(windowed.WindowedBlocks):
     """Algorithm of `Windowed`."""
 
-    def call(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> GridCall:
+    def call(
+        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
+    ) -> GridCall:
         return GridCall(ops, leaf, x, frame)
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         with full_precision():
             return super().forward(ops, leaf, x, frame)
@@ -155,7 +162,7 @@ class WindowedBlocks(WindowedBlocks):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Windowed,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,

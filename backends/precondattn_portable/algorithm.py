@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec
@@ -15,12 +15,15 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
 
+L = TypeVar("L", contravariant=True)
+"""The class of leaves that an algorithm computes."""
 
-class Algorithm:
+
+class Algorithm(Generic[L]):
     """How one type of leaf is computed. `ops` is the arithmetic of the arrays' library."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: L, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output."""
         raise NotImplementedError
@@ -28,7 +31,7 @@ class Algorithm:
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: L,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -41,7 +44,7 @@ class Algorithm:
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: L,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -52,7 +55,7 @@ class Algorithm:
     def step_backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: L,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -62,6 +65,10 @@ class Algorithm:
         """The gradients of inputs and of `past`, for leaves with a state."""
         raise NotImplementedError
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, leaf: L, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         """Shapes and dtypes of the residuals of `forward`."""
         return ()
+
+
+AnyAlgorithm = Algorithm[Any]
+"""An algorithm of some class of leaves, as a table holds it."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-from precondattn.arrays import Array, Arrays, library_of, namespace, placement
+from precondattn.arrays import Array, Arrays, Index, library_of, namespace, placement
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 
@@ -70,7 +69,7 @@ class Arithmetic:
         return total + (a @ b) * factor
 
     def add_product_at(
-        self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
+        self, total: Array, where: Index, a: Array, b: Array, factor: float = 1.0
     ) -> None:
         """total[where] += factor a b; `total` belongs to the algorithm and is modified."""
         total[where] = total[where] + (a @ b) * factor
@@ -128,7 +127,7 @@ class Arithmetic:
         """√(Σ_t x_t² + eps) of every channel of x (b, h, t, d), (b, h, 1, d); 1 where it is 0."""
         return transpose(length(transpose(x), eps))
 
-    def summed(self, count: Array, term: Callable[[Any], Arrays]) -> Arrays:
+    def summed(self, count: Array, term: Callable[[int], Arrays]) -> Arrays:
         """term(0) + … + term(count − 1), for an integer array () above 0."""
         total = term(0)
         for i in range(1, int(count)):
@@ -198,7 +197,7 @@ class InPlace(Arithmetic):
         return total
 
     def add_product_at(
-        self, total: Array, where: Any, a: Array, b: Array, factor: float = 1.0
+        self, total: Array, where: Index, a: Array, b: Array, factor: float = 1.0
     ) -> None:
         self.add_product(total[where], a, b, factor)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from precondattn.arrays import Array, Arrays, Residuals, namespace, writes_in_place
 from precondattn.backend import ArraySpec
@@ -20,8 +20,10 @@ from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.array_functions import sum_to, swap_time_and_heads, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
-from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
+from precondattn.spec.path import Path
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn.spec.sink import sink_vjp
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
@@ -92,7 +94,7 @@ class AttentionView(NamedTuple):
         if bias is not None:
             bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
             bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
-        return AttentionView(*cut, bias)
+        return AttentionView(*[*cut, bias])
 
     def assigned(
         self, ops: Arithmetic, of_all: AttentionView, part: Part, arrays: Mapping[str, Array]
@@ -150,14 +152,19 @@ class HeadGroup(NamedTuple):
         return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
 
 
-READS: dict[Any, Any] = {LOG_MEAN_EXP: LogMeanExpRead, MEAN_AND_LOG_SUM: MeanAndLogSumRead}
+READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
+    LOG_MEAN_EXP: LogMeanExpRead,
+    MEAN_AND_LOG_SUM: MeanAndLogSumRead,
+}
 """By the leaf's read, where it is not the mean alone."""
 
 
-class AttentionBlocks(Algorithm):
+class AttentionBlocks(Algorithm[SoftmaxAttention]):
     """Algorithm of `Softmax` and `Path`."""
 
-    def _view(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> AttentionView:
+    def _view(
+        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array]
+    ) -> AttentionView:
         n, d = x["k"].shape[2:]
         h = x["q"].shape[2]
         xp = namespace(x["q"])
@@ -178,7 +185,7 @@ class AttentionBlocks(Algorithm):
     def _groups(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         view: AttentionView,
         frame: Frame,
         *,
@@ -236,7 +243,7 @@ class AttentionBlocks(Algorithm):
         return int(view.k.shape[2])
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._view(ops, leaf, x)
@@ -260,7 +267,7 @@ class AttentionBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -282,7 +289,7 @@ class AttentionBlocks(Algorithm):
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
         bias = None if view.bias is None else ops.zeros(view.bias.shape, view.bias)
-        d = AttentionView(*[None] * (len(view) - 1), bias)
+        d = AttentionView(*[*[None] * (len(view) - 1), bias])
         workspace: Scratch | None = None
         for group in self._groups(ops, leaf, view, frame, gradient=True):
             size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
@@ -338,7 +345,7 @@ class AttentionBlocks(Algorithm):
             add_at(group.ops, d.bias, here, sum_to(pairs, d.bias[here].shape))
 
     def _gradients(
-        self, leaf: Any, x: Mapping[str, Array], d: AttentionView, missing: int
+        self, leaf: SoftmaxAttention, x: Mapping[str, Array], d: AttentionView, missing: int
     ) -> Arrays:
         """Gradients by input, from those of the view."""
         xp = namespace(d.q)
@@ -355,7 +362,7 @@ class AttentionBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -363,7 +370,7 @@ class AttentionBlocks(Algorithm):
         if leaf.forget != "none" or frame.is_traced:
             return step_as_defined(leaf, past, x, frame)
         if leaf.metric != DOT:
-            step = partial(transported_step, ops, leaf)
+            step = partial(transported_step, ops, cast("Path", leaf))
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         n, t = x["k"].shape[2], x["q"].shape[1]
         if t == 1 and frame.held is not None and _is_plain(leaf):
@@ -398,7 +405,7 @@ class AttentionBlocks(Algorithm):
     def _step_of_one_token(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -422,13 +429,15 @@ class AttentionBlocks(Algorithm):
             updates = {"key": Append(x["k"]), "value": Append(x["v"])}
         return xp.reshape(o, (b, 1, -1, o.shape[3])), updates
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: SoftmaxAttention, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(leaf: SoftmaxAttention) -> bool:
     """Whether the output is the mean of values under the softmax of scaled scores alone."""
     return leaf.read == MEAN and not leaf.bias and leaf.softcap is None and not leaf.sink
 
@@ -457,7 +466,7 @@ def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Arra
 
 
 def _aligned(
-    leaf: Any, x: Mapping[str, Array], frame: Frame
+    leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
 ) -> tuple[Mapping[str, Array], Frame, int]:
     """The call, and how many queries were prepended.
 

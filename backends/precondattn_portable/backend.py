@@ -8,17 +8,19 @@ serve another library with the same or better algorithms.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 import precondattn as pa
 from precondattn.algebra.group import Group
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import ArraySpec, Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
-from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
@@ -71,9 +73,9 @@ TOKEN_WISE = frozenset(
 )
 """Leaves whose definition is linear in memory and can be traced."""
 
-Algorithms = Mapping[type | Recurrences, Algorithm]
+Algorithms = Mapping[type | Recurrences, AnyAlgorithm]
 
-ALGORITHMS: dict[type | Recurrences, Algorithm] = {
+ALGORITHMS: dict[type | Recurrences, AnyAlgorithm] = {
     pa.Softmax: AttentionBlocks(),
     pa.Path: AttentionBlocks(),
     pa.LucidSolve: LucidSolveBlocks(),
@@ -115,33 +117,34 @@ class Portable(Backend):
     def algorithms(self) -> Algorithms:
         return ALGORITHMS
 
-    def algorithm(self, leaf: Any) -> Algorithm | None:
+    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
         """The algorithm for a leaf; None where this backend has none."""
-        return entry_of(self.algorithms, leaf)
+        return entry_of(self.algorithms, cast("LeafProtocol", leaf))  # Or a group, by its class.
 
     def arithmetic(self, like: Array) -> Arithmetic:
         return arithmetic_of(like)
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             program = mechanism.program
             if steps_together(program, request) or computes_together(program, request):
                 return Support.yes()
             return Support.no("runs the leaves of this group one by one")
         if self.algorithm(mechanism) is None:
-            reason = lack_of(self.algorithms, mechanism)
-            return Support.no(f"has no algorithm for {mechanism.name}{reason}")
+            (leaf,) = mechanism.program.leaves
+            reason = lack_of(self.algorithms, leaf)
+            return Support.no(f"has no algorithm for {leaf.name}{reason}")
         return Support.yes()
 
     def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         ops = self.arithmetic(_any(inputs))
         return self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
 
     def backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -154,13 +157,13 @@ class Portable(Backend):
             ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
         )
 
-    def residuals_from_lse(self, mechanism: Any, lse: Array) -> Residuals | None:
+    def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
         # LASER divides by the output of these keys alone, which that of all may underflow.
         return (lse,) if type(mechanism) is pa.Softmax and mechanism.read == MEAN else None
 
     def step(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -169,7 +172,7 @@ class Portable(Backend):
         x = upcast_all(inputs)
         if len(mechanism.program.calls) > 1:
             group_step = LucidStep(self._claimed(mechanism.program.leaves[1]))
-            return group_step.step(ops, mechanism, past, x, frame)
+            return group_step.step(ops, cast("Group", mechanism), past, x, frame)
         keys = mechanism.program.slot_keys[0]
         buffers = {slot: past[key] for slot, key in keys.items()}
         out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
@@ -177,7 +180,7 @@ class Portable(Backend):
 
     def step_backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -197,11 +200,11 @@ class Portable(Backend):
         return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
 
     def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
         return self._claimed(mechanism).residual_shapes(mechanism, inputs)
 
-    def _claimed(self, leaf: Any) -> Algorithm:
+    def _claimed(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm:
         algorithm = self.algorithm(leaf)
         assert algorithm is not None  # `supports` has declined all other leaves.
         return algorithm

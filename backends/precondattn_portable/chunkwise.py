@@ -41,6 +41,9 @@ A chunk has ten to twenty arrays, of which each pass reads two or three from a c
 REREAD = 2
 """Groups that are read repeatedly are smaller by this factor, so that their arrays fit a cache."""
 
+GroupKind = Callable[[Arithmetic, WrittenChunks], ChunkGroup]
+"""A class that computes a group of chunks."""
+
 
 class Chunkwise:
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
@@ -221,7 +224,8 @@ class ChunkWork:
 
     def chunks_together(self, widest: int) -> int:
         """The chunks of a group."""
-        return max(GROUP // (self.b * self.m * self.size * widest), 1)
+        together: int = max(GROUP // (self.b * self.m * self.size * widest), 1)
+        return together
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
         """One group. `known` maps the identity of an array to its chunks, and is extended."""
@@ -287,7 +291,7 @@ class ChunkWork:
         return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))
 
 
-def kind_of(x: Stream) -> type[ChunkGroup]:
+def kind_of(x: Stream) -> GroupKind:
     """The class that computes the chunks of a stream, by its decays and its rule."""
     rows, columns = x.g.shape[3:]
     if min(rows, columns) > 1 or (x.beta is not None and columns > 1):

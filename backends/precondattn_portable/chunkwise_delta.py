@@ -119,6 +119,7 @@ class DeltaRule(ChunkGroup):
         self, q: Array, d_o: Array, states: Array, d_states: Array
     ) -> tuple[Array, WrittenChunks]:
         ops, decay, x = self.ops, self.decay, self.x
+        assert x.beta is not None
         d_scores = ops.product(flat(d_o), transpose(self.u))
         pairs = ops.multiply(self.scores, d_scores)
         d_scores = decay.among(d_scores)

@@ -62,6 +62,7 @@ class KeyDeltaRule(DeltaRule):
         self, q: Array, d_o: Array, states: Array, d_states: Array
     ) -> tuple[Array, WrittenChunks]:
         xp, ops, decay, x = namespace(q), self.ops, self.decay, self.x
+        assert x.beta is not None
         size, r = q.shape[2:4]
         d_right = self.d_right  # X
         from_states = ops.product(d_right, transpose(states[:-1, ...]))

@@ -14,8 +14,8 @@ Arrays of one token are (b, m, r, …), for the r queries of m statistics; those
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, Residuals, namespace, placement
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
@@ -26,11 +26,11 @@ from precondattn_portable.layout import time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
 
-class ConditionedQueryAlgorithm(StatefulAlgorithm):
+class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
     """Algorithm of `ConditionedQuery`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if not is_few(x):
             return super().forward(ops, leaf, x, frame)
@@ -39,7 +39,7 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.ConditionedQuery,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -50,7 +50,11 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm):
 
 
 def _of_one_token(
-    ops: Arithmetic, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ops: Arithmetic,
+    leaf: pa.ConditionedQuery,
+    past: Mapping[str, Array],
+    x: Mapping[str, Array],
+    frame: Frame,
 ) -> tuple[Array, Updates]:
     xp = namespace(x["q"])
     second, first, n = past["second"], past["first"][:, :, None, :], past["count"][..., None, None]
@@ -69,7 +73,9 @@ def _of_one_token(
     return xp.reshape(out, x["q"].shape), updates
 
 
-def _of_few_tokens(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def _of_few_tokens(
+    ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array], frame: Frame
+) -> Array:
     """Statistics are repeated for each of their queries: those of few tokens are small."""
     (_, t, h, _), s = x["q"].shape, x["k"].shape[1]
     q, k = _units(ops, leaf, x)
@@ -89,7 +95,9 @@ def _of_few_tokens(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Fr
     return time_first(_contracted(ops, a, total, n, q, time_first(x["contraction"][..., None])))
 
 
-def _units(ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array]:
+def _units(
+    ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array]
+) -> tuple[Array, Array]:
     """q̄ (b, h, t, d) and k̄ (b, n, s, d), where possible by one norm of both."""
     q, k = time_first(x["q"]), time_first(x["k"])
     if q.shape[2] != k.shape[2]:

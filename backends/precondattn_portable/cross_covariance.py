@@ -14,8 +14,9 @@ Division by a norm is a factor of the d × d matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import precondattn as pa
 from precondattn.arrays import Array, Arrays, namespace, zero_where_not
 from precondattn.spec.array_functions import (
     repeat_heads,
@@ -35,13 +36,13 @@ class _Channels(NamedTuple):
     length: Array
 
 
-class CrossCovarianceProducts(WholeSequenceAlgorithm):
+class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
     """Algorithm of `CrossCovariance`."""
 
     def attend(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.CrossCovariance,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -55,7 +56,7 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm):
     def attend_vjp(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.CrossCovariance,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -99,7 +100,9 @@ def _rows(ops: Arithmetic, valid: Array | None, x: Array) -> Array:
     return _only(valid, ops.heads_first(x))
 
 
-def _channels(ops: Arithmetic, leaf: Any, valid: Array | None, x: Array, h: int) -> _Channels:
+def _channels(
+    ops: Arithmetic, leaf: pa.CrossCovariance, valid: Array | None, x: Array, h: int
+) -> _Channels:
     rows = _rows(ops, valid, x)
     length = ops.channel_lengths(rows, leaf.eps)
     return _Channels(repeat_heads(rows / length, h), repeat_heads(length, h))

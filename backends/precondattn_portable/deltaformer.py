@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-from precondattn.arrays import Array, Arrays, Residuals, namespace
+import precondattn as pa
+from precondattn.arrays import Array, Arrays, Index, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -55,7 +55,12 @@ class WeightRows:
     """Scores, maps and weights of blocks of rows; arrays have h heads before time."""
 
     def __init__(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], mask: Mask, past: int = 0
+        self,
+        ops: Arithmetic,
+        leaf: pa.DeltaFormer,
+        x: Mapping[str, Array],
+        mask: Mask,
+        past: int = 0,
     ) -> None:
         self.ops, self.mask = ops, mask
         self.past = past
@@ -75,7 +80,7 @@ class WeightRows:
         """The first key that any of these rows reads."""
         return min(self.mask.columns(i0, i1)[0], self.past + i0)
 
-    def scores(self, part: Any, i0: int, i1: int, low: int, past_k: Array | None) -> Array:
+    def scores(self, part: Index, i0: int, i1: int, low: int, past_k: Array | None) -> Array:
         """Masked scores of rows i0 … i1 − 1 and the keys from `low` to the last of these rows."""
         xp, rows = namespace(self.q), self.q[part][:, :, i0:i1, :]
         new = self.k[part][:, :, max(low - self.past, 0) : i1, :]
@@ -87,7 +92,7 @@ class WeightRows:
         pairs = self.mask.of_sequences(part[0]).apply(self.ops, pairs, i0, i1, low, self.past + i1)
         return xp.reshape(pairs, block.shape)
 
-    def own_weight(self, part: Any, i0: int, i1: int, log_total: Array) -> Array:
+    def own_weight(self, part: Index, i0: int, i1: int, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
         xp, own = namespace(log_total), self.own[part][:, :, i0:i1, :]
         some = own > -math.inf
@@ -95,11 +100,11 @@ class WeightRows:
         return xp.where(some, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
 
 
-class DeltaFormerBlocks(Algorithm):
+class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     """Algorithm of `DeltaFormer`."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         frame = frame.among_keys(x["k"].shape[1])
         rows = WeightRows(ops, leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
@@ -153,7 +158,7 @@ class DeltaFormerBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.DeltaFormer,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -210,7 +215,7 @@ class DeltaFormerBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.DeltaFormer,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -226,7 +231,9 @@ class DeltaFormerBlocks(Algorithm):
         out = zero_padding(time_first(o), mask.frame)
         return out, {"key": Append(x["k"]), "solved": Append(time_first(u))}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: pa.DeltaFormer, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         (b, s, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         width = inputs["v"].shape[3]

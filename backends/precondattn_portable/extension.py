@@ -7,15 +7,16 @@ tokens, all of them visible, the filled part is a plain slice and needs no mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from precondattn.arrays import Array, arange_like, cast, namespace, upcast, upcast_all
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.arrays import Array, Index, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.cache.held import held_part, longest_held
 from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
-from precondattn.spec.softmax import bias_of_keys
+from precondattn.spec.softmax import SoftmaxAttention, bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import blocks, time_first
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
@@ -28,7 +29,7 @@ TOKENS = 64
 class FilledPart(NamedTuple):
     """The filled part of a cache, with the frame of that part and the new tokens."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # No method of a tuple is called.
     """Filled slots of the longest sequence."""
     offset: int | None
     """`count` where all sequences hold as many tokens, all visible; else None."""
@@ -68,7 +69,7 @@ def bias_of_filled(bias: Array, frame: Frame, known: FilledPart) -> Array:
 
 def read_of_parts(
     ops: Arithmetic,
-    leaf: Any,
+    leaf: SoftmaxAttention,
     row_block: Array,
     values: tuple[Array, ...],
     sink: Array | None = None,
@@ -101,7 +102,7 @@ def new_tokens(frame: Frame, t: int) -> Frame:
 
 
 def step_as_defined(
-    leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    leaf: LeafProtocol, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """The leaf's own step, on a few new tokens at a time."""
     return few_tokens_at_a_time(leaf.step, leaf, past, x, frame)
@@ -109,7 +110,7 @@ def step_as_defined(
 
 def few_tokens_at_a_time(
     step: Callable[[Mapping[str, Array], Mapping[str, Array], Frame], tuple[Array, Updates]],
-    leaf: Any,
+    leaf: LeafProtocol,
     past: Mapping[str, Array],
     x: Mapping[str, Array],
     frame: Frame,
@@ -151,11 +152,11 @@ def few_tokens_at_a_time(
     return xp.concat(outs, axis=1), {slot: Replace(buffer) for slot, buffer in buffers.items()}
 
 
-def _tokens(leaf: Any, x: Mapping[str, Array], i0: int, i1: int) -> dict[str, Array]:
+def _tokens(leaf: LeafProtocol, x: Mapping[str, Array], i0: int, i1: int) -> dict[str, Array]:
     result = {}
     for name, array in x.items():
         axis = leaf.inputs[name].time_axis
-        index: list[Any] = [slice(None)] * array.ndim
+        index: list[Index] = [slice(None)] * array.ndim
         if axis is not None:
             index[axis] = slice(i0, i1)
         result[name] = array[tuple(index)]

@@ -33,7 +33,8 @@ def is_few(x: Mapping[str, Array]) -> bool:
     b, s = x["k"].shape[:2]
     heads = max(x[name].shape[2] for name in ("q", "k", "v") if name in x)
     channels = x["g"].shape[3] if "g" in x and x["g"].ndim == 4 else 1
-    return s <= TOKENS and b * heads * s * s * channels <= ENTRIES
+    few: bool = s <= TOKENS and b * heads * s * s * channels <= ENTRIES
+    return few
 
 
 def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:

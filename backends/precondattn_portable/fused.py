@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
+from precondattn.algebra.group import Group
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
@@ -21,7 +22,9 @@ from precondattn.cache import Append, Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
-from precondattn_portable.algorithm import Algorithm
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.softmax import Softmax
+from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled
 from precondattn_portable.in_place import subtract_at
@@ -36,21 +39,21 @@ from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
 from precondattn_portable.masks import Mask
 
 
-class LucidStep(Algorithm):
+class LucidStep(Algorithm[Group]):
     """A step of `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
-    def __init__(self, attention: Algorithm) -> None:
+    def __init__(self, attention: AnyAlgorithm) -> None:
         self.solve, self.attention = LucidSolveBlocks(), attention
 
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: Group,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        solve, softmax = leaf.program.leaves
+        solve, softmax = cast("tuple[LucidSolve, Softmax]", leaf.program.leaves)
         t, n = x["k"].shape[1:3]
         keys = [call.slot_keys() for call in leaf.program.calls]
         solve_past, softmax_past = ({s: past[key] for s, key in slots.items()} for slots in keys)

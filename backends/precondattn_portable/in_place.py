@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Index
 from precondattn_portable.arithmetic import Arithmetic
 
 
-def product_at(ops: Arithmetic, array: Array, where: Any, a: Array, b: Array) -> Array:
+def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) -> Array:
     """array[where] = a b; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.product(a, b, view))
 
 
-def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
+def add_at(ops: Arithmetic, array: Array, where: Index, x: Array) -> Array:
     """array[where] += x; returns the new part.
 
     Written as that statement, libraries that add in place would still copy the sum onto itself.
@@ -23,32 +21,32 @@ def add_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
     return stored(array, where, view, ops.add(view, x))
 
 
-def multiply_at(ops: Arithmetic, array: Array, where: Any, x: Array, y: Array) -> Array:
+def multiply_at(ops: Arithmetic, array: Array, where: Index, x: Array, y: Array) -> Array:
     """array[where] = x ∘ y; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.multiplied(x, y, view))
 
 
-def subtract_at(ops: Arithmetic, array: Array, where: Any, x: Array | float) -> Array:
+def subtract_at(ops: Arithmetic, array: Array, where: Index, x: Array | float) -> Array:
     """array[where] −= x; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.subtract(view, x))
 
 
-def divide_at(ops: Arithmetic, array: Array, where: Any, x: Array) -> Array:
+def divide_at(ops: Arithmetic, array: Array, where: Index, x: Array) -> Array:
     """array[where] /= x; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.divide(view, x))
 
 
-def keep_at(ops: Arithmetic, array: Array, where: Any, kept: Array, otherwise: float) -> Array:
+def keep_at(ops: Arithmetic, array: Array, where: Index, kept: Array, otherwise: float) -> Array:
     """array[where] = `otherwise` where `kept` does not hold; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.keep(view, kept, otherwise))
 
 
 def add_kept_at(
-    ops: Arithmetic, array: Array, where: Any, state: Array, total: Array | None
+    ops: Arithmetic, array: Array, where: Index, state: Array, total: Array | None
 ) -> Array:
     """array[where] += total ∘ state, or += state without `total`; returns the new part."""
     if total is None:
@@ -57,7 +55,7 @@ def add_kept_at(
     return stored(array, where, view, ops.add_multiple(view, state, total))
 
 
-def stored(array: Array, where: Any, view: Array, result: Array) -> Array:
+def stored(array: Array, where: Index, view: Array, result: Array) -> Array:
     """array[where] = result, where it is not in `view`, which is array[where], already."""
     if result is not view:
         array[where] = result

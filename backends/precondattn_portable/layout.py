@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from types import EllipsisType
-from typing import Any
 
-from precondattn.arrays import Array, namespace, placement, zero_where_not
+from precondattn.arrays import Array, Index, namespace, placement, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
 from precondattn_portable.arithmetic import Arithmetic
@@ -131,17 +130,17 @@ def zero_padding(x: Array, frame: Frame) -> Array:
     return zero_where_not(namespace(x).reshape(frame.q_valid, shape), x)
 
 
-def tokens_at(low: int, high: int) -> Any:
+def tokens_at(low: int, high: int) -> Index:
     """The index of tokens low … high − 1 of (b, n, s, …)."""
     return slice(None), slice(None), slice(low, high), ...
 
 
-def rows_at(part: Part, i0: int, i1: int) -> Any:
+def rows_at(part: Part, i0: int, i1: int) -> Index:
     """The index of queries i0 … i1 − 1 of some heads of (b, n, r, t, …)."""
     return (*part[:2], slice(None), slice(i0, i1), ...)
 
 
-def at_chunk(chunk: int, tokens: slice = slice(None)) -> Any:
+def at_chunk(chunk: int, tokens: slice = slice(None)) -> Index:
     """The index of (some tokens of) a chunk of (b, n, chunks, size, …)."""
     return slice(None), slice(None), chunk, tokens, ...
 

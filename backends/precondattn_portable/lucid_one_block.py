@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, namespace, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose
@@ -18,14 +18,16 @@ from precondattn_portable.layout import ROW_BLOCK_ENTRIES, block_size, time_firs
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
-def is_one_block(leaf: Any, x: Mapping[str, Array]) -> bool:
+def is_one_block(leaf: pa.LucidSolve, x: Mapping[str, Array]) -> bool:
     """Whether the tokens fit a block, and the matrix has a unit diagonal and plain scores."""
     b, s, n, _ = x["k"].shape
     is_plain = leaf.metric == DOT and leaf.has_unit_diagonal
     return is_plain and s == block_size(s) and b * n * s * s <= ROW_BLOCK_ENTRIES
 
 
-def solve_one_block(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def solve_one_block(
+    ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
+) -> Array:
     """y (b, s, n, e)."""
     k, right = ops.heads_first(x["k"]), time_first(x["v"])
     unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
@@ -38,7 +40,7 @@ def solve_one_block(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: F
     return time_first(solve_unit_lower(ops, phi, right))
 
 
-def _strictly_below(ops: Arithmetic, leaf: Any, phi: Array, frame: Frame) -> Array:
+def _strictly_below(ops: Arithmetic, leaf: pa.LucidSolve, phi: Array, frame: Frame) -> Array:
     """Φ, 0 on and above the diagonal, outside the window and at keys of other segments."""
     if leaf.window is None and frame.k_segment is None:
         return ops.lower(phi, -1)
@@ -47,7 +49,9 @@ def _strictly_below(ops: Arithmetic, leaf: Any, phi: Array, frame: Frame) -> Arr
     return ops.keep(phi, namespace(phi).broadcast_to(visible, phi.shape), 0.0)
 
 
-def _beta(ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array | None:
+def _beta(
+    ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
+) -> Array | None:
     """β (b, n, s, 1), 0 at padding, so that y is 0 there too; None where it is 1."""
     beta = ops.heads_first(x["lucid_beta"])[..., None] if leaf.beta else None
     valid = frame.valid_keys(x["k"].shape[1])

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.rms_norm import rms
@@ -36,8 +37,8 @@ class LucidToken(NamedTuple):
 
 def lucid_of_one_token(
     ops: Arithmetic,
-    solve: Any,
-    softmax: Any,
+    solve: pa.LucidSolve,
+    softmax: pa.Softmax,
     past: Mapping[str, Array],
     x: Mapping[str, Array],
     held: int,

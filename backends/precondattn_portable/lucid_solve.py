@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import precondattn as pa
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -102,7 +103,7 @@ class LucidMatrix:
     def __init__(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         view: LucidView,
         mask: Mask,
         size: int,
@@ -265,7 +266,7 @@ class PastSystem:
     def __init__(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         known: FilledPart,
@@ -312,11 +313,11 @@ class PastSystem:
         return xp.reshape(pairs, scores.shape)
 
 
-class LucidSolveBlocks(Algorithm):
+class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     """Algorithm of `LucidSolve`."""
 
     def _view(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame, size: int
+        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, size: int
     ) -> LucidView:
         missing = -x["k"].shape[1] % size
         names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
@@ -333,12 +334,18 @@ class LucidSolveBlocks(Algorithm):
             beta = zero_where_not(valid[:, None, :, None], one)
         return LucidView(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
 
-    def _size(self, leaf: Any, s: int) -> int:
+    def _size(self, leaf: pa.LucidSolve, s: int) -> int:
         """Tokens of a block."""
         return chunk_size(s) if isinstance(leaf.metric, Transported) else block_size(s)
 
     def _systems(
-        self, ops: Arithmetic, leaf: Any, view: LucidView, frame: Frame, *, gradient: bool = False
+        self,
+        ops: Arithmetic,
+        leaf: pa.LucidSolve,
+        view: LucidView,
+        frame: Frame,
+        *,
+        gradient: bool = False,
     ) -> Iterator[tuple[Part, LucidMatrix]]:
         b, n, s, _ = view.k.shape
         size = self._size(leaf, s)
@@ -357,7 +364,7 @@ class LucidSolveBlocks(Algorithm):
             yield part, LucidMatrix(*given, gradient=gradient)
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if is_one_block(leaf, x):
             return solve_one_block(ops, leaf, x, frame), ()
@@ -386,7 +393,7 @@ class LucidSolveBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -400,6 +407,9 @@ class LucidSolveBlocks(Algorithm):
         y = padded(ops.heads_first(out), 0, missing)
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = LucidView(*(None if a is None else ops.zeros(a.shape, a) for a in view))
+        d_beta: Array = d.beta
+        d_w: Array = d.w
+        d_path_beta: Array = d.path_beta
         for part, system in self._systems(ops, leaf, view, frame, gradient=True):
             workspace = ops.scratch(_row_block_size(system.view, system.height), view.k)
             for i0, i1, low in system.rows(reverse=True):
@@ -408,24 +418,24 @@ class LucidSolveBlocks(Algorithm):
                 )
                 d.v[part][:, :, i0:i1, :] = solved[0]
                 if leaf.beta:
-                    d.beta[part][:, :, i0:i1, :] = solved[1]
+                    d_beta[part][:, :, i0:i1, :] = solved[1]
             scores = system.scores
             d_queries = scores.d_q[:, :, 0, ...]
             d.unit[part] = d_queries * system.scale + scores.d_k
             if isinstance(scores, TransportedScores):
-                d.w[part], d.path_beta[part] = scores.extra_gradients()
+                d_w[part], d_path_beta[part] = scores.extra_gradients()
         d_k = d.unit if leaf.normalize != "keys" else rms_norm_vjp(view.k, leaf.eps, d.unit)
         result = {"k": d_k, "v": d.v}
         if d.w is not None:
             result |= {"w": d.w, "beta": d.path_beta}
         if leaf.beta:
-            result["lucid_beta"] = d.beta[..., 0]
+            result["lucid_beta"] = d_beta[..., 0]
         return {name: time_first(a)[:, :s, ...] for name, a in result.items()}
 
     def _pull_rows(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         system: LucidMatrix,
         i0: int,
         i1: int,
@@ -471,7 +481,7 @@ class LucidSolveBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -493,7 +503,7 @@ class LucidSolveBlocks(Algorithm):
                     rhs = ops.add_product(rhs + 0, row_block, new.solved[part], -new.factor)
                 right[part][:, :, i0:i1, :] = rhs
         y = self.among_new(ops, leaf, x, right, known, frame)
-        updates = {"key": Append(x["k"]), "solved": Append(y)}
+        updates: Updates = {"key": Append(x["k"]), "solved": Append(y)}
         if new.new_rms is not None:
             updates["rms"] = Append(new.new_rms[..., 0])
         return y, updates
@@ -501,7 +511,7 @@ class LucidSolveBlocks(Algorithm):
     def among_new(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.LucidSolve,
         x: Mapping[str, Array],
         right: Array,
         known: FilledPart,
@@ -522,7 +532,7 @@ class LucidSolveBlocks(Algorithm):
 
     @staticmethod
     def _of_diagonal(
-        leaf: Any, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
+        leaf: pa.LucidSolve, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
     ) -> Array:
         """The gradient of the scores through δ and through the row maximum."""
         column = arange_like(i1, y)[low:]
@@ -537,7 +547,7 @@ class LucidSolveBlocks(Algorithm):
         return d_row_block
 
 
-def _blocks_per_row_block(leaf: Any, size: int, s: int, gradient: bool) -> int:
+def _blocks_per_row_block(leaf: pa.LucidSolve, size: int, s: int, gradient: bool) -> int:
     """Height of a row block in blocks; with transported scores, one chunk of reflections.
 
     The gradient has several row blocks at once: where they are long, they are one block high.
@@ -548,7 +558,8 @@ def _blocks_per_row_block(leaf: Any, size: int, s: int, gradient: bool) -> int:
 
 def _row_block_size(view: LucidView, rows: int) -> int:
     """Entries of a row block of these heads, with all keys."""
-    return math.prod(view.k.shape[:3]) * rows
+    entries: int = math.prod(view.k.shape[:3]) * rows
+    return entries
 
 
 def _padded_frame(frame: Frame, s: int) -> Frame:

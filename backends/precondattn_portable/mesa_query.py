@@ -15,13 +15,14 @@ solved for in turn where it is not small enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
+import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, row_sum
 from precondattn.spec.mesa_query import Read
 from precondattn.spec.positive_definite import ROUNDINGS, tolerance_of
-from precondattn.spec.recurrence import Stream
+from precondattn.spec.recurrence import Form, Stream
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.block_conjugate_gradients import Residual
 from precondattn_portable.chunkwise import Chunkwise
@@ -69,7 +70,7 @@ class MesaProblem(NamedTuple):
     tolerance: float
 
     @classmethod
-    def of_queries(cls, leaf: Any, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
+    def of_queries(cls, leaf: pa.MesaQuery, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
         xp = namespace(q)
         scale = xp.max(xp.abs(q), axis=-1, keepdims=True)
         scale = xp.where((scale > 0) & xp.isfinite(scale), scale, 1.0)
@@ -109,7 +110,7 @@ def _length(x: Array) -> Array:
 
 
 def solved(
-    ops: Arithmetic, leaf: Any, read: Read, q: Array, diagonal: Array, ridge: Array
+    ops: Arithmetic, leaf: pa.MesaQuery, read: Read, q: Array, diagonal: Array, ridge: Array
 ) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
     xp, problem = namespace(q), MesaProblem.of_queries(leaf, q, diagonal, ridge)
@@ -131,7 +132,7 @@ def solved(
             raise leaf.not_solved(float(xp.max(share)), used, problem.tolerance)
 
 
-def diagonal_of(form: Any, x: Stream, state: Array, ridge: Array, t: int) -> Array:
+def diagonal_of(form: Form, x: Stream, state: Array, ridge: Array, t: int) -> Array:
     """diag(H_t) + λ of the last t tokens (b, m, t, r, d)."""
     xp = namespace(x.k)
     one = xp.ones_like(x.k[..., :1])
@@ -140,33 +141,42 @@ def diagonal_of(form: Any, x: Stream, state: Array, ridge: Array, t: int) -> Arr
     return form.forward(squares, own)[0] + ridge
 
 
+class Rereading(Form, Protocol):
+    """A form in chunks, which can be read more than once."""
+
+    ops: Arithmetic
+    by: Callable[..., Array]
+
+    def reread(
+        self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
+    ) -> tuple[Array, Array]: ...
+
+
 class Solving:
     """What a form in chunks needs to solve for queries."""
 
     by: Callable[..., Array] = staticmethod(solved)
 
     def solve_by_iteration(
-        self, leaf: Any, x: Stream, state: Array, q: Array, ridge: Array
+        self: Rereading, leaf: pa.MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
     ) -> tuple[Array, Array]:
         """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
-        form: Any = self
         xp = namespace(q)
         ridge = xp.broadcast_to(ridge, q.shape)
-        diagonal = xp.broadcast_to(diagonal_of(form, x, state, ridge, q.shape[2]), q.shape)
+        diagonal = xp.broadcast_to(diagonal_of(self, x, state, ridge, q.shape[2]), q.shape)
 
         def function(read: Read, *arrays: Array) -> Array:
-            return self.by(form.ops, leaf, read, *arrays)
+            return self.by(self.ops, leaf, read, *arrays)
 
-        result: tuple[Array, Array] = form.reread(x, state, function, q, diagonal, ridge)
-        return result
+        return self.reread(x, state, function, q, diagonal, ridge)
 
 
 class SolvingChunkwise(Solving, Chunkwise):
     """The recurrence in chunks, which are read as often as the iteration needs."""
 
 
-class MesaQueryAlgorithm(StatefulAlgorithm):
+class MesaQueryAlgorithm(StatefulAlgorithm[pa.MesaQuery]):
     """Algorithm of `MesaQuery`. One token, and few tokens, are solved as defined."""
 
-    def __init__(self, in_chunks: Callable[[Arithmetic], Any] = SolvingChunkwise, **rest: Any):
+    def __init__(self, in_chunks: Callable[[Arithmetic], Form] = SolvingChunkwise, **rest: bool):
         super().__init__(in_chunks, by_pairs=False, **rest)

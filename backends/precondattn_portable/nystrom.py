@@ -10,10 +10,11 @@ Backward computes B and F again. With R = B v,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+import precondattn as pa
+from precondattn.arrays import Array, Arrays, Index, namespace, zero_where_not
 from precondattn.spec.array_functions import (
     mask_scores,
     repeat_heads,
@@ -30,13 +31,13 @@ from precondattn_portable.layout import time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
 
-class NystromKernels(WholeSequenceAlgorithm):
+class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
     """Algorithm of `Nystrom`."""
 
     def attend(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Nystrom,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -55,7 +56,7 @@ class NystromKernels(WholeSequenceAlgorithm):
     def attend_vjp(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Nystrom,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -108,7 +109,7 @@ class NystromCall:
     def __init__(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Nystrom,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -152,7 +153,7 @@ class NystromCall:
         shape = (self.b, self.h, mask.shape[1])
         return self.flat(namespace(mask).broadcast_to(mask[:, None, :], shape))
 
-    def parts(self) -> Iterator[Any]:
+    def parts(self) -> Iterator[Index]:
         """The index of some sequences and heads, whose kernels together fit a cache."""
         heads, m = self.q.shape[0], self.a.shape[1]
         sizes = heads, self.q.shape[1], self.k.shape[1]
@@ -164,17 +165,22 @@ class NystromCall:
         for start, stop in layout.blocks(heads, at_once):
             yield slice(start, stop), ...
 
-    def to_landmarks(self, part: Any) -> Array:
+    def to_landmarks(self, part: Index) -> Array:
         """F (heads, t, m)"""
         return self._softmax(part, self.q[part], self.scaled_k_mean[part], None, self.has_key)
 
-    def from_landmarks(self, part: Any) -> Array:
+    def from_landmarks(self, part: Index) -> Array:
         """B (heads, m, s)"""
         rows = self.scaled_q_mean[part]
         return self._softmax(part, rows, self.k[part], self.has_query, self.is_key)
 
     def _softmax(
-        self, part: Any, rows: Array, columns: Array, is_row: Array | None, is_column: Array | None
+        self,
+        part: Index,
+        rows: Array,
+        columns: Array,
+        is_row: Array | None,
+        is_column: Array | None,
     ) -> Array:
         """The softmax of rows columnsᵀ, 0 at rows and columns that are not there."""
         scores = self.ops.product(rows, transpose(columns))
@@ -185,7 +191,7 @@ class NystromCall:
         weights = softmax(scores)
         return weights if is_row is None else zero_where_not(is_row[part][:, :, None], weights)
 
-    def pulled(self, part: Any, d_o: Array) -> NystromGradients:
+    def pulled(self, part: Index, d_o: Array) -> NystromGradients:
         ops, q, k, v = self.ops, self.q[part], self.k[part], self.v[part]
         z = self.z[part]
         b, f = self.from_landmarks(part), self.to_landmarks(part)
@@ -205,6 +211,6 @@ class NystromCall:
         )
 
 
-def _concatenated(parts: Any) -> Array:
+def _concatenated(parts: Sequence[Array]) -> Array:
     """Some heads after others."""
     return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 import precondattn as pa
+from precondattn.algebra.group import Group
 from precondattn.algebra.program import Program
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, Residuals, namespace
@@ -40,13 +41,13 @@ RULES = Recurrences(
 """Those that erase with an input as it is."""
 
 
-class PreconditionedDelta(Algorithm):
+class PreconditionedDelta(Algorithm[Group]):
     """Algorithm of the group, without masks and without gradient."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: Group, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        key, rule = leaf.program.leaves
+        key, rule = cast("tuple[pa.PreconditionedKey, pa.LinearFamily]", leaf.program.leaves)
         of_key, of_rule = (
             {formal: x[name] for formal, name in call.arguments if name in x}
             for call in leaf.program.calls
@@ -60,7 +61,9 @@ class PreconditionedDelta(Algorithm):
 class _Form(Chunkwise):
     """The recurrence in chunks, whose written keys are the preconditioned ones."""
 
-    def __init__(self, ops: Arithmetic, key: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(
+        self, ops: Arithmetic, key: pa.PreconditionedKey, x: Mapping[str, Array], frame: Frame
+    ) -> None:
         super().__init__(ops)
         self.key, self.x, self.frame = key, x, frame
 
@@ -100,7 +103,8 @@ class _Work(ChunkWork):
 
     @property
     def _most_together(self) -> int:
-        return max(MOST_CHUNKS // self.p, 1)
+        most: int = max(MOST_CHUNKS // self.p, 1)
+        return most
 
     def chunks_together(self, widest: int) -> int:
         """The chunks of a group, in whole blocks of keys."""
@@ -120,7 +124,8 @@ def computes_together(program: Program, request: Request) -> bool:
         return False
     shapes = dict(request.shapes)
     second = dict(program.calls[1].arguments)
-    q, k, v = (shapes[second[name]] for name in ("q", program.leaves[1].erase_name, "v"))
+    rule = cast("pa.LinearFamily", program.leaves[1])
+    q, k, v = (shapes[second[name]] for name in ("q", rule.erase_name, "v"))
     return q[1] == k[1] > CHUNK and k[2] == v[2]
 
 
@@ -136,4 +141,4 @@ def is_preconditioned_delta(program: Program) -> bool:
         return False
     first, second = (dict(call.arguments) for call in program.calls)
     made = [formal for formal, name in second.items() if name == program.calls[0].out]
-    return made == ["k"] and second[rule.erase_name] == first["k"]
+    return made == ["k"] and second[cast("pa.LinearFamily", rule).erase_name] == first["k"]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
@@ -43,11 +43,11 @@ MOST_CHUNKS = 64
 2 c d / 16 operations."""
 
 
-class PreconditionedKeyChunks(StatefulAlgorithm):
+class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
     """Algorithm of `PreconditionedKey`. Gradient and extension are those of the recurrence."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.PreconditionedKey, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         xp, (b, s, h, d) = namespace(x["k"]), x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
@@ -96,7 +96,7 @@ class PreconditionedChunks:
         xp, (count, rows, *_) = namespace(g), g.shape
         self.ops, self.bound = ops, leaf.bound
         self.together, self.p = together, p
-        self.center: Any = leaf.center
+        self.center: Array | float = leaf.center
         scale, self.eps = 1.0, leaf.eps
         if leaf.learned:
             c = x["log_atk_scale"]
@@ -109,7 +109,7 @@ class PreconditionedChunks:
                 self.center, scale, self.eps = None, factor, factor * leaf.eps
         self.scratch = ops.scratch(0, g)
         decay = HeadDecay(ops, g, g)
-        self.reading = decay.reading
+        self.reading: Array = decay.reading
         self.factors = ops.multiply(decay.pairs, transpose(scale * beta))
         """(c, n p, C, C)"""
 

@@ -10,8 +10,8 @@ Backward, with h = −λ g and u = h k̄ᵀ on the same row block (`spec/query_w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -37,11 +37,11 @@ from precondattn_portable.read_mean import exponentials
 from precondattn_portable.scores import block_of_rows
 
 
-class QueryWeighted(Algorithm):
+class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
 
     def _row_blocks(
-        self, ops: Arithmetic, leaf: Any, q: Array, k: Array, frame: Frame
+        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
         """(part, i0, i1, high, p, s̃) of every block of queries."""
         xp = namespace(q)
@@ -61,7 +61,9 @@ class QueryWeighted(Algorithm):
                 yield part, i0, i1, high, p, ops.add(scores, -row_sum(p * scores))
 
     @staticmethod
-    def _units(ops: Arithmetic, leaf: Any, x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    def _units(
+        ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array]
+    ) -> tuple[Array, Array, Array]:
         """q̄ (b, n, r, t, d), k̄ (b, n, s, d) and λ (b, n, r, t, 1)."""
         n = x["k"].shape[2]
         q = grouped_queries(ops, l2_norm(x["q"], leaf.eps), n)
@@ -69,7 +71,7 @@ class QueryWeighted(Algorithm):
         return q, k, grouped_queries(ops, x["contraction"][..., None], n)
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         q, k, contraction = self._units(ops, leaf, x)
         xp = namespace(q)
@@ -83,7 +85,7 @@ class QueryWeighted(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.QueryWeightedQuery,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -119,7 +121,7 @@ class QueryWeighted(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.QueryWeightedQuery,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar, cast
 
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.spec.recurrence import Form
+from precondattn.spec.stateful import Stateful
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.few_tokens import FewTokens, is_few
 from precondattn_portable.one_token import OneToken
 
+S = TypeVar("S", bound=Stateful, contravariant=True)
 
-class StatefulAlgorithm(Algorithm):
+
+class StatefulAlgorithm(Algorithm[S]):
     """Algorithm of every `Stateful` leaf; `in_chunks` builds its recurrences for an arithmetic.
 
     With `by_pairs`, full calls of few tokens are computed by pairs of tokens. A compiler has no
@@ -23,22 +27,23 @@ class StatefulAlgorithm(Algorithm):
     """
 
     def __init__(
-        self, in_chunks: Callable[[Arithmetic], Any] = Chunkwise, *, by_pairs: bool = True
+        self, in_chunks: Callable[[Arithmetic], Form] = Chunkwise, *, by_pairs: bool = True
     ) -> None:
         self.in_chunks, self.by_pairs = in_chunks, by_pairs
 
     def _form(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], *, in_place: bool = False
-    ) -> Any:
+        self, ops: Arithmetic, leaf: S, x: Mapping[str, Array], *, in_place: bool = False
+    ) -> Form:
         if x["k"].shape[1] * leaf.steps_per_token == 1:
             return OneToken(ops, decays=leaf.has_decay, in_place=in_place)
         return self.in_chunks(ops)
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: S, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if self.by_pairs and leaf.steps_per_token == 1 and is_few(x):
-            pairs = FewTokens(ops, decays=leaf.has_decay or frame.k_segment is not None)
+            decays = leaf.has_decay or frame.k_segment is not None
+            pairs = cast("Form", FewTokens(ops, decays=decays))  # Its gradient is not asked for.
             unread = dict.fromkeys(leaf.program.slot_keys[0])
             state = leaf.zero_state(x) if leaf.computes_with_states else unread
             return leaf.run(state, x, frame, pairs)[0], ()
@@ -47,7 +52,7 @@ class StatefulAlgorithm(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: S,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -62,7 +67,7 @@ class StatefulAlgorithm(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: S,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -74,7 +79,7 @@ class StatefulAlgorithm(Algorithm):
     def step_backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: S,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

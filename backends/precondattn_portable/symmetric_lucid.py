@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -42,7 +42,12 @@ class Similarities:
     """Φ of some heads, one row block at a time."""
 
     def __init__(
-        self, ops: Arithmetic, leaf: Any, unit: Array, mask: Mask, workspace: Scratch
+        self,
+        ops: Arithmetic,
+        leaf: pa.SymmetricLucidSolve,
+        unit: Array,
+        mask: Mask,
+        workspace: Scratch,
     ) -> None:
         self.ops, self.unit, self.mask, self.workspace = ops, unit, mask, workspace
         s, d = unit.shape[2:]
@@ -105,11 +110,11 @@ class Similarities:
         return -self.scale * total
 
 
-class SymmetricLucidSolveBlocks(Algorithm):
+class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     """Algorithm of `SymmetricLucidSolve`."""
 
     def _groups(
-        self, ops: Arithmetic, leaf: Any, unit: Array, frame: Frame
+        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, unit: Array, frame: Frame
     ) -> Iterator[tuple[Part, Similarities]]:
         b, n, s, _ = unit.shape
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
@@ -120,14 +125,16 @@ class SymmetricLucidSolveBlocks(Algorithm):
             workspace = workspace or ops.scratch(math.prod(group.shape[:3]) * rows, unit)
             yield part, Similarities(ops, leaf, group, mask.of_sequences(part[0]), workspace)
 
-    def _solved(self, ops: Arithmetic, leaf: Any, phi: Similarities, right: Array) -> Array:
+    def _solved(
+        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, phi: Similarities, right: Array
+    ) -> Array:
         if right.shape[2] <= DIRECT:
             return leaf.solved(leaf.similarities(phi.unit, phi.mask.frame), right)
         tolerance = tolerance_of(leaf, right)
         return solved(ops, phi.times, right, tolerance, leaf.iterations)
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         unit = leaf.unit_keys(ops.heads_first(x["k"]))
         v = where_valid(ops.heads_first(x["v"]), frame)
@@ -139,7 +146,7 @@ class SymmetricLucidSolveBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.SymmetricLucidSolve,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -160,7 +167,7 @@ class SymmetricLucidSolveBlocks(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.SymmetricLucidSolve,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

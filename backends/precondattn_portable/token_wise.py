@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -12,11 +12,11 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
 
-class AsDefined(Algorithm):
+class AsDefined(Algorithm[LeafProtocol]):
     """Calls the leaf's own methods."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: LeafProtocol, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         result: tuple[Array, Residuals] = leaf.forward(x, frame)
         return result
@@ -24,7 +24,7 @@ class AsDefined(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: LeafProtocol,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -37,7 +37,7 @@ class AsDefined(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: LeafProtocol,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -48,7 +48,7 @@ class AsDefined(Algorithm):
     def step_backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: LeafProtocol,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,

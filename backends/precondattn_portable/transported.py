@@ -22,9 +22,9 @@ they are contractions.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from precondattn.arrays import Array, namespace, placement
+from precondattn.arrays import Array, Index, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.in_place import product_at
@@ -89,7 +89,11 @@ class TransportedScores:
         self.shape = (b, n, self.chunks * size, d)
         self.q = q
         self.all = self._matrices(
-            padded(q, 0, missing, axis=3), *(padded(a, 0, missing) for a in (k, w, beta)), workspace
+            padded(q, 0, missing, axis=3),
+            padded(k, 0, missing),
+            padded(w, 0, missing),
+            padded(beta, 0, missing),
+            workspace,
         )
         self.gradient = gradient
         if gradient:
@@ -137,7 +141,7 @@ class TransportedScores:
         local = ops.add_product(local, q_w, zr, -1.0)
         return TransportedChunk(k, w, beta, m, zr, zw, keys, whole, q, q_w, start, local)
 
-    def _at(self, a: int) -> Any:
+    def _at(self, a: int) -> Index:
         return tokens_at(a * self.size, (a + 1) * self.size)
 
     def _chunk(self, a: int) -> TransportedChunk:

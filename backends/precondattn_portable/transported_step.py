@@ -13,8 +13,8 @@ At a flush, with the reflections up to it, K ← K − (Z W Kᵀ)ᵀ W.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+import precondattn as pa
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame
@@ -27,7 +27,7 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 def transported_step(
-    ops: Arithmetic, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ops: Arithmetic, leaf: pa.Path, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """A step of `Path` without a forget gate, for a few new tokens."""
     known = filled(frame, past["key"].shape[1])

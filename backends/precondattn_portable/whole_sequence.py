@@ -8,8 +8,9 @@ The definition computes the segments side by side, which takes as many times the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, Residuals, namespace, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.whole_sequence import segment_numbers
@@ -17,8 +18,10 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding
 
+W = TypeVar("W", bound=LeafProtocol, contravariant=True)
 
-class WholeSequenceAlgorithm(Algorithm):
+
+class WholeSequenceAlgorithm(Algorithm[W]):
     """Algorithm of a `WholeSequence`: `attend` and `attend_vjp` of sequences that are not packed.
 
     Both are given the frame's validity, and may return anything for masked tokens.
@@ -27,7 +30,7 @@ class WholeSequenceAlgorithm(Algorithm):
     def attend(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: W,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -38,7 +41,7 @@ class WholeSequenceAlgorithm(Algorithm):
     def attend_vjp(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: W,
         x: Mapping[str, Array],
         q_valid: Array | None,
         k_valid: Array | None,
@@ -48,7 +51,7 @@ class WholeSequenceAlgorithm(Algorithm):
         raise NotImplementedError
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: W, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if frame.k_segment is None:
             out = self.attend(ops, leaf, x, frame.q_valid, frame.k_valid)
@@ -63,7 +66,7 @@ class WholeSequenceAlgorithm(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: W,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -95,7 +98,7 @@ class _Segment:
         shape = (*self.members.shape, *(1,) * (x.ndim - 2))
         return zero_where_not(namespace(x).reshape(self.members, shape), x)
 
-    def inputs(self, leaf: Any, x: Mapping[str, Array]) -> Arrays:
+    def inputs(self, leaf: LeafProtocol, x: Mapping[str, Array]) -> Arrays:
         """The inputs, 0 at other tokens."""
         has_tokens = {name: leaf.inputs[name].time_axis is not None for name in x}
         return {name: self.only(a) if has_tokens[name] else a for name, a in x.items()}

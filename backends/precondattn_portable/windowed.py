@@ -16,10 +16,11 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+import precondattn as pa
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -81,19 +82,19 @@ def weights(ops: Arithmetic, windows: GatheredWindows) -> Array:
     return ops.keep(ops.softmax(masked_scores(ops, given)), has_keys, 0.0)
 
 
-class WindowedBlocks(Algorithm):
+class WindowedBlocks(Algorithm[pa.Windowed]):
     """Algorithm of `Windowed`."""
 
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 
     def call(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
     ) -> WindowedCall:
         """The arrays of a call, gathered by window."""
         return WindowedCall(ops, leaf, x, frame)
 
-    def read(self, ops: Arithmetic, leaf: Any, windows: GatheredWindows) -> Array:
+    def read(self, ops: Arithmetic, leaf: pa.Windowed, windows: GatheredWindows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
         if leaf.read != MEAN:
             out: Array = leaf.read.forward(*log_softmax(masked_scores(ops, windows)), windows.v)
@@ -103,7 +104,7 @@ class WindowedBlocks(Algorithm):
     def pull(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Windowed,
         windows: GatheredWindows,
         out: Array | None,
         cotangent: Array,
@@ -121,7 +122,7 @@ class WindowedBlocks(Algorithm):
         return d_scores, d_q, ops.product(transpose(d_scores), windows.q), d_v
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if frame.k_segment is not None:
             out, residuals = leaf.forward(x, frame)
@@ -138,7 +139,7 @@ class WindowedBlocks(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: pa.Windowed,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -153,7 +154,10 @@ class WindowedBlocks(Algorithm):
         out, cotangent = (
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )
-        d_q, d_k, d_v, d_bias = [], [], [], None
+        d_q: list[Array] = []
+        d_k: list[Array] = []
+        d_v: list[Array] = []
+        d_bias = None
         for each in call.windows(budget(self.entries_together)):
             o = None if leaf.read == MEAN else call.gathered(out, each.part)
             d_o = call.gathered(cotangent, each.part)
@@ -177,7 +181,9 @@ class WindowedBlocks(Algorithm):
 class WindowedCall:
     """The arrays of a call, gathered by window."""
 
-    def __init__(self, ops: Arithmetic, leaf: Any, x: Mapping[str, Array], frame: Frame) -> None:
+    def __init__(
+        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
+    ) -> None:
         self.ops, self.leaf, self.x, self.frame = ops, leaf, x, frame
         self.missing = x["k"].shape[1] - x["q"].shape[1]
         """How many queries are prepended, so that each token has one."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from precondattn.arrays import Index
 from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
 
 LOG2_E = math.log2(math.e)
@@ -49,7 +49,7 @@ class TorchArithmetic(Arithmetic):
         if not total.shape[:-2] == a.shape[:-2] == b.shape[:-2]:
             return total.add_(torch.matmul(a, b), alpha=factor)
         stacks = stacked(total), stacked(a), stacked(b)
-        if any(stack is None for stack in stacks):
+        if stacks[0] is None or stacks[1] is None or stacks[2] is None:
             for part in zip(total, a, b, strict=True):
                 self.add_product(*part, factor)
             return total
@@ -57,7 +57,7 @@ class TorchArithmetic(Arithmetic):
         return total
 
     def add_product_at(
-        self, total: Tensor, where: Any, a: Tensor, b: Tensor, factor: float = 1.0
+        self, total: Tensor, where: Index, a: Tensor, b: Tensor, factor: float = 1.0
     ) -> None:
         self.add_product(total[where], a, b, factor)
 
@@ -143,10 +143,11 @@ class TorchArithmetic(Arithmetic):
 
 def _is_stack(x: Tensor) -> bool:
     """Whether the matrices of (b, n, …) have a constant stride, which `matmul` needs too."""
-    return x.dim() == 4 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    is_stack: bool = x.dim() == 4 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return is_stack
 
 
-def stacked(x: Tensor) -> Any:
+def stacked(x: Tensor) -> Tensor | None:
     """(…, m, n) as one stack (-1, m, n) of the same memory; None where strides forbid it."""
     if x.dim() == 3:
         return x

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.read import MEAN
-from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import ALGORITHMS, TOKEN_WISE, Algorithms, Portable
 from precondattn_portable.stateful import StatefulAlgorithm
@@ -45,13 +47,13 @@ class Torch(Portable):
 
         return TORCH
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         support = super().supports(mechanism, request)
         if not support.ok:
             return support
         return Support.yes(differentiable=self._is_differentiable(mechanism, request))
 
-    def algorithm(self, leaf: Any) -> Algorithm | None:
+    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
         if type(leaf) is pa.Path and leaf.read != MEAN:
             return ALGORITHMS[pa.Path]
         return super().algorithm(leaf)
@@ -65,7 +67,7 @@ class Torch(Portable):
         from precondattn_torch.scaled_dot_product import KernelAttention
 
         # Of these the results are most of the memory, and to join them costs what is won.
-        whole: dict[type | Recurrences, Algorithm] = {
+        whole: dict[type | Recurrences, AnyAlgorithm] = {
             UNGATED: StatefulAlgorithm(),
             GATED_BY_HEAD: InPlaceToken(),
             **{leaf: ALGORITHMS[leaf] for leaf in (*TOKEN_WISE, pa.PreconditionedKey)},
@@ -77,10 +79,12 @@ class Torch(Portable):
             CORRECTED: InPlaceToken(),
         }
         by_heads = {**own, **{leaf: each for leaf, each in ALGORITHMS.items() if leaf not in own}}
-        joined = {leaf: ByHeads(each) for leaf, each in by_heads.items() if leaf not in whole}
+        joined: Algorithms = {
+            leaf: ByHeads(each) for leaf, each in by_heads.items() if leaf not in whole
+        }
         return {**whole, **joined}
 
-    def _is_differentiable(self, leaf: Any, request: Request) -> bool:
+    def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""
         if type(leaf) in TOKEN_WISE:
             return True
@@ -94,10 +98,10 @@ class Torch(Portable):
         return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
     def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         if type(mechanism) in TOKEN_WISE:
-            return mechanism.forward(upcast_all(inputs), frame)
+            return cast("pa.Leaf", mechanism).forward(upcast_all(inputs), frame)
         if type(mechanism) is pa.Softmax:
             from precondattn_torch.scaled_dot_product import fused, needs_sums
 
@@ -107,14 +111,14 @@ class Torch(Portable):
         return self.forward_with_residuals(mechanism, inputs, frame)
 
     def forward_with_residuals(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         with _not_recording():
             return super().forward(mechanism, inputs, frame)
 
     def backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -124,12 +128,13 @@ class Torch(Portable):
         with _not_recording():
             if type(mechanism) in TOKEN_WISE:
                 x = upcast_all(inputs)
-                return mechanism.backward(x, frame, upcast(out), residuals, upcast(cotangent))
+                leaf = cast("pa.Leaf", mechanism)
+                return leaf.backward(x, frame, upcast(out), residuals, upcast(cotangent))
             return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
 
     def step(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -141,7 +146,7 @@ class Torch(Portable):
 
     def step_backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -152,7 +157,7 @@ class Torch(Portable):
             return super().step_backward(mechanism, past, inputs, frame, cotangent, d_buffers)
 
 
-def _not_recording() -> AbstractContextManager[Any]:
+def _not_recording() -> AbstractContextManager[object]:
     import torch
 
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()

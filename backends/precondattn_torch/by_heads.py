@@ -18,20 +18,23 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import gcd
 from threading import Barrier
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.declaration import HEADS, Pattern
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Arrays, Residuals, only_computes
 from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.transported import Transported
-from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import SHARING, chunk_size
+
+R = TypeVar("R")
 
 LEAST = 2**19
 """Elements of the largest input from which threads are worth their start."""
@@ -44,7 +47,7 @@ MOST = 2**23
 class Division(NamedTuple):
     """How the heads of a call are divided."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # No method of a tuple is called.
     """Of parts"""
     axes: Mapping[str, int | None]
     """The axis of the heads of each input; None where there is one head for all."""
@@ -61,14 +64,14 @@ class Division(NamedTuple):
         return array.narrow(axis, part * size, size)
 
 
-class ByHeads(Algorithm):
+class ByHeads(Algorithm[Piece]):
     """An algorithm, applied to some of the heads by each thread."""
 
-    def __init__(self, whole: Algorithm) -> None:
+    def __init__(self, whole: AnyAlgorithm) -> None:
         self.whole = whole
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+        self, ops: Arithmetic, leaf: Piece, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
         division = division_of(leaf, x)
         if division is None:
@@ -89,7 +92,7 @@ class ByHeads(Algorithm):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: Piece,
         x: Mapping[str, Tensor],
         frame: Frame,
         out: Tensor,
@@ -127,7 +130,7 @@ class ByHeads(Algorithm):
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: Piece,
         past: Mapping[str, Tensor],
         x: Mapping[str, Tensor],
         frame: Frame,
@@ -137,7 +140,7 @@ class ByHeads(Algorithm):
     def step_backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: Piece,
         past: Mapping[str, Tensor],
         x: Mapping[str, Tensor],
         frame: Frame,
@@ -146,11 +149,13 @@ class ByHeads(Algorithm):
     ) -> tuple[Arrays, Arrays]:
         return self.whole.step_backward(ops, leaf, past, x, frame, cotangent, d_buffers)
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Piece, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return self.whole.residual_shapes(leaf, inputs)
 
     def _axes_of_residuals(
-        self, leaf: Any, x: Mapping[str, Tensor], division: Division
+        self, leaf: Piece, x: Mapping[str, Tensor], division: Division
     ) -> tuple[int, ...]:
         """The axis of the heads of each residual: the one that is shorter with fewer heads."""
         found = []
@@ -164,7 +169,7 @@ class ByHeads(Algorithm):
         return tuple(found)
 
 
-def division_of(leaf: Any, x: Mapping[str, Tensor]) -> Division | None:
+def division_of(leaf: Piece, x: Mapping[str, Tensor]) -> Division | None:
     """How the heads of a call are divided; None where it is computed as one."""
     threads = torch.get_num_threads()
     if threads == 1:
@@ -184,7 +189,7 @@ def division_of(leaf: Any, x: Mapping[str, Tensor]) -> Division | None:
     return None if count == 1 else Division(count, axes)
 
 
-def _is_large(leaf: Any, x: Mapping[str, Tensor]) -> bool:
+def _is_large(leaf: Piece, x: Mapping[str, Tensor]) -> bool:
     """Whether the gradient of a head has arrays that threads should not have at once.
 
     With reflections it is computed from matrices of every chunk, and a chunk's scores with all
@@ -193,7 +198,8 @@ def _is_large(leaf: Any, x: Mapping[str, Tensor]) -> bool:
     if not isinstance(getattr(leaf, "metric", None), Transported):
         return False
     s = x["k"].shape[1]
-    return chunk_size(s) * s > MOST
+    is_large: bool = chunk_size(s) * s > MOST
+    return is_large
 
 
 def _specs(x: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
@@ -221,12 +227,12 @@ def _joined(parts: Sequence[Tensor], axis: int | None) -> Tensor:
     return sum(parts[1:], parts[0]) if axis is None else torch.cat(list(parts), axis)
 
 
-def _in_threads(function: Callable[[int], Any], count: int) -> list[Any]:
+def _in_threads(function: Callable[[int], R], count: int) -> list[R]:
     """function(0), … function(count − 1), each in a thread of its own."""
     # The mode belongs to a thread.
     mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
 
-    def computed(part: int) -> Any:
+    def computed(part: int) -> R:
         with mode():
             return function(part)
 

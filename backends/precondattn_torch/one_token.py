@@ -11,7 +11,6 @@ stack of matrices here, and the layout of the recurrence is never made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +18,19 @@ from torch import Tensor
 from precondattn.arrays import Array
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
+from precondattn.spec.linear_family import LinearFamily
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_torch.arithmetic import stacked
 
 
-class InPlaceToken(StatefulAlgorithm):
+class InPlaceToken(StatefulAlgorithm[LinearFamily]):
     """The algorithm of leaves that are one recurrence, with a decay that is an input if any is."""
 
     def step(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: LinearFamily,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -43,9 +43,11 @@ class InPlaceToken(StatefulAlgorithm):
         return super().step(ops, leaf, past, x, frame)
 
 
-def one_token(leaf: Any, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
+def one_token(leaf: LinearFamily, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
     """The output (b, 1, heads, e) for q (b, 1, h, d), k, v; writes to `states` (b heads, d, e)."""
     count, d, e = states.shape
+    recurrence = leaf.recurrence
+    assert recurrence is not None
     q, k = x["q"] * leaf.scale_for(d), x["k"]
     b, _, h, _ = q.shape
     m = count // b
@@ -55,15 +57,15 @@ def one_token(leaf: Any, x: Mapping[str, Tensor], states: Tensor) -> Tensor:
         q = q.repeat_interleave(m // h, 2)
     k, u = k.reshape(count, 1, d), x["v"].reshape(count, 1, e)
     q = q.reshape(count, -1, d)
-    if leaf.recurrence.reads == "before, with a bonus":
+    if recurrence.reads == "before, with a bonus":
         weight = torch.bmm((q.unflatten(0, (b, m)) * x["u"].reshape(m, -1, d)).flatten(0, 1), k.mT)
         # The bonus and the read of what the token is about to change.
         out = torch.baddbmm(weight * u, q, states)
-    if leaf.recurrence.gate is not None:
+    if recurrence.gate is not None:
         states.mul_(x["g"].exp().reshape(count, -1, 1))
-    if leaf.recurrence.rule == "delta":
+    if recurrence.rule == "delta":
         u = torch.baddbmm(u, k, states, alpha=-1) * x["beta"].reshape(count, 1, 1)
     states.addcmul_(k.mT, u)
-    if leaf.recurrence.reads == "after":
+    if recurrence.reads == "after":
         out = torch.bmm(q, states)
     return out.reshape(b, 1, -1, e)

@@ -21,7 +21,6 @@ masks) is computed by the row blocks of `precondattn_portable/attention.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +32,19 @@ from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.sink import sink_vjp
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
 from precondattn_torch.arithmetic import TORCH
-from precondattn_torch.twice_differentiable import twice_differentiable
+from precondattn_torch.twice_differentiable import AttentionOptions, twice_differentiable
 
 
 def fits(
-    leaf: Any, shapes: Mapping[str, tuple[int, ...]], masks: frozenset[str], device: str
+    leaf: SoftmaxAttention,
+    shapes: Mapping[str, tuple[int, ...]],
+    masks: frozenset[str],
+    device: str,
 ) -> bool:
     """Whether the kernel supports this call.
 
@@ -61,7 +64,7 @@ def fits(
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
 
 
-def needs_sums(leaf: Any) -> bool:
+def needs_sums(leaf: SoftmaxAttention) -> bool:
     """Whether more is needed than the mean that the kernel returns."""
     return leaf.read != MEAN or leaf.sink
 
@@ -75,13 +78,13 @@ def masks_of(frame: Frame) -> frozenset[str]:
     return frozenset({"lengths" if has_lengths_only(frame) else "key_mask"})
 
 
-def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scaled_dot_product(leaf: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
     d, e = q.shape[3], v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
     q, k, v = _of_width(q, max(d, e)), _of_width(k, max(d, e)), _of_width(v, max(d, e))
     inputs = tuple(a.transpose(1, 2) for a in (q, k, v))
-    options = {
+    options: AttentionOptions = {
         "is_causal": leaf.causal,
         "scale": leaf.scale_for(d),
         "enable_gqa": bool(q.shape[2] != k.shape[2]),  # Symbolic while PyTorch traces.
@@ -93,7 +96,7 @@ def scaled_dot_product(leaf: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o if o.shape[3] == e else o[..., :e]
 
 
-def fused(leaf: Any, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
+def fused(leaf: SoftmaxAttention, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
     """The kernel's output, differentiated by PyTorch's autograd; None where it does not fit.
 
     Half precision is passed to the kernel on accelerators, where it is fast; the kernel then rounds
@@ -114,7 +117,7 @@ class KernelAttention(AttentionBlocks):
     """Algorithm of `Softmax`: the kernel where it fits, row blocks elsewhere."""
 
     def forward(
-        self, ops: Arithmetic, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Residuals]:
         if not _returns_sums(leaf, x, frame):
             return super().forward(ops, leaf, x, frame)
@@ -124,7 +127,7 @@ class KernelAttention(AttentionBlocks):
     def backward(
         self,
         ops: Arithmetic,
-        leaf: Any,
+        leaf: SoftmaxAttention,
         x: Mapping[str, Tensor],
         frame: Frame,
         out: Tensor,
@@ -151,7 +154,7 @@ def _recorded(x: Tensor) -> Tensor:
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
-def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
+def _returns_sums(leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame) -> bool:
     """Whether the kernel supports the call, and returns the sums that its gradient needs."""
     device = x["q"].device.type
     if device != "cpu" or not fits(leaf, _shapes(x), masks_of(frame), device):
@@ -159,7 +162,7 @@ def _returns_sums(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> bool:
     return leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
 
 
-def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
+def _mean(leaf: SoftmaxAttention, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     d, with_total = x["q"].shape[3], leaf.read == MEAN_AND_LOG_SUM
     v = x["v"][..., :-1] if with_total else x["v"]
     mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], v))
@@ -174,7 +177,11 @@ def _mean(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
 
 
 def _mean_backward(
-    leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
+    leaf: SoftmaxAttention,
+    x: Mapping[str, Tensor],
+    o: Tensor,
+    residuals: Residuals,
+    cotangent: Tensor,
 ) -> Arrays:
     v, mean = x["v"], o
     if leaf.read == MEAN_AND_LOG_SUM:
@@ -198,13 +205,15 @@ def _with_last(x: Tensor, value: float) -> Tensor:
     return functional.pad(x[..., :-1], (0, 1), value=value)
 
 
-def _laser(leaf: Any, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
+def _laser(leaf: SoftmaxAttention, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
     q, k, v, shift = _kernel_inputs(x)
     mean, log_total = _kernel(leaf, x["q"].shape[3], q, k, v)
     return mean[..., : x["v"].shape[3]].log_().add_(shift).contiguous(), (log_total,)
 
 
-def _kernel(leaf: Any, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(
+    leaf: SoftmaxAttention, d: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
     mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, leaf.causal, scale=leaf.scale_for(d)
@@ -213,7 +222,7 @@ def _kernel(leaf: Any, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def _kernel_backward(
-    leaf: Any,
+    leaf: SoftmaxAttention,
     x: Mapping[str, Tensor],
     kernel_inputs: tuple[Tensor, Tensor, Tensor],
     mean: Tensor,
@@ -240,7 +249,11 @@ def _kernel_backward(
 
 
 def _laser_backward(
-    leaf: Any, x: Mapping[str, Tensor], o: Tensor, residuals: Residuals, cotangent: Tensor
+    leaf: SoftmaxAttention,
+    x: Mapping[str, Tensor],
+    o: Tensor,
+    residuals: Residuals,
+    cotangent: Tensor,
 ) -> Arrays:
     n, e = x["v"].shape[2:]
     q, k, v, shift = _kernel_inputs(x)

@@ -6,7 +6,7 @@ replaced by that of PyTorch's unfused attention, which has all derivatives and q
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,14 +17,26 @@ KERNELS = "ScaledDotProduct"
 """How the names of the kernels' nodes in autograd's graph begin."""
 
 
-def twice_differentiable(node: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+class AttentionOptions(TypedDict):
+    """How an attention was called."""
+
+    is_causal: bool
+    scale: float
+    enable_gqa: bool
+
+
+def twice_differentiable(
+    node: torch.autograd.graph.Node, inputs: tuple[Tensor, ...], options: AttentionOptions
+) -> None:
     """Let the gradient of an attention's `node` on `inputs` q, k, v be differentiable."""
     while not node.name().startswith(KERNELS):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
             return  # Unfused attention, which PyTorch differentiates.
         node = node.next_functions[0][0]
 
-    def replace(gradients: tuple[Any, ...], cotangents: tuple[Any, ...]) -> Any:
+    def replace(
+        gradients: tuple[Tensor, ...], cotangents: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
         if not torch.is_grad_enabled():  # No graph of the gradient is wanted.
             return None
         wanted = [i for i, gradient in enumerate(gradients[:3]) if gradient is not None]
