@@ -38,6 +38,7 @@ GATES: tuple[Gate | None, ...] = (*DECAYS, "channel")
 
 RECURRENCES = (
     Recurrences(gate=GATES, normaliser=(None, "sum")),
+    Recurrences(gate=("channel",), reads=("before, with a bonus",)),
     Recurrences(
         ("delta",),
         gate=GATES,

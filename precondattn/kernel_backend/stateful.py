@@ -30,8 +30,10 @@ WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
 
 def is_linear(leaf: Any) -> bool:
-    """Whether it is one recurrence, whose outputs have a scale."""
-    return isinstance(leaf, LinearFamily) and leaf.declares.normaliser is None
+    """Whether it is one recurrence, whose outputs have a scale and are no part of a sum."""
+    if not isinstance(leaf, LinearFamily):
+        return False
+    return leaf.declares.normaliser is None and leaf.declares.reads == "after"
 
 
 def is_plain(leaf: Any) -> bool:
@@ -40,10 +42,13 @@ def is_plain(leaf: Any) -> bool:
 
 
 def computes_rows(leaf: Any) -> bool:
-    """Whether its recurrence has rows that it computes first: products of inputs, or more steps."""
+    """Whether its recurrence has rows that it computes first: products of inputs, more steps, or
+    queries of other tokens."""
     r = leaf.declares
     if r is None:
         return False
+    if r.reads != "after":
+        return True
     return r.rule == "low rank" or r.strength == "channel" or r.steps is not None
 
 

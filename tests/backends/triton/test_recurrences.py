@@ -163,6 +163,7 @@ def test_contracted_queries_run_by_the_same_kernels():
     [
         ("gla", 33, torch.float32),
         ("gla", 16, torch.bfloat16),
+        ("rwkv6", 16, torch.bfloat16),
         ("gsa", 33, torch.float16),
         ("kda", 33, torch.float32),
         ("kda[scale=0.3]", 16, torch.bfloat16),
@@ -179,7 +180,13 @@ def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
 @pytest.mark.thorough(but=("gla-extreme", "gla-random"))
 @pytest.mark.parametrize(
     ("layer", "gates"),
-    [("gla", "random"), ("gla", "extreme"), ("gsa", "extreme"), ("kda", "extreme")],
+    [
+        ("gla", "random"),
+        ("gla", "extreme"),
+        ("rwkv6", "extreme"),
+        ("gsa", "extreme"),
+        ("kda", "extreme"),
+    ],
 )
 def test_four_sub_chunks_of_which_two_are_between_others(layer, gates):
     """Open gates of channels next to closed ones, or all gates between."""
@@ -199,7 +206,7 @@ def test_two_queries_per_state_with_two_blocks_of_gates():
     check(layer, problem(layer, 33, d=20, slots=20))
 
 
-@pytest.mark.parametrize("layer", ["retention", "gla", "gsa", "kda"])
+@pytest.mark.parametrize("layer", ["retention", "gla", "rwkv6", "gsa", "kda"])
 def test_fewer_queries_than_keys_are_those_of_the_last_tokens(layer):
     layer = pa.parse(layer)
     x = problem(layer, 18, heads=(1, 1))
@@ -277,7 +284,7 @@ def test_any_split_continues_the_state_and_its_gradient(layer, cuts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "gsa", "kda"])
+@pytest.mark.parametrize("layer", ["gated_delta", "linear", "gla", "rwkv6", "gsa", "kda"])
 def test_a_token_reads_and_writes_the_state_once(layer, dtype):
     """Several queries per state, several blocks of values, a closed gate."""
     layer = pa.parse(layer)
