@@ -181,15 +181,16 @@ def bind_extension(
     """
     inputs, before = _inputs(call, ready)
     mechanism, cache = call.mechanism, call.cache
-    owner, sizes = str(mechanism), ready.sizes
+    sizes, length = ready.sizes, cache.length
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
-    cached_mask, old_lengths = cache.store.get(KEY_MASK), host_integers(cache.length)
+    cached_mask = cache.store.get(KEY_MASK)
+    old_lengths = length.tolist() if ready.are_on_host else host_integers(length)
     if lengths is None and key_mask is None and cached_mask is None and segment_ids is None:
         held = None if old_lengths is None else held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
             layout = Layout(EXTENSION, t, capacity, held=held, longest=held)
             return BoundCall(ready, inputs, Frame.of(layout, cache.length), dtypes_before=before)
-    like = next(iter(inputs.values()))
+    owner, like = str(mechanism), next(iter(inputs.values()))
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, lengths, like, b, t, "t", checks)
     key_mask = check_mask(owner, KEY_MASK, key_mask, like, (b, t), ("bool",), "(b t)")

@@ -70,6 +70,8 @@ class PreparedCall(NamedTuple):
     is_direct: bool
     """Whether the methods of backends are called directly: nothing differentiates, traces,
     transforms or counts the call."""
+    are_on_host: bool
+    """Whether the entries of arrays can be read without waiting for a device."""
     layout: Layout | None
     """That of a full call without masks; None where sizes are symbols."""
     allowed: tuple[str, ...] | None
@@ -184,6 +186,9 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,
+        are_on_host=has_signature
+        and request.device == "cpu"
+        and request.library in ("numpy", "torch"),
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
         discovered=discovered,

@@ -142,7 +142,8 @@ def extend(
 ) -> tuple[Array, Cache]:
     """An extension of a cache."""
     check_context_parallel(mechanism)
-    _refuse_segments(mechanism, named)
+    if named:
+        _refuse_segments(mechanism, named)
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
@@ -156,8 +157,10 @@ def extend(
             return extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
 
         return windows.extended(mechanism, cache, plain, of_ordinary, donate=donate)
-    bound, cache = contained_after(mechanism, _bound(given, signature), cache)
-    ready = bound.prepared
+    ready = prepared(given, signature)
+    bound = bind_extension(given, ready, **masks)
+    if ready.examined or bound.frame.k_segment is not None:
+        bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.library == "torch" and ready.request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
