@@ -29,6 +29,9 @@ Residuals = tuple[Array, ...]
 
 Shape = tuple[int, ...]
 
+Device = Any
+"""A device of any supported library, or its name."""
+
 DType = Any
 """A data type of any supported library."""
 

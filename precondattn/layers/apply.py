@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from precondattn.arrays import Array, arange_like, cast, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
@@ -33,7 +33,7 @@ def apply(
     weights: Weights,
     x: Array,
     *,
-    depth: Any,
+    depth: int,
     mask: Array | None = None,
     positions: Array | None = None,
     cache: Cache | None = None,
@@ -80,7 +80,7 @@ def apply(
             entry, weights, x, rotation_of, values, histories, depth, divided
         )
     inputs = {name: values[name] for name in plan.inputs}
-    masks: dict[str, Any] = {} if count is None else {"lengths": count}
+    masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks
     after = None
@@ -119,7 +119,7 @@ def _made(
     rotation_of: Callable[[int, float], tuple[Array, Array]],
     values: dict[str, Array],
     histories: Histories,
-    depth: Any,
+    depth: int,
     divided: DividedLayerCall | None,
 ) -> Array:
     def convolved(rows: Array, weight: Array, bias: Array | None) -> Array:

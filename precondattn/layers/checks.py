@@ -8,6 +8,7 @@ from typing import Any
 from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
 from precondattn.cache import Cache
 from precondattn.execution.array_checks import check_stored
+from precondattn.given import Given
 from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import LayerPlan
 
@@ -15,13 +16,17 @@ OWN = {"key_mask", "first_token"}
 """Buffers that a mechanism's cache may have besides those of its leaves."""
 
 
+LayerOutput = Any
+"""y; or y and the longer cache, where there is a cache."""
+
+
 def check_call(
     plan: LayerPlan,
     weight: Array,
-    x: Any,
-    mask: Any,
-    positions: Any,
-    cache: Any,
+    x: Array,
+    mask: Array | None,
+    positions: Array | None,
+    cache: Given,
     is_cast: Callable[[Array], bool],
     *,
     is_packed: bool = False,
@@ -62,17 +67,17 @@ def check_call(
         _check_cache(plan, cache, b)
 
 
-def check_depth(depth: Any) -> None:
+def check_depth(depth: object) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
 
 
-def check_batch(batch: Any) -> None:
+def check_batch(batch: object) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
         raise ValueError(f"batch must be a whole number, 0 or above; found {batch!r}")
 
 
-def _check_cache(plan: LayerPlan, cache: Any, b: int) -> None:
+def _check_cache(plan: LayerPlan, cache: Given, b: int) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache must be from init_cache; found {type(cache).__name__}")
     if cache.kinds and not cache.store:

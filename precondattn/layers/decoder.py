@@ -15,6 +15,7 @@ from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
+from precondattn.given import Arguments, Given
 from precondattn.layers.functions import LinearMap, linear, silu
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
@@ -58,7 +59,7 @@ def hidden_width(width: int, hidden: int | None) -> int:
     return hidden
 
 
-def arguments_of(layers: Layers, heads: int) -> list[dict[str, Any]]:
+def arguments_of(layers: Layers, heads: int) -> list[Arguments]:
     """The arguments of each block's attention; `depth` counts the blocks."""
     if isinstance(layers, str | Mechanism | Mapping) or not len(layers):
         raise TypeError(
@@ -72,16 +73,16 @@ def arguments_of(layers: Layers, heads: int) -> list[dict[str, Any]]:
     return arguments
 
 
-def check_vocabulary(vocabulary: Any) -> None:
+def check_vocabulary(vocabulary: object) -> None:
     if not isinstance(vocabulary, int) or isinstance(vocabulary, bool) or vocabulary < 1:
         raise ValueError(f"vocabulary must be a whole number, 1 or above; found {vocabulary!r}")
 
 
 def check_tokens(
-    tokens: Any,
+    tokens: Given,
     library: str,
-    mask: Any = None,
-    caches: Any = None,
+    mask: Given = None,
+    caches: Given = None,
     *,
     blocks: int = 0,
     are_prompts: bool = False,
@@ -111,7 +112,13 @@ def check_tokens(
 
 
 def check_generation(
-    count: Any, temperature: Any, top_p: Any, stop: Any, vocabulary: int, largest: int, least: int
+    count: object,
+    temperature: object,
+    top_p: object,
+    stop: object,
+    vocabulary: int,
+    largest: int,
+    least: int,
 ) -> None:
     """Raise an error for options out of range, and for tokens that the vocabulary has not."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
-from precondattn.arrays import Array, cast, library_of, namespace, placement, zero_where_not
+from precondattn.arrays import (
+    Array,
+    DType,
+    Namespace,
+    cast,
+    library_of,
+    namespace,
+    placement,
+    zero_where_not,
+)
 
 
 class LinearMap:
@@ -82,7 +90,7 @@ def log_sigmoid(x: Array) -> Array:
     return -softplus(-x)
 
 
-def _native(x: Array) -> Any:
+def _native(x: Array) -> Namespace:
     """The module in which the library has these functions; None for a library without them."""
     library = library_of(x)
     if library == "torch":
@@ -116,7 +124,7 @@ def layer_norm(x: Array, eps: float) -> Array:
     return centred / xp.sqrt(variance + eps)
 
 
-def rotation(positions: Array, width: int, theta: float, dtype: Any) -> tuple[Array, Array]:
+def rotation(positions: Array, width: int, theta: float, dtype: DType) -> tuple[Array, Array]:
     """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2), of float `dtype`."""
     xp = namespace(positions)
     index = xp.arange(width // 2, dtype=dtype, **placement(positions))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.layers.parameters import Parameter
@@ -28,7 +28,7 @@ class RecipeTokens(NamedTuple):
     """`convolved(rows, w, b)` is y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows x
     (b, t, …) with w (c, …). Rows before the first token of a sequence are 0, and the cache keeps
     the last c − 1, the recipe's `history()`."""
-    depth: Any
+    depth: int | None
     """The index of the layer in its model, from 0: a number, or an integer array ()."""
 
 
@@ -61,7 +61,7 @@ class Recipe:
         """The first paragraph of its docstring, with its options in place of their names."""
         text = " ".join((self.__doc__ or "").strip().partition("\n\n")[0].split())
         for field in fields(self):  # type: ignore[arg-type]
-            value: Any = getattr(self, field.name)
+            value: object = getattr(self, field.name)
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             text = text.replace(f"`{field.name}`", shown)
         return text if getattr(self, "bias", True) else text.replace(" + b", "")

@@ -6,10 +6,11 @@ segment, and the mechanism is given the same segments.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import (
     Array,
+    Arrays,
     arange_like,
     as_index,
     host_array,
@@ -19,12 +20,13 @@ from precondattn.arrays import (
 )
 from precondattn.execution.cu_seqlens import packed_by
 from precondattn.execution.masks import INTEGERS, ValueChecks, check_mask, is_contiguous
+from precondattn.given import Given
 
 
 class CallSegments(NamedTuple):
     """The segments of one call."""
 
-    masks: dict[str, Any]
+    masks: Arrays
     """`segment_ids` or `cu_seqlens`, as the mechanism takes it."""
     place: Array
     """(b, t), the number of tokens before each token in its segment."""
@@ -32,7 +34,7 @@ class CallSegments(NamedTuple):
     """(b, t), False for the padding after the last sequence of `cu_seqlens`; None without it."""
 
 
-def segments_of(owner: str, segment_ids: Any, cu_seqlens: Any, x: Array) -> CallSegments | None:
+def segments_of(owner: str, segment_ids: Array, cu_seqlens: Given, x: Array) -> CallSegments | None:
     """The segments of x (b, t, width); None without any.
 
     Raises

@@ -8,7 +8,7 @@ Which letters are heads and widths follows from the patterns of q, k and v:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.algebra.declaration import FIXED, Axis, Pattern
 from precondattn.algebra.mechanism import Mechanism
@@ -118,7 +118,7 @@ def _rows(mechanism: Mechanism) -> tuple[Pattern, Pattern, Pattern]:
     return q, k, v
 
 
-def _check_numbers(given: Mapping[str, Any]) -> None:
+def _check_numbers(given: Mapping[str, object]) -> None:
     for name, number in given.items():
         if number is None and name not in ("width", "heads"):
             continue

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from precondattn.algebra.advice import with_base
 from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism, Preconditioner
+from precondattn.arrays import Array
 from precondattn.execution.array_checks import check_stored
+from precondattn.given import Arguments, Given
 from precondattn.layers.maps import Weight
 from precondattn.layers.meaning import meanings, output_call
 from precondattn.layers.parameters import Constant, Normal
@@ -87,15 +88,15 @@ class VisionSizes:
 
 
 def vision_sizes(
-    image: Any,
-    patch: Any,
-    width: Any,
-    blocks: Any,
-    classes: Any,
-    channels: Any,
-    pool: Any,
-    hidden: Any,
-    mechanism: Any,
+    image: Given,
+    patch: Given,
+    width: Given,
+    blocks: Given,
+    classes: Given,
+    channels: Given,
+    pool: Given,
+    hidden: Given,
+    mechanism: Given,
 ) -> VisionSizes:
     """The sizes, after their checks.
 
@@ -148,7 +149,7 @@ def _without_causality(mechanism: Mechanism) -> Mechanism | None:
     return None if base is None else with_base(mechanism, base)
 
 
-def check_image(x: Any, sizes: VisionSizes) -> None:
+def check_image(x: Array, sizes: VisionSizes) -> None:
     """Raise an error unless x has the shape (b, c, H, W) of these sizes."""
     expected = (sizes.channels, *sizes.image)
     check_stored("x", x)
@@ -206,7 +207,7 @@ def token_weights(sizes: VisionSizes) -> dict[str, Weight]:
 
 def attention_arguments(
     mechanism: str | Mechanism, qkv_bias: bool, recipes: Mapping[str, Recipe] | None
-) -> dict[str, Any]:
+) -> Arguments:
     """Arguments of `Attention` for a layer of a vision transformer."""
     if not isinstance(mechanism, str | Mechanism):
         raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
@@ -216,7 +217,7 @@ def attention_arguments(
     return {"mechanism": mechanism, "recipes": {**usual, **(recipes or {})}}
 
 
-def _pair(name: str, number: Any) -> tuple[int, int]:
+def _pair(name: str, number: Given) -> tuple[int, int]:
     pair = tuple(number) if isinstance(number, tuple | list) else (number, number)
     if len(pair) != 2:
         raise ValueError(f"{name} must be one number, or rows and columns; found {number!r}")
@@ -225,7 +226,7 @@ def _pair(name: str, number: Any) -> tuple[int, int]:
     return pair
 
 
-def _check_count(name: str, number: Any) -> None:
+def _check_count(name: str, number: Given) -> None:
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"{name} must be a whole number; found {number!r}")
     if number < 1:

@@ -7,22 +7,23 @@ that, as on one device. A leaf that sends them gets them in the call's precision
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.algebra.mechanism import leaf_of
-from precondattn.arrays import Array, cast, upcast_all
+from precondattn.arrays import Array, DType, cast, upcast_all
 from precondattn.dispatch.discovery import discover
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.piece import BackendNames
 
 
 def inputs_in_half(
     leaf_call: LeafCall,
     inputs: Mapping[str, Array],
     of_call: Collection[str],
-    dtype: Any,
-    backend: Any,
+    dtype: DType,
+    backend: BackendNames,
     *,
     sends_values: bool,
 ) -> dict[str, Array]:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 
@@ -99,7 +99,7 @@ class TokenOrder:
         """The tokens of a part, where each device has so many."""
         return self.block or tokens // self.divisor
 
-    def number_of(self, device: Any, part: Any, devices: int) -> Any:
+    def number_of(self, device: Array, part: Array, devices: int) -> Array:
         """The number in the sequence of a device's part: the inverse of `device_of`.
 
         All are numbers, or arrays of them, which may be traced.

@@ -12,9 +12,10 @@ and for parts 1 … m, each of some of the keys,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 from precondattn.arrays import Array, Arrays, cast, namespace, upcast, upcast_all
+from precondattn.given import Arguments, Given
 from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.softmax import SoftmaxAttention
@@ -23,7 +24,7 @@ FULL_CALL = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
 """The masks of a full call"""
 
 
-def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Any) -> tuple[Array, Array]:
+def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Given) -> tuple[Array, Array]:
     """The output (b, t, h, e) and the log-sum-exp (b, t, h) of each query's scores.
 
     Both are differentiable in PyTorch and JAX. The log-sum-exp is over the scaled, capped, biased
@@ -65,7 +66,7 @@ def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Any) -> tuple
 
 
 def with_lse_vjp(
-    mechanism: SoftmaxAttention, *arrays: Array, **named: Any
+    mechanism: SoftmaxAttention, *arrays: Array, **named: Given
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array], Arrays]]:
     """`with_lse` and its pullback, which maps cotangents of both results to all gradients.
 
@@ -107,7 +108,7 @@ def part_vjp(
     out: Array,
     lse: Array,
     d_out: Array,
-    **others: Any,
+    **others: Given,
 ) -> Arrays:
     """The gradients of a part of the keys, from output and log-sum-exp of the whole.
 
@@ -161,7 +162,7 @@ class _CallWithLse:
     """A call of a mechanism, with one more channel for the log-sum-exp."""
 
     def __init__(
-        self, mechanism: SoftmaxAttention, arrays: tuple[Array, ...], named: dict[str, Any]
+        self, mechanism: SoftmaxAttention, arrays: tuple[Array, ...], named: Arguments
     ) -> None:
         if not isinstance(mechanism, SoftmaxAttention) or mechanism.read != MEAN:
             raise TypeError(
@@ -184,7 +185,7 @@ class _CallWithLse:
         self.inputs["v"] = namespace(v).concat([v, namespace(v).zeros_like(v[..., :1])], axis=-1)
         self.mechanism = mechanism.with_read(MEAN_AND_LOG_SUM)
 
-    def without_autocast(self) -> Any:
+    def without_autocast(self) -> AbstractContextManager[object]:
         from precondattn.execution.torch import autocast
 
         return autocast.off(self.like)

@@ -12,9 +12,9 @@ for each channel c. LASER's λ_r is that of the same scores, from a call with on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.parallel.partial_attention import merge, part_vjp, with_lse, with_lse_vjp
@@ -25,6 +25,7 @@ from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
     from precondattn.algebra.leaf_protocol import LeafProtocol
+    from precondattn.given import Arguments
 
 READS = (MEAN, LOG_MEAN_EXP)
 
@@ -54,7 +55,7 @@ class MeanOfParts:
     """o = A v."""
 
     softmax: Softmax
-    options: Mapping[str, Any]
+    options: Arguments
 
     def attend(self, *tokens: Array) -> Attended:
         out, lse = with_lse(self.softmax, *tokens, **self.options)
@@ -75,7 +76,7 @@ class LaserOfParts:
     """o = log(A eᵛ)."""
 
     softmax: Softmax
-    options: Mapping[str, Any]
+    options: Arguments
 
     @property
     def _mean(self) -> Softmax:
@@ -110,7 +111,7 @@ class LaserOfParts:
         }
 
 
-def read_of(softmax: Softmax, options: Mapping[str, Any]) -> MeanOfParts | LaserOfParts:
+def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts | LaserOfParts:
     """How parts are put together for the read of a leaf, which is one of `READS`."""
     return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
 

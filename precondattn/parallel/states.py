@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import Array, arange_like, cast, namespace, zero_where_not
+from precondattn.arrays import Array, Device, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.parallel.layouts import TokenOrder
@@ -45,7 +45,7 @@ from precondattn.spec.preconditioned_key import PreconditionedKey
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
-    from precondattn.algebra.piece import ExtendPullback
+    from precondattn.algebra.piece import BackendNames, ExtendPullback
 
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
@@ -120,7 +120,7 @@ class SegmentBorders(NamedTuple):
         before = xp.stack([firsts[0], *lasts[:-1]])
         return cls(xp.stack(firsts) == before, xp.stack(lasts) == before)
 
-    def is_open_before(self, device: Any, distance: int, *, is_reversed: bool) -> Array:
+    def is_open_before(self, device: Device, distance: int, *, is_reversed: bool) -> Array:
         """Of the step (b,) that a device gets in a scan: of `distance` devices, the nearest one so
         far before it, or after it in reverse."""
         if is_reversed:
@@ -142,8 +142,8 @@ def extended(
     leaf: Leaf,
     cache: Cache,
     inputs: Mapping[str, Array],
-    backend: Any,
-    masks: Mapping[str, Any],
+    backend: BackendNames,
+    masks: Mapping[str, Array],
 ) -> tuple[Array, Cache]:
     """`leaf.extend`, of tokens that may also have `segment_ids`.
 
@@ -157,8 +157,8 @@ def extended_vjp(
     leaf: Leaf,
     cache: Cache,
     inputs: Mapping[str, Array],
-    backend: Any,
-    masks: Mapping[str, Any],
+    backend: BackendNames,
+    masks: Mapping[str, Array],
 ) -> tuple[Array, Cache, ExtendPullback]:
     """`leaf.extend_vjp`, likewise."""
     given = {"lengths": None, "key_mask": None, **masks}
@@ -189,7 +189,7 @@ def step_of(state: Array, e: int) -> StateMap:
 
 
 def steps_of_tokens(
-    leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+    leaf: Leaf, inputs: Mapping[str, Array], backend: BackendNames, masks: Mapping[str, Array]
 ) -> dict[str, StateMap]:
     """T and F of some tokens, of each state by its name in a cache."""
     cache = leaf.init_cache(**inputs)
@@ -204,7 +204,7 @@ def steps_of_tokens(
 
 
 def step_of_tokens(
-    leaf: Leaf, inputs: Mapping[str, Array], backend: Any, masks: Mapping[str, Any]
+    leaf: Leaf, inputs: Mapping[str, Array], backend: BackendNames, masks: Mapping[str, Array]
 ) -> StateMap:
     """T and F of some tokens."""
     e = inputs["v"].shape[-1]
@@ -233,7 +233,7 @@ def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
     )
 
 
-def bytes_of_steps(leaf: Leaf, states: Mapping[str, Any]) -> tuple[int, int]:
+def bytes_of_steps(leaf: Leaf, states: Mapping[str, Array]) -> tuple[int, int]:
     """Of all F, and of all T, from the shapes and dtypes of a leaf's states."""
     of_states = of_transitions = 0
     for state in states.values():

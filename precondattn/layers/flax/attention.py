@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import nnx
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import check_batch, check_call
+from precondattn.layers.checks import LayerOutput, check_batch, check_call
 from precondattn.layers.flax.depth import Depth, depth_of
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
 from precondattn.layers.histories import with_rows
@@ -21,6 +21,8 @@ from precondattn.layers.recipe import Recipe
 from precondattn.layers.segments import segments_of
 
 if TYPE_CHECKING:
+    from precondattn.arrays import Arrays, DType
+    from precondattn.given import Given
     from precondattn.parallel.jax import ContextParallel
 
 
@@ -82,7 +84,7 @@ class Attention(nnx.Module):
         slots: int | None = None,
         depth: int | jax.Array = 0,
         recipes: Mapping[str, Recipe] | None = None,
-        dtype: Any = jnp.float32,
+        dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         self.depth = depth_of(depth)
@@ -129,8 +131,8 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         cache: Cache | None = None,
         segment_ids: jax.Array | None = None,
-        cu_seqlens: Any = None,
-    ) -> Any:
+        cu_seqlens: Given = None,
+    ) -> LayerOutput:
         """y, or y and the longer cache if there is one.
 
         Parameters
@@ -166,7 +168,7 @@ class Attention(nnx.Module):
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
-        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        weights: dict[str, Arrays] = {name: {} for name, _ in self.plan.weights}
         for name, parameters in self.inputs.items():
             weights[name] = {own: array[...] for own, array in parameters.items()}
         for of_map in self.plan.maps:

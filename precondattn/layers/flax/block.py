@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.arrays import DType
 from precondattn.cache import Cache
+from precondattn.given import Given
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
@@ -19,7 +20,7 @@ from precondattn.layers.parameters import FanIn
 class Norm(nnx.Module):
     """γ RMSNorm(x)."""
 
-    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, dtype: DType, rngs: nnx.Rngs) -> None:
         self.gain = parameter(gain_weight(width), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -30,7 +31,7 @@ class Norm(nnx.Module):
 class GatedMLP(nnx.Module):
     """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
 
-    def __init__(self, width: int, hidden: int, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, hidden: int, dtype: DType, rngs: nnx.Rngs) -> None:
         self.maps = mlp_maps(width, hidden)
         for of_map in self.maps:
             setattr(self, of_map.name, linear_of(of_map, {"weight": FanIn()}, dtype, rngs))
@@ -70,9 +71,9 @@ class Block(nnx.Module):
         width: int,
         *,
         hidden: int | None = None,
-        dtype: Any = jnp.float32,
+        dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
-        **attention: Any,
+        **attention: Given,
     ) -> None:
         self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
         self.attention_norm = Norm(width, dtype, rngs)
@@ -87,8 +88,8 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         cache: Cache | None = None,
         segment_ids: jax.Array | None = None,
-        cu_seqlens: Any = None,
-    ) -> Any:
+        cu_seqlens: Given = None,
+    ) -> LayerOutput:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
         y = self.attention(
             self.attention_norm(x),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.arrays import DType, Tree
 from precondattn.cache import Cache
+from precondattn.given import Given
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     Layers,
     arguments_of,
@@ -65,7 +67,7 @@ class Decoder(nnx.Module):
         heads: int,
         layers: Layers,
         hidden: int | None = None,
-        dtype: Any = jnp.float32,
+        dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         check_vocabulary(vocabulary)
@@ -86,8 +88,8 @@ class Decoder(nnx.Module):
         mask: jax.Array | None = None,
         caches: Caches | None = None,
         segment_ids: jax.Array | None = None,
-        cu_seqlens: Any = None,
-    ) -> Any:
+        cu_seqlens: Given = None,
+    ) -> LayerOutput:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
 
         Parameters
@@ -111,7 +113,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         mask: jax.Array | None,
         caches: Caches | None,
-        **segments: Any,
+        **segments: object,
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = embedded(self.embedding[...], tokens)
@@ -181,7 +183,7 @@ class Decoder(nnx.Module):
         last = jnp.full((b,), t - 1) if mask is None else t - 1 - mask[:, ::-1].argmax(axis=1)
         is_drawn = temperature > 0 and key is not None
         keys = [*jax.random.split(key, count)] if is_drawn else [None] * count
-        caches: Any = self.init_caches(b, t + count)
+        caches: tuple[Cache, ...] = self.init_caches(b, t + count)
         new = tokens
         drawn: list[jax.Array] = []
         for i in counted(count, shown=progress):
@@ -206,7 +208,7 @@ def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 @lru_cache(maxsize=16)
-def _next_token(graph: Any) -> Any:
+def _next_token(graph: nnx.GraphDef) -> Tree:
     """The compiled step of all models of one structure: new tokens and caches.
 
     JAX compiles it once for each shape, and not again in the next `generate`. It is looked up once
@@ -215,7 +217,7 @@ def _next_token(graph: Any) -> Any:
 
     @partial(jax.jit, donate_argnums=1)
     def after(
-        state: Any,
+        state: Tree,
         caches: Caches,
         tokens: jax.Array,
         mask: jax.Array | None,
@@ -223,7 +225,7 @@ def _next_token(graph: Any) -> Any:
         key: jax.Array | None,
         temperature: jax.Array,
         top_p: jax.Array,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Tree]:
         model = nnx.merge(graph, state)
         x, longer = model._states(tokens, mask, caches)
         logits = model._logits(x[jnp.arange(len(x)), last][:, None])[:, -1]

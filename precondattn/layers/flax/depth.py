@@ -6,8 +6,6 @@ has to be a variable, of which each layer has its own slice.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +17,7 @@ class Depth(nnx.Variable[jax.Array]):
     """The depth () of a layer, or (layers,) of a stack. Not trained."""
 
 
-def depth_of(depth: Any) -> int | Depth:
+def depth_of(depth: int) -> int | Depth:
     """A whole number unchanged, and an array as a variable.
 
     Raises

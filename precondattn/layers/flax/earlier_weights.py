@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.arrays import Array, Tree
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.block import GatedMLP
 from precondattn.layers.maps import Stored
@@ -22,7 +23,7 @@ VALUE = "value"
 Path = tuple[Any, ...]
 
 
-def from_earlier(state: Mapping[Any, Any], model: nnx.Module) -> dict[Any, Any]:
+def from_earlier(state: Mapping[Tree, Tree], model: nnx.Module) -> dict[Tree, Tree]:
     """Arrays that an earlier version saved, by the names and with the shapes that a model has now.
 
     Parameters
@@ -54,7 +55,7 @@ def from_earlier(state: Mapping[Any, Any], model: nnx.Module) -> dict[Any, Any]:
     (8, 8)
     """
     found = {path: (name, stored) for path, name, stored in _moved(model)}
-    after: dict[Any, Any] = {}
+    after: dict[Tree, Tree] = {}
     for path, array in _leaves(state, ()):
         before = next((path[i:] for i in range(len(path)) if path[i:] in found), None)
         if before is not None:
@@ -87,7 +88,7 @@ def _moved(model: nnx.Module) -> Iterator[tuple[Path, Path, Stored]]:
                 yield (*path, of_map.weight), (*path, of_map.name, "kernel"), Stored(of_map)
 
 
-def _leaves(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _leaves(state: Tree, path: Path) -> Iterator[tuple[Path, Array]]:
     if isinstance(state, Mapping) and {*state} == {VALUE}:
         yield path, state[VALUE]
     elif isinstance(state, Mapping):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.arrays import DType
 from precondattn.layers.functions import LinearMap
 from precondattn.layers.maps import Map, Stored, Weight
 from precondattn.layers.parameters import FirstValues
 
+if TYPE_CHECKING:
+    from torch.nn import Module
 
-def parameter(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
+
+def parameter(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> nnx.Param:
     """A new parameter, with the names of its axes as metadata."""
     return nnx.Param(_first(weight, dtype, rngs), **_metadata(weight))
 
 
 def linear_of(
-    of_map: Map, starts: Mapping[str, FirstValues], dtype: Any, rngs: nnx.Rngs
+    of_map: Map, starts: Mapping[str, FirstValues], dtype: DType, rngs: nnx.Rngs
 ) -> nnx.Linear:
     """The module of a linear map, with the first values of `weight` and `bias`."""
     weights = {
@@ -41,11 +45,12 @@ def linear_of(
     )
 
 
-def _first(weight: Weight, dtype: Any, rngs: nnx.Rngs) -> Any:
-    return weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
+def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
+    first: jax.Array = weight.start(_Draw(weight.shape, dtype, rngs), weight.shape)
+    return first
 
 
-def _metadata(weight: Weight) -> dict[str, Any]:
+def _metadata(weight: Weight) -> dict[str, object]:
     # Names alone: a model is sharded as a whole, by rules for them.
     return {"out_sharding": weight.names, "eager_sharding": False}
 
@@ -60,7 +65,7 @@ class _NoKeys:
 class ModuleMap(LinearMap):
     """A linear map of a layer, computed by the module that has its place and name now."""
 
-    def __init__(self, of_map: Map, module: Any) -> None:
+    def __init__(self, of_map: Map, module: Module) -> None:
         self.map, self.module = of_map, module
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -78,7 +83,7 @@ class ModuleMap(LinearMap):
 class _Draw:
     """New arrays of one shape, with the dtype of a parameter."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DType, rngs: nnx.Rngs) -> None:
         self.shape, self.dtype, self.rngs = shape, dtype, rngs
 
     def of_shape(self, shape: tuple[int, ...]) -> _Draw:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from flax import nnx
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
@@ -46,7 +46,7 @@ class VisionAttention(Attention):
         qkv_bias: bool = True,
         recipes: Mapping[str, Recipe] | None = None,
         rngs: nnx.Rngs,
-        **sizes: Any,
+        **sizes: Given,
     ) -> None:
         arguments = attention_arguments(mechanism, qkv_bias, recipes)
         super().__init__(width, heads=heads, rngs=rngs, **arguments, **sizes)

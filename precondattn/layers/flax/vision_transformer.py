@@ -5,12 +5,12 @@ Its equations and the declared weights are in `precondattn/layers/vision.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from precondattn.arrays import DType
+from precondattn.given import Arguments, Given
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.flax.vision_attention import VisionAttention
 from precondattn.layers.functions import upcast
@@ -31,7 +31,7 @@ from precondattn.layers.vision import (
 class Affine(nnx.Module):
     """W x + b."""
 
-    def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
+    def __init__(self, weights: dict[str, Weight], made: Arguments) -> None:
         self.weight = parameter(weights["weight"], **made)
         self.bias = parameter(weights["bias"], **made)
 
@@ -55,7 +55,7 @@ class Patches(Affine):
 class LayerNorm(Affine):
     """γ (x − mean x) / √(var x + eps) + β."""
 
-    def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
+    def __init__(self, width: int, eps: float, made: Arguments) -> None:
         super().__init__(norm_weights(width), made)
         self.eps = eps
 
@@ -69,7 +69,7 @@ class LayerNorm(Affine):
 class MLP(nnx.Module):
     """W₂ GELU(W₁ x + b₁) + b₂."""
 
-    def __init__(self, width: int, hidden: int, made: dict[str, Any]) -> None:
+    def __init__(self, width: int, hidden: int, made: Arguments) -> None:
         weights = mlp_weights(width, hidden)
         self.fc1, self.fc2 = Affine(weights["fc1"], made), Affine(weights["fc2"], made)
 
@@ -81,7 +81,7 @@ class VisionBlock(nnx.Module):
     """x + attention(LN(x)), and to this its MLP, after a layer norm."""
 
     def __init__(
-        self, width: int, hidden: int, eps: float, made: dict[str, Any], **attention: Any
+        self, width: int, hidden: int, eps: float, made: Arguments, **attention: Given
     ) -> None:
         self.norm1 = LayerNorm(width, eps, made)
         self.attn = VisionAttention(width, **attention, **made)
@@ -133,7 +133,7 @@ class VisionTransformer(nnx.Module):
         hidden: int | None = None,
         qkv_bias: bool = True,
         eps: float = 1e-6,
-        dtype: Any = jnp.float32,
+        dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         sizes = vision_sizes(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Tree
 
-def to_flax(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+
+def to_flax(state_dict: Mapping[str, Array]) -> dict[Tree, Tree]:
     """A `state_dict` of PyTorch as a nested dict of JAX's arrays, for `nnx.update`.
 
     Names are the same in both, but for linear maps: `"q_proj.weight"` (y, x) of an `nn.Linear` is
@@ -22,7 +23,7 @@ def to_flax(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     {'blocks': {0: {'attention': {'q_proj': {'kernel': Array([[1.],
            [1.]], dtype=float32)}}}}}
     """
-    nested: dict[Any, Any] = {}
+    nested: dict[Tree, Tree] = {}
     for name, tensor in state_dict.items():
         *path, last = (int(key) if key.isdecimal() else key for key in name.split("."))
         here = nested

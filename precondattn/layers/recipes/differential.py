@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from precondattn.arrays import Array, namespace
 from precondattn.layers.functions import upcast
@@ -20,7 +19,7 @@ from precondattn.layers.recipes.gates import Sigmoid
 from precondattn.layers.recipes.outputs import Norm
 
 
-def first_lambda(depth: Any) -> Any:
+def first_lambda(depth: Array) -> float:
     """λ_init, of the kind of `depth`: a number, or an array ()."""
     exp = math.exp if isinstance(depth, int) else namespace(depth).exp
     return 0.8 - 0.6 * exp(-0.3 * depth)

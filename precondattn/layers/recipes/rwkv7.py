@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from precondattn.arrays import Array, cast, namespace, placement
 from precondattn.layers.functions import layer_norm, linear, sigmoid, unit_rows, upcast
@@ -20,7 +20,7 @@ MIX = Parameter("x", Constant(0.5))
 """μ. The published layers begin with other numbers, by depth and channel."""
 
 
-def mixed(tokens: RecipeTokens, weight: Any, mix: Array) -> Array:
+def mixed(tokens: RecipeTokens, weight: Array, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
     xp, shape = namespace(rows), (1, *rows.shape[2:])

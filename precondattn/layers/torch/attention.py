@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Device
 from precondattn.cache import Cache
 from precondattn.execution.torch.autocast import target
+from precondattn.given import Given
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import check_batch, check_call, check_depth
+from precondattn.layers.checks import LayerOutput, check_batch, check_call, check_depth
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
@@ -89,7 +91,7 @@ class Attention(Declared):
         slots: int | None = None,
         depth: int = 0,
         recipes: Mapping[str, Recipe] | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class Attention(Declared):
         """How tokens are divided among processes; `divide_tokens` sets it."""
         self.reset_parameters()
 
-    def _add_weights(self, device: Any, dtype: torch.dtype | None) -> None:
+    def _add_weights(self, device: Device, dtype: torch.dtype | None) -> None:
         """The linear maps as modules of their own, and the other weights in `inputs`."""
         of_weight = {(m.entry, m.weight): (m, "weight") for m in self.plan.maps}
         of_bias = {(m.entry, m.bias): (m, "bias") for m in self.plan.maps if m.bias}
@@ -166,9 +168,9 @@ class Attention(Declared):
         positions: Tensor | None = None,
         cache: Cache | None = None,
         segment_ids: Tensor | None = None,
-        cu_seqlens: Any = None,
+        cu_seqlens: Given = None,
         donate: bool = False,
-    ) -> Any:
+    ) -> LayerOutput:
         """y, or y and the longer cache if there is one.
 
         Parameters
@@ -229,9 +231,9 @@ class Attention(Declared):
         )
         return y if cache is None else (y, after)
 
-    def _weights(self) -> dict[str, dict[str, Any]]:
+    def _weights(self) -> dict[str, dict[str, Tensor]]:
         """The weights of each entry: linear maps, and parameters."""
-        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
             weights[name] = parameters_of(module, self._names[name])
         modules = self._modules  # Attributes of modules are slow to read.
@@ -239,14 +241,14 @@ class Attention(Declared):
             weights[of_map.entry][of_map.weight] = ModuleMap(of_map, modules[of_map.name])
         return weights
 
-    def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Any]]:
+    def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Module]]:
         """What this process computes with of the weights."""
-        weights: dict[str, dict[str, Any]] = {name: {} for name, _ in self.plan.weights}
+        weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
             for own, parameter in parameters_of(module, self._names[name]).items():
                 weights[name][own] = divided.part(f"inputs.{name}.{own}", parameter)
         for of_map in self._own_plan.maps:
-            linear: Any = self._modules[of_map.name]
+            linear: Module = self._modules[of_map.name]
             is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
             part = divided.part_of_map(of_map, linear, with_bias=not is_last)
             weights[of_map.entry][of_map.weight] = part

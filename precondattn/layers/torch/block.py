@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from precondattn.arrays import Device, DType
 from precondattn.cache import Cache
+from precondattn.given import Given
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
 from precondattn.layers.functions import rms_norm
 from precondattn.layers.parameters import FanIn
@@ -18,7 +19,7 @@ from precondattn.layers.torch.module import Declared, ModuleMap, register
 class Norm(Declared):
     """γ RMSNorm(x)."""
 
-    def __init__(self, width: int, device: Any, dtype: Any) -> None:
+    def __init__(self, width: int, device: Device, dtype: DType) -> None:
         super().__init__()
         self.declared, self.earlier = {"gain": gain_weight(width)}, {}
         register(self, "gain", self.declared["gain"], device, dtype)
@@ -34,7 +35,7 @@ class Norm(Declared):
 class GatedMLP(Declared):
     """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
 
-    def __init__(self, width: int, hidden: int, device: Any, dtype: Any) -> None:
+    def __init__(self, width: int, hidden: int, device: Device, dtype: DType) -> None:
         super().__init__()
         self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden)
         for of_map in self.maps:
@@ -78,9 +79,9 @@ class Block(nn.Module):
         width: int,
         *,
         hidden: int | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
-        **attention: Any,
+        **attention: Given,
     ) -> None:
         super().__init__()
         self.attention = Attention(width, device=device, dtype=dtype, **attention)
@@ -102,9 +103,9 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
         segment_ids: Tensor | None = None,
-        cu_seqlens: Any = None,
+        cu_seqlens: Given = None,
         donate: bool = False,
-    ) -> Any:
+    ) -> LayerOutput:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
         y = self.attention(
             self.attention_norm(x),

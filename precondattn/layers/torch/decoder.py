@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from precondattn.arrays import Device
 from precondattn.cache import Cache
+from precondattn.given import Given
+from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
     Layers,
     arguments_of,
@@ -62,7 +63,7 @@ class Decoder(Declared):
         heads: int,
         layers: Layers,
         hidden: int | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -91,9 +92,9 @@ class Decoder(Declared):
         mask: Tensor | None = None,
         caches: Caches | None = None,
         segment_ids: Tensor | None = None,
-        cu_seqlens: Any = None,
+        cu_seqlens: Given = None,
         donate: bool = False,
-    ) -> Any:
+    ) -> LayerOutput:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
 
         Parameters
@@ -118,7 +119,7 @@ class Decoder(Declared):
         mask: Tensor | None,
         caches: Caches | None,
         donate: bool,
-        **segments: Any,
+        **segments: object,
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = self._embedded(tokens)
@@ -144,7 +145,7 @@ class Decoder(Declared):
         x = nn.functional.embedding((tokens - rows.start).masked_fill(is_other, 0), table)
         return divided.total(x.masked_fill(is_other[:, :, None], 0))
 
-    def _logits(self, x: Tensor, caches: Caches | None) -> Any:
+    def _logits(self, x: Tensor, caches: Caches | None) -> Tensor:
         x, divided = self.norm(x), self.divided_weights
         if divided is None:
             logits = linear(x, self.embedding.mT)
@@ -154,7 +155,7 @@ class Decoder(Declared):
         return logits if caches is None else (logits, caches)
 
     def _check_tokens(
-        self, tokens: Any, mask: Any, caches: Any = None, *, are_prompts: bool = False
+        self, tokens: Tensor, mask: Tensor, caches: object = None, *, are_prompts: bool = False
     ) -> None:
         """Raise an error for tokens that do not fit, on all processes that divide the weights."""
         error = None

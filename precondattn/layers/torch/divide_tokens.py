@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.torch.divided import DividedTokens, check_apart
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
 
 
-def divide_tokens(model: Any, mesh: DeviceMesh, *, layout: str = "heads") -> None:
+def divide_tokens(model: Module, mesh: DeviceMesh, *, layout: str = "heads") -> None:
     """Let every `Attention` of a model have a part of the tokens on each process of a mesh.
 
     Afterwards the model is called by every process with its tokens, and returns what belongs to

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from precondattn.layers.functions import causal_convolution
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
     from torch.distributed.device_mesh import DeviceMesh
 
     from precondattn.algebra.mechanism import Mechanism
@@ -44,7 +45,7 @@ class DividedTokens:
         self.mechanism = context_parallel(mechanism, mesh, layout=layout)
         self.order = TokenOrder.read("contiguous" if layout == "heads" else layout)
 
-    def __deepcopy__(self, memo: Any) -> DividedTokens:
+    def __deepcopy__(self, memo: dict[int, object]) -> DividedTokens:
         return self  # The processes of a copy are the same.
 
     def refuse(self, given: Sequence[str]) -> None:
@@ -110,7 +111,7 @@ class _RowsBefore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: TokensOfProcess, number: int, rows: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, tokens: TokensOfProcess, number: int, rows: Tensor) -> Tensor:
         ctx.tokens, ctx.number, ctx.shape = tokens, number, rows.shape
         last = rows.new_zeros(len(tokens.parts), rows.shape[0], number, *rows.shape[2:])
         for i, where in _ends(tokens, number):
@@ -120,7 +121,7 @@ class _RowsBefore(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_before: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_before: Tensor) -> tuple[Tensor | None, ...]:
         tokens, number = ctx.tokens, ctx.number
         d_last = d_before.new_zeros(len(tokens.parts), *d_before.shape[1:])
         for (i, _), d_first in zip(tokens.own, d_before, strict=True):

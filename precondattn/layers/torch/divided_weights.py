@@ -8,7 +8,7 @@ a DTensor in the model's parameters, which FSDP2, optimizers and checkpoints kno
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -19,7 +19,10 @@ from precondattn.layers.plan import LayerPlan
 from precondattn.layers.shares import Share, plan_of_device, share_of
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
 
     from precondattn.layers.maps import Map
     from precondattn.layers.torch.module import Declared, PartOfMap
@@ -28,7 +31,7 @@ OWNER = "divide_weights"
 CONTIGUOUS = torch.contiguous_format
 
 
-def divide_weights(model: Any, mesh: DeviceMesh) -> None:
+def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     """Let each process of a mesh have some heads of every layer: tensor parallelism.
 
     Every process has all weights of the model before, and its parts of them afterwards, as DTensors
@@ -136,14 +139,14 @@ class DividedWeights:
         self.plan = plan
         """That of this process's heads, if the module is an `Attention`"""
 
-    def __deepcopy__(self, memo: Any) -> DividedWeights:
+    def __deepcopy__(self, memo: dict[int, object]) -> DividedWeights:
         return self  # The processes of a copy are the same.
 
     @property
     def is_whole(self) -> bool:
         return all(share.axis is None for share in self.shares.values())
 
-    def check_same(self, arrays: Mapping[str, Any], error: Exception | None) -> None:
+    def check_same(self, arrays: Mapping[str, Tensor], error: Exception | None) -> None:
         """Raise an error on all processes if one has an error, or other arrays than the first."""
         from precondattn.parallel.torch.agreement import agreed
         from precondattn.parallel.torch.call import device_of
@@ -157,7 +160,7 @@ class DividedWeights:
         torch.distributed.broadcast(x, group=self.mesh.get_group(), group_src=0)
         return x
 
-    def part(self, name: str, parameter: Any, *, is_term: bool = True) -> Tensor:
+    def part(self, name: str, parameter: Tensor, *, is_term: bool = True) -> Tensor:
         """What this process computes with of a DTensor.
 
         `is_term`: of a weight that all have, the gradient here is a term of the sum.
@@ -171,7 +174,7 @@ class DividedWeights:
             return local
         return local.narrow(share.axis, share.own.start, share.own.stop - share.own.start)
 
-    def part_of_map(self, of_map: Map, module: Any, *, with_bias: bool = True) -> PartOfMap:
+    def part_of_map(self, of_map: Map, module: Module, *, with_bias: bool = True) -> PartOfMap:
         """The part of a linear map that this process computes.
 
         Raises
@@ -210,13 +213,13 @@ class DividedWeights:
 
 class _Entering(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, group: ProcessGroup, x: Tensor) -> Tensor:
         ctx.group = ref(group)  # A graph must not keep a group that the program has destroyed.
         return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_x: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_x: Tensor) -> tuple[Tensor | None, ...]:
         return None, _sum(ctx.group(), d_x)
 
 
@@ -224,34 +227,34 @@ class _Total(torch.autograd.Function):
     """All processes have the same sum afterwards, and the same gradient of it."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, y: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, group: ProcessGroup, y: Tensor) -> Tensor:
         return _sum(group, y)
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         return None, d_y
 
 
 class _GatheredWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, mesh: DeviceMesh, y: Tensor) -> Tensor:
         ctx.rank, ctx.size = mesh.get_local_rank(), y.shape[-1]
         parts = [torch.empty_like(y, memory_format=CONTIGUOUS) for _ in range(mesh.size())]
         torch.distributed.all_gather(parts, y.contiguous(), group=mesh.get_group())
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         return None, d_y.narrow(-1, ctx.rank * ctx.size, ctx.size)
 
 
-def _sum(group: Any, x: Tensor) -> Tensor:
+def _sum(group: ProcessGroup, x: Tensor) -> Tensor:
     total = x.clone(memory_format=CONTIGUOUS)
     torch.distributed.all_reduce(total, group=group)
     return total
 
 
-def _digest(array: Any) -> str:
+def _digest(array: Tensor) -> str:
     """A few words that differ between arrays of other shapes or numbers, almost surely."""
     if not isinstance(array, Tensor):
         return type(array).__name__

@@ -7,7 +7,7 @@ matrix `q_proj.weight` (h · d, x) now. `load_state_dict` of a layer reads both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ class Before(NamedTuple):
 
 
 def from_earlier(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+    state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
     """A state that an earlier version saved, with the names and shapes that a model has now.
 
     `load_state_dict` of a model reads a `state_dict` from before by itself. This function is for
@@ -71,7 +71,7 @@ def from_earlier(
                 "for; found None"
             )
         return _numbered(state, model, optimizer, found)
-    named: dict[str, Any] = _named(state, {before.name: before for before in found})
+    named: dict[str, Tensor] = _named(state, {before.name: before for before in found})
     return named
 
 
@@ -92,7 +92,7 @@ def _before(module: nn.Module, prefix: str) -> Iterator[Before]:
             yield from _before(child, f"{prefix}{name}.")
 
 
-def _named(state: Any, found: Mapping[str, Before]) -> Any:
+def _named(state: Tensor, found: Mapping[str, Before]) -> Tensor:
     if isinstance(state, list | tuple):
         return [_named(each, found) for each in state]
     if isinstance(state, str):
@@ -107,7 +107,7 @@ def _named(state: Any, found: Mapping[str, Before]) -> Any:
     }
 
 
-def _converted(entry: Any, before: Before) -> Any:
+def _converted(entry: Tensor, before: Before) -> Tensor:
     """A tensor of a parameter, or a dict of such tensors and of numbers."""
     if isinstance(entry, Mapping):
         return {key: _converted(value, before) for key, value in entry.items()}
@@ -122,11 +122,11 @@ def _converted(entry: Any, before: Before) -> Any:
 
 
 def _numbered(
-    state: Mapping[str, Any],
+    state: Mapping[str, Tensor],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     found: list[Before],
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     order = {id(parameters[b.now]): (i, b) for i, b in reversed([*enumerate(found)])}
     saved, groups, entries, number = state["param_groups"], [], {}, 0

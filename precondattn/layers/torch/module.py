@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from precondattn.arrays import Shape, is_distributed, namespace
+from precondattn.arrays import Device, DType, Shape, is_distributed, namespace
 from precondattn.layers.functions import LinearMap
 from precondattn.layers.maps import Map, Stored, Weight
 from precondattn.layers.parameters import FirstValues
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from precondattn.layers.torch.divided_weights import DividedWeights
 
 # A type is recognised by the first array of it, which compiled code can not do.
@@ -51,7 +53,7 @@ class Declared(nn.Module):
         """Draw the weights anew, for example after `to_empty` of a module made on `meta`."""
         fill_all(self, self.declared)
 
-    def register_map(self, of_map: Map, device: Any, dtype: Any) -> None:
+    def register_map(self, of_map: Map, device: Device, dtype: DType) -> None:
         """Add the module of a linear map, whose weights are not filled yet."""
         sizes = prod(of_map.inner), prod(of_map.outer)
         module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
@@ -65,7 +67,7 @@ class Declared(nn.Module):
         self.earlier[before] = Earlier(name, stored)
 
     def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
+        self, state_dict: MutableMapping[str, Tensor], prefix: str, *arguments: object
     ) -> None:
         for before, after in self.earlier.items():
             if prefix + before in state_dict:
@@ -82,7 +84,7 @@ class ModuleMap(LinearMap):
     That is an `nn.Linear`, or what a tool has put there: a quantized one, or one with adapters.
     """
 
-    def __init__(self, of_map: Map, module: Any) -> None:
+    def __init__(self, of_map: Map, module: Module) -> None:
         self.map, self.module = of_map, module
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -102,13 +104,15 @@ class PartOfMap(LinearMap):
         return split
 
 
-def register(module: nn.Module, name: str, weight: Weight, device: Any, dtype: Any) -> None:
+def register(module: nn.Module, name: str, weight: Weight, device: Device, dtype: DType) -> None:
     """A parameter of the module that is not filled yet."""
     empty = torch.empty(weight.shape, device=device, dtype=dtype)
     module.register_parameter(name, nn.Parameter(empty))
 
 
-def empty_linear(inner: int, outer: int, *, is_biased: bool, device: Any, dtype: Any) -> nn.Linear:
+def empty_linear(
+    inner: int, outer: int, *, is_biased: bool, device: Device, dtype: DType
+) -> nn.Linear:
     """An `nn.Linear` that is not filled yet."""
     # A module on the device meta draws no first values of its own.
     module = nn.Linear(inner, outer, bias=is_biased, device="meta")
@@ -128,11 +132,11 @@ def fill_all(module: nn.Module, weights: Mapping[str, Weight]) -> None:
 def fill(parameter: Tensor, weight: Weight) -> None:
     """Draw the first values of a parameter, which may be a DTensor."""
     kind = {"dtype": parameter.dtype, "device": parameter.device}
-    values: Any = weight.start(_Draw(weight.shape, kind), weight.shape)
+    values: Tensor = weight.start(_Draw(weight.shape, kind), weight.shape)
     if is_distributed((parameter,), {}):
         from torch.distributed.tensor import Replicate, distribute_tensor
 
-        whole: Any = parameter
+        whole: Tensor = parameter
         # In two steps: the engine does not distribute to parts of several sizes along two axes.
         same = distribute_tensor(values, whole.device_mesh, [Replicate()] * whole.device_mesh.ndim)
         values = same.redistribute(placements=whole.placements)
@@ -148,7 +152,7 @@ def parameters_of(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 class _Draw:
     """New tensors of one shape, with the dtype and device of a parameter."""
 
-    def __init__(self, shape: Shape, kind: dict[str, Any]) -> None:
+    def __init__(self, shape: Shape, kind: dict[str, object]) -> None:
         self.shape, self.kind = shape, kind
 
     def of_shape(self, shape: Shape) -> _Draw:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.torch.attention import Attention
 from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
@@ -59,7 +59,7 @@ class VisionAttention(Attention):
         mechanism: str | Mechanism = NOT_CAUSAL,
         qkv_bias: bool = True,
         recipes: Mapping[str, Recipe] | None = None,
-        **sizes: Any,
+        **sizes: Given,
     ) -> None:
         arguments = attention_arguments(mechanism, qkv_bias, recipes)
         super().__init__(width, heads=heads, **arguments, **sizes)

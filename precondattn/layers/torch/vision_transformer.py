@@ -5,11 +5,11 @@ Its equations and the declared weights are in `precondattn/layers/vision.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from precondattn.arrays import Device
+from precondattn.given import Arguments, Given
 from precondattn.layers.maps import Weight
 from precondattn.layers.torch.attention import is_autocast
 from precondattn.layers.torch.module import empty_linear, fill_all, register
@@ -30,7 +30,7 @@ from precondattn.layers.vision import (
 class Affine(nn.Module):
     """A module with a weight and a bias that are declared."""
 
-    def __init__(self, weights: dict[str, Weight], made: dict[str, Any]) -> None:
+    def __init__(self, weights: dict[str, Weight], made: Arguments) -> None:
         super().__init__()
         self.weights = weights
         for name, weight in weights.items():
@@ -52,7 +52,7 @@ class Patches(Affine):
 class LayerNorm(Affine):
     """γ (x − mean x) / √(var x + eps) + β."""
 
-    def __init__(self, width: int, eps: float, made: dict[str, Any]) -> None:
+    def __init__(self, width: int, eps: float, made: Arguments) -> None:
         super().__init__(norm_weights(width), made)
         self.eps = eps
 
@@ -63,7 +63,7 @@ class LayerNorm(Affine):
 class MLP(nn.Module):
     """W₂ GELU(W₁ x + b₁) + b₂."""
 
-    def __init__(self, width: int, hidden: int, made: dict[str, Any]) -> None:
+    def __init__(self, width: int, hidden: int, made: Arguments) -> None:
         super().__init__()
         self.weights = mlp_weights(width, hidden)
         self.fc1 = empty_linear(width, hidden, is_biased=True, **made)
@@ -82,7 +82,7 @@ class VisionBlock(nn.Module):
     """x + attention(LN(x)), and to this its MLP, after a layer norm."""
 
     def __init__(
-        self, width: int, hidden: int, eps: float, made: dict[str, Any], **attention: Any
+        self, width: int, hidden: int, eps: float, made: Arguments, **attention: Given
     ) -> None:
         super().__init__()
         self.norm1 = LayerNorm(width, eps, made)
@@ -160,7 +160,7 @@ class VisionTransformer(nn.Module):
         hidden: int | None = None,
         qkv_bias: bool = True,
         eps: float = 1e-6,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from precondattn.arrays import Tree
 
 
-def to_torch(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+def to_torch(state: Mapping[Tree, Tree]) -> dict[str, torch.Tensor]:
     """A nested dict of arrays, such as `nnx.state(module, nnx.Param)`, as a `state_dict`.
 
     Names are the same in both, but for linear maps: `q_proj`, `kernel` (x, y) of an `nnx.Linear` is
@@ -32,7 +34,7 @@ def to_torch(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _leaves(state: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:
+def _leaves(state: Tree, path: tuple[object, ...]) -> Iterable[tuple[tuple[object, ...], Tensor]]:
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _leaves(value, (*path, key))
@@ -40,7 +42,7 @@ def _leaves(state: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...]
         yield path, state
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: Tensor) -> torch.Tensor:
     array = np.asarray(value[...])
     if array.dtype.name == "bfloat16":  # PyTorch does not read NumPy's.
         return torch.tensor(array.astype(np.float32)).bfloat16()

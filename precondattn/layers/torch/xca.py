@@ -12,11 +12,12 @@ Source: XCiT (arXiv 2106.09681), 3.3 and Figure 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from precondattn.algebra.mechanism import Mechanism
+from precondattn.arrays import Device
+from precondattn.given import Arguments
 from precondattn.layers.torch.vision_attention import VisionAttention
 
 
@@ -43,12 +44,12 @@ class LocalPatchInteraction(nn.Module):
     """
 
     def __init__(
-        self, width: int, size: int = 3, *, device: Any = None, dtype: torch.dtype | None = None
+        self, width: int, size: int = 3, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         if not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(f"size must be an odd whole number, 1 or above; found {size!r}")
-        options: dict[str, Any] = {"padding": size // 2, "groups": width}
+        options: Arguments = {"padding": size // 2, "groups": width}
         options |= {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(width, width, size, **options)
         self.bn = nn.BatchNorm2d(width, device=device, dtype=dtype)
@@ -107,15 +108,15 @@ class XCABlock(nn.Module):
         width: int,
         *,
         heads: int,
-        mechanism: Any = "cross_covariance",
+        mechanism: Mechanism | str = "cross_covariance",
         hidden: int | None = None,
         start: float = 1.0,
         eps: float = 1e-6,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        made: Arguments = {"device": device, "dtype": dtype}
         hidden = 4 * width if hidden is None else hidden
         self.attn = VisionAttention(width, heads=heads, mechanism=mechanism, **made)
         self.local_mp = LocalPatchInteraction(width, **made)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.arrays import library_of
+from precondattn.arrays import Arrays, library_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenOrder
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import BackendNames
 
 MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 """The axis of a mask's tokens."""
@@ -39,7 +40,7 @@ class DividedCall(NamedTuple):
     devices: int
     order: TokenOrder | None
     """That of the tokens, in the layouts that divide them"""
-    backend: Any
+    backend: BackendNames
     axes: Mapping[str, HeadAxes]
     """Of the inputs"""
     parts: Mapping[str, jax.ShapeDtypeStruct]
@@ -60,7 +61,7 @@ def output_axes(mechanism: Mechanism) -> HeadAxes:
 
 
 def arguments_of(
-    mechanism: Mechanism, owner: str, arrays: Any, named: dict[str, Any]
+    mechanism: Mechanism, owner: str, arrays: tuple[Array, ...], named: Arrays
 ) -> DividedArguments:
     """The arguments by name.
 

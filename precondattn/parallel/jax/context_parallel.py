@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
@@ -29,6 +29,8 @@ from precondattn.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import BackendNames
+    from precondattn.arrays import Arrays
 
 
 def context_parallel(
@@ -119,7 +121,7 @@ class ContextParallel:
             f"layout={self.layout!r})"
         )
 
-    def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Array:
+    def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Array:
         """The output of all tokens, or, in a `shard_map` over the axis, of this device's."""
         given, call, way, is_part = self._checked(arrays, named, backend)
         function = partial(way.output, call)
@@ -140,13 +142,13 @@ class ContextParallel:
             check_vma=False,
         )(given)
 
-    def refusal(self, *arrays: Any, backend: Any = None, **named: Any) -> str | None:
+    def refusal(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> str | None:
         """Why the layout can not divide a call with these arguments; None where it can."""
         given, call, _ = self._described(arrays, named, backend)
         way, refused = self._way_of(call, given)
         return refused if way is None else None
 
-    def explain(self, *arrays: Any, backend: Any = None, **named: Any) -> Plan:
+    def explain(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Plan:
         """How a call with these arguments is divided, and what each device sends."""
         _, call, way, _ = self._checked(arrays, named, backend)
         return Plan(
@@ -158,7 +160,9 @@ class ContextParallel:
             way.bytes_sent(call),
         )
 
-    def _checked(self, arrays: Any, named: dict[str, Any], backend: Any) -> Any:
+    def _checked(
+        self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
+    ) -> tuple[DividedArguments, DividedCall, ModuleType, bool]:
         """The arguments, the call, how it is divided, and whether they are parts of a device."""
         given, call, is_part = self._described(arrays, named, backend)
         way, refused = self._way_of(call, given)
@@ -168,7 +172,7 @@ class ContextParallel:
         return given, call, way, is_part
 
     def _described(
-        self, arrays: Any, named: dict[str, Any], backend: Any
+        self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, bool]:
         """The arguments, the call, and whether they are parts of a device."""
         given = arguments_of(self.mechanism, self.owner, arrays, named)
@@ -204,7 +208,9 @@ class ContextParallel:
     def _name_of(self, way: ModuleType) -> str:
         return "heads" if way is heads else str(self.order)
 
-    def _call(self, inputs: Mapping[str, Array], backend: Any, *, is_part: bool) -> DividedCall:
+    def _call(
+        self, inputs: Mapping[str, Array], backend: BackendNames, *, is_part: bool
+    ) -> DividedCall:
         """The sizes of a call.
 
         Raises

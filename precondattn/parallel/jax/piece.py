@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,6 +14,7 @@ from precondattn.parallel.layouts import TokenOrder
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.piece import BackendNames
 
 
 class DeviceLine(NamedTuple):
@@ -36,7 +37,7 @@ class DeviceLine(NamedTuple):
         """Those of all devices' rows (devices, tokens)."""
         return self.positions(jnp.arange(self.devices)[:, None], tokens)
 
-    def passed_on(self, arrays: Any) -> Any:
+    def passed_on(self, arrays: tuple[Array, ...]) -> Array:
         """The arrays of the device before, whose own go to the device after."""
         around = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
@@ -112,4 +113,4 @@ class DividedPiece(NamedTuple):
     """By the leaf's own names; of a plan, shapes and dtypes"""
     masks: DividedMasks
     line: DeviceLine
-    backend: Any
+    backend: BackendNames

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Tree, upcast
 from precondattn.parallel.jax.piece import DeviceLine, DividedMasks, DividedPiece
 from precondattn.parallel.layouts import TokenOrder
 from precondattn.parallel.rectangles import Rectangle, seen
@@ -30,6 +30,7 @@ from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.piece import BackendNames
 
 PASSED = "the keys of two other devices at a time"
 SENDS_VALUES = True
@@ -82,7 +83,7 @@ class RingCall:
 
     softmax: Softmax
     line: DeviceLine
-    backend: Any
+    backend: BackendNames
 
     def own(self, masks: DividedMasks) -> RingPair:
         """Of a device's queries to its own keys. The tokens of a device are in order."""
@@ -109,11 +110,13 @@ class RingCall:
             options["key_mask"] = visible & options.get("key_mask", True)
         return RingPair(read_of(replace(self.softmax, causal=False), options), seen_by, is_any)
 
-    def each(self, masks: DividedMasks, source: Array, tokens: int, step: Step, state: Any) -> Any:
+    def each(
+        self, masks: DividedMasks, source: Array, tokens: int, step: Step, state: Tree
+    ) -> Tree:
         """The state after a step for each rectangle that is seen of a device's keys."""
         always, before, after = seen(self.line.order, tokens, causal=self.softmax.causal)
 
-        def after_all(rectangles: Sequence[Rectangle], state: Any) -> Any:
+        def after_all(rectangles: Sequence[Rectangle], state: Tree) -> Tree:
             for rectangle in rectangles:
                 pair = self.pair(masks, source, rectangle)
                 next_state = partial(step, rectangle, pair)
@@ -141,14 +144,14 @@ def _around(ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array) -
 
 def _forward(
     ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array
-) -> tuple[Array, Any]:
+) -> tuple[Array, Tree]:
     """The output of a device's queries, and what the gradient needs."""
 
-    def attended(distance: Array | int, done: Any, held: Any) -> Any:
+    def attended(distance: Array | int, done: Tree, held: Tree) -> Tree:
         """`done` (output and log-sum-exp), and the attention to the keys that are held."""
         source = ring.source(distance)
 
-        def step(area: Rectangle, pair: RingPair, done: Any) -> Any:
+        def step(area: Rectangle, pair: RingPair, done: Tree) -> Tree:
             read, seen_by, _ = pair
             rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in held))
             out, lse = read.attend(*map(upcast, rows))
@@ -166,7 +169,7 @@ def _forward(
     held = ring.line.passed_on((k, v))
     done = ring.own(masks).read.attend(*map(upcast, (q, k, v)))
 
-    def round_of(distance: Array, state: Any) -> Any:
+    def round_of(distance: Array, state: Tree) -> Tree:
         done, held = state
         return attended(distance, done, held), ring.line.passed_on(held)
 
@@ -177,15 +180,15 @@ def _forward(
     return out.astype(v.dtype), (masks, q, k, v, out, lse)
 
 
-def _backward(ring: RingCall, saved: Any, d_out: Array) -> Any:
+def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
     masks, q, k, v, out, lse = saved
     lse, d_out = finite_or_zero(lse), d_out.astype(lse.dtype)
 
-    def pulled(distance: Array | int, d_q: Array, held: Any) -> tuple[Array, Any]:
+    def pulled(distance: Array | int, d_q: Array, held: Tree) -> tuple[Array, Tree]:
         """Gradients of the queries, and of the keys and values that are held, added up."""
         source, tokens = ring.source(distance), held[:2]
 
-        def step(area: Rectangle, pair: RingPair, sums: Any) -> Any:
+        def step(area: Rectangle, pair: RingPair, sums: Tree) -> Tree:
             read, seen_by, _ = pair
             rows = (area.rows(q, area.queries), *(area.rows(x, area.keys) for x in tokens))
             of_queries = [area.rows(x, area.queries) for x in (out, lse, d_out)]
@@ -206,7 +209,7 @@ def _backward(ring: RingCall, saved: Any, d_out: Array) -> Any:
     )
     d_q, held = own["q"], (k, v, own["k"], own["v"])
 
-    def round_of(distance: Array, state: Any) -> Any:
+    def round_of(distance: Array, state: Tree) -> Tree:
         d_q, held = state
         return pulled(distance, d_q, ring.line.passed_on(held))
 

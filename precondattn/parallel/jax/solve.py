@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Tree, upcast
 from precondattn.parallel.jax.piece import DividedMasks, DividedPiece
 from precondattn.parallel.jax.solve_blocks import SolveBlocks
 from precondattn.parallel.layouts import TokenOrder
@@ -28,6 +28,7 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.given import Arguments
 
 PASSED = "a block of solved values of another device at a time"
 SENDS_VALUES = True
@@ -68,7 +69,7 @@ class _Stacks:
         self.segment = blocks.segment(masks, blocks.line.rank)
         self.softmax, self.shift = attention_of(blocks.leaf, k.shape[-1])
 
-    def arguments(self, u: Array, i: Array) -> dict[str, Any]:
+    def arguments(self, u: Array, i: Array) -> Arguments:
         """Those of the solve of block i, with the right sides u."""
         given = self.blocks.of_block({"k": self.k, "v": u, "lucid_beta": self.beta}, i)
         if self.valid is not None:
@@ -102,11 +103,11 @@ def _solved(
 
 def _forward(
     blocks: SolveBlocks, masks: DividedMasks, k: Array, v: Array, beta: Array | None
-) -> tuple[Array, Any]:
+) -> tuple[Array, Tree]:
     """y of a device's rows, and what the gradient needs."""
     own = _Stacks(blocks, masks, k, beta)
 
-    def subtracted(number: Array, given: Any, u: Array, first: Array, stop: Array) -> Array:
+    def subtracted(number: Array, given: Tree, u: Array, first: Array, stop: Array) -> Array:
         """u less Φ y of a block, in the device's blocks from `first` on."""
         keys, values = given
         keys = blocks.unit(keys)
@@ -124,7 +125,7 @@ def _forward(
 
         return lax.fori_loop(first, stop, from_block, u)
 
-    def step(number: Array, state: Any) -> Any:
+    def step(number: Array, state: Tree) -> Tree:
         """Of block `number`, which all have; −1 before the first block."""
         u, y, given = state
         following = number + 1
@@ -144,16 +145,16 @@ def _forward(
     return blocks.unstacked(y).astype(v.dtype), (masks, k, v, beta, u, y)
 
 
-def _backward(blocks: SolveBlocks, saved: Any, d_y: Array) -> Any:
+def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
     masks, k, v, beta, u, y = saved
     own = _Stacks(blocks, masks, k, beta)
 
-    def subtracted(number: Array, given: Any, sums: Any, first: Array, stop: Array) -> Any:
+    def subtracted(number: Array, given: Tree, sums: Tree, first: Array, stop: Array) -> Tree:
         """r less Φᵀ g of a block, and the gradients of keys, from the device's earlier blocks."""
         keys, of_block = given
         keys = blocks.unit(keys)
 
-        def from_block(i: Array, sums: Any) -> Any:
+        def from_block(i: Array, sums: Tree) -> Tree:
             r, d_unit, d_keys = sums
             seen_by, seen = own.seen(number, i, 0)
             options = {} if seen is None else {"key_mask": seen}
@@ -170,7 +171,7 @@ def _backward(blocks: SolveBlocks, saved: Any, d_y: Array) -> Any:
 
         return lax.fori_loop(first, stop, from_block, sums)
 
-    def step(done: Array, state: Any) -> Any:
+    def step(done: Array, state: Tree) -> Tree:
         """Of the block before which `done` later ones are; before the last one −1."""
         r, d_unit, solved, given = state
         number = blocks.all - 1 - done
@@ -181,7 +182,7 @@ def _backward(blocks: SolveBlocks, saved: Any, d_y: Array) -> Any:
         sums = subtracted(number, given, (r, d_unit, jnp.zeros_like(d_unit[0])), rest, stop)
         i = blocks.place(following)[1]
 
-        def gradients() -> Any:
+        def gradients() -> Tree:
             _, pull = blocks.leaf.vjp(**own.arguments(u, i))
             pulled = pull(sums[0][i])
             return {name: upcast(pulled[name]) for name in solved}

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import upcast
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.jax.piece import DeviceLine, DividedMasks
 from precondattn.parallel.solve import keys_of_scores
 from precondattn.spec.lucid import LucidSolve
@@ -30,7 +30,7 @@ class SolveBlocks:
 
     leaf: LucidSolve
     line: DeviceLine
-    backend: Any
+    backend: BackendNames
     tokens: int
     """Of each device"""
     most: int
@@ -111,7 +111,7 @@ class SolveBlocks:
 
     # -------------------------------------------------------------------------------- steps
 
-    def of_block(self, x: dict[str, Any], i: Array) -> dict[str, Any]:
+    def of_block(self, x: Arrays, i: Array) -> Arrays:
         """The arguments of the solve of a device's block, from stacks by name or None."""
         given = {name: upcast(stack[i]) for name, stack in x.items() if stack is not None}
         return {**given, "backend": self.backend}
@@ -124,16 +124,16 @@ class SolveBlocks:
         given: tuple[Array, ...] = self._of_device(lax.psum(sent, self.line.axis))
         return given
 
-    def where_own(self, number: Array, function: Callable[[], Any]) -> Any:
+    def where_own(self, number: Array, function: Callable[[], Tree]) -> Tree:
         """function() on the device that has a block; 0 on others, which do not compute it."""
         shapes = jax.eval_shape(function)
 
-        def nothing() -> Any:
+        def nothing() -> Tree:
             return self._of_device(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
         return lax.cond(self.is_own(number), function, nothing)
 
-    def _of_device(self, arrays: Any) -> Any:
+    def _of_device(self, arrays: Tree) -> Tree:
         """What all devices have, as what each has: a `shard_map` that checks asks for that."""
         return lax.pcast(arrays, self.line.axis, to="varying")
 

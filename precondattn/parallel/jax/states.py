@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from precondattn.parallel.states import refusal as refusal_of_states
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.piece import BackendNames
+    from precondattn.arrays import Tree
 
 PASSED = "the states before them"
 SENDS_VALUES = False
@@ -78,7 +80,7 @@ def states_before(
     Of packed sequences, it is S_end of the device before, whose last segment may end with it.
     """
 
-    def passed(arrays: Any, distance: int) -> Any:
+    def passed(arrays: Tree, distance: int) -> Tree:
         """What the device `distance` before this one has, or after it in reverse; or 0."""
         pairs = [(i, i + distance) for i in range(line.devices - distance)]
         if is_reversed:
@@ -108,7 +110,7 @@ class _Scan:
 
     leaf: Leaf
     line: DeviceLine
-    backend: Any
+    backend: BackendNames
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,7 +128,7 @@ def _forward(
     masks: Mapping[str, Array],
     borders: SegmentBorders | None,
     inputs: Mapping[str, Array],
-) -> tuple[Array, Any]:
+) -> tuple[Array, Tree]:
     """The output of a device's tokens, from T and F of all, and what the gradient needs."""
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     steps = {
@@ -141,7 +143,7 @@ def _forward(
     return out, (masks, borders, inputs, states, transitions)
 
 
-def _backward(scan: _Scan, saved: Any, cotangent: Array) -> Any:
+def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
     masks, borders, inputs, states, transitions = saved
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     cache = with_states(leaf.init_cache(**inputs), states)

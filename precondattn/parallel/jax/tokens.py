@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.mechanism import Leaf, TokenWise, leaf_of
-from precondattn.arrays import HALF, cast
+from precondattn.arrays import HALF, Arrays, cast
 from precondattn.execution.arguments import check_call
 from precondattn.execution.array_checks import call_dtype
 from precondattn.execution.masks import (
@@ -128,7 +128,7 @@ def during(call: DividedCall) -> str:
 def bytes_sent(call: DividedCall) -> dict[str, int]:
     """Forward, by each device to others, by what is sent, for which value of the program."""
     sent: dict[str, int] = {}
-    values: dict[str, Any] = dict(call.parts)
+    values: Arrays = dict(call.parts)
     for leaf_call, way, piece in _pieces(call, DividedMasks(None, None, None), values):
         for name, count in way.bytes_sent(piece).items():
             sent[f"{name} for {leaf_call.out}"] = count
@@ -167,7 +167,7 @@ def _invalid(call: DividedCall, given: DividedArguments) -> Array | None:
 
 
 def _pieces(
-    call: DividedCall, masks: DividedMasks, values: Mapping[str, Any]
+    call: DividedCall, masks: DividedMasks, values: Mapping[str, Array]
 ) -> Iterator[tuple[LeafCall, ModuleType, DividedPiece]]:
     """The leaf calls in order, with their ways; `values` has all that are computed before."""
     line = _line(call)

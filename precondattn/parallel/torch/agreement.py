@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from precondattn.backend import UnsupportedError
 from precondattn.parallel.torch.exit import wait_for_gloo
@@ -27,7 +27,7 @@ atexit.register(
 
 def agreed(
     owner: str,
-    group: Any,
+    group: ProcessGroup,
     device: torch.device,
     called: str = "",
     numbers: Sequence[int] = (),
@@ -46,13 +46,13 @@ def agreed(
     rows = [row.tolist() for row in everyone]
     if all(row[0] for row in rows) and len({row[1] for row in rows}) == 1:
         return [row[2:] for row in rows]
-    said: list[Any] = [None] * len(rows)
+    said: list[tuple[int | None, str]] = [(None, "")] * len(rows)
     words = called if error is None else str(error)
     kind = next((i for i, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
     dist.all_gather_object(said, (None if error is None else kind, words), group=group)
-    for rank, (kind, text) in enumerate(said):
-        if kind is not None:
-            raise KINDS[kind](f"{owner}: process {rank}: {text}") from error
+    for rank, (failed, text) in enumerate(said):
+        if failed is not None:
+            raise KINDS[failed](f"{owner}: process {rank}: {text}") from error
     differs = next(rank for rank, of in enumerate(said) if of != said[0])
     raise ValueError(
         f"{owner}: all processes must call the same; found on process 0 {said[0][1]}, and on "

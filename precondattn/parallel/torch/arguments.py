@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import Axis, Pattern
-from precondattn.arrays import dtype_name
+from precondattn.arrays import Arrays, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 from precondattn.execution.torch.dtensor_sharding import MASKS
 from precondattn.parallel.heads import HeadAxes, Shape
@@ -28,7 +28,7 @@ class Bound(NamedTuple):
 
     patterns: Mapping[str, Pattern]
     inputs: dict[str, Tensor]
-    masks: dict[str, Any]
+    masks: Arrays
     axes: dict[str, HeadAxes]
     """Of the inputs"""
     tokens: tuple[int, int]
@@ -76,7 +76,9 @@ class Bound(NamedTuple):
         return "; ".join(said)
 
 
-def bind(mechanism: Mechanism, mesh: DeviceMesh, arrays: Any, named: Mapping[str, Any]) -> Bound:
+def bind(
+    mechanism: Mechanism, mesh: DeviceMesh, arrays: tuple[Tensor, ...], named: Mapping[str, Tensor]
+) -> Bound:
     """The arguments of a call.
 
     Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -15,7 +15,10 @@ from precondattn.parallel.torch.agreement import agreed
 from precondattn.parallel.torch.arguments import Bound
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import BackendNames
 
 Result = TypeVar("Result")
 
@@ -26,7 +29,7 @@ class MeshProcesses:
 
     owner: str
     """The name of the call in errors"""
-    weak_group: ReferenceType[Any]
+    weak_group: ReferenceType[ProcessGroup]
     """PyTorch has the group until it is destroyed. What is kept of a call, such as a graph of
     autograd, must not have it any longer: then its threads would run on until the process ends."""
     rank: int
@@ -34,7 +37,7 @@ class MeshProcesses:
     device: torch.device
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup:
         group = self.weak_group()
         if group is None:
             raise RuntimeError(f"{self.owner}: the process group has been destroyed")
@@ -95,6 +98,6 @@ class DividedCall(NamedTuple):
     """The numbers of queries `t` and keys `s` of every process"""
     sizes: dict[str, int]
     """By letter, for all tokens"""
-    backend: Any
+    backend: BackendNames
     order: TokenOrder | None = None
     """That of the tokens, in the layouts that divide them"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +25,11 @@ from precondattn.parallel.torch.divided_cache import DividedCache
 from precondattn.parallel.torch.new_tokens import NewTokens, bind_new
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import BackendNames
+    from precondattn.arrays import Array
 
 
 def context_parallel(
@@ -102,19 +106,19 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"context_parallel({str(self.mechanism)!r}, {self.mesh}, layout={self.layout!r})"
 
-    def __call__(self, *arrays: Any, backend: Any = None, **named: Any) -> Any:
+    def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Tensor:
         """The output of this process's tokens."""
         call = self._agreed(arrays, named, backend)
         return self._as_given(call, self._way(call).output(call, self.processes))
 
     def prefill(
         self,
-        *arrays: Any,
+        *arrays: Array,
         capacity: int | None = None,
         cache: Cache | None = None,
-        backend: Any = None,
-        **named: Any,
-    ) -> tuple[Any, DividedCache]:
+        backend: BackendNames = None,
+        **named: Array,
+    ) -> tuple[Tensor, DividedCache]:
         """The output of this process's tokens, and the cache of all tokens, divided.
 
         Each process keeps what softmax attention, LASER and LUCID need of its tokens. The states of
@@ -158,11 +162,11 @@ class ContextParallel:
     def extend(
         self,
         cache: DividedCache,
-        *arrays: Any,
-        backend: Any = None,
+        *arrays: Array,
+        backend: BackendNames = None,
         donate: bool = False,
-        **named: Any,
-    ) -> tuple[Any, DividedCache]:
+        **named: Array,
+    ) -> tuple[Tensor, DividedCache]:
         """The output of new tokens after those in the cache, and the cache with them.
 
         Parameters
@@ -196,7 +200,7 @@ class ContextParallel:
             out = DTensor.from_local(out, self.mesh, [Replicate()], run_check=False)
         return out, after
 
-    def _as_given(self, call: DividedCall, part: Any) -> Any:
+    def _as_given(self, call: DividedCall, part: Tensor) -> Tensor:
         """The output, as a DTensor if inputs were."""
         if not call.bound.is_distributed:
             return part
@@ -209,7 +213,7 @@ class ContextParallel:
             part, self.mesh, [Shard(time)], run_check=False, shape=whole, stride=stride
         )
 
-    def refusal(self, *arrays: Any, **named: Any) -> str | None:
+    def refusal(self, *arrays: Array, **named: Array) -> str | None:
         """Why the layout can not divide a call with these arguments; None where it can.
 
         All processes ask together.
@@ -217,7 +221,11 @@ class ContextParallel:
         return self._refusal(self._bound(arrays, named, None))
 
     def explain(
-        self, *arrays: Any, verb: str = "forward", cache: DividedCache | None = None, **named: Any
+        self,
+        *arrays: Array,
+        verb: str = "forward",
+        cache: DividedCache | None = None,
+        **named: Array,
     ) -> Plan:
         """How a call with these arguments is divided. All processes ask together.
 
@@ -254,7 +262,12 @@ class ContextParallel:
         return Plan(str(self.mechanism), layout, of, tokens, during, sent)
 
     def _new_tokens(
-        self, cache: DividedCache, arrays: Any, named: Any, backend: Any = None, donate: Any = False
+        self,
+        cache: DividedCache,
+        arrays: tuple[Array, ...],
+        named: Array,
+        backend: BackendNames = None,
+        donate: object = False,
     ) -> NewTokens:
         """The new tokens, after all processes have checked theirs together."""
         new, error = None, None
@@ -273,9 +286,9 @@ class ContextParallel:
 
     def _agreed(
         self,
-        arrays: Any,
-        named: Mapping[str, Any],
-        backend: Any,
+        arrays: tuple[Array, ...],
+        named: Mapping[str, Array],
+        backend: BackendNames,
         start: start_torch.CacheStart | None = None,
     ) -> DividedCall:
         """The arguments of a call that the layout can divide."""
@@ -319,9 +332,9 @@ class ContextParallel:
 
     def _bound(
         self,
-        arrays: Any,
-        named: Mapping[str, Any],
-        backend: Any,
+        arrays: tuple[Array, ...],
+        named: Mapping[str, Array],
+        backend: BackendNames,
         start: start_torch.CacheStart | None = None,
     ) -> DividedCall:
         """The arguments, after all processes have checked theirs together."""

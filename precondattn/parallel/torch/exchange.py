@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch import Tensor
 from precondattn.parallel.heads import HeadAxes, Shape, first_with, share
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
     from precondattn.parallel.torch.call import MeshProcesses
 
 Pieces = list[list[Tensor]]
@@ -123,17 +126,19 @@ class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
     """`Exchange.run`, whose gradient is the exchange back."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, to_heads: bool, *arrays: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, exchange: Exchange, to_heads: bool, *arrays: Tensor) -> Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads
         return exchange.run(arrays, to_heads=to_heads)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.exchange.run(cotangents, to_heads=not ctx.to_heads))
 
 
-def exchanged(group: Any, rank: int, sent: Pieces, shapes: Sequence[Sequence[Shape]]) -> Pieces:
+def exchanged(
+    group: ProcessGroup, rank: int, sent: Pieces, shapes: Sequence[Sequence[Shape]]
+) -> Pieces:
     """What every device sends to this one; `sent` is for each device, this one among them.
 
     One message for each dtype, in bytes.
@@ -173,7 +178,7 @@ def _sizes(shapes: Sequence[Sequence[Shape]], chosen: list[int], rank: int) -> l
     ]
 
 
-def gathered(group: Any, mask: Tensor, tokens: Sequence[int]) -> Tensor:
+def gathered(group: ProcessGroup, mask: Tensor, tokens: Sequence[int]) -> Tensor:
     """A mask of all tokens (b, s), from this device's."""
     shapes = [[(mask.shape[0], n)] for n in tokens]
     pieces = exchanged(group, dist.get_rank(group), [[mask] for _ in tokens], shapes)

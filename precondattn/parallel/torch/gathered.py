@@ -10,7 +10,7 @@ The gradient of a key is the sum of all processes'.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from precondattn.parallel.torch.exchange import exchanged
 from precondattn.parallel.torch.piece import DividedPiece
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.arrays import Tree
 
 PASSED = "the keys of all processes"
 SENDS_VALUES = True
@@ -82,7 +85,7 @@ def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
     }
 
 
-def _in_order(piece: DividedPiece, of_processes: Any) -> Tensor:
+def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
     """Tokens (b, s, …) in the order of the sequence, from those of every process."""
     return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
 
@@ -91,7 +94,7 @@ class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
     """All tokens of some arrays in the order of the sequence; its gradient is the sum of all."""
 
     @staticmethod
-    def forward(ctx: Any, piece: DividedPiece, *arrays: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, piece: DividedPiece, *arrays: Tensor) -> Tensor:
         ctx.piece = piece
         processes = piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
@@ -104,7 +107,7 @@ class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         piece: DividedPiece = ctx.piece
         processes = piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from precondattn.parallel.torch.divided_cache import DividedCache
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
+    from precondattn.algebra.piece import BackendNames
 
 
 class NewTokens(NamedTuple):
@@ -34,7 +35,7 @@ class NewTokens(NamedTuple):
     key_mask: Tensor | None
     is_distributed: bool
     """Whether tokens were DTensors"""
-    backend: Any
+    backend: BackendNames
 
     @property
     def within(self) -> Tensor | None:
@@ -64,9 +65,9 @@ def bind_new(
     mesh: DeviceMesh,
     layout: str,
     cache: DividedCache,
-    arrays: Any,
-    named: Mapping[str, Any],
-    backend: Any,
+    arrays: tuple[Tensor, ...],
+    named: Mapping[str, Tensor],
+    backend: BackendNames,
 ) -> NewTokens:
     """The arguments of an extension; `named` are inputs and masks.
 
@@ -146,7 +147,7 @@ def check_not_donated(owner: str, cache: DividedCache) -> None:
         )
 
 
-def _whole(name: str, x: Any, mesh: DeviceMesh) -> Tensor:
+def _whole(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
     """An array that all processes have."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
@@ -161,5 +162,5 @@ def _whole(name: str, x: Any, mesh: DeviceMesh) -> Tensor:
     return local
 
 
-def _local(mask: Any) -> Any:
+def _local(mask: Tensor) -> Tensor:
     return mask.to_local() if isinstance(mask, DTensor) else mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from precondattn.parallel.torch.exchange import gathered
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.piece import BackendNames
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class DividedPiece(NamedTuple):
     """All parts of the sequence, in its order"""
     masks: DividedMasks
     processes: MeshProcesses
-    backend: Any
+    backend: BackendNames
 
     def own_parts(self, process: int) -> list[TokenPart]:
         """Those of one process, in the order of the sequence."""

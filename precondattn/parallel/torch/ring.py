@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from precondattn.parallel.torch.piece import DividedPiece, crossing
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
     from precondattn.algebra.mechanism import Leaf
 
 PASSED = "the keys of two other processes at a time"
@@ -158,7 +160,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         done: dict[int, tuple[Tensor, Tensor]] = {}
         error: Exception | None = None
         for source, held in ring.rounds(k, v):
@@ -172,7 +174,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, d_out: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         ring: RingCall = ctx.ring
         q, k, v, out, lse = ctx.saved_tensors
         d_q, *zeros = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

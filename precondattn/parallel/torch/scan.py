@@ -7,11 +7,12 @@ one 2^i after it: Hillis and Steele 1986, Data parallel algorithms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from precondattn.parallel.states import SegmentBorders, StateMap
 
@@ -19,7 +20,7 @@ from precondattn.parallel.states import SegmentBorders, StateMap
 class ProcessLine(NamedTuple):
     """Those of a group, in their order or in reverse."""
 
-    group: Any
+    group: ProcessGroup
     rank: int
     devices: int
     is_reversed: bool = False

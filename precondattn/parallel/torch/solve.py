@@ -34,10 +34,10 @@ of k come back. y, g and gradients are float32 or wider.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import upcast
 from precondattn.parallel.layouts import TokenPart
@@ -72,7 +72,9 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
     """y of this process's rows. A process that has an error takes part to the end."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, blocks: SolveBlocks, k: Tensor, v: Tensor, beta: Tensor | None
+    ) -> Tensor:
         u = upcast(v).clone()
         y, unit = torch.zeros_like(u), blocks.unit(k)
         softmax, shift = attention_of(blocks.leaf, k.shape[-1])
@@ -101,7 +103,7 @@ class _Solved(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, d_y: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         blocks: SolveBlocks = ctx.blocks
         k, v, u, y, *more = ctx.saved_tensors
         beta = more[0] if more else None

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from precondattn.arrays import upcast
+from precondattn.arrays import Arrays, Tree, upcast
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.solve import BLOCK, keys_of_scores
 from precondattn.parallel.torch.call import tried
@@ -72,9 +71,7 @@ class SolveBlocks:
         """The keys of the scores."""
         return keys_of_scores(self.leaf, k)
 
-    def of_block(
-        self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None
-    ) -> dict[str, Any]:
+    def of_block(self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None) -> Arrays:
         """The arguments of the block's own solve."""
         rows = block.rows
         given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
@@ -98,7 +95,7 @@ class SolveBlocks:
         any_visible = others is None or bool(others.any())
         return tokens, others, any_visible
 
-    def given_away(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def given_away(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
         """The owner's rows of the block, on all processes, and what to wait for."""
         processes = self.piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices

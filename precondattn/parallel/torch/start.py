@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,8 +26,8 @@ class CacheStart(NamedTuple):
     """How a divided cache begins."""
 
     mechanism: Mechanism
-    capacity: Any
-    cache: Any
+    capacity: int | None
+    cache: Cache | None
     """An ordinary cache of states, or None"""
 
     def check(self, order: TokenOrder | None, bound: Bound) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.parallel.states import (
     SegmentBorders,
@@ -84,7 +84,7 @@ class _Scan:
 
     piece: DividedPiece
     steps: dict[str, StateMap]
-    masks: Mapping[str, Any]
+    masks: Mapping[str, Tensor]
     borders: SegmentBorders | None
     has_begin: bool
     with_end: bool
@@ -139,7 +139,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
     """The output of this process's tokens, from T and F of all; and the last states."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, *arrays: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, scan: _Scan, *arrays: Tensor) -> Tensor:
         leaf, processes = scan.piece.leaf, scan.piece.processes
         inputs = dict(zip(scan.piece.inputs, arrays, strict=False))
         cache, steps = leaf.init_cache(**inputs), dict(scan.steps)
@@ -163,7 +163,7 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, cotangent: Tensor, *d_end: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, cotangent: Tensor, *d_end: Tensor) -> tuple[Tensor | None, ...]:
         scan: _Scan = ctx.scan
         d_last = scan.added_up(d_end) if scan.with_end else None
         gradients, d_past = scan.piece.processes.together(lambda: ctx.pull(cotangent, d_last))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from precondattn.parallel.torch.call import MeshProcesses, tried
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
+    from precondattn.algebra.piece import BackendNames
+    from precondattn.arrays import Arrays
 
 Shape = tuple[int, ...]
 
@@ -43,13 +45,13 @@ class DividedStep(NamedTuple):
     """Which new tokens are not masked (b, t)"""
     valid: Tensor | None
     """Both: the new tokens that are keys (b, t)"""
-    backend: Any
+    backend: BackendNames
 
-    def of_past(self) -> dict[str, Any]:
+    def of_past(self) -> Arrays:
         """The options of a call whose keys are this process's rows."""
         return {"backend": self.backend} | ({} if self.seen is None else {"key_mask": self.seen})
 
-    def of_new(self) -> dict[str, Any]:
+    def of_new(self) -> Arrays:
         """The options of a call whose keys are the new tokens."""
         return {"backend": self.backend} | ({} if self.valid is None else {"key_mask": self.valid})
 
