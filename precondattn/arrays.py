@@ -51,6 +51,8 @@ FLOATING = HALF | {"float32", "float64"}
 _library_of_type: dict[type, str | None] = {}
 _namespace_of_type: dict[type, Any] = {}
 _names: dict[Any, str] = {}
+_wide: set[Any] = set()
+"""Types of arrays with dtypes that are not of half precision."""
 
 
 def library_of(array: Array) -> str | None:
@@ -114,15 +116,22 @@ def dtype_name(array: Array) -> str:
 
 def upcast(array: Array) -> Array:
     """A half-precision array in float32; any other array unchanged."""
+    kind = type(array), array.dtype
+    if kind in _wide:
+        return array
     if dtype_name(array) in HALF:
         xp = namespace(array)
         return xp.astype(array, xp.float32)
+    _wide.add(kind)
     return array
 
 
 def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The arrays, with those in half precision converted to float32."""
-    return {name: upcast(array) for name, array in arrays.items()}
+    return {
+        name: array if (type(array), array.dtype) in _wide else upcast(array)
+        for name, array in arrays.items()
+    }
 
 
 def cast(array: Array, dtype: Any) -> Array:

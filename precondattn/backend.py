@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from precondattn.arrays import Array, dtype_name
+from precondattn.arrays import Array, dtype_name, library_of
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.runner import METHODS, Runner
@@ -107,11 +107,18 @@ class ArraySpec(NamedTuple):
         return cls(tuple(array.shape), dtype_name(array))
 
 
-def _missing_method(backend: Backend, method: str) -> NotImplementedError:
+def missing_method(backend: Backend, method: str) -> NotImplementedError:
     return NotImplementedError(
         f"backend {backend.name!r} claimed a call that needs the method {method!r}, which it does "
         f"not define; its `supports` must decline such requests"
     )
+
+
+def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str, Any]) -> Runner:
+    """What runs a piece on a backend that has no such method of its own."""
+    if getattr(type(backend), "runner", Backend.runner) is Backend.runner:
+        raise missing_method(backend, method)
+    return backend.runner(piece, library_of(next(iter(inputs.values()))) or "")
 
 
 class Backend(Protocol):
@@ -149,7 +156,7 @@ class Backend(Protocol):
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         """Yes, or the reason why not. Must be cheap and pure."""
-        raise _missing_method(self, "supports")
+        raise missing_method(self, "supports")
 
     def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
         """Why a piece that it supports runs on it by name only; None where it may be chosen.
@@ -173,10 +180,10 @@ class Backend(Protocol):
         support = self.supports(mechanism, request)
         if not support.ok:
             return support
-        return runner_of(self, mechanism, differentiable=support.differentiable)
+        return runner_of(self, mechanism, request.library, differentiable=support.differentiable)
 
-    def runner(self, mechanism: Piece, *, differentiable: bool = False) -> Runner:
-        """What runs a piece that the backend supports, in calls of any sizes.
+    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
+        """What runs a piece that the backend supports, on arrays of a library, of any sizes.
 
         PyTorch's operators ask for it: a graph that has them is run with other sizes too.
         """
@@ -186,7 +193,7 @@ class Backend(Protocol):
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output."""
-        raise _missing_method(self, "forward")
+        return _own_runner(self, "forward", mechanism, inputs).forward(inputs, frame)
 
     def forward_with_residuals(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
@@ -208,7 +215,8 @@ class Backend(Protocol):
         cotangent: Array,
     ) -> Arrays:
         """The gradient of every input, by name."""
-        raise _missing_method(self, "backward")
+        runner = _own_runner(self, "backward", mechanism, inputs)
+        return runner.backward(inputs, frame, out, residuals, cotangent)
 
     def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
         """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
@@ -217,7 +225,9 @@ class Backend(Protocol):
         the gradient of attention to some of the keys is then computed from output and log-sum-exp
         of the attention to all. None where the forward pass is needed.
         """
-        return None
+        if type(self).runner is Backend.runner:
+            return None
+        return self.runner(mechanism, library_of(lse) or "").residuals_from_lse(lse)
 
     def step(
         self,
@@ -230,7 +240,7 @@ class Backend(Protocol):
 
         The keys of buffers and updates are the names of `mechanism.program.slots`.
         """
-        raise _missing_method(self, "step")
+        return _own_runner(self, "step", mechanism, inputs).step(past, inputs, frame)
 
     def step_backward(
         self,
@@ -245,7 +255,8 @@ class Backend(Protocol):
 
         It serves the verb `"extend_vjp"`, on mechanisms whose buffers are states.
         """
-        raise _missing_method(self, "step_backward")
+        runner = _own_runner(self, "step_backward", mechanism, inputs)
+        return runner.step_backward(past, inputs, frame, cotangent, d_buffers)
 
     def residual_shapes(
         self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
@@ -254,11 +265,12 @@ class Backend(Protocol):
 
         PyTorch uses them to trace `forward` with tensors whose entries are unknown.
         """
-        raise _missing_method(self, "residual_shapes")
+        runner = _own_runner(self, "residual_shapes", mechanism, inputs)
+        return runner.residual_shapes(inputs, frame)
 
 
 class MethodsOf:
-    """A backend's own methods, on one piece. One that the backend lacks is that of `Backend`."""
+    """The methods of a backend, or of another object in its place, on one piece."""
 
     algorithm = ""
     forward: Any
@@ -269,11 +281,23 @@ class MethodsOf:
     step_backward: Any
     residual_shapes: Any
 
-    def __init__(self, backend: Any, piece: Any, *, differentiable: bool = False) -> None:
+    def __init__(
+        self, backend: Any, piece: Any, methods: Any = None, *, differentiable: bool = False
+    ) -> None:
         self.differentiable = differentiable
+        methods = backend if methods is None else methods
         for name in METHODS:
-            method = getattr(backend, name, None) or partial(getattr(Backend, name), backend)
-            setattr(self, name, partial(method, piece))
+            method = getattr(methods, name, None)
+            known = partial(_missing, backend, name) if method is None else partial(method, piece)
+            setattr(self, name, known)
+        if not hasattr(methods, "forward_with_residuals"):
+            self.forward_with_residuals = self.forward
+        if not hasattr(methods, "residuals_from_lse"):
+            self.residuals_from_lse = lambda lse: None
+
+
+def _missing(backend: Any, method: str, *_: Any) -> Any:
+    raise missing_method(backend, method)
 
 
 def prepare(backend: Any, piece: Any, request: Request) -> Runner | Support:
@@ -285,10 +309,22 @@ def prepare(backend: Any, piece: Any, request: Request) -> Runner | Support:
     return answer
 
 
-def runner_of(backend: Any, piece: Any, *, differentiable: bool = False) -> Runner:
-    """`backend.runner`, also of an object whose class does not inherit from `Backend`."""
-    own = getattr(backend, "runner", None)
-    if own is None:
+def runner_of(backend: Any, piece: Any, library: str, *, differentiable: bool = False) -> Runner:
+    """`backend.runner`, or the methods that its class defines.
+
+    The class need not inherit from `Backend`, and may define methods again that it inherits.
+    """
+    if _defines_methods(type(backend)):
         return MethodsOf(backend, piece, differentiable=differentiable)
-    runner: Runner = own(piece, differentiable=differentiable)
+    runner: Runner = backend.runner(piece, library, differentiable=differentiable)
     return runner
+
+
+def _defines_methods(cls: type) -> bool:
+    """Whether a class defines methods with the piece as first argument later than a `runner`."""
+    for each in cls.__mro__:
+        if not vars(each).keys().isdisjoint(METHODS):
+            return True
+        if "runner" in vars(each):
+            return False
+    return False

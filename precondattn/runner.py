@@ -7,9 +7,9 @@ looks nothing up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, upcast, upcast_all
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 
@@ -74,3 +74,78 @@ class Runner(Protocol):
     def residual_shapes(
         self, inputs: Mapping[str, ArraySpec], frame: Frame, /
     ) -> tuple[ArraySpec, ...]: ...
+
+
+class LeafRunner:
+    """Runs a piece in float32, or in float64, by methods like those of a leaf.
+
+    `methods` get the arguments `first` before those of a leaf. Their buffers have the leaf's own
+    names of its slots; those of a group, the group's.
+    """
+
+    def __init__(
+        self,
+        piece: Any,
+        methods: Any,
+        *first: Any,
+        algorithm: str = "",
+        differentiable: bool = False,
+    ) -> None:
+        self.piece, self.methods, self.first = piece, methods, first
+        self.algorithm, self.differentiable = algorithm, differentiable
+        program = piece.program
+        is_leaf = len(program.calls) == 1
+        self.keys = program.slot_keys[0] if is_leaf else {key: key for key in program.slots}
+
+    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        out, residuals = self.methods.forward(*self.first, upcast_all(inputs), frame)
+        return out, residuals
+
+    def forward_with_residuals(
+        self, inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
+        return self.forward(inputs, frame)
+
+    def backward(
+        self,
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        arrays = (upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent))
+        gradients: Arrays = self.methods.backward(*self.first, *arrays)
+        return gradients
+
+    def residuals_from_lse(self, lse: Array) -> Residuals | None:
+        return None
+
+    def step(
+        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
+        buffers = self.by_slot(past)
+        out, updates = self.methods.step(*self.first, buffers, upcast_all(inputs), frame)
+        return out, {self.keys[slot]: update for slot, update in updates.items()}
+
+    def step_backward(
+        self,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        cotangent: Array,
+        d_buffers: Mapping[str, Array],
+    ) -> tuple[Arrays, Arrays]:
+        arrays = (upcast_all(inputs), frame, upcast(cotangent), self.by_slot(d_buffers))
+        gradients, d_past = self.methods.step_backward(*self.first, self.by_slot(past), *arrays)
+        return gradients, {self.keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
+
+    def residual_shapes(
+        self, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        """None: a leaf does not declare those of its definition, and `backward` runs it again."""
+        return ()
+
+    def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
+        """Buffers by the names that `methods` have for them."""
+        return {slot: buffers[key] for slot, key in self.keys.items()}

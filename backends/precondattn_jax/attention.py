@@ -31,6 +31,8 @@ def _full_call(leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> 
 class AttentionBlocks(Algorithm[SoftmaxAttention]):
     """Algorithm of `Softmax` and `Path`."""
 
+    name = "tiled attention"
+
     def forward(
         self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

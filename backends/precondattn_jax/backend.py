@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Tree
+from precondattn.arrays import Tree
 from precondattn.backend import Request, Support
-from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
+from precondattn.execution.jax.backend import JaxBackend, JaxRunner, Output, StepOutput
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import Algorithms, Portable
 
@@ -24,7 +24,7 @@ class Jax(JaxBackend, Portable):
     preference = 10
     segments_as_batch = False
 
-    def arithmetic(self, like: Array) -> Arithmetic:
+    def arithmetic(self, library: str) -> Arithmetic:
         from precondattn_jax.arithmetic import JAX
 
         return JAX
@@ -45,14 +45,14 @@ class Jax(JaxBackend, Portable):
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
             return None
-        return partial(Portable.step, self, mechanism)
+        return Portable.runner(self, mechanism, "jax").step
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs the leaves of this group one by one")
         return super().supports(mechanism, request)
 
-    def run(self, verb: str, mechanism: Piece, *arrays: Tree) -> Tree:
+    def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         from precondattn_jax.compiled import compiled
 
-        return compiled(verb, self, mechanism, *arrays)
+        return compiled(verb, runner, *arrays)

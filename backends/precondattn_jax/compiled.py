@@ -1,4 +1,4 @@
-"""Methods of the backend as compiled functions, with the leaf as a static argument.
+"""Methods of a runner as compiled functions, with the runner as a static argument.
 
 Outside `jax.jit`, an algorithm of hundreds of operations would otherwise be compiled one operation
 at a time. On several devices, each computes its own sequences and heads.
@@ -10,23 +10,20 @@ from functools import partial
 
 import jax
 
-from precondattn.algebra.piece import Piece
 from precondattn.arrays import Tree
-from precondattn.execution.jax.backend import JaxBackend
+from precondattn.execution.jax.backend import JaxRunner
 from precondattn.execution.jax.sharding import on_shards
 from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, triangular_inverse
 
 
-def compiled(verb: str, backend: JaxBackend, mechanism: Piece, *arrays: Tree) -> Tree:
-    """The backend's method of that name."""
-    return _call(verb, backend, mechanism, _sizes(), *arrays)
+def compiled(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
+    """The runner's method of that name."""
+    return _call(verb, runner, _sizes(), *arrays)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _call(
-    verb: str, backend: JaxBackend, mechanism: Piece, sizes: tuple[int, ...], *arrays: Tree
-) -> Tree:
-    return on_shards(backend.computing, verb, mechanism, *arrays)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(verb: str, runner: JaxRunner, sizes: tuple[int, ...], *arrays: Tree) -> Tree:
+    return on_shards(verb, runner, *arrays)
 
 
 def _sizes() -> tuple[int, ...]:

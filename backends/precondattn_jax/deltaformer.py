@@ -78,6 +78,8 @@ class Tiles:
 class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     """Algorithm of the leaf `DeltaFormer`."""
 
+    name = "substitution in blocks"
+
     def forward(
         self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

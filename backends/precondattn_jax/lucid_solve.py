@@ -23,6 +23,8 @@ from precondattn_portable.arithmetic import Arithmetic
 class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     """Algorithm of the leaf `LucidSolve`."""
 
+    name = "substitution in blocks"
+
     def forward(
         self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

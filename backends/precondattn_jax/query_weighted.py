@@ -93,6 +93,8 @@ class QueryWeightedView:
 class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
 
+    name = "row blocks"
+
     def forward(
         self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

@@ -166,6 +166,8 @@ def solved(
 class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     """Algorithm of the leaf `SymmetricLucidSolve`."""
 
+    name = "Cholesky or conjugate gradients"
+
     def forward(
         self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

@@ -23,7 +23,7 @@ import precondattn as pa
 from precondattn.algebra.recurrence import Gate
 from precondattn.algebra.recurrences import Recurrences
 from precondattn.backend import Request
-from precondattn.execution.jax.backend import JaxBackend
+from precondattn.execution.jax.backend import JaxBackend, JaxRunner
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
@@ -193,13 +193,13 @@ class Pallas(JaxBackend, KernelBackend):
 
         return f"jaxlib {jaxlib.__version__}"
 
-    def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
+    def run(self, verb: str, runner: JaxRunner, *arrays: Any) -> Any:
         if is_interpreting() and target() == TPU:
             # JAX's interpreter of TPU kernels has effects, which can not be divided.
-            return self.computing(verb)(mechanism, *arrays)
+            return runner.computing(verb)(*arrays)
         from precondattn_pallas.on_devices import on_devices
 
-        return on_devices(self, verb, mechanism, *arrays)
+        return on_devices(verb, runner, *arrays)
 
 
 def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:

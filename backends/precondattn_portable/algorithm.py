@@ -22,6 +22,9 @@ L = TypeVar("L", contravariant=True)
 class Algorithm(Generic[L]):
     """How one type of leaf is computed. `ops` is the arithmetic of the arrays' library."""
 
+    name = ""
+    """What `explain` calls it."""
+
     def forward(
         self, ops: Arithmetic, leaf: L, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from precondattn.arrays import Array, Arrays, Index, library_of, namespace, placement
+from precondattn.arrays import Array, Arrays, Index, namespace, placement
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, length
 
@@ -255,5 +255,6 @@ STANDARD = Arithmetic()
 IN_PLACE = InPlace()
 
 
-def arithmetic_of(array: Array) -> Arithmetic:
-    return IN_PLACE if library_of(array) in ("numpy", "cupy") else STANDARD
+def arithmetic_of(library: str | None) -> Arithmetic:
+    """That of the arrays of a library."""
+    return IN_PLACE if library in ("numpy", "cupy") else STANDARD

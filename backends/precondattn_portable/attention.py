@@ -162,6 +162,8 @@ READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
 class AttentionBlocks(Algorithm[SoftmaxAttention]):
     """Algorithm of `Softmax` and `Path`."""
 
+    name = "row blocks of attention"
+
     def _view(
         self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array]
     ) -> AttentionView:

@@ -15,10 +15,11 @@ from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
-from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
+from precondattn.arrays import Array, Residuals
 from precondattn.backend import ArraySpec, Backend, Request, Support
-from precondattn.cache import Updates
+from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
+from precondattn.runner import LeafRunner, Runner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
@@ -121,8 +122,8 @@ class Portable(Backend):
         """The algorithm for a leaf; None where this backend has none."""
         return entry_of(self.algorithms, cast("LeafProtocol", leaf))  # Or a group, by its class.
 
-    def arithmetic(self, like: Array) -> Arithmetic:
-        return arithmetic_of(like)
+    def arithmetic(self, library: str) -> Arithmetic:
+        return arithmetic_of(library)
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
@@ -136,79 +137,40 @@ class Portable(Backend):
             return Support.no(f"has no algorithm for {leaf.name}{reason}")
         return Support.yes()
 
-    def forward(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        ops = self.arithmetic(_any(inputs))
-        return self._claimed(mechanism).forward(ops, mechanism, upcast_all(inputs), frame)
-
-    def backward(
-        self,
-        mechanism: Piece,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        ops, algorithm = self.arithmetic(_any(inputs)), self._claimed(mechanism)
-        x = upcast_all(inputs)
-        return algorithm.backward(
-            ops, mechanism, x, frame, upcast(out), residuals, upcast(cotangent)
-        )
-
-    def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
-        # LASER divides by the output of these keys alone, which that of all may underflow.
-        return (lse,) if type(mechanism) is pa.Softmax and mechanism.read == MEAN else None
-
-    def step(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        ops = self.arithmetic(_any(inputs))
-        x = upcast_all(inputs)
-        if len(mechanism.program.calls) > 1:
-            group_step = LucidStep(self._claimed(mechanism.program.leaves[1]))
-            return group_step.step(ops, cast("Group", mechanism), past, x, frame)
-        keys = mechanism.program.slot_keys[0]
-        buffers = {slot: past[key] for slot, key in keys.items()}
-        out, updates = self._claimed(mechanism).step(ops, mechanism, buffers, x, frame)
-        return out, {keys[slot]: update for slot, update in updates.items()}
-
-    def step_backward(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        keys = mechanism.program.slot_keys[0]
-        gradients, d_past = self._claimed(mechanism).step_backward(
-            self.arithmetic(_any(inputs)),
+    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
+        if is_lucid(mechanism.program):
+            algorithm: AnyAlgorithm = LucidStep(self._claimed(mechanism.program.leaves[1]))
+        else:
+            algorithm = self._claimed(mechanism)
+        return self.runner_class(mechanism)(
             mechanism,
-            {slot: past[key] for slot, key in keys.items()},
-            upcast_all(inputs),
-            frame,
-            upcast(cotangent),
-            {slot: d_buffers[key] for slot, key in keys.items()},
+            algorithm,
+            self.arithmetic(library),
+            mechanism,
+            algorithm=algorithm.name,
+            differentiable=differentiable,
         )
-        return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
-
-    def residual_shapes(
-        self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        return self._claimed(mechanism).residual_shapes(mechanism, inputs)
 
     def _claimed(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm:
         algorithm = self.algorithm(leaf)
         assert algorithm is not None  # `supports` has declined all other leaves.
         return algorithm
 
+    def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
+        """The kind of runner of a piece."""
+        return AlgorithmRunner
 
-def _any(inputs: Mapping[str, Array]) -> Array:
-    return next(iter(inputs.values()))
+
+class AlgorithmRunner(LeafRunner):
+    """Runs a leaf or group by an algorithm, its `methods`."""
+
+    def residuals_from_lse(self, lse: Array) -> Residuals | None:
+        # LASER divides by the output of these keys alone, which that of all may underflow.
+        is_mean = type(self.piece) is pa.Softmax and self.piece.read == MEAN
+        return (lse,) if is_mean else None
+
+    def residual_shapes(
+        self, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        shapes: tuple[ArraySpec, ...] = self.methods.residual_shapes(self.piece, inputs)
+        return shapes

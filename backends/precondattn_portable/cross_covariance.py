@@ -39,6 +39,8 @@ class _Channels(NamedTuple):
 class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
     """Algorithm of `CrossCovariance`."""
 
+    name = "products over a sequence"
+
     def attend(
         self,
         ops: Arithmetic,

@@ -103,6 +103,8 @@ class WeightRows:
 class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     """Algorithm of `DeltaFormer`."""
 
+    name = "substitution in blocks"
+
     def forward(
         self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

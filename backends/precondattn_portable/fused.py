@@ -42,6 +42,8 @@ from precondattn_portable.masks import Mask
 class LucidStep(Algorithm[Group]):
     """A step of `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
+    name = "solve and attention together"
+
     def __init__(self, attention: AnyAlgorithm) -> None:
         self.solve, self.attention = LucidSolveBlocks(), attention
 

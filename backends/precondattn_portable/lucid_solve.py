@@ -316,6 +316,8 @@ class PastSystem:
 class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     """Algorithm of `LucidSolve`."""
 
+    name = "substitution in blocks"
+
     def _view(
         self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, size: int
     ) -> LucidView:

@@ -34,6 +34,8 @@ from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
     """Algorithm of `Nystrom`."""
 
+    name = "three kernels of landmarks"
+
     def attend(
         self,
         ops: Arithmetic,

@@ -44,6 +44,8 @@ RULES = Recurrences(
 class PreconditionedDelta(Algorithm[Group]):
     """Algorithm of the group, without masks and without gradient."""
 
+    name = "keys made in the chunks that read them"
+
     def forward(
         self, ops: Arithmetic, leaf: Group, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:

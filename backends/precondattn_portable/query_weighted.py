@@ -40,6 +40,8 @@ from precondattn_portable.scores import block_of_rows
 class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
 
+    name = "row blocks"
+
     def _row_blocks(
         self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:

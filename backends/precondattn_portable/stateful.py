@@ -26,6 +26,8 @@ class StatefulAlgorithm(Algorithm[S]):
     use for that: what it saves is the time between operations.
     """
 
+    name = "recurrence in chunks"
+
     def __init__(
         self, in_chunks: Callable[[Arithmetic], Form] = Chunkwise, *, by_pairs: bool = True
     ) -> None:

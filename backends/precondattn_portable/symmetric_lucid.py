@@ -113,6 +113,8 @@ class Similarities:
 class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     """Algorithm of `SymmetricLucidSolve`."""
 
+    name = "Cholesky or conjugate gradients"
+
     def _groups(
         self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, unit: Array, frame: Frame
     ) -> Iterator[tuple[Part, Similarities]]:

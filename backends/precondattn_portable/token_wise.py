@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array, Arrays, Residuals, Tree
 from precondattn.cache import Updates
-from precondattn.frame import Frame
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 
@@ -15,45 +12,20 @@ from precondattn_portable.arithmetic import Arithmetic
 class AsDefined(Algorithm[LeafProtocol]):
     """Calls the leaf's own methods."""
 
+    name = "as defined"
+
     def forward(
-        self, ops: Arithmetic, leaf: LeafProtocol, x: Mapping[str, Array], frame: Frame
+        self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree
     ) -> tuple[Array, Residuals]:
-        result: tuple[Array, Residuals] = leaf.forward(x, frame)
-        return result
+        return leaf.forward(*arrays)
 
-    def backward(
-        self,
-        ops: Arithmetic,
-        leaf: LeafProtocol,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
-        return gradients
+    def backward(self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree) -> Arrays:
+        return leaf.backward(*arrays)
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: LeafProtocol,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        result: tuple[Array, Updates] = leaf.step(past, x, frame)
-        return result
+    def step(self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree) -> tuple[Array, Updates]:
+        return leaf.step(*arrays)
 
     def step_backward(
-        self,
-        ops: Arithmetic,
-        leaf: LeafProtocol,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree
     ) -> tuple[Arrays, Arrays]:
-        result: tuple[Arrays, Arrays] = leaf.step_backward(past, x, frame, cotangent, d_buffers)
-        return result
+        return leaf.step_backward(*arrays)

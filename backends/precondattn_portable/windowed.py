@@ -85,6 +85,8 @@ def weights(ops: Arithmetic, windows: GatheredWindows) -> Array:
 class WindowedBlocks(Algorithm[pa.Windowed]):
     """Algorithm of `Windowed`."""
 
+    name = "blocks of windows"
+
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 

@@ -6,23 +6,24 @@ it fits, which is left to PyTorch's autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import cast
 
 import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences
-from precondattn.arrays import Array, Arrays, Residuals, upcast, upcast_all
 from precondattn.backend import Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
+from precondattn.runner import Runner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import ALGORITHMS, TOKEN_WISE, Algorithms, Portable
+from precondattn_portable.backend import (
+    ALGORITHMS,
+    TOKEN_WISE,
+    AlgorithmRunner,
+    Algorithms,
+    Portable,
+)
 from precondattn_portable.stateful import StatefulAlgorithm
 
 UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
@@ -38,11 +39,7 @@ class Torch(Portable):
     libraries = frozenset({"torch"})
     preference = 10
 
-    def arithmetic(self, like: Array) -> Arithmetic:
-        return self._arithmetic
-
-    @cached_property
-    def _arithmetic(self) -> Arithmetic:
+    def arithmetic(self, library: str) -> Arithmetic:
         from precondattn_torch.arithmetic import TORCH
 
         return TORCH
@@ -97,67 +94,18 @@ class Torch(Portable):
         is_full = request.verb in ("forward", "vjp")
         return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
-    def forward(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        if type(mechanism) in TOKEN_WISE:
-            return cast("pa.Leaf", mechanism).forward(upcast_all(inputs), frame)
-        if type(mechanism) is pa.Softmax:
-            from precondattn_torch.scaled_dot_product import fused, needs_sums
+    def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
+        answer = super().prepare(mechanism, request)
+        if isinstance(answer, Support) or not answer.differentiable:
+            return answer
+        from precondattn_torch.runners import AttentionRunner, FusedRunner
 
-            out = None if needs_sums(mechanism) else fused(mechanism, inputs, frame)
-            if out is not None:
-                return out, ()
-        return self.forward_with_residuals(mechanism, inputs, frame)
+        return FusedRunner(answer, request) if isinstance(answer, AttentionRunner) else answer
 
-    def forward_with_residuals(
-        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        with _not_recording():
-            return super().forward(mechanism, inputs, frame)
+    def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
+        from precondattn_torch import runners
 
-    def backward(
-        self,
-        mechanism: Piece,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        with _not_recording():
-            if type(mechanism) in TOKEN_WISE:
-                x = upcast_all(inputs)
-                leaf = cast("pa.Leaf", mechanism)
-                return leaf.backward(x, frame, upcast(out), residuals, upcast(cotangent))
-            return super().backward(mechanism, inputs, frame, out, residuals, cotangent)
-
-    def step(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        if type(mechanism) in TOKEN_WISE:
-            return self.forward(mechanism, inputs, frame)[0], {}
-        with _not_recording():
-            return super().step(mechanism, past, inputs, frame)
-
-    def step_backward(
-        self,
-        mechanism: Piece,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        with _not_recording():
-            return super().step_backward(mechanism, past, inputs, frame, cotangent, d_buffers)
-
-
-def _not_recording() -> AbstractContextManager[object]:
-    import torch
-
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+        if type(piece) in TOKEN_WISE:
+            return runners.RecordedRunner
+        is_softmax = type(piece) is pa.Softmax
+        return runners.AttentionRunner if is_softmax else runners.UnrecordedRunner

@@ -27,7 +27,6 @@ from precondattn.algebra.declaration import HEADS, Pattern
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Arrays, Residuals, only_computes
 from precondattn.backend import ArraySpec
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
@@ -68,7 +67,9 @@ class ByHeads(Algorithm[Piece]):
     """An algorithm, applied to some of the heads by each thread."""
 
     def __init__(self, whole: AnyAlgorithm) -> None:
-        self.whole = whole
+        self.whole, self.name = whole, whole.name
+        for method in ("step", "step_backward", "residual_shapes"):
+            setattr(self, method, getattr(whole, method))
 
     def forward(
         self, ops: Arithmetic, leaf: Piece, x: Mapping[str, Tensor], frame: Frame
@@ -126,33 +127,6 @@ class ByHeads(Algorithm[Piece]):
             name: _joined([of.pop(name) for of in results], division.axes[name])
             for name in [*results[0]]
         }
-
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: Piece,
-        past: Mapping[str, Tensor],
-        x: Mapping[str, Tensor],
-        frame: Frame,
-    ) -> tuple[Tensor, Updates]:
-        return self.whole.step(ops, leaf, past, x, frame)
-
-    def step_backward(
-        self,
-        ops: Arithmetic,
-        leaf: Piece,
-        past: Mapping[str, Tensor],
-        x: Mapping[str, Tensor],
-        frame: Frame,
-        cotangent: Tensor,
-        d_buffers: Mapping[str, Tensor],
-    ) -> tuple[Arrays, Arrays]:
-        return self.whole.step_backward(ops, leaf, past, x, frame, cotangent, d_buffers)
-
-    def residual_shapes(
-        self, leaf: Piece, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
-        return self.whole.residual_shapes(leaf, inputs)
 
     def _axes_of_residuals(
         self, leaf: Piece, x: Mapping[str, Tensor], division: Division

@@ -21,6 +21,8 @@ from precondattn_portable.transported import TransportedScores
 class PathAttention(AttentionBlocks):
     """Algorithm of `Path` with values read by mean."""
 
+    name = "row blocks, the keys before them by PyTorch's kernel"
+
     def keys_of_row_block(self, view: AttentionView, mask: Mask, size: int) -> int:
         return size if _fits(view, mask) else super().keys_of_row_block(view, mask, size)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from precondattn.arrays import Arrays, Residuals, is_traced, upcast
+from precondattn.arrays import Arrays, Residuals, Shape, is_traced, upcast
 from precondattn.frame import Frame, has_lengths_only
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
@@ -42,7 +42,7 @@ from precondattn_torch.twice_differentiable import AttentionOptions, twice_diffe
 
 def fits(
     leaf: SoftmaxAttention,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     masks: frozenset[str],
     device: str,
 ) -> bool:
@@ -80,20 +80,30 @@ def masks_of(frame: Frame) -> frozenset[str]:
 
 def scaled_dot_product(leaf: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of (b, t, h, d), (b, s, n, d) and (b, s, n, e); differentiable."""
-    d, e = q.shape[3], v.shape[3]
-    # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
-    q, k, v = _of_width(q, max(d, e)), _of_width(k, max(d, e)), _of_width(v, max(d, e))
-    inputs = tuple(a.transpose(1, 2) for a in (q, k, v))
-    options: AttentionOptions = {
+    width = max(q.shape[3], v.shape[3])
+    return attend(q, k, v, width, options_of(leaf, q.shape, k.shape))
+
+
+def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> AttentionOptions:
+    """The options of PyTorch's attention, from the shapes of q and k."""
+    return {
         "is_causal": leaf.causal,
-        "scale": leaf.scale_for(d),
-        "enable_gqa": bool(q.shape[2] != k.shape[2]),  # Symbolic while PyTorch traces.
+        "scale": leaf.scale_for(q[3]),
+        "enable_gqa": bool(q[2] != k[2]),  # Symbolic while PyTorch traces.
     }
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: AttentionOptions) -> Tensor:
+    """PyTorch's attention of rows of this width, which are padded with zeros if they are not."""
+    e = v.shape[3]
+    # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
+    q, k, v = _of_width(q, width), _of_width(k, width), _of_width(v, width)
+    inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     o = functional.scaled_dot_product_attention(*inputs, **options)
     if o.grad_fn is not None and not is_traced(o):
         twice_differentiable(o.grad_fn, inputs, options)
     o = o.transpose(1, 2)
-    return o if o.shape[3] == e else o[..., :e]
+    return o if width == e else o[..., :e]
 
 
 def fused(leaf: SoftmaxAttention, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
@@ -115,6 +125,8 @@ def fused(leaf: SoftmaxAttention, inputs: Mapping[str, Tensor], frame: Frame) ->
 
 class KernelAttention(AttentionBlocks):
     """Algorithm of `Softmax`: the kernel where it fits, row blocks elsewhere."""
+
+    name = "PyTorch's kernel or row blocks"
 
     def forward(
         self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame

@@ -137,7 +137,7 @@ def _plan(
     if is_empty(shape for _, shape in request.shapes):
         every = frozenset(range(len(program.calls)))
         piece, arguments, names = _piece(program, every)
-        runner = runner_of(EMPTY, piece, differentiable=True)
+        runner = runner_of(EMPTY, piece, request.library, differentiable=True)
         call = _planned(program, every, piece, arguments, names, EMPTY, runner)
         return CallPlan((call,), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)

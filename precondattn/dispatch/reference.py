@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from precondattn.arrays import Array, upcast, upcast_all
-from precondattn.backend import ArraySpec, Backend, Request, Support
+from precondattn.arrays import Array, upcast_all
+from precondattn.backend import Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
+from precondattn.runner import LeafRunner, Runner
 
 if TYPE_CHECKING:
-    from precondattn.arrays import Arrays, Residuals
+    from precondattn.arrays import Arrays
 
 
 class Reference(Backend):
@@ -32,60 +33,20 @@ class Reference(Backend):
         is_operator = request.is_symbolic and not request.verb.startswith("extend")
         return Support.yes(differentiable=not is_operator)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        out, residuals = mechanism.forward(upcast_all(inputs), frame)
-        return out, residuals
+    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+        return _Definition(mechanism, mechanism, differentiable=differentiable)
 
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        gradients: Arrays = mechanism.backward(
-            upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent)
-        )
-        return gradients
+
+class _Definition(LeafRunner):
+    """The leaf's own methods, on the part of a cache that is filled."""
 
     def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
+        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        keys = mechanism.program.slot_keys[0]
-        past = {slot: past[key] for slot, key in keys.items()}
-        past, frame = held_part(mechanism, past, frame)
-        out, updates = mechanism.step(upcast_all(past), upcast_all(inputs), frame)
-        return out, {keys[slot]: update for slot, update in updates.items()}
+        buffers = {slot: past[key] for slot, key in self.keys.items()}
+        buffers, frame = held_part(self.piece, buffers, frame)
+        out, updates = self.piece.step(upcast_all(buffers), upcast_all(inputs), frame)
+        return out, {self.keys[slot]: update for slot, update in updates.items()}
 
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        keys = mechanism.program.slot_keys[0]
-        gradients, d_past = mechanism.step_backward(
-            upcast_all({slot: past[key] for slot, key in keys.items()}),
-            upcast_all(inputs),
-            frame,
-            upcast(cotangent),
-            upcast_all({slot: d_buffers[key] for slot, key in keys.items()}),
-        )
-        return gradients, {keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
-
-    def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        """None: a leaf does not declare those of its definition, and `backward` runs it again."""
-        return ()
+    def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
+        return upcast_all(super().by_slot(buffers))

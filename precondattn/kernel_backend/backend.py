@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import ArraySpec, Backend, Request, Support
-from precondattn.cache import Updates
-from precondattn.frame import Frame
+from precondattn.arrays import Array
+from precondattn.backend import Backend, MethodsOf, Request, Support
 from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in, lack_in
 from precondattn.kernel_backend.ledger import (
@@ -21,6 +19,7 @@ from precondattn.kernel_backend.ledger import (
     is_trusting,
     width_of,
 )
+from precondattn.runner import Runner
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
 """The method that serves each verb."""
@@ -128,60 +127,26 @@ class KernelBackend(Backend):
         reason = self.refusal(mechanism, request)
         return Support.yes() if reason is None else Support.no(reason)
 
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        with self.launching(inputs):
-            result: tuple[Array, Residuals] = self.kernels(mechanism).forward(
-                mechanism, inputs, frame
-            )
-            return result
+    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+        return KernelRunner(self, mechanism, self.kernels(mechanism))
 
-    def backward(
-        self,
-        mechanism: Any,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        with self.launching(inputs):
-            gradients: Arrays = self.kernels(mechanism).backward(
-                mechanism, inputs, frame, out, residuals, cotangent
-            )
-            return gradients
 
-    def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        with self.launching(inputs):
-            result: tuple[Array, Updates] = self.kernels(mechanism).step(
-                mechanism, past, inputs, frame
-            )
-            return result
+class KernelRunner(MethodsOf):
+    """The methods of an object with kernels, each where `launching` says."""
 
-    def step_backward(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        with self.launching(inputs):
-            gradients: tuple[Arrays, Arrays] = self.kernels(mechanism).step_backward(
-                mechanism, past, inputs, frame, cotangent, d_buffers
-            )
-            return gradients
+    def __init__(self, backend: KernelBackend, piece: Any, kernels: Any) -> None:
+        super().__init__(backend, piece, methods=kernels)
+        self.algorithm = type(kernels).__name__
+        self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)
 
-    def residual_shapes(
-        self, mechanism: Any, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        shapes: tuple[ArraySpec, ...] = self.kernels(mechanism).residual_shapes(mechanism, inputs)
-        return shapes
+        def launched(method: Callable[..., Any], at: int) -> Callable[..., Any]:
+            def launch(*arrays: Any) -> Any:
+                with backend.launching(arrays[at]):
+                    return method(*arrays)
+
+            return launch
+
+        for name in ("forward", "forward_with_residuals", "backward"):
+            setattr(self, name, launched(getattr(self, name), 0))
+        for name in ("step", "step_backward"):  # Their first argument are the buffers.
+            setattr(self, name, launched(getattr(self, name), 1))

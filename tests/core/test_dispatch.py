@@ -247,7 +247,7 @@ def test_a_backend_may_have_an_object_for_each_piece(only_the_reference):
         def supports(self, mechanism, request):
             return pa.Support(len(mechanism.program.calls) == 1, "one leaf at a time")
 
-        def runner(self, mechanism, *, differentiable=False):
+        def runner(self, mechanism, library, *, differentiable=False):
             return Doubled(mechanism)
 
     x = inputs_of("softmax")

@@ -1,4 +1,4 @@
-"""The base class of backends for JAX, whose methods are functions of trees of arrays.
+"""The base class of backends for JAX, whose runners are functions of trees of arrays.
 
 `run` says how such a function is called: compiled, and on every device's own part of the arrays.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from precondattn.arrays import Array, Arrays, Residuals
-from precondattn.backend import Backend
+from precondattn.backend import ArraySpec, Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.runner import Runner
 
 Output = Callable[[Mapping[str, Array], Frame], Array]
 """The output of a mechanism, of its inputs and the frame."""
@@ -26,8 +26,8 @@ class JaxBackend(Backend):
     """Subclass it before the class that computes: `class Jax(JaxBackend, Portable)`."""
 
     @abstractmethod
-    def run(self, verb: str, mechanism: Any, *arrays: Any) -> Any:
-        """The result of `self.computing(verb)(mechanism, *arrays)`."""
+    def run(self, verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+        """The result of `runner.computing(verb)(*arrays)`."""
 
     def differentiable(self, mechanism: Any) -> Output | None:
         """The output, in operations that JAX can differentiate any number of times.
@@ -46,27 +46,44 @@ class JaxBackend(Backend):
         """
         return None
 
+    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+        return JaxRunner(self, mechanism, super().runner(mechanism, library))
+
+
+class JaxRunner:
+    """Runs a piece as a backend's `run` does. Runners of one piece are equal, and compiled once."""
+
+    differentiable = False
+
+    def __init__(self, backend: JaxBackend, piece: Any, plain: Runner) -> None:
+        self.backend, self.piece, self.plain = backend, piece, plain
+        self.algorithm = plain.algorithm
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JaxRunner) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, Any]:
+        return self.backend, self.piece
+
     def computing(self, verb: str) -> Callable[..., Any]:
-        """The method of that name of the class that computes, with its derivatives."""
-        method: Callable[..., Any] = getattr(super(), verb)
+        """The method of that name of what computes, with its derivatives."""
+        from precondattn.execution.jax.second_derivative import with_derivatives
 
-        def with_derivatives(mechanism: Any, *arrays: Any) -> Any:
-            from precondattn.execution.jax import second_derivative
+        function = getattr(self.plain, verb)
+        return lambda *arrays: with_derivatives(verb, self.backend, function, self.piece)(*arrays)
 
-            function = partial(method, mechanism)
-            return second_derivative.with_derivatives(verb, self, function, mechanism)(*arrays)
-
-        return with_derivatives
-
-    def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        out, residuals = self.run("forward", mechanism, dict(inputs), frame)
+    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        out, residuals = self.backend.run("forward", self, dict(inputs), frame)
         return out, residuals
+
+    forward_with_residuals = forward
 
     def backward(
         self,
-        mechanism: Any,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -74,22 +91,20 @@ class JaxBackend(Backend):
         cotangent: Array,
     ) -> Arrays:
         arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        gradients: Arrays = self.run("backward", mechanism, *arrays)
+        gradients: Arrays = self.backend.run("backward", self, *arrays)
         return gradients
 
+    def residuals_from_lse(self, lse: Array) -> Residuals | None:
+        return self.plain.residuals_from_lse(lse)
+
     def step(
-        self,
-        mechanism: Any,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
+        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        out, updates = self.run("step", mechanism, dict(past), dict(inputs), frame)
+        out, updates = self.backend.run("step", self, dict(past), dict(inputs), frame)
         return out, updates
 
     def step_backward(
         self,
-        mechanism: Any,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -97,5 +112,10 @@ class JaxBackend(Backend):
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        gradients, d_past = self.run("step_backward", mechanism, *arrays)
+        gradients, d_past = self.backend.run("step_backward", self, *arrays)
         return gradients, d_past
+
+    def residual_shapes(
+        self, inputs: Mapping[str, ArraySpec], frame: Frame
+    ) -> tuple[ArraySpec, ...]:
+        return self.plain.residual_shapes(inputs, frame)

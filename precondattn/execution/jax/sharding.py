@@ -21,6 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 import precondattn.execution.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
+from precondattn.execution.jax.backend import JaxRunner
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.execution.jax.independent_axes import axes_of, axes_of_results
 from precondattn.execution.jax.mesh_axes import (
@@ -37,26 +38,23 @@ from precondattn.execution.jax.mesh_axes import (
 GRADIENTS = ("backward", "step_backward")
 
 
-def on_shards(
-    method: Callable[[str], Callable[..., Any]], verb: str, mechanism: Any, *arrays: Any
-) -> Any:
-    """`method(verb)(mechanism, *arrays)`, of which every device computes its part."""
+def on_shards(verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+    """`runner.computing(verb)(*arrays)`, of which every device computes its part."""
     leaves, tree = jax.tree.flatten(arrays)
     shapes = list(map(_shape, leaves))
 
     def function(*leaves: Any) -> Any:
-        return method(verb)(mechanism, *jax.tree.unflatten(tree, leaves))
+        return runner.computing(verb)(*jax.tree.unflatten(tree, leaves))
 
     # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
     def axes() -> list[str]:
-        forward = partial(method("forward"), mechanism)
-        given = jax.tree.unflatten(tree, shapes)
-        texts: list[str] = jax.tree.leaves(axes_of(mechanism, verb, forward, given))
+        forward, given = runner.computing("forward"), jax.tree.unflatten(tree, shapes)
+        texts: list[str] = jax.tree.leaves(axes_of(runner.piece, verb, forward, given))
         return texts
 
     if jax.sharding.get_abstract_mesh().manual_axes:
         return function(*leaves)  # In a user's `shard_map`, arrays are the parts of one device.
-    call = ShardedCall(str(mechanism), function, shapes, axes, verb in GRADIENTS)
+    call = ShardedCall(str(runner.piece), function, shapes, axes, verb in GRADIENTS)
     mesh = next((m for m in map(_mesh, leaves) if m.explicit_axes), None)
     if mesh is not None:
         return call.on_explicit_shards(mesh, leaves)

@@ -161,7 +161,7 @@ class OneCall:
         dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors.tensors if t is not None)
         described = zip(self.piece.inputs, shapes, dtypes, strict=True)
         specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
-        runner = runner_of(discover().named(backend), self.piece)
+        runner = runner_of(discover().named(backend), self.piece, "torch")
         of_one = frame_of(self.layout, frame.of_call(0), tensors.tensors[0])
         try:
             residuals = runner.residual_shapes(specs, of_one)

@@ -54,7 +54,7 @@ def named(piece: str, backend: str) -> Named:
 @lru_cache(KEPT)
 def _named(piece: str, backend: str, discovered: Discovered) -> Named:
     found, runs = piece_named(piece), discovered.named(backend)
-    return Named(found, runner_of(runs, found), runs.wide_values, runs is REFERENCE)
+    return Named(found, runner_of(runs, found, "torch"), runs.wide_values, runs is REFERENCE)
 
 
 def without_autocast(operator: Any) -> Any:

@@ -1,0 +1,88 @@
+"""What runs a leaf on PyTorch: the portable runner, and what of it autograd records.
+
+A blocked algorithm is hidden from autograd, which has its gradient from `backward`. What consists
+of PyTorch's own calls is recorded by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.arrays import HALF, Residuals, upcast
+from precondattn.backend import Request
+from precondattn.frame import Frame
+from precondattn_portable.backend import AlgorithmRunner
+from precondattn_portable.layout import zero_padding
+from precondattn_torch.scaled_dot_product import attend, fused, needs_sums, options_of
+
+
+def unrecorded(method: Callable[..., Any]) -> Any:
+    """A method whose operations autograd does not record."""
+
+    @wraps(method)
+    def hidden(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return method(*arguments)
+        with torch.no_grad():
+            return method(*arguments)
+
+    return hidden
+
+
+class UnrecordedRunner(AlgorithmRunner):
+    """Runs an algorithm, of which autograd records nothing."""
+
+    forward = unrecorded(AlgorithmRunner.forward)
+    forward_with_residuals = forward
+    backward = unrecorded(AlgorithmRunner.backward)
+    step = unrecorded(AlgorithmRunner.step)
+    step_backward = unrecorded(AlgorithmRunner.step_backward)
+
+
+class RecordedRunner(UnrecordedRunner):
+    """Runs a leaf without sums over tokens, by its definition."""
+
+    forward = AlgorithmRunner.forward
+    step = AlgorithmRunner.step
+
+
+class AttentionRunner(UnrecordedRunner):
+    """Runs `Softmax`: by PyTorch's attention where it fits."""
+
+    def forward(self, inputs: Mapping[str, Tensor], frame: Frame) -> tuple[Tensor, Residuals]:
+        out = None if needs_sums(self.piece) else fused(self.piece, inputs, frame)
+        if out is not None:
+            return out, ()
+        hidden: tuple[Tensor, Residuals] = self.forward_with_residuals(inputs, frame)
+        return hidden
+
+
+class FusedRunner(AttentionRunner):
+    """Runs calls of `Softmax` of one signature, which PyTorch's attention supports."""
+
+    def __init__(self, runner: AttentionRunner, request: Request) -> None:
+        super().__init__(
+            runner.piece,
+            runner.methods,
+            *runner.first,
+            algorithm="scaled_dot_product_attention",
+            differentiable=True,
+        )
+        q, k, v = (dict(request.shapes)[name] for name in ("q", "k", "v"))
+        self.width, self.options = max(q[3], v[3]), options_of(self.piece, q, k)
+        self.is_on_cpu, self.is_half = request.device == "cpu", request.dtype in HALF
+        self.has_padding = bool(request.masks)
+
+    def forward(self, inputs: Mapping[str, Tensor], frame: Frame) -> tuple[Tensor, Residuals]:
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        if not self.is_on_cpu:
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        elif self.is_half:
+            q, k, v = upcast(q), upcast(k), upcast(v)
+        out = attend(q, k, v, self.width, self.options)
+        return zero_padding(out, frame) if self.has_padding else out, ()
