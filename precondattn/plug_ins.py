@@ -11,10 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+from typing import Any
 
 
 class PlugIns:
@@ -45,9 +42,9 @@ class PlugIns:
             return
         from importlib.metadata import entry_points  # Slow to import, and rarely needed.
 
-        found = list(entry_points(group=self.group))
-        for entry_point in found:
-            if _key(entry_point) in self._known:
+        found = {(each.name, each.value): each for each in entry_points(group=self.group)}
+        for key, entry_point in found.items():
+            if key in self._known:
                 continue
             prepared, error = None, None
             try:
@@ -57,17 +54,17 @@ class PlugIns:
                     continue  # This call comes from inside its import; a later call adds it.
                 error = raised
             with self._lock:
-                self._add(entry_point, prepared, error, add)
-        self.complete = {(each.name, each.value) for each in found} <= self._known
+                self._add(key, prepared, error, add)
+        self.complete = found.keys() <= self._known
 
     def _add(
         self,
-        entry_point: EntryPoint,
+        key: tuple[str, str],
         prepared: Any,
         error: BaseException | None,
         add: Callable[[Any], None],
     ) -> None:
-        if _key(entry_point) in self._known:
+        if key in self._known:
             return
         if error is None:
             try:
@@ -75,12 +72,8 @@ class PlugIns:
             except ValueError as refused:
                 error = refused
         if error is not None:
-            self.broken[entry_point.name] = f"{type(error).__name__}: {error}"
-        self._known.add(_key(entry_point))
-
-
-def _key(entry_point: EntryPoint) -> tuple[str, str]:
-    return entry_point.name, entry_point.value
+            self.broken[key[0]] = f"{type(error).__name__}: {error}"
+        self._known.add(key)
 
 
 def _is_being_imported(module: str) -> bool:

@@ -17,7 +17,7 @@ from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.stateful import StatefulAlgorithm
-from precondattn_portable.token_wise import AsDefined
+from precondattn_portable.token_wise import TOKEN_WISE, AsDefined
 
 STATEFUL = (
     Recurrences(
@@ -37,22 +37,6 @@ STATEFUL = (
     pa.ConditionedQuery,
 )
 """What is computed in chunks of tokens."""
-
-TOKEN_WISE = (
-    pa.ContractionGate,
-    pa.Difference,
-    pa.EluPlusOne,
-    pa.HedgehogMap,
-    pa.L2Norm,
-    pa.LayerNorm,
-    pa.RMSNorm,
-    pa.ScaledDims,
-    pa.StableBeta,
-    pa.StableChannels,
-    pa.Tempered,
-    pa.UnitRows,
-)
-"""Leaves whose definition can be compiled: its control flow does not depend on array entries."""
 
 ALGORITHMS: dict[type | Recurrences, AnyAlgorithm] = {
     pa.Softmax: AttentionBlocks(),

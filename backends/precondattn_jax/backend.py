@@ -6,14 +6,19 @@ inside, it is part of the surrounding computation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import cast
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
+from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.arrays import Tree
 from precondattn.backend import Request, Support
 from precondattn.execution.jax.backend import JaxBackend, JaxRunner, Output, StepOutput
+from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.backend import Algorithms, Portable
+from precondattn_portable.backend import Portable
 
 
 class Jax(JaxBackend, Portable):
@@ -29,8 +34,11 @@ class Jax(JaxBackend, Portable):
 
         return JAX
 
+    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
+        return entry_of(self.algorithms, cast("LeafProtocol", leaf))
+
     @property
-    def algorithms(self) -> Algorithms:
+    def algorithms(self) -> Mapping[type | Recurrences, AnyAlgorithm]:  # type: ignore[override]
         from precondattn_jax.algorithms import ALGORITHMS
 
         return ALGORITHMS

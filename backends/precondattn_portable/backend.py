@@ -8,12 +8,15 @@ serve another library with the same or better algorithms.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from typing import cast
 
 import precondattn as pa
 from precondattn.algebra.group import Group
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
+from precondattn.algebra.program import Program
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.arrays import Array, Residuals
 from precondattn.backend import ArraySpec, Backend, Request, Support
@@ -23,21 +26,7 @@ from precondattn.runner import LeafRunner, Runner
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
-from precondattn_portable.attention import AttentionBlocks
-from precondattn_portable.conditioned_query import ConditionedQueryAlgorithm
-from precondattn_portable.cross_covariance import CrossCovarianceProducts
-from precondattn_portable.deltaformer import DeltaFormerBlocks
-from precondattn_portable.fused import LucidStep, steps_together
-from precondattn_portable.lucid_solve import LucidSolveBlocks
-from precondattn_portable.mesa_query import MesaQueryAlgorithm
-from precondattn_portable.nystrom import NystromKernels
-from precondattn_portable.preconditioned_delta import PreconditionedDelta, computes_together
-from precondattn_portable.preconditioned_key import PreconditionedKeyChunks
-from precondattn_portable.query_weighted import QueryWeighted
-from precondattn_portable.stateful import StatefulAlgorithm
-from precondattn_portable.symmetric_lucid import SymmetricLucidSolveBlocks
-from precondattn_portable.token_wise import AsDefined
-from precondattn_portable.windowed import WindowedBlocks
+from precondattn_portable.token_wise import TOKEN_WISE
 
 RECURRENCES = (
     Recurrences(
@@ -56,45 +45,36 @@ RECURRENCES = (
 )
 """Those that are computed in chunks of tokens."""
 
-TOKEN_WISE = frozenset(
-    {
-        pa.ContractionGate,
-        pa.Difference,
-        pa.EluPlusOne,
-        pa.HedgehogMap,
-        pa.L2Norm,
-        pa.LayerNorm,
-        pa.RMSNorm,
-        pa.ScaledDims,
-        pa.StableBeta,
-        pa.StableChannels,
-        pa.Tempered,
-        pa.UnitRows,
-    }
-)
-"""Leaves whose definition is linear in memory and can be traced."""
+Algorithms = Mapping[type | Recurrences, str]
+"""`"module:Class"` of the algorithm of a leaf, which is imported when it is needed."""
 
-Algorithms = Mapping[type | Recurrences, AnyAlgorithm]
-
-ALGORITHMS: dict[type | Recurrences, AnyAlgorithm] = {
-    pa.Softmax: AttentionBlocks(),
-    pa.Path: AttentionBlocks(),
-    pa.LucidSolve: LucidSolveBlocks(),
-    pa.SymmetricLucidSolve: SymmetricLucidSolveBlocks(),
-    pa.DeltaFormer: DeltaFormerBlocks(),
-    pa.PreconditionedKey: PreconditionedKeyChunks(),
-    pa.ConditionedQuery: ConditionedQueryAlgorithm(),
-    pa.MesaQuery: MesaQueryAlgorithm(),
-    pa.QueryWeightedQuery: QueryWeighted(),
-    pa.CrossCovariance: CrossCovarianceProducts(),
-    pa.Nystrom: NystromKernels(),
-    pa.Windowed: WindowedBlocks(),
-    **dict.fromkeys(RECURRENCES, StatefulAlgorithm()),
-    **dict.fromkeys(TOKEN_WISE, AsDefined()),
-    Group: PreconditionedDelta(),
+ALGORITHMS: Algorithms = {
+    pa.Softmax: "precondattn_portable.attention:AttentionBlocks",
+    pa.Path: "precondattn_portable.attention:AttentionBlocks",
+    pa.LucidSolve: "precondattn_portable.lucid_solve:LucidSolveBlocks",
+    pa.SymmetricLucidSolve: "precondattn_portable.symmetric_lucid:SymmetricLucidSolveBlocks",
+    pa.DeltaFormer: "precondattn_portable.deltaformer:DeltaFormerBlocks",
+    pa.PreconditionedKey: "precondattn_portable.preconditioned_key:PreconditionedKeyChunks",
+    pa.ConditionedQuery: "precondattn_portable.conditioned_query:ConditionedQueryAlgorithm",
+    pa.MesaQuery: "precondattn_portable.mesa_query:MesaQueryAlgorithm",
+    pa.QueryWeightedQuery: "precondattn_portable.query_weighted:QueryWeighted",
+    pa.CrossCovariance: "precondattn_portable.cross_covariance:CrossCovarianceProducts",
+    pa.Nystrom: "precondattn_portable.nystrom:NystromKernels",
+    pa.Windowed: "precondattn_portable.windowed:WindowedBlocks",
+    **dict.fromkeys(RECURRENCES, "precondattn_portable.stateful:StatefulAlgorithm"),
+    **dict.fromkeys(TOKEN_WISE, "precondattn_portable.token_wise:AsDefined"),
+    Group: "precondattn_portable.preconditioned_delta:PreconditionedDelta",
 }
 """A leaf without an entry is declined, and runs on the reference. A full call of a group is that of
 `preconditioned_delta.py`, the only group that has one."""
+
+
+@cache
+def algorithm_at(place: str) -> AnyAlgorithm:
+    """The algorithm of a class, by its place `"module:Class"`."""
+    module, _, name = place.partition(":")
+    algorithm: AnyAlgorithm = getattr(import_module(module), name)()
+    return algorithm
 
 
 class Portable(Backend):
@@ -114,21 +94,19 @@ class Portable(Backend):
     )
     memory = "linear"
 
-    @property
-    def algorithms(self) -> Algorithms:
-        return ALGORITHMS
+    algorithms: Algorithms = ALGORITHMS
 
     def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
         """The algorithm for a leaf; None where this backend has none."""
-        return entry_of(self.algorithms, cast("LeafProtocol", leaf))  # Or a group, by its class.
+        place = entry_of(self.algorithms, cast("LeafProtocol", leaf))  # Or a group, by its class.
+        return None if place is None else algorithm_at(place)
 
     def arithmetic(self, library: str) -> Arithmetic:
         return arithmetic_of(library)
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
-            program = mechanism.program
-            if steps_together(program, request) or computes_together(program, request):
+            if _computes_together(mechanism.program, request):
                 return Support.yes()
             return Support.no("runs the leaves of this group one by one")
         if self.algorithm(mechanism) is None:
@@ -139,6 +117,8 @@ class Portable(Backend):
 
     def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
         if is_lucid(mechanism.program):
+            from precondattn_portable.fused import LucidStep
+
             algorithm: AnyAlgorithm = LucidStep(self._claimed(mechanism.program.leaves[1]))
         else:
             algorithm = self._claimed(mechanism)
@@ -159,6 +139,17 @@ class Portable(Backend):
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
         """The kind of runner of a piece."""
         return AlgorithmRunner
+
+
+def _computes_together(program: Program, request: Request) -> bool:
+    """Whether a group has an algorithm of its own."""
+    if is_lucid(program):
+        return request.verb == "extend"
+    if type(program.leaves[0]) is not pa.PreconditionedKey:
+        return False
+    from precondattn_portable.preconditioned_delta import computes_together
+
+    return computes_together(program, request)
 
 
 class AlgorithmRunner(LeafRunner):

@@ -15,11 +15,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from precondattn.algebra.group import Group
-from precondattn.algebra.program import Program
 from precondattn.arrays import Array, namespace
-from precondattn.backend import Request
 from precondattn.cache import Append, Updates
-from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.lucid import LucidSolve
@@ -125,8 +122,3 @@ class LucidStep(Algorithm[Group]):
 def _updates(keys: Mapping[str, str], k: Array, y: Array, new_rms: Array | None) -> Updates:
     updates: Updates = {keys["key"]: Append(k), keys["solved"]: Append(y)}
     return updates if new_rms is None else updates | {keys["rms"]: Append(new_rms)}
-
-
-def steps_together(program: Program, request: Request) -> bool:
-    """Whether this group has a fused step."""
-    return request.verb == "extend" and is_lucid(program)

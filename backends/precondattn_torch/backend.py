@@ -6,12 +6,12 @@ it fits, which is left to PyTorch's autograd.
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import cast
 
 import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
-from precondattn.algebra.recurrences import Recurrences
+from precondattn.algebra.recurrences import Recurrences, key_of
 from precondattn.backend import Request, Support
 from precondattn.runner import Runner
 from precondattn.spec.read import MEAN
@@ -19,17 +19,23 @@ from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import (
     ALGORITHMS,
-    TOKEN_WISE,
+    RECURRENCES,
     AlgorithmRunner,
     Algorithms,
     Portable,
+    algorithm_at,
 )
-from precondattn_portable.stateful import StatefulAlgorithm
+from precondattn_portable.token_wise import TOKEN_WISE
 
 UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
 GATED_BY_HEAD = Recurrences(gate=("head",))
 GATED_BY_CHANNEL = Recurrences(gate=("channel",), reads=("after", "before, with a bonus"))
 CORRECTED = Recurrences(("delta",), gate=(None, "head", "channel"), strength=("scalar",))
+
+IN_PLACE = "precondattn_torch.one_token:InPlaceToken"
+WHOLE = (*TOKEN_WISE, pa.PreconditionedKey, UNGATED, GATED_BY_HEAD)
+"""What is not divided by heads: the results are most of the memory, and to join them costs what is
+won."""
 
 
 class Torch(Portable):
@@ -50,36 +56,25 @@ class Torch(Portable):
             return support
         return Support.yes(differentiable=self._is_differentiable(mechanism, request))
 
+    algorithms: Algorithms = {  # noqa: RUF012  No one writes to it.
+        UNGATED: ALGORITHMS[RECURRENCES[0]],
+        GATED_BY_HEAD: IN_PLACE,
+        GATED_BY_CHANNEL: IN_PLACE,
+        CORRECTED: IN_PLACE,
+        **ALGORITHMS,
+        pa.Softmax: "precondattn_torch.scaled_dot_product:KernelAttention",
+        pa.Path: "precondattn_torch.path:PathAttention",
+    }
+
     def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
         if type(leaf) is pa.Path and leaf.read != MEAN:
-            return ALGORITHMS[pa.Path]
-        return super().algorithm(leaf)
+            return algorithm_at(ALGORITHMS[pa.Path])
+        algorithm = super().algorithm(leaf)
+        if algorithm is None or key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
+            return algorithm
+        from precondattn_torch.by_heads import by_heads
 
-    @cached_property
-    def algorithms(self) -> Algorithms:
-        """Its own, and the portable ones."""
-        from precondattn_torch.by_heads import ByHeads
-        from precondattn_torch.one_token import InPlaceToken
-        from precondattn_torch.path import PathAttention
-        from precondattn_torch.scaled_dot_product import KernelAttention
-
-        # Of these the results are most of the memory, and to join them costs what is won.
-        whole: dict[type | Recurrences, AnyAlgorithm] = {
-            UNGATED: StatefulAlgorithm(),
-            GATED_BY_HEAD: InPlaceToken(),
-            **{leaf: ALGORITHMS[leaf] for leaf in (*TOKEN_WISE, pa.PreconditionedKey)},
-        }
-        own: Algorithms = {
-            pa.Softmax: KernelAttention(),
-            pa.Path: PathAttention(),
-            GATED_BY_CHANNEL: InPlaceToken(),
-            CORRECTED: InPlaceToken(),
-        }
-        by_heads = {**own, **{leaf: each for leaf, each in ALGORITHMS.items() if leaf not in own}}
-        joined: Algorithms = {
-            leaf: ByHeads(each) for leaf, each in by_heads.items() if leaf not in whole
-        }
-        return {**whole, **joined}
+        return by_heads(algorithm)
 
     def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

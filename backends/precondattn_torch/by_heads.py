@@ -63,6 +63,12 @@ class Division(NamedTuple):
         return array.narrow(axis, part * size, size)
 
 
+@cache
+def by_heads(algorithm: AnyAlgorithm) -> ByHeads:
+    """The algorithm, applied to some of the heads by each thread."""
+    return ByHeads(algorithm)
+
+
 class ByHeads(Algorithm[Piece]):
     """An algorithm, applied to some of the heads by each thread."""
 

@@ -24,7 +24,7 @@ pattern without axes is a single number. After the axes a pattern may declare th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -165,7 +165,8 @@ class Pattern(NamedTuple):
         return axes[0] if axes else None
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        return tuple(axis.size(sizes) for axis in self.axes)
+        # Not `axis.size`: a first call asks for many shapes.
+        return tuple([n * (1 if letter == FIXED else sizes[letter]) for letter, n, _ in self.axes])
 
     def renamed(self, letters: Mapping[str, str]) -> Pattern:
         """The pattern with some of its letters replaced."""
@@ -216,6 +217,12 @@ class Inputs(Mapping[str, Pattern]):
 
     def __len__(self) -> int:
         return len(self._patterns)
+
+    def items(self) -> ItemsView[str, Pattern]:
+        return self._patterns.items()
+
+    def values(self) -> ValuesView[Pattern]:
+        return self._patterns.values()
 
     def __hash__(self) -> int:
         return hash(tuple(self._patterns.items()))

@@ -22,7 +22,7 @@ class LeafCall(NamedTuple):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(value for _, value in self.arguments)
+        return frozenset([value for _, value in self.arguments])
 
     def slot_keys(self) -> Mapping[str, str]:
         """For each slot of the leaf, its key in the cache: the name of the value that it stores."""

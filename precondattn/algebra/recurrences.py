@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrence import (
@@ -21,6 +21,7 @@ from precondattn.algebra.recurrence import (
     Strength,
 )
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -114,10 +115,16 @@ def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:
 
 def entry_of(table: Mapping[Any, T], leaf: LeafProtocol) -> T | None:
     """The entry of a table for a leaf; None where the table has none."""
-    entry = table.get(type(leaf))
-    if entry is not None:
-        return entry
-    return next((table[key] for key in _sets(table) if is_in(leaf, key)), None)
+    key = key_of(table, leaf)
+    return None if key is None else table[key]
+
+
+def key_of(table: Mapping[K, T], leaf: LeafProtocol) -> K | None:
+    """The key of a table under which the entry for a leaf is; None where it has none."""
+    exact: Any = type(leaf)
+    if exact in table:
+        return cast("K", exact)
+    return next((key for key in table if isinstance(key, Recurrences) and is_in(leaf, key)), None)
 
 
 def lack_of(table: Mapping[Any, Any], leaf: LeafProtocol) -> str:

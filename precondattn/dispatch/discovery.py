@@ -83,19 +83,21 @@ def _checked(backend: Backend | type[Backend]) -> Backend:
     """The backend, or an instance of the class. Raises a TypeError for one that is none."""
     if isinstance(backend, type):
         backend = backend()
-    required = ("supports",) if _has_own(backend, "runner") else ("supports", "forward")
-    missing = [name for name in required if not _has_own(backend, name)]
+    cls, inherited = type(backend), vars(Backend)
+    defined = {  # A method that is inherited from `Backend` is not.
+        name
+        for name in ("supports", "forward", "runner")
+        if getattr(cls, name, None) not in (None, inherited.get(name))
+    }
+    missing = [] if "supports" in defined else ["supports"]
+    if not defined & {"forward", "runner"}:
+        missing.append("forward")
     missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
         missing.insert(0, "name")
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
     return backend
-
-
-def _has_own(backend: Backend, method: str) -> bool:
-    """Whether the method is defined: one that is inherited from `Backend` is not."""
-    return getattr(type(backend), method, None) not in (None, vars(Backend).get(method))
 
 
 def _add(backend: Backend) -> None:

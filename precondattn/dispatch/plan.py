@@ -134,7 +134,7 @@ def _plan(
     discovered: Discovered,
 ) -> tuple[CallPlan, str | None]:
     program = mechanism.program
-    if is_empty(shape for _, shape in request.shapes):
+    if is_empty([shape for _, shape in request.shapes]):
         every = frozenset(range(len(program.calls)))
         piece, arguments, names = _piece(program, every)
         runner = runner_of(EMPTY, piece, request.library, differentiable=True)
@@ -142,7 +142,7 @@ def _plan(
         return CallPlan((call,), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
-        backends = tuple(b for b in discovered.backends if not getattr(b, "only_by_name", False))
+        backends = tuple([b for b in discovered.backends if not getattr(b, "only_by_name", False)])
     else:
         backends = tuple(discovered.named(name) for name in allowed)
     considered: list[Considered] = []
@@ -225,7 +225,7 @@ def _has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
 
 def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
     """The request for a piece: the shapes of its inputs, by the piece's names of them."""
-    piece_shapes = tuple((name, shapes[value]) for name, value in arguments.items())
+    piece_shapes = tuple([(name, shapes[value]) for name, value in arguments.items()])
     return dataclasses.replace(request, shapes=piece_shapes)
 
 
@@ -244,7 +244,7 @@ def _groups(program: Program) -> Iterable[frozenset[int]]:
 
 def _results(program: Program, calls: frozenset[int]) -> set[str]:
     """The values that these calls compute and other calls (or the caller) use."""
-    computed = (program.calls[i].out for i in calls)
+    computed = [program.calls[i].out for i in calls]
     return {
         value
         for value in computed
@@ -263,6 +263,8 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
 
     None where no such order exists, because two groups depend on each other.
     """
+    if len(program.calls) == 1:
+        return groups
     ungrouped = set(range(len(program.calls))).difference(*groups)
     waiting = [*groups, *(frozenset([i]) for i in ungrouped)]
     waiting.sort(key=min)

@@ -89,7 +89,8 @@ def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tens
 def check_masks_stored(owner: str, masks: Mapping[str, Any]) -> None:
     """Raise a TypeError for a nested or sparse mask."""
     for name, mask in masks.items():
-        check_stored(f"{owner}: {name}", mask)
+        if mask is not None:
+            check_stored(f"{owner}: {name}", mask)
 
 
 def call_dtype(inputs: Mapping[str, Array]) -> str:

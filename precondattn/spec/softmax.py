@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from precondattn.algebra.declaration import Inputs
@@ -73,7 +74,7 @@ class SoftmaxAttention(Leaf):
                 f"they sum to less"
             )
 
-    @property
+    @cached_property
     def inputs(self) -> Inputs:
         bias: dict[str, Any] = {"bias": "1|b 1|h t s"} if self.bias else {}
         gate: dict[str, Any] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}

@@ -10,7 +10,7 @@ import pytest
 import precondattn as pa
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import IN_PLACE, STANDARD
-from precondattn_portable.backend import ALGORITHMS
+from precondattn_portable.backend import ALGORITHMS, algorithm_at
 from tests.mathematics.identities import assert_close
 
 SEGMENTS = np.asarray([[0] * 5 + [1] * 7 + [2] * 2, [4] * 13 + [3]])
@@ -37,7 +37,7 @@ def test_a_packed_call_is_that_of_the_definition(expression, mask, ops):
     q_valid, k_valid = (valid if mask == name else None for name in ("queries", "keys"))
     cotangent = np.where(VALID[:, None, None], cotangent, 0) if mask == "queries" else cotangent
     frame = Frame(at, at, q_valid, k_valid, SEGMENTS, SEGMENTS)
-    algorithm = ALGORITHMS[type(m)]
+    algorithm = algorithm_at(ALGORITHMS[type(m)])
     given = {name: array.copy() for name, array in x.items()}
     out, residuals = algorithm.forward(ops, m, given, frame)
     expected, _ = m.forward(x, frame)
