@@ -97,7 +97,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: AttentionOption
     """PyTorch's attention of rows of this width, which are padded with zeros if they are not."""
     e = v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
-    q, k, v = _of_width(q, width), _of_width(k, width), _of_width(v, width)
+    if q.shape[3] != width or e != width or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        q, k, v = _of_width(q, width), _of_width(k, width), _of_width(v, width)
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     o = functional.scaled_dot_product_attention(*inputs, **options)
     if o.grad_fn is not None and not is_traced(o):

@@ -61,6 +61,10 @@ class PlannedCall(NamedTuple):
     """Whether PyTorch traces the call with sizes that are symbols (`Request.is_symbolic`)."""
     has_gradient_of_step: bool = False
     """In an extension of JAX's arrays: whether the runner has `step_backward` for it."""
+    is_whole: bool = False
+    """Whether its inputs are those of the whole call, by the same names in the same order."""
+    narrowed: tuple[str, ...] = ()
+    """The inputs that other pieces compute, and that it gets in the call's dtype."""
 
 
 class Considered(NamedTuple):
@@ -170,6 +174,8 @@ def _plan(
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
+    whole = tuple((name, name) for name, _ in request.shapes)
+    planned = [call._replace(is_whole=call.arguments == whole) for call in planned]
     plan = CallPlan(tuple(planned), program.out, tuple(considered))
     return plan, _passed_over(mechanism, request, plan, backends)
 
@@ -317,7 +323,14 @@ def _planned(
         backend,
         runner,
         has_gradient_of_step=has_gradient_of_step,
+        narrowed=() if backend.wide_values else _computed(program, arguments),
     )
+
+
+def _computed(program: Program, arguments: Names) -> tuple[str, ...]:
+    """The piece's names of inputs that other calls compute."""
+    outs = {call.out for call in program.calls}
+    return tuple(name for name, value in arguments.items() if value in outs)
 
 
 def _value_shapes(program: Program, request: Request, capacity: int | None) -> dict[str, Shape]:

@@ -34,10 +34,13 @@ from precondattn.execution.masks import nan_where_invalid
 
 def forward(plan: CallPlan, call: BoundCall) -> Array:
     """The output; differentiable by the arrays' own framework."""
-    values = dict(call.inputs)
+    values, is_direct = dict(call.inputs), call.prepared.is_direct
     for planned in plan.calls:
-        inputs = _inputs(planned, values, call)
-        values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
+        inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
+        if is_direct:
+            values[planned.out] = planned.runner.forward(inputs, call.frame)[0]
+        else:
+            values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
     return finished(values[plan.out], call)
 
 
@@ -244,23 +247,20 @@ def used_part(cotangent: Array, call: BoundCall) -> Array:
 
 def _without_padding(out: Array, call: BoundCall) -> Array:
     """An output or its cotangent, 0 at padding, and NaN where arguments were out of range."""
-    out = _in_call_dtype(out, call)
+    if dtype_name(out) != call.prepared.dtype:
+        out = _in_call_dtype(out, call)
     valid = call.frame.q_valid
     if valid is not None:
         shape = (*valid.shape, *(1,) * (out.ndim - 2))
         out = zero_where_not(namespace(valid).reshape(valid, shape), out)
-    return nan_where_invalid(out, call.invalid)
+    return out if call.invalid is None else nan_where_invalid(out, call.invalid)
 
 
 def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
     inputs = {name: values[value] for name, value in planned.arguments}
-    if planned.backend.wide_values:
-        return inputs
-    call_inputs = {id(array) for array in call.inputs.values()}
-    return {
-        name: array if id(array) in call_inputs else _in_call_dtype(array, call)
-        for name, array in inputs.items()
-    }
+    for name in planned.narrowed:
+        inputs[name] = _in_call_dtype(inputs[name], call)
+    return inputs
 
 
 def _in_call_dtype(array: Array, call: BoundCall) -> Array:
@@ -285,9 +285,13 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
     """The function that runs a call and registers its gradient with the framework's autograd."""
-    if call.prepared.is_direct or planned.backend is EMPTY:
-        return _plain
     is_differentiable = planned.runner.differentiable
+    if planned.backend is EMPTY or (call.prepared.is_recorded and is_differentiable):
+        return _plain
+    if call.prepared.is_recorded:
+        from precondattn.execution.torch.recorded import apply
+
+        return apply
     if call.library == "torch" and (not is_differentiable or _is_counted(call)):
         from precondattn.execution.torch.autograd import apply
 

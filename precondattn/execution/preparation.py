@@ -72,6 +72,8 @@ class PreparedCall(NamedTuple):
     transforms or counts the call."""
     are_on_host: bool
     """Whether the entries of arrays can be read without waiting for a device."""
+    is_recorded: bool
+    """Whether PyTorch's autograd may differentiate the call, and nothing else looks at it."""
     layout: Layout | None
     """That of a full call without masks; None where sizes are symbols."""
     allowed: tuple[str, ...] | None
@@ -189,6 +191,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         are_on_host=has_signature
         and request.device == "cpu"
         and request.library in ("numpy", "torch"),
+        is_recorded=has_signature and request.differentiated and checked.library == "torch",
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
         discovered=discovered,

@@ -285,3 +285,32 @@ def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expressi
     total = sum(w * out.sum() for w, out in zip(weights, single, strict=True))
     for a, b in zip(found, torch.autograd.grad(total, arrays), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("expression", ["lucid_solve", "gated_delta", "laser"])
+def test_gradients_without_operators_equal_those_of_operators_by_bytes(expression):
+    """What counts a call sees operators; autograd alone gets the runner."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    m, x = pa.parse(expression), tensors_of(expression)
+
+    def results():
+        out = m(**x)
+        found = torch.autograd.grad(out, list(x.values()), torch.ones_like(out))
+        return out.grad_fn.name(), [out.detach(), *found]
+
+    plain, found = results()
+    with FlopCounterMode(display=False):
+        counted, expected = results()
+    assert plain != counted
+    for array, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array.numpy(), other.numpy())
+
+
+def test_changing_an_input_before_its_gradient_is_an_error():
+    k, v = torch.randn(2, 1, 5, 2, 4).requires_grad_()
+    given = k.clone()
+    out = pa.LucidSolve()(given, v)
+    given.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

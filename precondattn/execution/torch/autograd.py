@@ -87,6 +87,21 @@ def gradients(
     return dict(zip(inputs, found, strict=True))
 
 
+def recorded_gradients(
+    planned: PlannedCall,
+    tensors: list[Tensor],
+    frame: Frame,
+    outputs: list[Tensor],
+    cotangent: Tensor,
+) -> list[Tensor]:
+    """The gradients of a planned call that was called without operators (`recorded.py`)."""
+    _check_tangents([cotangent])
+    _register_flops()
+    piece, backend, (masks, layout) = planned.piece._name, planned.backend.name, _parts(frame)
+    found: list[Tensor] = backward(piece, backend, tensors, masks, outputs, cotangent, layout)
+    return found
+
+
 def step_gradients(
     planned: PlannedCall,
     past: dict[str, Tensor],

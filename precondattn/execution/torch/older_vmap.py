@@ -44,7 +44,7 @@ def mapped(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """`function(*tensors)`, by `torch.vmap` over the axes that the older one maps."""
     plain, levels = list(tensors), []
     for level in range(1, LEVELS + 1):
-        if not any(map(_is_mapped, plain)):
+        if not any(map(is_mapped, plain)):
             break
         axes = tuple(0 if _is_mapped_at(level, tensor) else None for tensor in plain)
         if any(axis == 0 for axis in axes):
@@ -64,7 +64,8 @@ def mapped(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     return pytree.tree_map(wrapped, results)
 
 
-def _is_mapped(tensor: Tensor) -> bool:
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether the older vmap maps a tensor."""
     return bool(torch._C._dispatch_keys(tensor).has(_key))
 
 

@@ -32,6 +32,7 @@ from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
 from precondattn.execution.torch.frames import frame_of
+from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
 from precondattn.limits import KEPT
 from precondattn.runner import Runner
 
@@ -71,37 +72,6 @@ def without_autocast(operator: Any) -> Any:
 
 def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
-
-
-def values_of(inputs: dict[str, Tensor]) -> Tensor:
-    """v, or the first input: it has the dtype of the call's output."""
-    return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
-
-
-def output_dtype(
-    inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
-) -> torch.dtype:
-    """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
-
-    So the next piece, and the cotangent of this one, are not rounded to half precision first. For
-    its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
-    """
-    dtype = values_of(inputs).dtype
-    if dtype == torch.bfloat16 and is_wide:
-        return torch.float32
-    return torch.float32 if dtype == torch.float16 and (is_wide or has_gradient) else dtype
-
-
-def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The outputs, copied where one shares memory with an input or another output."""
-    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
-    unaliased = []
-    for output in outputs:
-        if output.untyped_storage().data_ptr() in used:
-            output = output.clone()
-        used.add(output.untyped_storage().data_ptr())
-        unaliased.append(output.contiguous())
-    return unaliased
 
 
 @torch.library.custom_op("precondattn::forward", mutates_args=())

@@ -22,11 +22,9 @@ from precondattn.execution.torch.operators import (
     Named,
     named,
     named_inputs,
-    output_dtype,
-    unaliased,
-    values_of,
     without_autocast,
 )
+from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
 
 
 def named_buffers(piece: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,39 @@
+"""PyTorch: dtype and memory of what a piece returns to autograd and to compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def values_of(inputs: dict[str, Tensor]) -> Tensor:
+    """v, or the first input: it has the dtype of the call's output."""
+    return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+
+
+def output_dtype(
+    inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
+) -> torch.dtype:
+    """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
+
+    So the next piece, and the cotangent of this one, are not rounded to half precision first. For
+    its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
+    """
+    dtype = values_of(inputs).dtype
+    if dtype == torch.bfloat16 and is_wide:
+        return torch.float32
+    return torch.float32 if dtype == torch.float16 and (is_wide or has_gradient) else dtype
+
+
+def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """The outputs, copied where one shares memory with an input or another output."""
+    used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    unaliased = []
+    for output in outputs:
+        if output.untyped_storage().data_ptr() in used:
+            output = output.clone()
+        used.add(output.untyped_storage().data_ptr())
+        unaliased.append(output.contiguous())
+    return unaliased

@@ -1,0 +1,64 @@
+"""PyTorch's autograd, where it alone looks at a call: a planned call without operators.
+
+An operator makes a call visible to compilers, transforms and counters, and costs as much time as a
+short call itself. Where there is none of these, autograd gets the runner. If there is one when the
+gradient is computed, or if the gradient is to be differentiated, it gets the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precondattn.arrays import cast, only_computes
+from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.cotangents import gradients_at
+from precondattn.execution.torch.autocast import off
+from precondattn.execution.torch.older_vmap import is_mapped
+from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
+from precondattn.frame import Frame
+
+
+def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
+    """The output of a planned call, differentiable in its inputs."""
+    for tensor in inputs.values():
+        if tensor.requires_grad:
+            out: Tensor = _Recorded.apply(planned, (*inputs,), frame, *inputs.values())
+            return out
+    out = planned.runner.forward(inputs, frame)[0]
+    return out
+
+
+class _Recorded(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, planned: PlannedCall, names: tuple[str, ...], frame: Frame, *tensors: Tensor
+    ) -> Tensor:
+        inputs = dict(zip(names, tensors, strict=True))
+        out, residuals = planned.runner.forward_with_residuals(inputs, frame)
+        dtype = output_dtype(inputs, is_wide=planned.backend.wide_values, has_gradient=True)
+        outputs = unaliased([cast(out, dtype), *residuals], tensors)
+        ctx.planned, ctx.names, ctx.frame = planned, names, frame
+        ctx.save_for_backward(*tensors, *outputs)
+        return outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        planned, count = ctx.planned, len(ctx.names)
+        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
+            from precondattn.execution.torch.autograd import recorded_gradients
+
+            given = list(tensors), ctx.frame, list(outputs), cotangent
+            return None, None, None, *recorded_gradients(planned, *given)
+        inputs, (out, *residuals) = dict(zip(ctx.names, tensors, strict=True)), outputs
+        if not planned.backend.wide_values:
+            out = cast(out, values_of(inputs).dtype)
+        with off(cotangent):
+            found = gradients_at(
+                cotangent, planned.runner, inputs, ctx.frame, out, tuple(residuals)
+            )
+        gradients = [found[name].to(tensor.dtype) for name, tensor in inputs.items()]
+        return None, None, None, *unaliased(gradients, [*tensors, *outputs, cotangent])
