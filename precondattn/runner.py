@@ -126,7 +126,7 @@ class LeafRunner:
     ) -> tuple[Array, Updates]:
         buffers = self.by_slot(past)
         out, updates = self.methods.step(*self.first, buffers, upcast_all(inputs), frame)
-        return out, {self.keys[slot]: update for slot, update in updates.items()}
+        return out, dict(zip(map(self.keys.__getitem__, updates), updates.values(), strict=True))
 
     def step_backward(
         self,
@@ -148,4 +148,4 @@ class LeafRunner:
 
     def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
         """Buffers by the names that `methods` have for them."""
-        return {slot: buffers[key] for slot, key in self.keys.items()}
+        return dict(zip(self.keys, map(buffers.__getitem__, self.keys.values()), strict=True))

@@ -63,6 +63,8 @@ class PlannedCall(NamedTuple):
     """In an extension of JAX's arrays: whether the runner has `step_backward` for it."""
     is_whole: bool = False
     """Whether its inputs are those of the whole call, by the same names in the same order."""
+    owned: tuple[tuple[str, str], ...] = ()
+    """Its buffers whose update is used: if calls share a buffer, that by the first one."""
     narrowed: tuple[str, ...] = ()
     """The inputs that other pieces compute, and that it gets in the call's dtype."""
 
@@ -81,6 +83,8 @@ class CallPlan(NamedTuple):
     calls: tuple[PlannedCall, ...]
     out: str
     considered: tuple[Considered, ...]
+    shares_buffers: bool = False
+    """Whether several calls read one buffer, which none of them may then overwrite."""
 
 
 def make_plan(
@@ -143,7 +147,7 @@ def _plan(
         piece, arguments, names = _piece(program, every)
         runner = runner_of(EMPTY, piece, request.library, differentiable=True)
         call = _planned(program, every, piece, arguments, names, EMPTY, runner)
-        return CallPlan((call,), program.out, ()), None
+        return CallPlan((call._replace(owned=call.buffers),), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
         backends = tuple([b for b in discovered.backends if not getattr(b, "only_by_name", False)])
@@ -175,8 +179,13 @@ def _plan(
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
     whole = tuple((name, name) for name, _ in request.shapes)
-    planned = [call._replace(is_whole=call.arguments == whole) for call in planned]
-    plan = CallPlan(tuple(planned), program.out, tuple(considered))
+    known: set[str] = set()
+    for i, call in enumerate(planned):
+        owned = tuple((name, key) for name, key in call.buffers if key not in known)
+        planned[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
+        known.update(key for _, key in owned)
+    shares = any(call.owned != call.buffers for call in planned)
+    plan = CallPlan(tuple(planned), program.out, tuple(considered), shares)
     return plan, _passed_over(mechanism, request, plan, backends)
 
 

@@ -96,26 +96,26 @@ class ExecutedStep(NamedTuple):
     past: Arrays
     inputs: Arrays
     out: Array
-    used: list[str]
-    """The buffers whose update by this call is used: if calls share a buffer, the first one's."""
 
 
 def _steps(
-    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]]
+    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]] | None
 ) -> tuple[Array, dict[str, Any], list[ExecutedStep]]:
-    """The output, the update of every buffer, and the executed steps."""
-    values = dict(call.inputs)
+    """The output, the update of every buffer, and the executed steps; None runs them directly."""
+    values, frame = dict(call.inputs), call.frame
     updates: dict[str, Any] = {}
     trace: list[ExecutedStep] = []
     for planned in plan.calls:
-        inputs = _inputs(planned, values, call)
+        inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
-        out, step_updates = run(planned, past, inputs, call.frame)
+        if run is None:
+            out, step_updates = planned.runner.step(past, inputs, frame)
+        else:
+            out, step_updates = run(planned, past, inputs, frame)
         values[planned.out] = out
-        used = [name for name, key in planned.buffers if key not in updates]
-        for name, key in planned.buffers:
-            updates.setdefault(key, step_updates[name])
-        trace.append(ExecutedStep(planned, past, inputs, out, used))
+        for name, key in planned.owned:
+            updates[key] = step_updates[name]
+        trace.append(ExecutedStep(planned, past, inputs, out))
     return values[plan.out], updates, trace
 
 
@@ -123,9 +123,9 @@ def extend(
     plan: CallPlan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    run = _plain_step
+    run = None
     if call.prepared.is_direct:
-        call.frame.may_overwrite = donate and not _shares_buffers(plan)
+        call.frame.may_overwrite = donate and not plan.shares_buffers
     else:
         run = partial(_bridged_step, call=call, length=cache.length, count=count)
     out, updates, _ = _steps(plan, call, cache, run)
@@ -144,12 +144,6 @@ def _new_length(length: Array, count: Array, held: int | None) -> Array:
     return length + count if held is None else namespace(length).full_like(length, held + count)
 
 
-def _shares_buffers(plan: CallPlan) -> bool:
-    """Whether several calls read one buffer, which none of them may then overwrite."""
-    keys = [key for planned in plan.calls for _, key in planned.buffers]
-    return len(set(keys)) < len(keys)
-
-
 def extend_vjp(
     plan: CallPlan, call: BoundCall, cache: Cache, count: Array
 ) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
@@ -159,7 +153,7 @@ def extend_vjp(
     of the old buffers, by name.
     """
     dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
-    run = _plain_step if call.prepared.is_direct else _mapped_step
+    run = None if call.prepared.is_direct else _mapped_step
     output, updates, trace = _steps(plan, call, cache, run)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
@@ -167,8 +161,8 @@ def extend_vjp(
         if call.non_finite is not None:
             d_store = call.non_finite.without_states(d_store)
         d_past: Arrays = {}
-        for planned, past, inputs, out, used in reversed(trace):
-            keys = dict(planned.buffers)
+        for planned, past, inputs, out in reversed(trace):
+            keys, used = dict(planned.buffers), dict(planned.owned)
             d_out = cotangents.get(planned.out)
             gradients, d_buffers = _step_gradients(
                 planned,
@@ -202,7 +196,7 @@ def _updated_store(
     """The updated buffers; the state of a sequence with arguments out of range is NaN."""
     store = {}
     for key, update in updates.items():
-        if isinstance(update, Replace):
+        if call.invalid is not None and isinstance(update, Replace):
             update = Replace(nan_where_invalid(update.value, call.invalid))
         if call.non_finite is not None:
             update = call.non_finite.marked_update(key, update)
