@@ -16,11 +16,11 @@ loaded before any array of that framework is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from precondattn.arrays import Array, dtype_name, library_of
 from precondattn.cache import Updates
@@ -114,7 +114,7 @@ def missing_method(backend: Backend, method: str) -> NotImplementedError:
     )
 
 
-def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str, Any]) -> Runner:
+def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str, Array]) -> Runner:
     """What runs a piece on a backend that has no such method of its own."""
     if getattr(type(backend), "runner", Backend.runner) is Backend.runner:
         raise missing_method(backend, method)
@@ -273,16 +273,21 @@ class MethodsOf:
     """The methods of a backend, or of another object in its place, on one piece."""
 
     algorithm = ""
-    forward: Any
-    forward_with_residuals: Any
-    backward: Any
-    residuals_from_lse: Any
-    step: Any
-    step_backward: Any
-    residual_shapes: Any
+    forward: Callable[..., tuple[Array, Residuals]]
+    forward_with_residuals: Callable[..., tuple[Array, Residuals]]
+    backward: Callable[..., Arrays]
+    residuals_from_lse: Callable[..., Residuals | None]
+    step: Callable[..., tuple[Array, Updates]]
+    step_backward: Callable[..., tuple[Arrays, Arrays]]
+    residual_shapes: Callable[..., tuple[ArraySpec, ...]]
 
     def __init__(
-        self, backend: Any, piece: Any, methods: Any = None, *, differentiable: bool = False
+        self,
+        backend: Backend,
+        piece: Piece,
+        methods: object = None,
+        *,
+        differentiable: bool = False,
     ) -> None:
         self.differentiable = differentiable
         methods = backend if methods is None else methods
@@ -296,11 +301,11 @@ class MethodsOf:
             self.residuals_from_lse = lambda lse: None
 
 
-def _missing(backend: Any, method: str, *_: Any) -> Any:
+def _missing(backend: Backend, method: str, *_: object) -> NoReturn:
     raise missing_method(backend, method)
 
 
-def prepare(backend: Any, piece: Any, request: Request) -> Runner | Support:
+def prepare(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
     """`backend.prepare`, also of an object whose class does not inherit from `Backend`."""
     own = getattr(backend, "prepare", None)
     answer: Runner | Support = (
@@ -309,7 +314,9 @@ def prepare(backend: Any, piece: Any, request: Request) -> Runner | Support:
     return answer
 
 
-def runner_of(backend: Any, piece: Any, library: str, *, differentiable: bool = False) -> Runner:
+def runner_of(
+    backend: Backend, piece: Piece, library: str, *, differentiable: bool = False
+) -> Runner:
     """`backend.runner`, or the methods that its class defines.
 
     The class need not inherit from `Backend`, and may define methods again that it inherits.

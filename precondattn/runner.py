@@ -14,6 +14,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 
 if TYPE_CHECKING:
+    from precondattn.algebra.piece import Piece
     from precondattn.arrays import Arrays, Residuals
     from precondattn.backend import ArraySpec
 
@@ -85,9 +86,9 @@ class LeafRunner:
 
     def __init__(
         self,
-        piece: Any,
+        piece: Piece,
         methods: Any,
-        *first: Any,
+        *first: object,
         algorithm: str = "",
         differentiable: bool = False,
     ) -> None:

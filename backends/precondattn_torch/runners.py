@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+import precondattn as pa
 from precondattn.arrays import HALF, Residuals, upcast
 from precondattn.backend import Request
 from precondattn.frame import Frame
@@ -20,16 +21,19 @@ from precondattn_portable.backend import AlgorithmRunner
 from precondattn_portable.layout import zero_padding
 from precondattn_torch.scaled_dot_product import attend, fused, needs_sums, options_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def unrecorded(method: Callable[..., Any]) -> Any:
+
+def unrecorded(method: Callable[P, R]) -> Callable[P, R]:
     """A method whose operations autograd does not record."""
 
     @wraps(method)
-    def hidden(*arguments: Any) -> Any:
+    def hidden(*arguments: P.args, **named: P.kwargs) -> R:
         if not torch.is_grad_enabled():
-            return method(*arguments)
+            return method(*arguments, **named)
         with torch.no_grad():
-            return method(*arguments)
+            return method(*arguments, **named)
 
     return hidden
 
@@ -55,7 +59,8 @@ class AttentionRunner(UnrecordedRunner):
     """Runs `Softmax`: by PyTorch's attention where it fits."""
 
     def forward(self, inputs: Mapping[str, Tensor], frame: Frame) -> tuple[Tensor, Residuals]:
-        out = None if needs_sums(self.piece) else fused(self.piece, inputs, frame)
+        leaf = cast("pa.Softmax", self.piece)
+        out = None if needs_sums(leaf) else fused(leaf, inputs, frame)
         if out is not None:
             return out, ()
         hidden: tuple[Tensor, Residuals] = self.forward_with_residuals(inputs, frame)
@@ -74,7 +79,10 @@ class FusedRunner(AttentionRunner):
             differentiable=True,
         )
         q, k, v = (dict(request.shapes)[name] for name in ("q", "k", "v"))
-        self.width, self.options = max(q[3], v[3]), options_of(self.piece, q, k)
+        self.width, self.options = (
+            max(q[3], v[3]),
+            options_of(cast("pa.Softmax", runner.piece), q, k),
+        )
         self.is_on_cpu, self.is_half = request.device == "cpu", request.dtype in HALF
         self.has_padding = bool(request.masks)
 

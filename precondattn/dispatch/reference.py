@@ -45,7 +45,7 @@ class _Definition(LeafRunner):
     ) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
         buffers, frame = held_part(self.piece, buffers, frame)
-        out, updates = self.piece.step(upcast_all(buffers), upcast_all(inputs), frame)
+        out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 
     def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:

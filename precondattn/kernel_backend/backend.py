@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from precondattn.arrays import Array
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Tree
 from precondattn.backend import Backend, MethodsOf, Request, Support
 from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in, lack_in
@@ -134,13 +135,13 @@ class KernelBackend(Backend):
 class KernelRunner(MethodsOf):
     """The methods of an object with kernels, each where `launching` says."""
 
-    def __init__(self, backend: KernelBackend, piece: Any, kernels: Any) -> None:
+    def __init__(self, backend: KernelBackend, piece: Piece, kernels: Any) -> None:
         super().__init__(backend, piece, methods=kernels)
         self.algorithm = type(kernels).__name__
         self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)
 
-        def launched(method: Callable[..., Any], at: int) -> Callable[..., Any]:
-            def launch(*arrays: Any) -> Any:
+        def launched(method: Callable[..., Tree], at: int) -> Callable[..., Tree]:
+            def launch(*arrays: Tree) -> Tree:
                 with backend.launching(arrays[at]):
                     return method(*arrays)
 

@@ -20,10 +20,11 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, dtype_name, upcast, upcast_all
+from precondattn.arrays import Array, Arrays, dtype_name, library_of, upcast, upcast_all
 from precondattn.backend import Request, Support
 from precondattn.cache import Update
 from precondattn.frame import Frame
+from precondattn.runner import LeafRunner
 from precondattn_conformance.faults.fault import (
     BACKWARD,
     FORWARD,
@@ -183,18 +184,7 @@ class Leaves(Carrier):
         return Support.yes()
 
     def truth(self, call: MethodCall) -> MethodResult:
-        leaf, x, frame = cast("pa.Leaf", call.mechanism), call.inputs, call.frame
-        if call.stage == FORWARD:
-            return MethodResult(*leaf.forward(x, frame))
-        if call.stage == BACKWARD:
-            given = (call.out, call.residuals, call.cotangent)
-            return MethodResult(gradients=leaf.backward(x, frame, *given))
-        if call.stage == STEP:
-            out, updates = leaf.step(call.past, x, frame)
-            return MethodResult(out, updates=updates)
-        before = (call.past, x, frame)
-        gradients, d_past = leaf.step_backward(*before, call.cotangent, call.d_buffers)
-        return MethodResult(gradients=gradients, d_past=d_past)
+        return _result(LeafRunner(call.mechanism, call.mechanism), call)
 
 
 class Autograd(Leaves):
@@ -235,30 +225,30 @@ class BlockedCarrier(Carrier):
         return support
 
     def truth(self, call: MethodCall) -> MethodResult:
+        library = library_of(next(iter(call.inputs.values())))
+        runner = self.portable.runner(call.mechanism, library or "")
         with small_blocks():
-            return self._truth(call)
+            return _result(cast("LeafRunner", runner), call)
 
     def _run(self, call: MethodCall) -> MethodResult:
         with small_blocks():  # A fault's change may read the block sizes too.
             return super()._run(call)
 
-    def _truth(self, call: MethodCall) -> MethodResult:
-        portable, x, frame = self.portable, call.inputs, call.frame
-        if call.stage == FORWARD:
-            return MethodResult(*portable.forward(call.mechanism, x, frame))
-        if call.stage == BACKWARD:
-            given = (call.out, call.residuals, call.cotangent)
-            return MethodResult(gradients=portable.backward(call.mechanism, x, frame, *given))
-        keys = {name: key for key, name in _names_in_call(call.mechanism).items()}
-        past = {keys[name]: buffer for name, buffer in call.past.items()}
-        if call.stage == STEP:
-            out, updates = portable.step(call.mechanism, past, x, frame)
-            return MethodResult(out, updates={name: updates[key] for name, key in keys.items()})
-        d_buffers = {keys[name]: buffer for name, buffer in call.d_buffers.items()}
-        gradients, d_past = portable.step_backward(
-            call.mechanism, past, x, frame, call.cotangent, d_buffers
-        )
-        return MethodResult(gradients=gradients, d_past={n: d_past[key] for n, key in keys.items()})
+
+def _result(runner: LeafRunner, call: MethodCall) -> MethodResult:
+    """The result of the methods that a runner has, whose buffers have the names of the call's."""
+    run, first, x, frame = runner.methods, runner.first, call.inputs, call.frame
+    if call.stage == FORWARD:
+        return MethodResult(*run.forward(*first, x, frame))
+    if call.stage == BACKWARD:
+        given = (call.out, call.residuals, call.cotangent)
+        return MethodResult(gradients=run.backward(*first, x, frame, *given))
+    if call.stage == STEP:
+        out, updates = run.step(*first, call.past, x, frame)
+        return MethodResult(out, updates=updates)
+    of_step = (call.past, x, frame, call.cotangent, call.d_buffers)
+    gradients, d_past = run.step_backward(*first, *of_step)
+    return MethodResult(gradients=gradients, d_past=d_past)
 
 
 CARRIERS: dict[str, type[Carrier]] = {

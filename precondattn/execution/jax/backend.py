@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Arrays, Residuals, Tree
 from precondattn.backend import ArraySpec, Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -26,10 +26,10 @@ class JaxBackend(Backend):
     """Subclass it before the class that computes: `class Jax(JaxBackend, Portable)`."""
 
     @abstractmethod
-    def run(self, verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+    def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         """The result of `runner.computing(verb)(*arrays)`."""
 
-    def differentiable(self, mechanism: Any) -> Output | None:
+    def differentiable(self, mechanism: Piece) -> Output | None:
         """The output, in operations that JAX can differentiate any number of times.
 
         None where the backend has none: derivatives of its gradient are then those of another
@@ -37,7 +37,7 @@ class JaxBackend(Backend):
         """
         return None
 
-    def differentiable_step(self, mechanism: Any) -> StepOutput | None:
+    def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
         """Its step, where that consists of operations that JAX can differentiate any number of
         times; `step_backward` has to consist of such operations then too.
 
@@ -46,7 +46,7 @@ class JaxBackend(Backend):
         """
         return None
 
-    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
         return JaxRunner(self, mechanism, super().runner(mechanism, library))
 
 
@@ -55,7 +55,7 @@ class JaxRunner:
 
     differentiable = False
 
-    def __init__(self, backend: JaxBackend, piece: Any, plain: Runner) -> None:
+    def __init__(self, backend: JaxBackend, piece: Piece, plain: Runner) -> None:
         self.backend, self.piece, self.plain = backend, piece, plain
         self.algorithm = plain.algorithm
 
@@ -66,10 +66,10 @@ class JaxRunner:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Any, Any]:
+    def _key(self) -> tuple[JaxBackend, Piece]:
         return self.backend, self.piece
 
-    def computing(self, verb: str) -> Callable[..., Any]:
+    def computing(self, verb: str) -> Callable[..., Tree]:
         """The method of that name of what computes, with its derivatives."""
         from precondattn.execution.jax.second_derivative import with_derivatives
 
