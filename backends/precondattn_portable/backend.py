@@ -119,7 +119,8 @@ class Portable(Backend):
         if is_lucid(mechanism.program):
             from precondattn_portable.fused import LucidStep
 
-            algorithm: AnyAlgorithm = LucidStep(self._claimed(mechanism.program.leaves[1]))
+            attention = self._claimed(mechanism.program.leaves[1])
+            algorithm: AnyAlgorithm = LucidStep(attention, mechanism.program)
         else:
             algorithm = self._claimed(mechanism)
         return self.runner_class(mechanism)(

@@ -124,7 +124,7 @@ def pulled(ops: Arithmetic, q: Array, d_o: Array, d_state: Array) -> Array:
 
 
 class HeadAdditive(Additive):
-    """One decay for the whole state, or none."""
+    """One decay for the whole state, or none: linear attention, retention, SSD, mLSTM."""
 
     def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)
@@ -205,7 +205,7 @@ def kept(decay: HeadDecay, states: Array, d_states: Array) -> Array:
 
 
 class KeyAdditive(Additive):
-    """One decay for each key channel: a factor of Q and K."""
+    """One decay for each key channel, a factor of Q and K: GLA, RWKV-6, the second pass of GSA."""
 
     def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)
@@ -243,7 +243,7 @@ class KeyAdditive(Additive):
 
 
 class ValueAdditive(Additive):
-    """One decay for each value channel: a factor of O and V."""
+    """One decay for each value channel, a factor of O and V: the first pass of GSA."""
 
     def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
         super().__init__(ops, x)

@@ -42,7 +42,7 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class DeltaRule(ChunkGroup):
-    """The delta rule, with one decay for the whole state, or none."""
+    """With one decay for the whole state, or none: Delta, GatedDelta, Comba, DeltaProduct."""
 
     u: Array
     scores: Array

@@ -24,7 +24,7 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class KeyDeltaRule(DeltaRule):
-    """The delta rule, with one decay for each key channel."""
+    """The delta rule, with one decay for each key channel: KDA, GDN2, DPLR."""
 
     decay: ChannelDecay  # type: ignore[assignment]
 

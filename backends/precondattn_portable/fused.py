@@ -41,8 +41,10 @@ class LucidStep(Algorithm[Group]):
 
     name = "solve and attention together"
 
-    def __init__(self, attention: AnyAlgorithm) -> None:
+    def __init__(self, attention: AnyAlgorithm, program: Program) -> None:
         self.solve, self.attention = LucidSolveBlocks(), attention
+        self.leaves = cast("tuple[LucidSolve, Softmax]", program.leaves)
+        self.keys = program.slot_keys
 
     def step(
         self,
@@ -52,10 +54,10 @@ class LucidStep(Algorithm[Group]):
         x: Mapping[str, Array],
         frame: Frame,
     ) -> tuple[Array, Updates]:
-        solve, softmax = cast("tuple[LucidSolve, Softmax]", leaf.program.leaves)
+        (solve, softmax), keys = self.leaves, self.keys
         t, n = x["k"].shape[1:3]
-        keys = [call.slot_keys() for call in leaf.program.calls]
-        solve_past, softmax_past = ({s: past[key] for s, key in slots.items()} for slots in keys)
+        solve_past = {slot: past[key] for slot, key in keys[0].items()}
+        softmax_past = {slot: past[key] for slot, key in keys[1].items()}
         is_windowed = softmax.window is not None or solve.window is not None
         if t == 1 and frame.held is not None and not is_windowed:
             token = lucid_of_one_token(ops, solve, softmax, solve_past, x, frame.held)

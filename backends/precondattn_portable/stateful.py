@@ -20,10 +20,11 @@ S = TypeVar("S", bound=Stateful, contravariant=True)
 
 
 class StatefulAlgorithm(Algorithm[S]):
-    """Algorithm of every `Stateful` leaf; `in_chunks` builds its recurrences for an arithmetic.
+    """Algorithm of recurrences, such as GLA, SSD, GatedDelta, KDA, GSA (`chunkwise_*.py`).
 
-    With `by_pairs`, full calls of few tokens are computed by pairs of tokens. A compiler has no
-    use for that: what it saves is the time between operations.
+    `in_chunks` builds them for an arithmetic. With `by_pairs`, full calls of few tokens are
+    computed by pairs of tokens. A compiler has no use for that: what it saves is the time between
+    operations.
     """
 
     name = "recurrence in chunks"

@@ -20,7 +20,7 @@ class RecurrenceKernels(StatefulKernels):
 
 
 class ChannelRecurrence(StatefulKernels):
-    """The linear family with a decay for each key channel."""
+    """The linear family with a decay for each key channel: GLA, KDA."""
 
     def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> ChannelScan:
         return ChannelScan(scale=scale_in_form(leaf, x))

@@ -100,7 +100,7 @@ def _run_vjp(
 
 
 class RecurrenceKernels(StatefulKernels):
-    """Leaves of the linear family, GSA, CCQ's query, and the key that ATK writes.
+    """The linear family (GLA, GatedDelta, KDA …), GSA, CCQ's query, and the key that ATK writes.
 
     A run is one compiled function of arrays, so a frame is passed to it as its masks.
     """

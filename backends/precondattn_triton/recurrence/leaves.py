@@ -33,7 +33,7 @@ def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
 
 
 class RecurrenceKernels(StatefulKernels):
-    """The linear family, gated slot attention, CCQ's query, and the key that ATK writes."""
+    """The linear family (GLA, GatedDelta, KDA …), GSA, CCQ's query, and the key that ATK writes."""
 
     def form(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
         return form_of(leaf, x, frame)
