@@ -307,11 +307,9 @@ def _missing(backend: Backend, method: str, *_: object) -> NoReturn:
 
 def prepare(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
     """`backend.prepare`, also of an object whose class does not inherit from `Backend`."""
-    own = getattr(backend, "prepare", None)
-    answer: Runner | Support = (
-        Backend.prepare(backend, piece, request) if own is None else own(piece, request)
-    )
-    return answer
+    if Backend not in type(backend).__mro__:
+        return Backend.prepare(backend, piece, request)
+    return backend.prepare(piece, request)
 
 
 def runner_of(

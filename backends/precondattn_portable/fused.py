@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from precondattn.algebra.group import Group
+from precondattn.algebra.program import Program
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame

@@ -84,14 +84,13 @@ def _checked(backend: Backend | type[Backend]) -> Backend:
     if isinstance(backend, type):
         backend = backend()
     cls, inherited = type(backend), vars(Backend)
-    defined = {  # A method that is inherited from `Backend` is not.
+    # A method that is inherited from `Backend` is not defined.
+    has_runner = getattr(cls, "runner", None) not in (None, inherited["runner"])
+    missing = [
         name
-        for name in ("supports", "forward", "runner")
-        if getattr(cls, name, None) not in (None, inherited.get(name))
-    }
-    missing = [] if "supports" in defined else ["supports"]
-    if not defined & {"forward", "runner"}:
-        missing.append("forward")
+        for name in (("supports",) if has_runner else ("supports", "forward"))
+        if getattr(cls, name, None) in (None, inherited[name])
+    ]
     missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
         missing.insert(0, "name")

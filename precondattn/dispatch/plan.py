@@ -150,9 +150,9 @@ def _plan(
         return CallPlan((call._replace(owned=call.buffers),), program.out, ()), None
     shapes = _value_shapes(program, request, capacity)
     if allowed is None:
-        backends = tuple([b for b in discovered.backends if not getattr(b, "only_by_name", False)])
+        backends = [b for b in discovered.backends if not getattr(b, "only_by_name", False)]
     else:
-        backends = tuple(discovered.named(name) for name in allowed)
+        backends = [discovered.named(name) for name in allowed]
     considered: list[Considered] = []
     claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Runner, bool]] = {}
     taken: frozenset[int] = frozenset()
@@ -178,14 +178,17 @@ def _plan(
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
-    whole = tuple((name, name) for name, _ in request.shapes)
-    known: set[str] = set()
+    inputs = [name for name, _ in request.shapes]
+    whole = tuple(zip(inputs, inputs, strict=True))
+    known, shares_buffers = set[str](), False
     for i, call in enumerate(planned):
-        owned = tuple((name, key) for name, key in call.buffers if key not in known)
+        owned = call.buffers
+        if not known.isdisjoint(dict(call.buffers).values()):
+            owned = tuple((name, key) for name, key in call.buffers if key not in known)
+            shares_buffers = True
         planned[i] = call._replace(is_whole=call.arguments == whole, owned=owned)
-        known.update(key for _, key in owned)
-    shares = any(call.owned != call.buffers for call in planned)
-    plan = CallPlan(tuple(planned), program.out, tuple(considered), shares)
+        known.update(dict(owned).values())
+    plan = CallPlan(tuple(planned), program.out, tuple(considered), shares_buffers)
     return plan, _passed_over(mechanism, request, plan, backends)
 
 

@@ -46,8 +46,8 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        planned, count = ctx.planned, len(ctx.names)
-        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        planned, saved, count = ctx.planned, ctx.saved_tensors, len(ctx.names)
+        tensors, outputs = saved[:count], saved[count:]
         if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
             from precondattn.execution.torch.autograd import recorded_gradients
 
