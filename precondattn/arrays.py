@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import array_api_compat
 import numpy as np
@@ -29,6 +29,8 @@ Residuals = tuple[Array, ...]
 
 Shape = tuple[int, ...]
 
+F = TypeVar("F", bound=Callable[..., object])
+
 Device = Any
 """A device of any supported library, or its name."""
 
@@ -37,6 +39,9 @@ DType = Any
 
 Index = Any
 """What an array is indexed with: slices, numbers, arrays of numbers."""
+
+FlopCounter = Any
+"""A counter of PyTorch's FLOPs."""
 
 Tree = Any
 """Arrays in tuples, lists and dicts, as JAX takes and returns them."""
@@ -49,9 +54,9 @@ FLOATING = HALF | {"float32", "float64"}
 
 
 _library_of_type: dict[type, str | None] = {}
-_namespace_of_type: dict[type, Any] = {}
-_names: dict[Any, str] = {}
-_wide: set[Any] = set()
+_namespace_of_type: dict[type, Namespace] = {}
+_names: dict[DType, str] = {}
+_wide: set[tuple[type, DType]] = set()
 """Types of arrays with dtypes that are not of half precision."""
 
 
@@ -89,7 +94,7 @@ def _wait_for_imports() -> None:
                 import_module(name)
 
 
-def namespace(*arrays: Array | None) -> Any:
+def namespace(*arrays: Array | None) -> Namespace:
     """The array-API namespace of the arrays; None is ignored."""
     first = arrays[0]
     if first is None:
@@ -134,7 +139,7 @@ def upcast_all(arrays: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def cast(array: Array, dtype: Any) -> Array:
+def cast(array: Array, dtype: DType) -> Array:
     """The array in `dtype`; the same array if it has that dtype."""
     return array if array.dtype == dtype else namespace(array).astype(array, dtype)
 
@@ -157,7 +162,7 @@ def device_of(array: Array) -> str:
     return "cpu"
 
 
-def exact_device(array: Array) -> Any:
+def exact_device(array: Array) -> Device:
     """The device object, for comparison; None for an array without one (a traced array)."""
     library = library_of(array)
     if library == "torch":
@@ -211,7 +216,7 @@ def _is_proxied() -> bool:
     return c._get_dispatch_mode(c._TorchDispatchModeKey.PROXY) is not None
 
 
-def is_distributed(arrays: Iterable[Any], named: Mapping[str, Any], *others: Any) -> bool:
+def is_distributed(arrays: Iterable[Array], named: Mapping[str, Array], *others: object) -> bool:
     """Whether one of the arguments is a tensor of PyTorch that several devices hold together."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
@@ -245,12 +250,14 @@ def is_traced_by_dynamo() -> bool:
     return compiler is not None and bool(compiler.is_dynamo_compiling())
 
 
-def traceable(function: Any) -> Any:
+def traceable(function: F) -> F:
     """A function with an `lru_cache`, or itself without one where Dynamo traces.
 
     Dynamo reads the function in any case, and warns of a cache that it passes over.
     """
-    return function.__wrapped__ if is_traced_by_dynamo() else function
+    if is_traced_by_dynamo():
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return function
 
 
 def wants_gradient(*arrays: Array) -> bool:
@@ -297,7 +304,7 @@ def has_tangent(*tensors: Array) -> bool:
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def flop_counters() -> list[Any]:
+def flop_counters() -> list[FlopCounter]:
     """PyTorch's active FlopCounterModes."""
     torch, module = sys.modules["torch"], sys.modules.get("torch.utils.flop_counter")
     if module is None or not torch._C._len_torch_dispatch_stack():
@@ -331,7 +338,7 @@ def host_integers(array: Array) -> list[int] | None:
     return integers
 
 
-def host_array(array: Array) -> Any:
+def host_array(array: Array) -> Array:
     """The entries as a NumPy array, for which a device is waited for; None if they are unknown."""
     library = library_of(array)
     if library == "numpy":
@@ -348,7 +355,7 @@ def host_array(array: Array) -> Any:
     return array.get() if library == "cupy" else None
 
 
-def on_device_of(like: Array, array: Any) -> Array:
+def on_device_of(like: Array, array: Array) -> Array:
     """A NumPy array, or one of the library of `like`, on its device. No device is waited for."""
     if library_of(like) == "torch":
         torch = sys.modules["torch"]
@@ -402,7 +409,7 @@ def stop_gradient(array: Array) -> Array:
     return array
 
 
-def placement(array: Array) -> dict[str, Any]:
+def placement(array: Array) -> dict[str, Device]:
     """Keyword arguments that create an array on the device of `array`.
 
     Empty for JAX, which places new arrays itself and whose traced arrays have no device.

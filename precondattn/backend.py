@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from precondattn.arrays import Array, dtype_name, library_of
 from precondattn.cache import Updates
@@ -165,7 +165,7 @@ class Backend(Protocol):
         """
         return None
 
-    def describing(self, device: str) -> AbstractContextManager[Any]:
+    def describing(self, device: str) -> AbstractContextManager[object]:
         """The context in which `supports` answers for a kind of device that may not be here.
 
         Only a backend whose answers depend on this machine needs it.

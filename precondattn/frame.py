@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.arrays import Array, arange_like, is_traced, namespace
+from precondattn.arrays import Array, Arrays, arange_like, is_traced, namespace
 
 FULL, EXTENSION = "full", "extension"
 
@@ -237,7 +237,7 @@ class Frame:
         return self._with(UNKNOWN, **changes)
 
     def _with(self, layout: Layout, **changes: Array | None) -> Frame:
-        named: dict[str, Any] = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
+        named: Arrays = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
         return Frame(**named, layout=layout)
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:

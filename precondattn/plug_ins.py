@@ -13,6 +13,9 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
+PlugIn = Any
+"""What an entry point names: a class, a module or an object."""
+
 
 class PlugIns:
     """The entry points of one group."""
@@ -29,8 +32,8 @@ class PlugIns:
 
     def load(
         self,
-        prepare: Callable[[Any], Any] = lambda named: named,
-        add: Callable[[Any], None] = lambda prepared: None,
+        prepare: Callable[[PlugIn], PlugIn] = lambda named: named,
+        add: Callable[[PlugIn], None] = lambda prepared: None,
     ) -> None:
         """Import the entry points that are not known yet, and add what they name.
 
@@ -60,9 +63,9 @@ class PlugIns:
     def _add(
         self,
         key: tuple[str, str],
-        prepared: Any,
+        prepared: PlugIn,
         error: BaseException | None,
-        add: Callable[[Any], None],
+        add: Callable[[PlugIn], None],
     ) -> None:
         if key in self._known:
             return

@@ -5,15 +5,13 @@ A type checker reads them in `shorthands.pyi`, which `docs/make_shorthands.py` w
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.algebra import registry
 from precondattn.execution.shorthand import shorthand
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """The shorthand of the mechanism of that name, which `import` asks for."""
-    cls: Any = registry.known(name)
+    cls: object = registry.known(name)
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = shorthand(cls)

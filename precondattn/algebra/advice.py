@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism, Preconditioner
+    from precondattn.algebra.options import OptionValue
 
 SEARCHED = 4
 """Preconditioners around a base, up to which another place for a refused one is looked for."""
@@ -19,12 +20,14 @@ def moved_inside(outer: Preconditioner, base: Mechanism) -> Preconditioner | Non
     """
     if not 0 < base._depth <= SEARCHED:  # It is 0 where the base is no preconditioner.
         return None
-    around: Any = base
+    around = cast("Preconditioner", base)
     inner = with_base(outer, around.base) or moved_inside(outer, around.base)
     return None if inner is None else with_base(around, inner)
 
 
-def with_base(outer: Preconditioner, base: Mechanism, **options: Any) -> Preconditioner | None:
+def with_base(
+    outer: Preconditioner, base: Mechanism, **options: OptionValue
+) -> Preconditioner | None:
     """A preconditioner around another base, with some other options; None where it is refused."""
     # Its constructor would look for advice too.
     unchecked = object.__new__(type(outer))

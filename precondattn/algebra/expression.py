@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.text import read
@@ -47,5 +47,5 @@ def mechanisms() -> dict[str, type[Mechanism]]:
     >>> pa.mechanisms()["lucid"].__name__
     'Lucid'
     """
-    known: dict[str, Any] = registry.registered()
+    known = cast("dict[str, type[Mechanism]]", registry.registered())
     return {n: c for n, c in known.items() if c.role in ("base", "preconditioner")}

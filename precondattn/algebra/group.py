@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.piece import Piece
@@ -77,7 +77,7 @@ def read_program(text: str) -> Program:
         match = re.fullmatch(r"(\w+) = (.+)\(([^()]*)\)", line)
         if match is None:
             raise ValueError(f"{line!r} is not a leaf call")
-        leaf: Any = read(match[2])
+        leaf: LeafProtocol = read(match[2])
         arguments = []
         for word in match[3].split(", "):
             formal, _, value = word.partition("=")
@@ -87,6 +87,6 @@ def read_program(text: str) -> Program:
 
 
 @lru_cache(maxsize=KEPT)
-def read_mechanism(text: str) -> Any:
+def read_mechanism(text: str) -> Piece:
     """The leaf or group from its text, the inverse of `str`."""
     return Group(read_program(text)) if " = " in text else read(text)

@@ -8,7 +8,7 @@ calls (`program.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
@@ -48,12 +48,12 @@ class Mechanism(Verbs):
     _depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
 
-    def __new__(cls, *values: Any, **options: Any) -> Any:
+    def __new__(cls, *values: OptionValue, **options: OptionValue) -> Any:
         if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
             return constructed_in_graph(cls, values, options)
         return super().__new__(cls)
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         if "__hash__" not in cls.__dict__:
             # `dataclass` keeps it. Its own would hash every mechanism inside at every use.
@@ -69,7 +69,7 @@ class Mechanism(Verbs):
         fields = dataclasses.fields(self)
         return hash((type(self), *[getattr(self, f.name) for f in fields if f.compare]))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., Mechanism], tuple[object, ...]]:
         """Copies are constructed: what is kept with a mechanism depends on the process."""
         fields = (f.name for f in dataclasses.fields(self) if f.init)
         return _constructed, (type(self), {name: getattr(self, name) for name in fields})
@@ -132,12 +132,12 @@ class Mechanism(Verbs):
         """The meaning of the input `name`. Inputs of one name must have the same meaning."""
         raise NotImplementedError
 
-    def with_read(self: M, read: Any) -> M:
+    def with_read(self: M, read: OptionValue) -> M:
         """The same mechanism with another read of the values."""
         raise NotImplementedError
 
 
-def _constructed(cls: type[Mechanism], fields: dict[str, Any]) -> Mechanism:
+def _constructed(cls: type[Mechanism], fields: dict[str, OptionValue]) -> Mechanism:
     built: Mechanism = cls(**fields)
     return built
 
@@ -367,6 +367,6 @@ class Preconditioner(Mechanism):
     def meaning(self, name: str) -> object:
         return self.program.meanings[name]
 
-    def with_read(self: M, read: Any) -> M:
+    def with_read(self: M, read: OptionValue) -> M:
         base: Mechanism = self.base  # type: ignore[attr-defined]
         return dataclasses.replace(self, base=base.with_read(read))

@@ -17,17 +17,18 @@ import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
-from typing import Any
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of
+from precondattn.algebra.piece import Piece
+from precondattn.algebra.registry import AnyMechanism
 from precondattn.limits import KEPT
 
-_pieces: dict[str, Any] = {}
+_pieces: dict[str, Piece] = {}
 """Those that are not of this package, by name."""
 
 
-def name_of(piece: Any) -> str:
+def name_of(piece: Piece) -> str:
     """The name of a mechanism or group, from which `piece_named` returns an equal one."""
     text = str(piece)
     if _is_ours(piece) and parses_back(piece):
@@ -37,18 +38,18 @@ def name_of(piece: Any) -> str:
     return next(name for name in (f"{text} #{n}" for n in count(1)) if _owns(name, piece))
 
 
-def _owns(name: str, piece: Any) -> bool:
+def _owns(name: str, piece: Piece) -> bool:
     """Whether the name is this piece's, which it becomes if it is nobody's."""
     owner = _pieces.setdefault(name, piece)
     return owner is piece or bool(owner == piece)
 
 
-def _is_ours(piece: Any) -> bool:
+def _is_ours(piece: Piece) -> bool:
     """Whether all its classes are of this package."""
     return all(cls.__module__.startswith("precondattn.") for cls in _classes(piece))
 
 
-def _classes(piece: Any) -> Iterator[type]:
+def _classes(piece: Piece) -> Iterator[type]:
     calls, base = getattr(piece, "calls", None), getattr(piece, "base", None)
     if calls is None:
         yield type(piece)
@@ -58,20 +59,20 @@ def _classes(piece: Any) -> Iterator[type]:
         yield from _classes(base)
 
 
-def parses_back(piece: Any) -> bool:
+def parses_back(piece: Piece) -> bool:
     """Whether the piece is determined by its text: by registered classes and their options."""
     calls = getattr(piece, "calls", None)
     if calls is not None:
         return all(parses_back(leaf) for leaf in calls.leaves)
-    if registry.known(piece.name) is not type(piece):
+    described: AnyMechanism = piece
+    if registry.known(described.name) is not type(described):
         return False
     base = getattr(piece, "base", None)
-    described: Any = piece
     fields = {field.name for field in dataclasses.fields(described)} - {"base"}
     return fields == set(fields_of(described)) and (base is None or parses_back(base))
 
 
-def piece_named(name: str) -> Any:
+def piece_named(name: str) -> Piece:
     """The mechanism or group of this name.
 
     Raises
@@ -92,7 +93,7 @@ def piece_named(name: str) -> Any:
 
 
 @lru_cache(KEPT)
-def _read(name: str) -> Any:
+def _read(name: str) -> Piece:
     from precondattn.algebra.group import read_mechanism
 
     return read_mechanism(name)

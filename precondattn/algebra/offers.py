@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from precondattn.algebra.options import OptionValue
+from precondattn.algebra.registry import AnyMechanism
 
 
 class Offers(NamedTuple):
     """The properties of a mechanism that a preconditioner around it can use."""
 
-    metric: Any = None
+    metric: OptionValue = None
     """The score function of a query and a key, which is linear in the key; None without one."""
     scale: float | None = None
     """The factor of the scores; None means d^{-1/2}."""
@@ -18,7 +21,7 @@ class Offers(NamedTuple):
     """`"mean"` where the output is a mean of the values under non-negative weights."""
     row_axis: str = "token"
     """The axis of the rows of the attention matrix, `"token"` or `"channel"`."""
-    key_steps: tuple[Any, ...] = ()
+    key_steps: tuple[tuple[str, AnyMechanism, tuple[tuple[str, str], ...]], ...] = ()
     """What is done to the key before the metric is applied: `Step`s, each of which reads `k`."""
     normalizes_query: bool = False
     """Whether the mechanism normalises its queries, so that their length has no effect."""

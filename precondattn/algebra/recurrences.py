@@ -23,6 +23,8 @@ from precondattn.algebra.recurrence import (
 
 K = TypeVar("K")
 T = TypeVar("T")
+Table = Mapping[Any, T]
+"""Entries by class of leaf, or by set of recurrences."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:
     return type(leaf) is key
 
 
-def entry_of(table: Mapping[Any, T], leaf: LeafProtocol) -> T | None:
+def entry_of(table: Table[T], leaf: LeafProtocol) -> T | None:
     """The entry of a table for a leaf; None where the table has none."""
     key = key_of(table, leaf)
     return None if key is None else table[key]
@@ -127,7 +129,7 @@ def key_of(table: Mapping[K, T], leaf: LeafProtocol) -> K | None:
     return next((key for key in table if isinstance(key, Recurrences) and is_in(leaf, key)), None)
 
 
-def lack_of(table: Mapping[Any, Any], leaf: LeafProtocol) -> str:
+def lack_of(table: Table[object], leaf: LeafProtocol) -> str:
     """Why a table has no entry for a leaf, as the end of a sentence; empty if it just has none."""
     recurrence = leaf.recurrence
     if recurrence is None:
@@ -137,5 +139,5 @@ def lack_of(table: Mapping[Any, Any], leaf: LeafProtocol) -> str:
     return "".join(f": {reason}" for reason in sorted(with_rule or reasons, key=len)[:1])
 
 
-def _sets(table: Iterable[Any]) -> Iterable[Recurrences]:
+def _sets(table: Iterable[object]) -> Iterable[Recurrences]:
     return (key for key in table if isinstance(key, Recurrences))

@@ -7,12 +7,16 @@ classes.
 
 from __future__ import annotations
 
+from dataclasses import Field
 from threading import Lock
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from precondattn.plug_ins import PlugIns
 
 GROUP = "precondattn.mechanisms"
+
+AnyMechanism = Any
+"""A mechanism, in modules that the class of mechanisms is made of."""
 
 
 class Registered(Protocol):
@@ -21,6 +25,7 @@ class Registered(Protocol):
     name: ClassVar[str]
     role: ClassVar[str]
     variants: ClassVar[tuple[str, ...]]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 _classes: dict[str, type[Registered]] = {}

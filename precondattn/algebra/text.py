@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from precondattn.algebra import registry
-from precondattn.algebra.options import fields_of, text_of
+from precondattn.algebra.options import HasOptions, OptionValue, fields_of, text_of
+from precondattn.algebra.registry import AnyMechanism, Registered
 from precondattn.limits import NESTED
 
 _NAME = re.compile(r"\s*([a-z][a-z0-9_]*)\s*")
@@ -23,7 +25,7 @@ SHOWN = 60
 """Characters of a long text that a message shows, before and after a position."""
 
 
-def text_of_mechanism(mechanism: Any) -> str:
+def text_of_mechanism(mechanism: HasOptions) -> str:
     """The expression that `parse` turns back into an equal mechanism."""
     options = [
         f"{name}={text_of(getattr(mechanism, name))}"
@@ -35,11 +37,11 @@ def text_of_mechanism(mechanism: Any) -> str:
     return text if base is None or base == _default_base(type(mechanism)) else f"{text}({base})"
 
 
-def _default_base(cls: type[Any]) -> Any:
+def _default_base(cls: type[HasOptions]) -> OptionValue:
     return next((f.default for f in dataclasses.fields(cls) if f.name == "base"), None)
 
 
-def read(text: str) -> Any:
+def read(text: str) -> AnyMechanism:
     """The mechanism that an expression names: `parse`, without a compiler's view of it."""
     if not isinstance(text, str):
         raise TypeError(f"an expression is text such as 'lucid(laser)'; found {text!r}")
@@ -82,11 +84,11 @@ class _Reader:
         self.at = match.end()
         return match[1].rstrip()
 
-    def mechanism(self, depth: int = 0) -> Any:
+    def mechanism(self, depth: int = 0) -> AnyMechanism:
         if depth > NESTED:
             raise ValueError(f"{self.shown}: at most {NESTED} preconditioners can be nested")
         name = self.word(_NAME, "the name of a mechanism")
-        cls: Any = registry.find(name)
+        cls = registry.find(name)
         if cls is None:
             known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
             errors = "".join(
@@ -103,10 +105,10 @@ class _Reader:
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
-        built: Any = cls(**arguments)
+        built: AnyMechanism = cls(**arguments)
         return built
 
-    def options(self, cls: type[Any]) -> dict[str, Any]:
+    def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
         known, options = fields_of(cls), dict[str, Any]()
         if not self.accept("["):
             return options
@@ -132,6 +134,6 @@ def _quoted(text: str) -> str:
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
 
 
-def _nearest(name: str, known: Any) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:SHOWN], list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS
 from precondattn.algebra.leaf_call import LeafCall
@@ -26,7 +26,7 @@ def program_of(mechanism: Mechanism) -> Program:
         another.
     """
     if not callable(getattr(mechanism, "steps", None)):  # A leaf may have an option of this name.
-        leaf: Any = mechanism
+        leaf = cast("LeafProtocol", mechanism)
         call = LeafCall("out", leaf, tuple((name, name) for name in leaf.inputs))
         meanings = {name: leaf.meaning(name) for name in leaf.inputs}
         return Program([call], "out", meanings)

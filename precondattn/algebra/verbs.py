@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, is_compiling
@@ -17,17 +17,22 @@ from precondattn.cache import Cache
 from precondattn.cache.kinds import holding
 
 if TYPE_CHECKING:
+    from precondattn.algebra.options import OptionValue
+    from precondattn.algebra.registry import AnyMechanism
     from precondattn.dispatch.explanation import Explanation
+    from precondattn.given import Given
 
 
-def constructed_in_graph(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def constructed_in_graph(
+    cls: type[AnyMechanism], values: tuple[OptionValue, ...], options: dict[str, OptionValue]
+) -> AnyMechanism:
     """A mechanism that compiled code constructs."""
     from precondattn.execution.torch.compile import constructed
 
     return constructed(cls, values, options)
 
 
-def parsed_in_graph(text: str) -> Any:
+def parsed_in_graph(text: str) -> AnyMechanism:
     """A mechanism that compiled code parses."""
     from precondattn.execution.torch.compile import parsed
 
@@ -40,7 +45,7 @@ class _SignatureOfCall:
     That of a class is its constructor's. Either is made when one asks for it.
     """
 
-    def __get__(self, mechanism: Any, cls: Any) -> inspect.Signature:
+    def __get__(self, mechanism: AnyMechanism | None, cls: type[AnyMechanism]) -> inspect.Signature:
         if mechanism is None:
             constructor = inspect.signature(cls.__init__)
             return constructor.replace(parameters=[*constructor.parameters.values()][1:])
@@ -65,8 +70,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Any = None,
-        lengths: Any = None,
+        cu_seqlens: Given = None,
+        lengths: Given = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Array:
@@ -122,8 +127,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Any = None,
-        lengths: Any = None,
+        cu_seqlens: Given = None,
+        lengths: Given = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
@@ -176,7 +181,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Any = None,
+        lengths: Given = None,
         key_mask: Array | None = None,
         donate: bool = False,
         **named: Array,
@@ -235,7 +240,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Any = None,
+        lengths: Given = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Cache, ExtendPullback]:
@@ -271,8 +276,8 @@ class Verbs:
         cache: Cache | None = None,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Any = None,
-        lengths: Any = None,
+        cu_seqlens: Given = None,
+        lengths: Given = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:

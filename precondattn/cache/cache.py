@@ -10,9 +10,9 @@ prefill a cache and another decode from it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from precondattn.arrays import Array, Arrays
+from precondattn.arrays import Array, Arrays, Device, DType
 from precondattn.cache import capacity as capacities
 from precondattn.cache import conversion, sequences
 from precondattn.cache.crop import crop, fixed_buffers
@@ -20,6 +20,7 @@ from precondattn.cache.kinds import Kinds, capacity_of
 from precondattn.cache.saved import from_state_dict, state_dict
 from precondattn.cache.snapshots import Snapshot, restore, snapshot
 from precondattn.cache.windows import reach_of
+from precondattn.given import Given
 
 
 class Cache(NamedTuple):
@@ -60,7 +61,7 @@ class Cache(NamedTuple):
         """
         return not fixed_buffers(self) and reach_of(self) is None
 
-    def crop(self, lengths: Any, *, donate: bool = False) -> Cache:
+    def crop(self, lengths: Given, *, donate: bool = False) -> Cache:
         """The cache of the first `lengths` tokens of each sequence.
 
         Extended, it gives what a cache gives that never had the other tokens.
@@ -107,7 +108,7 @@ class Cache(NamedTuple):
         """
         return restore(self, snapshot, donate=donate)
 
-    def reorder(self, indices: Any) -> Cache:
+    def reorder(self, indices: Given) -> Cache:
         """Sequence i of the result is sequence `indices[i]`, as beam search needs it.
 
         Parameters
@@ -118,7 +119,7 @@ class Cache(NamedTuple):
         """
         return sequences.reorder(self, indices)
 
-    def select(self, rows: Any) -> Cache:
+    def select(self, rows: Given) -> Cache:
         """Some of the sequences, each at most once.
 
         Parameters
@@ -141,7 +142,7 @@ class Cache(NamedTuple):
         """
         return capacities.grow(self, capacity)
 
-    def to(self, *, device: Any = None, dtype: Any = None) -> Cache:
+    def to(self, *, device: Device = None, dtype: DType = None) -> Cache:
         """The cache on another device, or in another dtype.
 
         Parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -12,6 +11,8 @@ from precondattn.arrays import (
     FLOATING,
     HALF,
     Array,
+    Device,
+    DType,
     cast,
     dtype_name,
     exact_device,
@@ -22,7 +23,7 @@ from precondattn.arrays import (
 from precondattn.cache.kinds import C, holding, kinds_of
 
 
-def to(cache: C, device: Any, dtype: Any) -> C:
+def to(cache: C, device: Device, dtype: DType) -> C:
     kinds = kinds_of(cache)
     if device is None and dtype is None:
         raise TypeError("to: pass a device, a dtype, or both")
@@ -33,13 +34,13 @@ def to(cache: C, device: Any, dtype: Any) -> C:
     return holding(cache, _apart(device, cache.length, cache.length), store)
 
 
-def _apart(device: Any, new: Array, old: Array) -> Array:
+def _apart(device: Device, new: Array, old: Array) -> Array:
     """The new array on a device, in memory of its own."""
     new = new if device is None else _on(device, new)
     return fresh(new) if new is old else new
 
 
-def _in_dtype(dtype: Any, buffer: Array, is_wide: bool) -> Array:
+def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
     """A floating buffer in `dtype`, but a wide one at least in float32."""
     xp, library = namespace(buffer), library_of(buffer)
     wanted = getattr(xp, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -56,7 +57,7 @@ def _in_dtype(dtype: Any, buffer: Array, is_wide: bool) -> Array:
     return cast(buffer, xp.float32 if is_wide and name in HALF else wanted)
 
 
-def _name_of(dtype: Any, library: str | None) -> str:
+def _name_of(dtype: DType, library: str | None) -> str:
     """`"float32"` for every library's float32; another text for what is no dtype of it."""
     if isinstance(dtype, str) or library not in ("numpy", "cupy", "jax"):
         return "" if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
@@ -66,7 +67,7 @@ def _name_of(dtype: Any, library: str | None) -> str:
         return ""
 
 
-def _on(device: Any, array: Array) -> Array:
+def _on(device: Device, array: Array) -> Array:
     if library_of(array) == "numpy" and device != "cpu":
         raise ValueError(f"to: arrays of numpy are on 'cpu'; found the device {device!r}")
     if str(exact_device(array)) == str(device):

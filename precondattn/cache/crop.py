@@ -8,7 +8,6 @@ them, so that a NaN in one of them has no effect.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from precondattn.arrays import (
     Array,
@@ -37,6 +36,7 @@ from precondattn.cache.kinds import (
     refuse_distributed,
 )
 from precondattn.cache.windows import FIRST, reach_of
+from precondattn.given import Given
 
 
 def fixed_buffers(cache: CacheLike) -> list[str]:
@@ -44,7 +44,7 @@ def fixed_buffers(cache: CacheLike) -> list[str]:
     return [n for n, kind in kinds_of(cache).items() if kind.rows not in (TOKENS, WINDOW)]
 
 
-def crop(cache: C, lengths: Any, *, donate: bool) -> C:
+def crop(cache: C, lengths: Given, *, donate: bool) -> C:
     fixed = fixed_buffers(cache)
     if fixed:
         raise ValueError(
@@ -57,7 +57,7 @@ def crop(cache: C, lengths: Any, *, donate: bool) -> C:
     return cropped(cache, integers("crop: lengths", lengths, cache.length, b), "crop", donate)
 
 
-def _length(value: Any) -> int:
+def _length(value: Given) -> int:
     try:
         if not isinstance(value, bool):
             return operator.index(value)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.limits import KEPT
 
+if TYPE_CHECKING:
+    from precondattn.algebra.leaf_protocol import LeafProtocol
+
 
 def held_part(
-    leaf: Any, past: Mapping[str, Array], frame: Frame, *, room: int = 0
+    leaf: LeafProtocol, past: Mapping[str, Array], frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
     """The slots that some sequence has filled, and `room` more, of a leaf's buffers, as views.
 
@@ -42,6 +45,6 @@ def longest_held(frame: Frame) -> int:
 
 
 @lru_cache(maxsize=KEPT)
-def _of_tokens(leaf: Any) -> tuple[str, ...]:
+def _of_tokens(leaf: LeafProtocol) -> tuple[str, ...]:
     """The leaf's names of the buffers that have a row for each token."""
     return tuple(slot.name for slot in leaf.slots() if "c" in slot.pattern.split())

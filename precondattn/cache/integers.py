@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import (
     Array,
@@ -16,6 +16,7 @@ from precondattn.arrays import (
     namespace,
     placement,
 )
+from precondattn.given import Given
 
 
 class Integers(NamedTuple):
@@ -27,7 +28,7 @@ class Integers(NamedTuple):
     """The same as a list; None if they are traced."""
 
 
-def integers(name: str, given: Any, like: Array, count: int | None = None) -> Integers:
+def integers(name: str, given: Given, like: Array, count: int | None = None) -> Integers:
     """`count` integers, or any number: a list, or an array of the library of `like`.
 
     Raises
@@ -62,14 +63,14 @@ def entries(array: Array) -> list[int]:
     return [int(array[i]) for i in range(array.shape[0])]
 
 
-def whole_number(value: Any) -> int:
+def whole_number(value: Given) -> int:
     """An integer of any type; a boolean is none, nor is 1.0."""
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
 
 
-def _checked(name: str, array: Any, like: Array) -> Array:
+def _checked(name: str, array: Array, like: Array) -> Array:
     library = library_of(like)
     if library_of(array) != library:
         raise TypeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from precondattn.arrays import (
     Array,
@@ -26,9 +25,10 @@ from precondattn.cache.kinds import (
     kinds_of,
     refuse_distributed,
 )
+from precondattn.given import Given
 
 
-def reorder(cache: C, indices: Any, verb: str = "reorder") -> C:
+def reorder(cache: C, indices: Given, verb: str = "reorder") -> C:
     """Sequence i of the result is sequence `indices[i]`; traced ones out of range are invalid."""
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
@@ -55,7 +55,7 @@ def reorder(cache: C, indices: Any, verb: str = "reorder") -> C:
     return holding(cache, length, store)
 
 
-def select(cache: C, rows: Any) -> C:
+def select(cache: C, rows: Given) -> C:
     """Some sequences, each at most once: a slice, integers, or a mask."""
     b = cache.length.shape[0]
     if isinstance(rows, slice):

@@ -6,18 +6,18 @@ On a terminal these are tables, and in a pipe lines of columns. `--json` has the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import precondattn as pa
+from precondattn.json_types import JsonObject
 
 NOT_IMPORTED = "could not be imported"
 
 
-def data() -> dict[str, Any]:
+def data() -> JsonObject:
     """Everything that is listed."""
     return {"mechanisms": _mechanisms(), "backends": _backends()}
 
@@ -57,12 +57,12 @@ def _print(
     console.out("")
 
 
-def _mechanisms() -> list[dict[str, Any]]:
+def _mechanisms() -> list[JsonObject]:
     from precondattn.algebra import registry
 
     listed = []
     for name, cls in sorted(pa.mechanisms().items()):
-        entry: dict[str, Any] = {"name": name, "kind": cls.role, "inputs": {}}
+        entry: JsonObject = {"name": name, "kind": cls.role, "inputs": {}}
         try:
             inputs = pa.parse(name).inputs
             entry["inputs"] = {key: pattern.text for key, pattern in inputs.items()}
@@ -78,11 +78,11 @@ def _inputs_text(inputs: dict[str, str]) -> str:
     return ", ".join(f"{name} ({pattern})" for name, pattern in inputs.items())
 
 
-def _backends() -> list[dict[str, Any]]:
+def _backends() -> list[JsonObject]:
     from precondattn.dispatch.discovery import discover
 
     discovered = discover()
-    listed: list[dict[str, Any]] = [
+    listed: list[JsonObject] = [
         {
             "name": backend.name,
             "libraries": sorted(backend.libraries),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, Shape, fresh, library_of, namespace, placement, wants_gradient
 from precondattn.backend import Backend, Request, Support
@@ -19,6 +19,7 @@ from precondattn.frame import Frame
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 
 if TYPE_CHECKING:
+    from precondattn.algebra.piece import Piece
     from precondattn.arrays import Arrays, Residuals
 
 
@@ -32,13 +33,13 @@ class Empty(Backend):
 
     name = "none (the arrays are empty)"
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if not is_empty(shape for _, shape in request.shapes):
             return Support.no("no array is empty")
         return Support.yes(differentiable=True)
 
     def forward(
-        self, mechanism: Any, inputs: Mapping[str, Array], frame: Frame
+        self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         sizes = mechanism.inputs.sizes(str(mechanism), _shapes(inputs))
         out = _zeros(mechanism.program.output.shape(sizes), inputs)
@@ -52,7 +53,7 @@ class Empty(Backend):
 
     def backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         inputs: Mapping[str, Array],
         frame: Frame,
         out: Array,
@@ -67,7 +68,7 @@ class Empty(Backend):
 
     def step(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -81,7 +82,7 @@ class Empty(Backend):
 
     def step_backward(
         self,
-        mechanism: Any,
+        mechanism: Piece,
         past: Mapping[str, Array],
         inputs: Mapping[str, Array],
         frame: Frame,
@@ -95,7 +96,7 @@ EMPTY = Empty()
 """It is no backend that a user can choose: the plan of every call with empty arrays has it."""
 
 
-def _returns_log_sum(mechanism: Any) -> bool:
+def _returns_log_sum(mechanism: Piece) -> bool:
     return getattr(mechanism.program.leaves[-1], "read", None) == MEAN_AND_LOG_SUM
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from precondattn.algebra.program import Program
 from precondattn.backend import Request
 from precondattn.dispatch.discovery import REFERENCE, Discovered
 from precondattn.dispatch.plan import CallPlan, Considered
+from precondattn.json_types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Explanation:
         libraries = self.discovered.named(considered.backend).libraries
         return bool(libraries) and self.request.library not in libraries
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The plan and all answers as lists and dicts of texts, to be written as JSON."""
         r = self.request
         return {

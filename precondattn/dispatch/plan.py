@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.group import Group
@@ -50,7 +50,7 @@ class PlannedCall(NamedTuple):
     """A leaf or a group, what runs it, and the program's names of its values."""
 
     out: str
-    piece: Any
+    piece: Piece
     arguments: tuple[tuple[str, str], ...]
     """(the piece's name of an input, the name of the value)."""
     buffers: tuple[tuple[str, str], ...]
@@ -154,7 +154,7 @@ def _plan(
     else:
         backends = [discovered.named(name) for name in allowed]
     considered: list[Considered] = []
-    claimed: dict[frozenset[int], tuple[Any, Names, Names, Backend, Runner, bool]] = {}
+    claimed: dict[frozenset[int], tuple[Piece, Names, Names, Backend, Runner, bool]] = {}
     taken: frozenset[int] = frozenset()
     for calls in _groups(program):
         if calls & taken or not _is_acyclic(program, [*claimed, calls]):
@@ -175,6 +175,7 @@ def _plan(
     if unclaimed:
         raise UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
     order = _in_order(program, list(claimed))
+    assert order is not None  # Every group was tried with those before it.
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
@@ -192,7 +193,7 @@ def _plan(
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
-def query(backend: Backend, piece: Any, request: Request) -> Runner | Support:
+def query(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
     """A backend's answer. Requests that it can not support in general are answered without it."""
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
@@ -209,7 +210,7 @@ def query(backend: Backend, piece: Any, request: Request) -> Runner | Support:
 
 
 def _by_default(
-    backend: Backend, piece: Any, request: Request, answer: Runner | Support
+    backend: Backend, piece: Piece, request: Request, answer: Runner | Support
 ) -> Runner | Support:
     """The answer to a call that names no backend, from the answer to one that names this."""
     refuses = getattr(backend, "refuses_by_default", None)
@@ -226,13 +227,13 @@ def _support(answer: Runner | Support) -> Support:
     return Support.yes(differentiable=answer.differentiable)
 
 
-def _has_gradient_of_jax(backend: Backend, piece: Any, request: Request) -> bool:
+def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:
     """Whether a step of JAX's arrays can have its gradient from the backend."""
     is_step = request.verb == "extend" and request.library == "jax"
     return is_step and _has_step_backward(backend, piece, request)
 
 
-def _has_step_backward(backend: Backend, piece: Any, request: Request) -> bool:
+def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool:
     """Whether the cache of the piece is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
     if not slots or any("c" in pattern.letters for _, pattern in slots):
@@ -276,7 +277,7 @@ def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
     return _in_order(program, groups) is not None
 
 
-def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
+def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[int]] | None:
     """The groups and every other call, ordered so that each value is computed before it is read.
 
     None where no such order exists, because two groups depend on each other.
@@ -300,11 +301,11 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> Any:
     return ordered
 
 
-def _piece(program: Program, calls: frozenset[int]) -> tuple[Any, Names, Names]:
+def _piece(program: Program, calls: frozenset[int]) -> tuple[Piece, Names, Names]:
     """The calls as one mechanism, the values of its inputs, and its names of their outputs."""
     if len(calls) == 1:
         (call,) = (program.calls[i] for i in calls)
-        return call.leaf, dict(call.arguments), {call.out: "out"}
+        return cast("Piece", call.leaf), dict(call.arguments), {call.out: "out"}
     part, names = program.part(calls)
     values = {name: value for value, name in names.items()}
     return Group(part), {name: values[name] for name in part.inputs}, names
@@ -313,7 +314,7 @@ def _piece(program: Program, calls: frozenset[int]) -> tuple[Any, Names, Names]:
 def _planned(
     program: Program,
     calls: frozenset[int],
-    piece: Any,
+    piece: Piece,
     arguments: Names,
     names: Names,
     backend: Backend,

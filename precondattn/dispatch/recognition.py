@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 from precondattn.algebra.program import Program
 from precondattn.limits import KEPT
@@ -18,9 +18,7 @@ def is_lucid(program: Program) -> bool:
     """Whether a group is LUCID around softmax, with the dot product and the normalised keys."""
     if len(program.calls) != 2 or [*map(type, program.leaves)] != [LucidSolve, Softmax]:
         return False
-    solve: Any
-    softmax: Any
-    solve, softmax = program.leaves
+    solve, softmax = cast("tuple[LucidSolve, Softmax]", program.leaves)
     has_supported_options = (
         solve.metric == DOT
         and solve.has_unit_diagonal

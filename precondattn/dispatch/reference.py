@@ -6,7 +6,7 @@ It is plain differentiable code. Half-precision inputs are converted to float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, upcast_all
 from precondattn.backend import Backend, Request, Support
@@ -26,7 +26,7 @@ class Reference(Backend):
     preference = -1_000_000
     wide_values = True
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs one leaf at a time")
         # A compiler would unroll loops over tokens, and compile again for every length.

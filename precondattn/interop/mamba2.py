@@ -9,10 +9,10 @@ Source: Mamba-2 (arXiv 2405.21060) 5–7.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import Array, Arrays, cast, is_compiling, library_of, namespace, upcast
+from precondattn.given import Given
 from precondattn.spec.scaled_dims import softplus
 from precondattn.spec.ssd import SSD
 
@@ -152,7 +152,7 @@ def compute(
     return y if D is None else y + cast(upcast(D)[:, None] * upcast(x), y.dtype)
 
 
-def _limits(dt_limit: Any) -> tuple[float, float]:
+def _limits(dt_limit: Given) -> tuple[float, float]:
     try:
         low, high = map(float, dt_limit)
     except (TypeError, ValueError):

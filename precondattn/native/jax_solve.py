@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from precondattn.arrays import Tree
 
 
 @partial(jax.jit, static_argnames="lower")
@@ -56,7 +57,7 @@ def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
         )
         return jnp.reshape(solutions, right.shape)
 
-    def of_each_device(mesh: Mesh, arguments: Any, _: Any) -> Any:
+    def of_each_device(mesh: Mesh, arguments: Tree, _: object) -> Tree:
         """Every device solves the systems that it has."""
         sharding = arguments[1].sharding
         if isinstance(sharding, NamedSharding):
@@ -76,7 +77,7 @@ def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
         return solution
 
     @solve.def_vmap
-    def _(size: int, mapped: list[bool], matrix: Array, right: Array) -> tuple[Any, bool]:
+    def _(size: int, mapped: list[bool], matrix: Array, right: Array) -> tuple[Array, bool]:
         """The mapped axis as one more batch axis."""
         both = (
             x if has_axis else jnp.broadcast_to(x, (size, *x.shape))

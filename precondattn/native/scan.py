@@ -69,7 +69,9 @@ def linear_scan(
     return value
 
 
-def _scan_of_jax(step: Any, state: Array, inputs: Token, reverse: bool) -> tuple[Array, Array]:
+def _scan_of_jax(
+    step: Callable[..., tuple[Array, Array]], state: Array, inputs: Token, reverse: bool
+) -> tuple[Array, Array]:
     jax = sys.modules["jax"]
     xp = namespace(state)
     time_first = tuple(xp.moveaxis(x, TIME, 0) for x in inputs)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
@@ -155,7 +155,7 @@ class LucidSolve(Leaf):
 
     @property
     def inputs(self) -> Inputs:
-        beta: dict[str, Any] = {"lucid_beta": "b s n in [0, 2]"} if self.beta else {}
+        beta: dict[str, str] = {"lucid_beta": "b s n in [0, 2]"} if self.beta else {}
         return Inputs(k="b s n d", v="b s n e", **self.metric.inputs, **beta)
 
     def meaning(self, name: str) -> object:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
@@ -115,7 +115,7 @@ class Nystrom(WholeSequence):
 
     @property
     def inputs(self) -> Inputs:
-        skip: dict[str, Any] = {"skip": "h m"} if self.skip else {}
+        skip: dict[str, str] = {"skip": "h m"} if self.skip else {}
         return Inputs(q="b t h d", k="b s n d", v="b s n e", **skip)
 
     @property

@@ -6,7 +6,7 @@ A x = b:    L z = b,    Lᵀ x = z
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Protocol
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
@@ -37,7 +37,14 @@ def solve_positive(matrix: Array, right: Array) -> Array:
     return xp.where(is_finite, solution, math.nan)
 
 
-def tolerance_of(leaf: Any, x: Array) -> float:
+class Iterated(Protocol):
+    """A leaf that solves by iteration."""
+
+    @property
+    def tolerance(self) -> float | None: ...
+
+
+def tolerance_of(leaf: Iterated, x: Array) -> float:
     """τ of a leaf that solves by iteration, for right sides like x."""
     if leaf.tolerance is not None:
         return float(leaf.tolerance)

@@ -32,7 +32,7 @@ Gradient, from the last token to the first, where Λ_t is the gradient of S_t:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from precondattn.arrays import Array, namespace
 from precondattn.native.scan import TIME, Token, scan
@@ -159,12 +159,12 @@ class AllTokens:
     """What forms share that have all tokens of a call at once."""
 
     @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Any, axis: int = TIME) -> tuple[Any, ...]:
+    def by_tokens(function: ByTokens, *arrays: Array, axis: int = TIME) -> tuple[Array, ...]:
         return function(*arrays)
 
     def read(
-        self: Any, streams: Sequence[tuple[Stream, Any]], function: ByTokens, *arrays: Any
-    ) -> tuple[tuple[Any, ...], list[Any]]:
+        self: Form, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
+    ) -> tuple[tuple[Array, ...], list[Array]]:
         results = [self.forward(stream, state) for stream, state in streams]
         return function(*(o for o, _ in results), *arrays), [final for _, final in results]
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
@@ -76,10 +76,10 @@ class SoftmaxAttention(Leaf):
 
     @cached_property
     def inputs(self) -> Inputs:
-        bias: dict[str, Any] = {"bias": "1|b 1|h t s"} if self.bias else {}
-        gate: dict[str, Any] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
-        sink: dict[str, Any] = {"sink": "h"} if self.sink else {}
-        own = {**self.metric.inputs, **gate, **bias, **sink}
+        bias: dict[str, str] = {"bias": "1|b 1|h t s"} if self.bias else {}
+        gate: dict[str, str] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
+        sink: dict[str, str] = {"sink": "h"} if self.sink else {}
+        own: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink}
         return Inputs(q="b t h d", k="b s n d", v="b s n e", **own)
 
     @property

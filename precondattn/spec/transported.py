@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import CHUNK, Flops
-from precondattn.algebra.options import OptionKind, option
+from precondattn.algebra.options import OptionKind, OptionValue, option
 from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
@@ -232,10 +232,10 @@ def _count(frame: Frame) -> Array | int:
     return xp.sum(cast(frame.q_valid, frame.q_position.dtype), axis=1, keepdims=True)
 
 
-def metric_option(default: Metric) -> Any:
+def metric_option(default: Metric) -> OptionValue:
     """The option of a leaf that uses its base's metric: `dot`, `transported/64`."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> OptionValue:
         name, _, flush = text.partition("/")
         if text == DOT.name:
             return DOT
@@ -243,7 +243,7 @@ def metric_option(default: Metric) -> Any:
             return Transported(int(flush or 1))
         return text
 
-    def accept(value: Any) -> Any:
+    def accept(value: OptionValue) -> OptionValue:
         value = read(value) if isinstance(value, str) else value
         flush = getattr(value, "flush", 1)
         if not isinstance(value, Dot | Transported) or type(flush) is not int or flush < 1:

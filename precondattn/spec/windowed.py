@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops, pair_flops
@@ -35,7 +35,7 @@ from precondattn.algebra.options import (
     one_of,
     positive_or_none,
 )
-from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
+from precondattn.arrays import Array, Arrays, Namespace, Residuals, as_index, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -243,7 +243,7 @@ def _entries(table: Array, entry: Array) -> Array:
 
 def _sums_by_entry(d_scores: Array, entry: Array, entries: int) -> Array:
     """Σ dS (b, h, t, s) over the pairs of each entry: (entries, h)."""
-    xp: Any = namespace(d_scores)
+    xp: Namespace = namespace(d_scores)
     at = entry[:, None, :, :]
     sums = [
         xp.sum(xp.where(at == m, d_scores, 0.0), axis=(0, 2, 3), dtype=d_scores.dtype)

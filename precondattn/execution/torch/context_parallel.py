@@ -63,4 +63,4 @@ def _is_pytorchs_attention(plan: CallPlan, call: BoundCall) -> bool:
     is_alone = len(plan.calls) == 1 and not call.masks and _replaces_attention()
     planned = plan.calls[0]
     is_its = planned.backend.name == "torch" and planned.runner.differentiable
-    return is_alone and is_its and planned.piece.name == "softmax"
+    return is_alone and is_its and planned.piece.program.leaves[0].name == "softmax"
