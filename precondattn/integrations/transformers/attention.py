@@ -7,11 +7,13 @@ the keyword arguments that reach the attention function.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given
 from precondattn.integrations.transformers.cache_layers import layer_for
 from precondattn.integrations.transformers.learned import Input, values
 from precondattn.integrations.transformers.masks import read
@@ -33,13 +35,13 @@ class Replacement(NamedTuple):
     mechanism: Mechanism
     options: AttentionOptions
     inputs: tuple[Input, ...]
-    handle: Any
+    handle: RemovableHandle
     """Removes the hook."""
 
 
 def pass_cache_layer(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    module: nn.Module, args: tuple[Given, ...], kwargs: dict[str, Given]
+) -> tuple[tuple[Given, ...], dict[str, Given]] | None:
     """The hook before an attention module."""
     cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
     if cache is None:
@@ -55,7 +57,7 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **others: Any,
+    **others: Given,
 ) -> tuple[Tensor, None]:
     """The mechanism's output (b, t, h, e), as Transformers calls it: q, k, v (b, heads, t, width).
 
@@ -96,7 +98,7 @@ def attention(
 
 
 def _check(
-    replacement: Replacement, scaling: float | None, dropout: float, others: dict[str, Any]
+    replacement: Replacement, scaling: float | None, dropout: float, others: dict[str, Given]
 ) -> None:
     """Raise for what the mechanism does not have, or was not told when the model was changed."""
     mechanism, options = replacement.mechanism, replacement.options

@@ -10,13 +10,13 @@ Every slot is a token, padding too, as in Transformers' own layers. Padding is m
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import CacheLayerMixin
 
 ANY = 2**30
@@ -62,7 +62,7 @@ class CacheLayer(CacheLayerMixin):
         raise TypeError("this layer of a cache is initialised by `extend`")
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: Given, **kwargs: Given
     ) -> tuple[Tensor, Tensor]:
         """The new tokens, as they are."""
         return key_states, value_states

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
+from precondattn.given import Given
 from precondattn.integrations.transformers.cache import NOT_OFFLOADED, CacheLayer
 from precondattn.integrations.transformers.dynamic_cache import DynamicCacheLayer
 from precondattn.integrations.transformers.interface import (
@@ -18,7 +17,7 @@ from precondattn.integrations.transformers.interface import (
 from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 
 
-def layer_for(cache: Any, index: int) -> CacheLayer:
+def layer_for(cache: Given, index: int) -> CacheLayer:
     """The layer of a cache, which is made ours if it is empty.
 
     Raises
@@ -43,7 +42,7 @@ def layer_for(cache: Any, index: int) -> CacheLayer:
     return layer
 
 
-def _ours(layer: Any, cache: Any) -> CacheLayer:
+def _ours(layer: Given, cache: Given) -> CacheLayer:
     """An empty layer of ours, for the same use."""
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
@@ -63,7 +62,7 @@ def _ours(layer: Any, cache: Any) -> CacheLayer:
     )
 
 
-def _capacity(layer: Any, cache: Any) -> int | None:
+def _capacity(layer: Given, cache: Given) -> int | None:
     """The number of tokens that a static cache is made for.
 
     A layer with a window knows it only if it is below the window.
@@ -77,7 +76,7 @@ def _capacity(layer: Any, cache: Any) -> int | None:
     return max(known) if known else None
 
 
-def static_cache(model: nn.Module, max_cache_len: int) -> Any:
+def static_cache(model: nn.Module, max_cache_len: int) -> Given:
     """A static cache for a model whose attention was replaced: `past_key_values=` of `generate`.
 
     Parameters

@@ -80,7 +80,13 @@ ABSTRACT = {
 """The abstract methods of a class that ours fill in."""
 
 
-def _load() -> dict[str, Any]:
+OfTransformers = Any
+"""A class or a function of Transformers."""
+HFConfig = Any
+"""A configuration of Transformers."""
+
+
+def _load() -> dict[str, OfTransformers]:
     """The names, or an ImportError that lists those that are missing."""
     try:
         version = importlib.import_module("transformers").__version__

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import (
     and_masks,
     bidirectional_mask_function,
@@ -43,7 +44,7 @@ def mask_of_tokens(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    **others: Any,
+    **others: Given,
 ) -> Tensor | None:
     """Padding or packed sequences (b, 1, 1, s), with the signature of Transformers' `sdpa_mask`."""
     if use_vmap:
@@ -82,7 +83,7 @@ def mask_of_encoder(
     mask_function: Pattern = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
-    **others: Any,
+    **others: Given,
 ) -> Tensor | None:
     """The same for an encoder: padding (b, 1, 1, s), None without any."""
     if mask_function is not bidirectional_mask_function or use_vmap:
@@ -108,7 +109,7 @@ UNKNOWN = (
 )
 
 
-def _nothing(*indices: Any) -> Any:
+def _nothing(*indices: Given) -> None:
     return None
 
 
@@ -178,7 +179,7 @@ def traced_sequences(pattern: Pattern, batch: int, index: Tensor) -> Tensor | No
     return None if is_same.ndim < 3 else (~is_same[:, 0]).cumsum(-1)
 
 
-def _held(function: Pattern) -> dict[str, Any]:
+def _held(function: Pattern) -> dict[str, Given]:
     """What a nested function holds of the function around it, by name."""
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()

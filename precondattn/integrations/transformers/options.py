@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.options import OptionValue
+from precondattn.integrations.transformers.interface import HFConfig
 from precondattn.spec.softmax import Softmax
 
 
@@ -26,7 +28,7 @@ class AttentionOptions(NamedTuple):
     causal: bool = True
 
 
-def options_of(module: nn.Module, config: Any, index: int) -> AttentionOptions:
+def options_of(module: nn.Module, config: HFConfig, index: int) -> AttentionOptions:
     """The options of one attention module."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -75,7 +77,7 @@ def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
     )
 
 
-def _one(name: str, own: Any, of_model: Any) -> Any:
+def _one(name: str, own: OptionValue, of_model: OptionValue) -> OptionValue:
     """The option of whichever has it."""
     if own is None or of_model is None or math.isclose(own, of_model):
         return of_model if own is None else own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from precondattn.integrations.transformers.attention import (
 from precondattn.integrations.transformers.interface import (
     ATTENTION_FUNCTIONS,
     MASK_FUNCTIONS,
+    HFConfig,
     PreTrainedModel,
 )
 from precondattn.integrations.transformers.linear.computed import class_of, code_of
@@ -36,11 +36,11 @@ for _name, _mask in ((NAME, mask_of_tokens), (OF_ENCODER, mask_of_encoder)):
 
 
 def replace_attention(
-    model: Any,
+    model: nn.Module,
     mechanism: str | Mechanism | None = None,
     *,
     layers: Sequence[str | Mechanism] | None = None,
-) -> Any:
+) -> nn.Module:
     """Put a mechanism in place of softmax attention, in all layers of a model.
 
     The model's projections, rotations, scale, grouped heads, sliding windows, soft cap and sinks
@@ -93,7 +93,7 @@ def replace_attention(
     return model
 
 
-def restore_attention(model: Any) -> Any:
+def restore_attention(model: nn.Module) -> nn.Module:
     """Give a model its own attention back, and remove the parameters that were added."""
     previous = getattr(model, PREVIOUS, None)
     if previous is None:
@@ -105,13 +105,13 @@ def restore_attention(model: Any) -> Any:
     return model
 
 
-def _attention_of(model: Any) -> tuple[Any, list[nn.Module]]:
+def _attention_of(model: nn.Module) -> tuple[HFConfig, list[nn.Module]]:
     """The config of a decoder or encoder, and its attention modules in order."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: a PreTrainedModel of Transformers expected; found {type(model).__name__}"
         )
-    config: Any = model.config
+    config: HFConfig = model.config
     if config.is_encoder_decoder:
         raise TypeError(
             f"model: a causal decoder or an encoder expected; {type(model).__name__} has both, and "
@@ -163,7 +163,7 @@ def _for_layers(
     return parsed  # type: ignore[return-value]
 
 
-def _set_implementation(model: Any, name: str) -> None:
+def _set_implementation(model: nn.Module, name: str) -> None:
     previous = model.config._attn_implementation
     if previous == name:
         return
@@ -178,7 +178,7 @@ def _set_implementation(model: Any, name: str) -> None:
 
 def _replace(
     module: nn.Module,
-    config: Any,
+    config: HFConfig,
     mechanism: Mechanism,
     options: AttentionOptions,
     inputs: tuple[learned.Input, ...],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from precondattn.integrations.transformers.linear.computed import compute_by, restore
 from precondattn.integrations.transformers.linear.fla.layers import (
@@ -13,8 +13,11 @@ from precondattn.integrations.transformers.linear.fla.layers import (
 from precondattn.integrations.transformers.linear.layers import KINDS, linear_layers
 from precondattn.integrations.transformers.linear.state_padding import checked
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) -> Any:
+
+def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = None) -> nn.Module:
     """Compute the recurrences of a model's linear layers by this library, from now on.
 
     Weights, convolutions, caches and outputs stay those of Transformers; the outputs are equal up
@@ -62,7 +65,7 @@ def use_backend_for(model: Any, backend: str | tuple[str, ...] | None = None) ->
     return model
 
 
-def restore_backend_for(model: Any) -> Any:
+def restore_backend_for(model: nn.Module) -> nn.Module:
     """Give the linear layers of a model Transformers' own functions back, without gates of ccq."""
     if is_of_fla(model):
         return restore_fla(model)

@@ -13,22 +13,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 
 from torch import nn
 
+from precondattn.algebra.piece import BackendNames
 from precondattn.integrations.transformers.interface import force_accelerate_hooks
 
-Maker = Callable[[Any], dict[str, Callable[..., Any]]]
-"""From a backend to the functions, by the names that a layer calls them by."""
+LayerClass = Any
+"""A class of layers."""
+Forward = Callable[..., Any]
+"""A method of a layer, or a function that it calls."""
+Functions = dict[str, Forward]
+"""By the names that a layer calls them by."""
+Maker = Callable[[BackendNames], Functions]
+"""From a backend to the functions."""
 METHODS = ("forward", "step")
 """The methods of a layer that call functions."""
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+Around = Callable[[Forward], Forward]
 """From a forward to one with something around it."""
 
 
-def compute_by(layer: nn.Module, maker: Maker, backend: Any, around: Around | None = None) -> None:
+def compute_by(
+    layer: nn.Module, maker: Maker, backend: BackendNames, around: Around | None = None
+) -> None:
     """Let a layer call the functions that `maker(backend)` has, in place of those of these names.
 
     `maker` and `around` are functions of a module: a saved layer has their names.
@@ -41,12 +50,12 @@ def restore(layer: nn.Module) -> None:
     _set_class(layer, class_of(layer))
 
 
-def class_of(layer: nn.Module) -> Any:
+def class_of(layer: nn.Module) -> LayerClass:
     """The class of a layer in Transformers."""
     return getattr(type(layer), "_class_in_transformers", type(layer))
 
 
-def code_of(cls: Any, method: str) -> Any:
+def code_of(cls: LayerClass, method: str) -> CodeType:
     """The code of a method; that of an empty function if there is none."""
     return getattr(inspect.unwrap(getattr(cls, method, _nothing)), "__code__", _nothing.__code__)
 
@@ -55,7 +64,9 @@ def _nothing() -> None: ...
 
 
 @cache
-def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> Any:
+def _computed(
+    base: LayerClass, maker: Maker, backend: BackendNames, around: Around | None
+) -> LayerClass:
     """The subclass, the same one for all layers with the same functions: it is compiled once."""
     values = maker(backend)
     methods = {
@@ -66,9 +77,9 @@ def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> A
     if around is not None:
         methods["forward"] = around(methods["forward"])
 
-    def reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    def reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
         """How the layer is pickled and copied: no module has its class by name."""
-        parts: Any = object.__reduce_ex__(self, 2)
+        parts = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
         return (_empty, (base, maker, backend, around), *parts[2:])
 
     members = {
@@ -81,24 +92,26 @@ def _computed(base: Any, maker: Maker, backend: Any, around: Around | None) -> A
     return type(base.__name__, (base,), members)
 
 
-def _calling(decorated: Any, values: dict[str, Callable[..., Any]]) -> Any:
+def _calling(decorated: Forward, values: Functions) -> Forward:
     """A method in which these names have other values."""
-    own: Any = inspect.unwrap(decorated)
+    own: Forward = inspect.unwrap(decorated)
     names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
-    method: Any = FunctionType(
+    method: Forward = FunctionType(
         own.__code__, {**names, **values}, own.__name__, own.__defaults__, own.__closure__
     )
     method.__kwdefaults__, method.__module__ = own.__kwdefaults__, own.__module__
     return method if own is decorated else force_accelerate_hooks("conv1d")(method)
 
 
-def _empty(base: Any, maker: Maker, backend: Any, around: Around | None) -> nn.Module:
+def _empty(
+    base: LayerClass, maker: Maker, backend: BackendNames, around: Around | None
+) -> nn.Module:
     """A layer before its state is set."""
     cls = _computed(base, maker, backend, around)
     return cls.__new__(cls)
 
 
-def _set_class(layer: nn.Module, cls: Any) -> None:
+def _set_class(layer: nn.Module, cls: LayerClass) -> None:
     """Change the class of a layer, inside accelerate's hooks if it has any."""
     layer.__class__ = cls
     if hasattr(layer, "_old_forward"):

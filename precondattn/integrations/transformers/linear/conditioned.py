@@ -10,15 +10,16 @@ Transformers keeps in place of the delta rule's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Tree
 from precondattn.cache import Cache
-from precondattn.integrations.transformers.linear.computed import compute_by
+from precondattn.given import Given
+from precondattn.integrations.transformers.linear.computed import Forward, Functions, compute_by
 from precondattn.integrations.transformers.linear.delta_rule import called_as_by_transformers
 from precondattn.integrations.transformers.linear.gated_delta import CHUNKS, STEP
 from precondattn.integrations.transformers.linear.layers import linear_layers
@@ -37,7 +38,7 @@ class Gate(nn.Module):
 
     def __init__(self, heads: int, width: int, first: float, like: Tensor) -> None:
         super().__init__()
-        kind: Any = {"dtype": like.dtype, "device": like.device}
+        kind: Given = {"dtype": like.dtype, "device": like.device}
         self.weight = nn.Parameter(torch.zeros(heads, width, **kind))
         self.bias = nn.Parameter(torch.full((heads,), math.log(first / (1 - first)), **kind))
 
@@ -47,7 +48,7 @@ class Gate(nn.Module):
         return gate
 
 
-def add_ccq(model: Any, contraction: float = 0.01, backend: Any = None) -> Any:
+def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames = None) -> nn.Module:
     """Put `ccq` around the gated delta layers of a model; its outputs hardly change at first.
 
     Each layer gets two parameters more, `contraction_gate.weight` (h, d) and
@@ -83,14 +84,14 @@ def add_ccq(model: Any, contraction: float = 0.01, backend: Any = None) -> Any:
             f"{type(model).__name__} are Mamba-2's, which do not"
         )
     for layer, _ in layers:
-        own: Any = layer
+        own: nn.Module = layer
         if not hasattr(layer, "contraction_gate"):
             own.contraction_gate = Gate(own.num_k_heads, own.head_k_dim, contraction, own.dt_bias)
         compute_by(layer, functions, backend, _with_gate)
     return model
 
 
-def functions(backend: Any) -> dict[str, Callable[..., Any]]:
+def functions(backend: BackendNames) -> Functions:
     """What to call in place of Transformers' gated delta rule."""
 
     def compute(
@@ -115,11 +116,11 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
     return called_as_by_transformers(compute, (CHUNKS, STEP))
 
 
-def _with_gate(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gate(forward: Forward) -> Forward:
     """The forward of a layer, with its gate at hand."""
     forward = checked(forward)
 
-    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def gated(self: nn.Module, *args: Given, **kwargs: Given) -> Tree:
         token = _GATE.set(self.contraction_gate)
         try:
             return forward(self, *args, **kwargs)

@@ -9,12 +9,14 @@ is (b, value heads, d, e) in float32 in both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.given import Given
+from precondattn.integrations.transformers.linear.computed import Functions
 from precondattn.integrations.transformers.linear.packed import refuse_packed
 from precondattn.integrations.transformers.linear.states import computed_from
 
@@ -23,7 +25,7 @@ Compute = Callable[[dict[str, Tensor], bool, Tensor | None, bool], tuple[Tensor,
 whether that after them is wanted, to the output and the state."""
 
 
-def computed_by(rule: Mechanism, names: tuple[str, ...], backend: Any) -> dict[str, Any]:
+def computed_by(rule: Mechanism, names: tuple[str, ...], backend: BackendNames) -> Functions:
     """What to call in place of Transformers' functions of these names."""
 
     def compute(
@@ -38,7 +40,7 @@ def computed_by(rule: Mechanism, names: tuple[str, ...], backend: Any) -> dict[s
     return called_as_by_transformers(compute, names)
 
 
-def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> dict[str, Any]:
+def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> Functions:
     """Functions with these names, which have the same arguments in Transformers."""
 
     def rule(
@@ -50,7 +52,7 @@ def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> dict[
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
+        **kwargs: Given,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_packed(kwargs)
         inputs = {"q": query.float(), "k": key.float(), "v": value.float()}

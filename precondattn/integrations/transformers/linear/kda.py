@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from precondattn.algebra.piece import BackendNames
+from precondattn.integrations.transformers.linear.computed import Functions
 from precondattn.integrations.transformers.linear.delta_rule import computed_by
 from precondattn.spec.kda import KDA
 
@@ -12,6 +11,6 @@ CHUNKS, STEP = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
 """The names of Transformers' functions for many tokens and for one."""
 
 
-def functions(backend: Any) -> dict[str, Callable[..., Any]]:
+def functions(backend: BackendNames) -> Functions:
     """What to call in place of both functions."""
     return computed_by(KDA(), (CHUNKS, STEP), backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +14,7 @@ KINDS = {"gated_delta": gated_delta, "kda": kda, "ssd": mamba2}
 """By mechanism, the file with the names of Transformers' functions and ours in their place."""
 
 
-def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The linear layers of a model, each with its mechanism.
 
     Raises

@@ -8,13 +8,15 @@ Transformers computes it in float32. Its state is (b, heads, e, d), the transpos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Tree
+from precondattn.given import Given
+from precondattn.integrations.transformers.linear.computed import Functions
 from precondattn.integrations.transformers.linear.packed import refuse_packed
 from precondattn.integrations.transformers.linear.states import computed_from
 from precondattn.spec.ssd import SSD
@@ -24,7 +26,7 @@ CHUNKS, STEP = "mamba2_chunk_scan", "mamba2_selective_state_update"
 RULE = SSD()
 
 
-def functions(backend: Any) -> dict[str, Callable[..., Any]]:
+def functions(backend: BackendNames) -> Functions:
     """What to call in place of both functions."""
 
     def run(
@@ -58,8 +60,8 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, math.inf),
         return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: Given,
+    ) -> Tree:
         refuse_packed(kwargs)
         if kwargs.get("z") is not None:
             raise ValueError("z: Transformers' own scan has no gate; found one")
@@ -78,7 +80,7 @@ def functions(backend: Any) -> dict[str, Callable[..., Any]]:
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         z: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Given,
     ) -> Tensor:
         """One token. Step sizes, A, D and the bias are expanded over the axes of the state."""
         refuse_packed(kwargs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from precondattn.given import Given
 
 
-def refuse_packed(kwargs: Mapping[str, Any]) -> None:
+def refuse_packed(kwargs: Mapping[str, Given]) -> None:
     """Raise an error if a call says that its rows hold several texts."""
     for name in ("cu_seqlens", "seq_idx"):
         if kwargs.get(name) is not None:

@@ -12,12 +12,14 @@ for the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from precondattn.arrays import Tree
+from precondattn.given import Given
+from precondattn.integrations.transformers.linear.computed import Forward
 
 NAME = "precondattn_padding"
 """The attribute of a layer's cache."""
@@ -51,16 +53,16 @@ class Padding:
         self.is_harmless = not _is_compiled() and bool((has_tokens & ~is_after).all())
 
 
-def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+def checked(forward: Forward) -> Forward:
     """The forward of a linear layer, which refuses tokens that come after padding."""
 
     def forward_checked(
-        self: Any,
+        self: nn.Module,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache_params: Given = None,
         attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: Given,
+    ) -> Tree:
         if cache_params is not None:
             _check(cache_params.layers[self.layer_idx], hidden_states, attention_mask)
         return forward(self, hidden_states, cache_params, attention_mask, **kwargs)
@@ -68,7 +70,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_checked
 
 
-def _check(layer: Any, x: Tensor, mask: Tensor | None) -> None:
+def _check(layer: nn.Module, x: Tensor, mask: Tensor | None) -> None:
     """Check the tokens x (b, t, width) and note what is read with them.
 
     Raises
@@ -121,7 +123,7 @@ def _is_compiled() -> bool:
     return bool(torch.compiler.is_compiling())
 
 
-def _is_filled(layer: Any) -> bool:
+def _is_filled(layer: nn.Module) -> bool:
     """Whether a layer's cache has a state."""
     filled = getattr(layer, "has_previous_state", False)
     return any(filled.values()) if isinstance(filled, dict) else bool(filled)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
 from precondattn.cache import Cache, Replace
 from precondattn.cache.kinds import STATE, Kind
 from precondattn.execution.preparation import prepared
@@ -26,7 +27,7 @@ def computed_from(
     inputs: dict[str, Tensor],
     states: States | None,
     returns_states: bool,
-    backend: Any,
+    backend: BackendNames,
 ) -> tuple[Tensor, States | None]:
     """The output, and the states after it if they are wanted.
 
@@ -46,7 +47,7 @@ def computed_from(
 
 
 def _one_token(
-    mechanism: Mechanism, inputs: dict[str, Tensor], cache: Cache, backend: Any
+    mechanism: Mechanism, inputs: dict[str, Tensor], cache: Cache, backend: BackendNames
 ) -> tuple[Tensor, States] | None:
     """One token of `extend`: only its preparation and its backend; None where it is more than that.
 

@@ -6,13 +6,14 @@ those of padding too: the length that it sees, `seen`, is the same for all seque
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from precondattn.cache import Cache
-from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache
+from precondattn.given import Given
+from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache, HFConfig
 from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
 from precondattn.layers.torch import Attention
 
@@ -73,7 +74,7 @@ class LayerCache(CacheLayerMixin):
         if self.recording is None:
             self.recording = DraftRecording()
 
-    def crop(self, left: int, lengths: Any) -> None:
+    def crop(self, left: int, lengths: Given) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
         if self.is_croppable:
             self.held = cast(Cache, self.held).crop(lengths)
@@ -111,10 +112,10 @@ class LayerCache(CacheLayerMixin):
         if self.held is not None:
             self.held = self.held.reorder(beam_idx.to(self.held.length.device))
 
-    def lazy_initialization(self, *args: Any) -> NoReturn:
+    def lazy_initialization(self, *args: Given) -> NoReturn:
         self._refuse()
 
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def update(self, *args: Given, **kwargs: Given) -> NoReturn:
         self._refuse()
 
     def offload(self) -> NoReturn:
@@ -152,7 +153,7 @@ class PrecondattnCache(HFCache):
     (3, False)
     """
 
-    def __init__(self, config: Any, capacity: int | None = None) -> None:
+    def __init__(self, config: HFConfig, capacity: int | None = None) -> None:
         if capacity is not None and (type(capacity) is not int or capacity < 1):
             raise ValueError(f"capacity must be a whole number, 1 or above; found {capacity!r}")
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
@@ -208,7 +209,7 @@ class PrecondattnCache(HFCache):
             if self.valid is not None:
                 self.valid = self.valid[:, :left]
             for layer in self.layers:
-                lengths: Any = left
+                lengths: Given = left
                 if self.valid is not None:
                     lengths = self.valid.sum(1, dtype=layer.held.length.dtype)
                 layer.crop(left, lengths)

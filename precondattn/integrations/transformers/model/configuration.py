@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
     DEFAULT,
@@ -76,10 +75,10 @@ class PrecondattnConfig(PreTrainedConfig):
     head_dim: int | None = None
     value_head_dim: int | None = None
     num_slots: int | None = None
-    mechanism: Any = None
-    layer_types: Any = None
-    recipes: Any = None
-    attention_arguments: Any = None
+    mechanism: Given = None
+    layer_types: Given = None
+    recipes: Given = None
+    attention_arguments: Given = None
     initializer_range: float = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -87,7 +86,7 @@ class PrecondattnConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: Given) -> None:
         if self.mechanism is not None and self.layer_types is not None:
             raise ValueError(
                 f"pass mechanism or layer_types, not both; found mechanism={self.mechanism!r} and "

@@ -7,10 +7,9 @@ another shape.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import ConversionOps, WeightConverter
 from precondattn.layers.torch.module import Declared
 
@@ -19,8 +18,8 @@ class Converted(ConversionOps):
     """One weight from before, as its layer stores it now."""
 
     def convert(
-        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **given: Any
-    ) -> Any:
+        self, input_dict: Given, source_patterns: Given, target_patterns: Given, **given: Given
+    ) -> Given:
         """The weight by its new name."""
         (tensors,) = input_dict.values()
         name = given["full_layer_name"]
@@ -37,7 +36,7 @@ class Converted(ConversionOps):
         raise NotImplementedError("weights are not saved by their earlier names")
 
 
-def converters(model: nn.Module) -> list[Any]:
+def converters(model: nn.Module) -> list[Given]:
     """A rule for each part of a name that has changed, the same for all layers."""
     changed: dict[str, str] = {}
     for path, module in model.named_modules():

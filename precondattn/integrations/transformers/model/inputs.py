@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from precondattn.given import Given
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 
 RECORDED = ("output_hidden_states",)
@@ -17,7 +17,7 @@ LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Arguments of Transformers' loss function."""
 
 
-def check_arguments(given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+def check_arguments(given: Mapping[str, Given], allowed: tuple[str, ...]) -> None:
     """Raise an error for arguments that would change nothing."""
     if given.get("output_attentions"):
         raise ValueError(
@@ -34,7 +34,7 @@ def check_arguments(given: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{unknown[0]} is no argument of this model")
 
 
-def check_cache(cache: Any, layers: int) -> None:
+def check_cache(cache: Given, layers: int) -> None:
     """Raise an error unless the cache is one of this model."""
     if cache is None:
         return
@@ -49,7 +49,7 @@ def check_cache(cache: Any, layers: int) -> None:
         )
 
 
-def mask_of_new(attention_mask: Any, batch: int, count: int, cache: Any) -> Tensor | None:
+def mask_of_new(attention_mask: Given, batch: int, count: int, cache: Given) -> Tensor | None:
     """True for the valid new tokens (b, count); None if all are. The cache remembers it."""
     past = 0 if cache is None else cache.get_seq_length()
     valid = None
@@ -71,7 +71,7 @@ def mask_of_new(attention_mask: Any, batch: int, count: int, cache: Any) -> Tens
     return None if not torch.compiler.is_compiling() and new.all() else new
 
 
-def check_positions(positions: Any, mask: Any, cache: Any) -> None:
+def check_positions(positions: Given, mask: Given, cache: Given) -> None:
     """Raise an error for several texts in one row, which positions that start again tell."""
     if positions is None or mask is not None or torch.compiler.is_compiling():
         return
@@ -84,7 +84,7 @@ def check_positions(positions: Any, mask: Any, cache: Any) -> None:
         )
 
 
-def _check_mask(mask: Any, batch: int, count: int, past: int) -> None:
+def _check_mask(mask: Given, batch: int, count: int, past: int) -> None:
     if not isinstance(mask, Tensor) or mask.is_floating_point():
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"attention_mask must be a tensor of integers or booleans; found {found}")

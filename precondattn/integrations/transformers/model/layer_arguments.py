@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from precondattn.algebra.expression import parse
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.given import Given
+from precondattn.integrations.transformers.interface import HFConfig
 from precondattn.integrations.transformers.model.recipes import from_json, to_json
+from precondattn.json_types import JsonObject
 from precondattn.layers.plan import plan_for
 
 DEFAULT = "softmax"
@@ -22,7 +24,7 @@ SIZES = {
 ARGUMENTS = ("heads", *SIZES, "recipes")
 
 
-def mechanism_text(mechanism: Any) -> str:
+def mechanism_text(mechanism: Given) -> str:
     """A mechanism as the text that a configuration stores.
 
     Raises
@@ -45,7 +47,7 @@ def mechanism_text(mechanism: Any) -> str:
     return str(parsed)
 
 
-def attention_arguments(given: Any, mechanisms: Sequence[str]) -> dict[str, dict[str, Any]] | None:
+def attention_arguments(given: Given, mechanisms: Sequence[str]) -> dict[str, JsonObject] | None:
     """Arguments of `Attention` by mechanism, as plain JSON.
 
     Raises
@@ -77,7 +79,7 @@ def attention_arguments(given: Any, mechanisms: Sequence[str]) -> dict[str, dict
     return plain
 
 
-def layer_arguments(config: Any) -> list[dict[str, Any]]:
+def layer_arguments(config: HFConfig) -> list[JsonObject]:
     """The arguments of `Attention` for each layer of a configuration.
 
     Raises
@@ -93,7 +95,7 @@ def layer_arguments(config: Any) -> list[dict[str, Any]]:
             f"layer_types must have an entry for each of the num_hidden_layers={count} layers; "
             f"found {len(types)}"
         )
-    shared: dict[str, Any] = {own: getattr(config, name) for own, name in SIZES.items()}
+    shared: JsonObject = {own: getattr(config, name) for own, name in SIZES.items()}
     shared.update(heads=config.num_attention_heads, recipes=config.recipes)
     arguments = []
     for depth, mechanism in enumerate(types):
@@ -104,7 +106,7 @@ def layer_arguments(config: Any) -> list[dict[str, Any]]:
     return arguments
 
 
-def check_layers(config: Any) -> None:
+def check_layers(config: HFConfig) -> None:
     """Raise the error that making the layers would raise."""
     for arguments in layer_arguments(config):
         options = {name: given for name, given in arguments.items() if name != "depth"}

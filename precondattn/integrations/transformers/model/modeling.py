@@ -6,12 +6,13 @@ logits = norm(block(… block(E[tokens]))) Hᵀ,    H = E where they are tied
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from precondattn.arrays import Tree
 from precondattn.cache import Cache
+from precondattn.given import Given
 from precondattn.integrations.transformers.interface import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -47,7 +48,7 @@ class PrecondattnBlock(GradientCheckpointingLayer, Block):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         past_key_values: PrecondattnCache | None = None,
-    ) -> Any:
+    ) -> Tree:
         """The new x (b, t, width)."""
         if next(self.attention.parameters()).is_meta is not x.is_meta:
             raise RuntimeError(
@@ -96,8 +97,12 @@ class PrecondattnPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *given: Any
-    ) -> Any:
+        model: nn.Module,
+        state_dict: Tensor,
+        checkpoint_files: object,
+        load_config: Given,
+        *given: object,
+    ) -> Given:
         """As of Transformers, and from folders that were saved by earlier names of weights."""
         ours = converters(model)
         mapping = [*(load_config.weight_mapping or []), *ours]
@@ -154,8 +159,8 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         past_key_values: PrecondattnCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: Given,
+    ) -> Tree:
         """The hidden states (b, t, width); arguments as of `PrecondattnForCausalLM`."""
         check_arguments(kwargs, ())
         check_cache(past_key_values, len(self.layers))
@@ -218,8 +223,8 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: Given,
+    ) -> Tree:
         """The logits, and the loss if there are labels.
 
         Parameters
@@ -265,9 +270,9 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(
         self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
+        generation_config: Given,
+        model_kwargs: dict[str, Given],
+        generation_mode: Given,
         batch_size: int,
         max_cache_length: int,
     ) -> None:

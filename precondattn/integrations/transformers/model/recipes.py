@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
 
+from precondattn.given import Given
+from precondattn.json_types import Json, JsonObject
 from precondattn.layers import recipes as known
 from precondattn.layers.recipe import Recipe
 
@@ -18,7 +19,7 @@ RECIPES: dict[str, type[Recipe]] = {
 """The recipes that a configuration can name. A file never names code of anybody else."""
 
 
-def to_json(recipes: Any) -> dict[str, dict[str, Any]] | None:
+def to_json(recipes: Given) -> dict[str, JsonObject] | None:
     """Recipes by input, each a `Recipe` or already JSON, as JSON.
 
     Raises
@@ -33,14 +34,14 @@ def to_json(recipes: Any) -> dict[str, dict[str, Any]] | None:
     return {name: _json_of(name, recipe) for name, recipe in recipes.items()}
 
 
-def from_json(recipes: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Recipe] | None:
+def from_json(recipes: Mapping[str, Mapping[str, Json]] | None) -> dict[str, Recipe] | None:
     """The recipes of `to_json`."""
     if recipes is None:
         return None
     return {name: _recipe_of(name, described) for name, described in recipes.items()}
 
 
-def _json_of(name: str, recipe: Any) -> dict[str, Any]:
+def _json_of(name: str, recipe: Given) -> JsonObject:
     if isinstance(recipe, Mapping):
         recipe = _recipe_of(name, recipe)
     kind = type(recipe)
@@ -52,7 +53,7 @@ def _json_of(name: str, recipe: Any) -> dict[str, Any]:
     return {NAME: kind.__name__, **asdict(recipe)}
 
 
-def _recipe_of(name: str, described: Mapping[str, Any]) -> Recipe:
+def _recipe_of(name: str, described: Mapping[str, Json]) -> Recipe:
     if not isinstance(described, Mapping):
         raise TypeError(f"recipes: that of {name} must be a dict; found {described!r}")
     options = dict(described)

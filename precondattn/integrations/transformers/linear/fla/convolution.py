@@ -7,12 +7,11 @@ A state is the last W inputs (n, channels, W); before the first token they are 0
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
+from precondattn.given import Given
 from precondattn.integrations.transformers.linear.fla.ragged import as_batch, as_row, valid_slots
 
 
@@ -27,7 +26,7 @@ def causal_conv1d(
     backend: str | None = None,
     cu_seqlens: Tensor | None = None,
     cp_context: None = None,
-    **others: Any,
+    **others: Given,
 ) -> tuple[Tensor, Tensor | None]:
     """y (b, t, channels) as x, and the state if it is wanted; weight (channels, W)."""
     if cp_context is not None:

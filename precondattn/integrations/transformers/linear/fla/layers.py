@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
+from precondattn.algebra.piece import BackendNames
 from precondattn.integrations.transformers.interface import PreTrainedModel
 from precondattn.integrations.transformers.linear.computed import (
     METHODS,
+    Functions,
     Maker,
     class_of,
     code_of,
@@ -21,7 +22,7 @@ from precondattn.integrations.transformers.linear.fla import convolution, module
 from precondattn.integrations.transformers.linear.fla.recurrences import NAMES, recurrences
 
 RECURRENCES = {name for names in NAMES.values() for name in names}
-KERNELS: dict[str, Callable[..., Any]] = {
+KERNELS: Functions = {
     "causal_conv1d": convolution.causal_conv1d,
     "causal_conv1d_update": convolution.causal_conv1d_update,
     "rotary_embedding": rotary.rotary_embedding,
@@ -48,7 +49,7 @@ LEFT = "Attention"
 """The layer of softmax attention, which a hybrid model keeps."""
 
 
-def on_cpu(backend: Any) -> dict[str, Callable[..., Any]]:
+def on_cpu(backend: BackendNames) -> Functions:
     """What to call in place of all kernels."""
     return {**KERNELS, **recurrences(backend)}
 
@@ -58,7 +59,7 @@ def is_of_fla(model: nn.Module) -> bool:
     return str(class_of(model).__module__).startswith("fla.")
 
 
-def compute_fla_by(model: Any, backend: Any) -> Any:
+def compute_fla_by(model: nn.Module, backend: BackendNames) -> nn.Module:
     """`use_backend_for` for a model of flash-linear-attention.
 
     Its own loss is a kernel too: on a CPU, the attribute `criterion` that it has for another one is
@@ -75,7 +76,7 @@ def compute_fla_by(model: Any, backend: Any) -> Any:
     return model
 
 
-def restore_fla(model: Any) -> Any:
+def restore_fla(model: nn.Module) -> nn.Module:
     """`restore_backend_for` for a model of flash-linear-attention."""
     for module in model.modules():
         if class_of(module) is not type(module):
@@ -85,7 +86,7 @@ def restore_fla(model: Any) -> Any:
     return model
 
 
-def modules_of_fla(model: Any) -> Iterator[tuple[nn.Module, Maker]]:
+def modules_of_fla(model: nn.Module) -> Iterator[tuple[nn.Module, Maker]]:
     """The modules to change, each with what its kernels are replaced by.
 
     Raises

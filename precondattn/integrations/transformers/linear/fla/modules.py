@@ -8,11 +8,11 @@ Norms are computed in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, silu
+
+from precondattn.arrays import Tree
 
 
 def rms_norm(
@@ -23,7 +23,7 @@ def rms_norm(
     eps: float = 1e-5,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
-) -> Any:
+) -> Tree:
     """The norm of x + residual, and with `prenorm` that sum too."""
     total = x.float() if residual is None else x.float() + residual.float()
     y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
@@ -49,7 +49,7 @@ def rms_norm_gated(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
-) -> Any:
+) -> Tree:
     """The norm of x + residual times the activated gate, and with `prenorm` that sum too."""
     if activation not in ("swish", "silu", "sigmoid"):
         raise ValueError(f"activation: 'swish' or 'sigmoid' expected; found {activation!r}")
@@ -69,7 +69,7 @@ def rms_norm_linear(
     eps: float = 1e-5,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
-) -> Any:
+) -> Tree:
     """A linear map of the norm."""
     y, total = rms_norm(x, norm_weight, norm_bias, residual, eps, True, residual_in_fp32)
     y = linear(y, linear_weight, linear_bias)

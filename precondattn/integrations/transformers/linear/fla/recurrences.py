@@ -8,16 +8,18 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.piece import BackendNames
+from precondattn.arrays import Tree
+from precondattn.given import Given
+from precondattn.integrations.transformers.linear.computed import Functions
 from precondattn.integrations.transformers.linear.fla.delta_gates import (
     delta_inputs,
     unit_rows_of,
@@ -51,7 +53,7 @@ PREPARED = (*signature(delta_inputs).parameters,)[5:]
 """The arguments of both gated delta rules that say how q, k, g and beta are made first."""
 
 
-def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
+def recurrences(backend: BackendNames) -> Functions:
     """What to call in place of these functions."""
 
     def run(
@@ -79,7 +81,7 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         output_final_state: bool = False,
         state_v_first: bool = False,
         cu_seqlens: Tensor | None = None,
-        **others: Any,
+        **others: Given,
     ) -> tuple[Tensor, Tensor | None]:
         _refuse(others)
         before = _turned(initial_state, state_v_first)
@@ -94,17 +96,19 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         v: Tensor,
         g: Tensor | None = None,
         gk: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
+        **others: Given,
+    ) -> Tree:
         decay = gk if g is None else g
         if decay is None:
             raise ValueError("gk: a decay for each channel expected; found None")
         return one_state(GLA(), {"q": q, "k": k, "v": v, "g": decay}, **others)
 
-    def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
+    def gated_delta(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Given
+    ) -> Tree:
         return one_state(GatedDelta(), delta_inputs(q, k, v, g, beta, **_taken(others)), **others)
 
-    def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Any) -> Any:
+    def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **others: Given) -> Tree:
         return one_state(KDA(), delta_inputs(q, k, v, g, beta, **_taken(others)), **others)
 
     def delta(
@@ -113,15 +117,15 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         v: Tensor,
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
-        **others: Any,
-    ) -> Any:
+        **others: Given,
+    ) -> Tree:
         if use_qk_l2norm_in_kernel:
             q, k = unit_rows_of(q), unit_rows_of(k)
         return one_state(Delta(), {"q": q, "k": k, "v": v, "beta": beta}, **others)
 
     def retention(
-        q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **others: Any
-    ) -> Any:
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **others: Given
+    ) -> Tree:
         """SSD with log γ for a decay, because a missing token must not decay the state."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale  # That of SSD is 1.
         heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
@@ -138,7 +142,7 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         initial_state: States | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
-        **others: Any,
+        **others: Given,
     ) -> tuple[Tensor, States | None]:
         _refuse(others)
         if g is None:
@@ -151,12 +155,12 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
         k: Tensor,
         v: Tensor,
         scale: float | None = None,
-        initial_state: Any = None,
+        initial_state: Tree = None,
         output_final_state: bool = False,
         normalize: bool = True,
         cu_seqlens: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
+        **others: Given,
+    ) -> Tree:
         _refuse(others)
         inputs, wanted = {"q": q, "k": k, "v": v}, bool(output_final_state)
         if normalize and initial_state is not None:
@@ -170,19 +174,19 @@ def recurrences(backend: Any) -> dict[str, Callable[..., Any]]:
             return out, None
         return out, (after[0], after[1][:, None]) if normalize else after[0]
 
-    own: dict[str, Callable[..., Any]]
+    own: Functions
     own = {"gla": gla, "gated_delta": gated_delta, "kda": kda, "delta": delta}
     own |= {"gsa": gsa, "linear": linear, "retention": retention}
     return {name: own[kind] for kind, names in NAMES.items() for name in names}
 
 
-def _taken(others: dict[str, Any]) -> dict[str, Any]:
+def _taken(others: dict[str, Given]) -> dict[str, Given]:
     """The arguments for `delta_inputs`, which are no longer among the others."""
     return {name: others.pop(name) for name in PREPARED if name in others}
 
 
 @lru_cache(maxsize=KEPT)
-def _with_scale(mechanism: Any, scale: float | None) -> Mechanism:
+def _with_scale(mechanism: Mechanism, scale: float | None) -> Mechanism:
     scaled: Mechanism = mechanism if scale is None else replace(mechanism, scale=scale)
     return scaled
 
@@ -191,7 +195,7 @@ def _turned(state: Tensor | None, is_value_first: bool) -> Tensor | None:
     return state.mT if is_value_first and state is not None else state
 
 
-def _refuse(others: dict[str, Any]) -> None:
+def _refuse(others: dict[str, Given]) -> None:
     """Raise for an argument that is set and that no mechanism has; some say how, and not what."""
     for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate"):
         others.pop(name, None)
