@@ -17,6 +17,8 @@ GROUP = "precondattn.mechanisms"
 
 AnyMechanism = Any
 """A mechanism, in modules that the class of mechanisms is made of."""
+MechanismClass = Any
+"""A class of mechanisms: its constructor has its options, and it may be a key."""
 
 
 class Registered(Protocol):

@@ -33,7 +33,7 @@ class Reference(Backend):
         is_operator = request.is_symbolic and not request.verb.startswith("extend")
         return Support.yes(differentiable=not is_operator)
 
-    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
         return _Definition(mechanism, mechanism, differentiable=differentiable)
 
 

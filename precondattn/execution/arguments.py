@@ -7,7 +7,7 @@ computed. All others were raised when the call was prepared (`preparation.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from precondattn.algebra.declaration import Sizes
 from precondattn.arrays import (
     Array,
     Arrays,
+    DType,
     dtype_name,
     host_array,
     host_integers,
@@ -57,6 +58,7 @@ from precondattn.frame import (
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
     from precondattn.execution.containment import NonFiniteRows
+    from precondattn.given import Given
 
 
 class BoundCall(NamedTuple):
@@ -69,7 +71,7 @@ class BoundCall(NamedTuple):
     """Valid tokens (b,) of each sequence, as int32."""
     invalid: Array | None = None
     """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
-    dtypes_before: Mapping[str, Any] | None = None
+    dtypes_before: Mapping[str, DType] | None = None
     """The dtypes of the inputs before autocast cast them; None where it is off."""
     non_finite: NonFiniteRows | None = None
     """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
@@ -103,8 +105,8 @@ def bind(
     ready: PreparedCall,
     *,
     segment_ids: Array | None,
-    cu_seqlens: Any,
-    lengths: Any,
+    cu_seqlens: Given,
+    lengths: Given,
     key_mask: Array | None,
 ) -> BoundCall:
     """The arguments of a full call, with its masks."""
@@ -131,7 +133,7 @@ def bind(
 
 
 def check_call(
-    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Any]
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Given]
 ) -> None:
     """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
     masks = {name: options.get(name) for name in CALL_OPTIONS if name != "backend"}
@@ -142,7 +144,7 @@ def check_call(
 def _segments(
     owner: str,
     segment_ids: Array | None,
-    cu_seqlens: Any,
+    cu_seqlens: Given,
     like: Array,
     shape: tuple[int, int],
     checks: ValueChecks,
@@ -170,7 +172,7 @@ def bind_extension(
     call: GivenCall,
     ready: PreparedCall,
     *,
-    lengths: Any,
+    lengths: Given,
     key_mask: Array | None,
     segment_ids: Array | None = None,
 ) -> BoundCall:
@@ -227,9 +229,7 @@ def bind_extension(
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
 
 
-def _inputs(
-    call: GivenCall, ready: PreparedCall
-) -> tuple[dict[str, Array], Mapping[str, Any] | None]:
+def _inputs(call: GivenCall, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType] | None]:
     """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
     given = (*call.arrays, *call.named.values())
     if ready.numbers is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import (
@@ -17,6 +16,7 @@ from precondattn.arrays import (
     storage_of,
 )
 from precondattn.backend import UnsupportedError
+from precondattn.given import Given
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
@@ -86,7 +86,7 @@ def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tens
         )
 
 
-def check_masks_stored(owner: str, masks: Mapping[str, Any]) -> None:
+def check_masks_stored(owner: str, masks: Mapping[str, Given]) -> None:
     """Raise a TypeError for a nested or sparse mask."""
     for name, mask in masks.items():
         if mask is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import OptionKind, fields_of
+from precondattn.algebra.options import OptionKind, OptionValue, fields_of
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array
+from precondattn.algebra.registry import AnyMechanism, MechanismClass
+from precondattn.arrays import Array, Arrays
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.given import Given
 from precondattn.limits import KEPT
 
 
@@ -19,20 +21,20 @@ class Switch(NamedTuple):
     """The setting of an option that declares an input."""
 
     option: str
-    value: Any
+    value: OptionValue
 
 
 Switches = Mapping[str, Mapping[int, tuple[Switch, ...]]]
 """For each optional input, by its number of axes: the switches, any of which declares it."""
 
 
-def options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def options_of(cls: MechanismClass) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The options of the mechanism, and those of the softmax that is its base."""
     return _options_of(cls)
 
 
 @cache
-def _options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _options_of(cls: MechanismClass) -> tuple[tuple[str, ...], tuple[str, ...]]:
     own = tuple(fields_of(cls))
     base = _base_of(cls)
     if getattr(base, "name", None) != "softmax":
@@ -40,23 +42,23 @@ def _options_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return own, tuple(name for name in fields_of(base) if name not in own)
 
 
-def _base_of(cls: Any) -> Any:
+def _base_of(cls: MechanismClass) -> MechanismClass:
     """The class of its default base; None for a leaf."""
     field = cls.__dataclass_fields__.get("base")
     return None if field is None else type(field.default)
 
 
-def with_options(cls: Any, options: Mapping[str, Any]) -> Any:
+def with_options(cls: MechanismClass, options: Mapping[str, OptionValue]) -> AnyMechanism:
     """The mechanism, with the options of softmax passed to its base."""
     _, of_base = options_of(cls)
     base = {name: value for name, value in options.items() if name in of_base}
     rest = {name: value for name, value in options.items() if name not in of_base}
-    built: Any = cls(**rest, base=_base_of(cls)(**base)) if base else cls(**rest)
+    built: AnyMechanism = cls(**rest, base=_base_of(cls)(**base)) if base else cls(**rest)
     return built
 
 
 @cache
-def switches_of(cls: Any) -> Switches:
+def switches_of(cls: MechanismClass) -> Switches:
     """The inputs that an option adds or gives other axes, found by setting each option in turn."""
     default = cls().inputs
     switches: dict[str, dict[int, tuple[Switch, ...]]] = {}
@@ -69,7 +71,7 @@ def switches_of(cls: Any) -> Switches:
     return switches
 
 
-def declared_by_options(cls: Any) -> Iterator[tuple[str, Any, Inputs]]:
+def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue, Inputs]]:
     """Each option with each of its few settings, and the inputs that are declared then."""
     own, of_base = options_of(cls)
     for name in (*own, *of_base):
@@ -81,12 +83,12 @@ def declared_by_options(cls: Any) -> Iterator[tuple[str, Any, Inputs]]:
                 continue
 
 
-def owner_of(cls: Any, option: str) -> Any:
+def owner_of(cls: MechanismClass, option: str) -> MechanismClass:
     """The class that has an option: that of the mechanism, or of the softmax that is its base."""
     return cls if option in options_of(cls)[0] else _base_of(cls)
 
 
-def build(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
     """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
 
     An array for an optional input switches on the option that declares it.
@@ -98,8 +100,8 @@ def build(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """
     own, of_base = options_of(cls)
     switches = switches_of(cls)
-    options: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    options: dict[str, OptionValue] = {}
+    rest: Arrays = {}
     for name, value in named.items():
         is_option = name in own or name in of_base
         # NumPy's True has a shape, but is the value of an option.
@@ -121,7 +123,7 @@ def build(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return mechanism, rest
 
 
-def _check_keywords(cls: Any, mechanism: Piece, named: Mapping[str, Any]) -> None:
+def _check_keywords(cls: MechanismClass, mechanism: Piece, named: Mapping[str, Given]) -> None:
     own, of_base = options_of(cls)
     known = [*own, *of_base, *mechanism.inputs, *CALL_OPTIONS]
     for name in named:
@@ -140,14 +142,14 @@ def _check_keywords(cls: Any, mechanism: Piece, named: Mapping[str, Any]) -> Non
         )
 
 
-_built: dict[Hashable, tuple[Any, tuple[str, ...]]] = {}
+_built: dict[Hashable, tuple[AnyMechanism, tuple[str, ...]]] = {}
 """By what `build` looks at: the mechanism, and the keywords that are left for its call."""
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 """The types of settings that are compared by their value."""
 
 
-def built(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
     """`build`, once for all calls that differ in masks and in the entries of arrays only."""
     key = _key(cls, named) if named else cls
     known = _built.get(key)
@@ -161,7 +163,7 @@ def built(cls: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return mechanism, rest
 
 
-def _key(cls: Any, named: Mapping[str, Any]) -> Hashable | None:
+def _key(cls: MechanismClass, named: Mapping[str, Given]) -> Hashable | None:
     """What `build` looks at; None where a setting is neither plain nor an array with axes."""
     key: list[Hashable] = [cls]
     for name, value in named.items():
@@ -176,7 +178,9 @@ def _key(cls: Any, named: Mapping[str, Any]) -> Hashable | None:
     return tuple(key)
 
 
-def build_and_call(cls: Any, arrays: tuple[Array, ...], named: Mapping[str, Any]) -> Array:
+def build_and_call(
+    cls: MechanismClass, arrays: tuple[Array, ...], named: Mapping[str, Given]
+) -> Array:
     """Build the mechanism from its keywords and call it."""
     mechanism, rest = build(cls, named)
     return mechanism(*arrays, **rest)

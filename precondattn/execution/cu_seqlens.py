@@ -10,7 +10,7 @@ the CPU, it is read without waiting for a device.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache.integers import whole_number
 from precondattn.execution.masks import INTEGERS, ValueChecks
+from precondattn.given import Given
 
 NAME = "cu_seqlens"
 NARROW = ("int8", "int16", "uint8", "uint16")
@@ -46,7 +47,7 @@ class Packed(NamedTuple):
     """The number of tokens before the padding (1,), int32; None where there is known to be none."""
 
 
-def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
+def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
     """The segments, for inputs like `like` with b sequences of s keys.
 
     Raises
@@ -81,7 +82,7 @@ def packed_by(owner: str, given: Any, like: Array, b: int, s: int, checks: Value
     return Packed(segment_ids, None, on_device_of(like, bounds[-1:]))
 
 
-def _checked(owner: str, given: Any, like: Array) -> Array:
+def _checked(owner: str, given: Given, like: Array) -> Array:
     """The bounds: a NumPy array, or an array of the inputs' library. Type and shape are right."""
     if isinstance(given, list | tuple):
         try:  # As Python's integers, which do not overflow.

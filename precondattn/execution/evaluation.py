@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import (
     Array,
     Arrays,
+    Residuals,
+    Tree,
     cast,
     counts_flops,
     dtype_name,
@@ -22,7 +24,7 @@ from precondattn.arrays import (
     wants_gradient,
     zero_where_not,
 )
-from precondattn.cache import KEY_MASK, Append, Cache, Replace, updated
+from precondattn.cache import KEY_MASK, Append, Cache, Replace, Update, Updates, updated
 from precondattn.cache.kinds import holding
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
@@ -30,6 +32,7 @@ from precondattn.dispatch.plan import CallPlan, PlannedCall
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
+from precondattn.frame import Frame
 
 
 def forward(plan: CallPlan, call: BoundCall) -> Array:
@@ -47,7 +50,7 @@ def forward(plan: CallPlan, call: BoundCall) -> Array:
 def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the function from its cotangent to the gradients by input name."""
     values = dict(call.inputs)
-    trace: list[tuple[PlannedCall, Arrays, Array, Any]] = []
+    trace: list[tuple[PlannedCall, Arrays, Array, Residuals]] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
         out, residuals = _with_residuals(planned, inputs, call)
@@ -99,11 +102,11 @@ class ExecutedStep(NamedTuple):
 
 
 def _steps(
-    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Any]] | None
-) -> tuple[Array, dict[str, Any], list[ExecutedStep]]:
+    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Tree]] | None
+) -> tuple[Array, dict[str, Update], list[ExecutedStep]]:
     """The output, the update of every buffer, and the executed steps; None runs them directly."""
     values, frame = dict(call.inputs), call.frame
-    updates: dict[str, Any] = {}
+    updates: dict[str, Update] = {}
     trace: list[ExecutedStep] = []
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
@@ -191,7 +194,7 @@ def extend_vjp(
 
 
 def _updated_store(
-    updates: Mapping[str, Any], call: BoundCall, cache: Cache, count: Array, *, donate: bool
+    updates: Mapping[str, Update], call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> Arrays:
     """The updated buffers; the state of a sequence with arguments out of range is NaN."""
     store = {}
@@ -306,12 +309,12 @@ def _bridged_step(
     planned: PlannedCall,
     past: Arrays,
     inputs: Arrays,
-    frame: Any,
+    frame: Frame,
     *,
     call: BoundCall,
     length: Array,
-    count: Any,
-) -> tuple[Array, Any]:
+    count: int,
+) -> tuple[Array, Updates]:
     arrays = (*past.values(), *inputs.values())
     if planned.backend is EMPTY:
         return _plain_step(planned, past, inputs, frame)
@@ -351,7 +354,9 @@ def _is_mapped(planned: PlannedCall, *arrays: Array) -> bool:
     return planned.backend is not REFERENCE and transforms_of(*arrays) == {"vmap"}
 
 
-def _with_residuals(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> tuple[Array, Any]:
+def _with_residuals(
+    planned: PlannedCall, inputs: Arrays, call: BoundCall
+) -> tuple[Array, Residuals]:
     if not call.prepared.is_direct and _is_mapped(planned, *inputs.values()):
         from precondattn.execution.torch import autograd
 
@@ -360,7 +365,12 @@ def _with_residuals(planned: PlannedCall, inputs: Arrays, call: BoundCall) -> tu
 
 
 def _gradients(
-    planned: PlannedCall, inputs: Arrays, frame: Any, out: Array, residuals: Any, cotangent: Array
+    planned: PlannedCall,
+    inputs: Arrays,
+    frame: Frame,
+    out: Array,
+    residuals: Tree,
+    cotangent: Array,
 ) -> Arrays:
     if _is_mapped(planned, cotangent, out):
         from precondattn.execution.torch import autograd
@@ -370,8 +380,8 @@ def _gradients(
 
 
 def _mapped_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
-) -> tuple[Array, Any]:
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
+) -> tuple[Array, Updates]:
     if _is_mapped(planned, *past.values(), *inputs.values()):
         from precondattn.execution.torch.autograd import apply_step
 
@@ -383,7 +393,7 @@ def _step_gradients(
     planned: PlannedCall,
     past: Arrays,
     inputs: Arrays,
-    frame: Any,
+    frame: Frame,
     out: Array,
     cotangent: Array,
     d_buffers: Arrays,
@@ -396,11 +406,11 @@ def _step_gradients(
 
 
 def _plain_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Any
-) -> tuple[Array, Any]:
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
+) -> tuple[Array, Updates]:
     return planned.runner.step(past, inputs, frame)
 
 
-def _plain(planned: PlannedCall, inputs: Arrays, frame: Any) -> Array:
+def _plain(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Array:
     out: Array = planned.runner.forward(inputs, frame)[0]
     return out

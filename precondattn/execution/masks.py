@@ -8,7 +8,6 @@ invalid, and their output is NaN, so that it can not be mistaken for a result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
@@ -23,6 +22,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache.integers import whole_number
+from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -53,7 +53,7 @@ class ValueChecks:
 
 def check_lengths(
     owner: str,
-    lengths: Any,
+    lengths: Given,
     like: Array,
     b: int,
     longest: int,

@@ -6,7 +6,7 @@ back:    dx[j] = dy[slot_j]   where row j of x was moved, else 0
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import (
     Array,
@@ -21,12 +21,12 @@ from precondattn.arrays import (
 class MovedRows(NamedTuple):
     """Where each row comes from. No row is moved to two places that have a source."""
 
-    sources: Any
-    has_source: Any
+    sources: Array
+    has_source: Array
     """None where all have."""
-    slots: Any
+    slots: Array
     """Where each row goes to."""
-    is_moved: Any
+    is_moved: Array
     """None where all are."""
 
     @property

@@ -12,10 +12,10 @@ import inspect
 from collections.abc import Iterable
 from inspect import Parameter
 from itertools import chain
-from typing import Any
 
-from precondattn.algebra.options import fields_of
+from precondattn.algebra.options import OptionValue, fields_of
 from precondattn.algebra.piece import Piece
+from precondattn.algebra.registry import MechanismClass
 from precondattn.execution.build import declared_by_options, options_of, owner_of
 from precondattn.execution.input_names import CALL_OPTIONS
 
@@ -42,7 +42,7 @@ def signature_of_call(mechanism: Piece) -> inspect.Signature:
     return _signature(type(mechanism), inputs, [])
 
 
-def signature_of_shorthand(cls: Any) -> inspect.Signature:
+def signature_of_shorthand(cls: MechanismClass) -> inspect.Signature:
     """The parameters of the shorthand of a class: the inputs of all its options, and the options.
 
     An input that some options do not declare may be left out.
@@ -63,7 +63,9 @@ def signature_of_shorthand(cls: Any) -> inspect.Signature:
     return _signature(cls, [*inputs.values()], options)
 
 
-def _signature(cls: Any, inputs: list[Parameter], options: list[Parameter]) -> inspect.Signature:
+def _signature(
+    cls: MechanismClass, inputs: list[Parameter], options: list[Parameter]
+) -> inspect.Signature:
     first = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in inputs[:3]]
     others = sorted(inputs[3:], key=lambda each: each.default is OPTIONAL)
     of_call = inspect.signature(cls.__call__).parameters
@@ -71,13 +73,13 @@ def _signature(cls: Any, inputs: list[Parameter], options: list[Parameter]) -> i
     return inspect.Signature([*first, *others, *options, *masks], return_annotation="Array")
 
 
-def _input(name: str, patterns: Iterable[str], default: Any = Parameter.empty) -> Parameter:
+def _input(name: str, patterns: Iterable[str], default: OptionValue = Parameter.empty) -> Parameter:
     shapes = " or ".join(text or "a number" for text in patterns)
     annotation = f'Annotated[Array, "{shapes}"]'
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _option(field: Any) -> Parameter:
+def _option(field: OptionValue) -> Parameter:
     settings, default = field.metadata["kind"].settings, field.default
     annotation = str(field.type)
     if settings and not isinstance(default, bool):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import Pattern, ShapeError, Sizes
 from precondattn.arrays import (
@@ -49,6 +49,7 @@ from precondattn.limits import KEPT_SIGNATURES
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
+    from precondattn.given import Given
 
 
 class PreparedCall(NamedTuple):
@@ -213,7 +214,7 @@ def times(sizes: Sizes) -> tuple[int, int]:
     return sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
 
 
-def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Any]) -> None:
+def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> None:
     """Raise unless the numbers of queries and keys fit the mechanism and the masks."""
     t, s = times(sizes)
     if t > s and s != 0 and mechanism.offers.causal:
@@ -238,7 +239,7 @@ def _check_leaves(mechanism: Piece, sizes: Sizes, masks: frozenset[str]) -> None
         call.leaf.check_call(own, masks)
 
 
-def _masks_of_extension(mechanism: Piece, cache: Cache, masks: Mapping[str, Any]) -> set[str]:
+def _masks_of_extension(mechanism: Piece, cache: Cache, masks: Mapping[str, Given]) -> set[str]:
     """The masks that matter: masked keys are not written to a state, but are to a row of tokens."""
     has_key_mask = masks[KEY_MASK] is not None
     if keeps_tokens(mechanism):

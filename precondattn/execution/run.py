@@ -26,6 +26,7 @@ from precondattn.execution.unchanged import UnchangedArguments, countable
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
+    from precondattn.given import Given
 
 MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
 """Those of a full call."""
@@ -290,7 +291,7 @@ def _refuse_segments(mechanism: Piece, named: Arrays) -> None:
             )
 
 
-def _cotangents_of_buffers(owner: str, given: Any) -> Arrays:
+def _cotangents_of_buffers(owner: str, given: Given) -> Arrays:
     given = given.store if isinstance(given, Cache) else given
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, is_compiling
 from precondattn.execution.build import built, options_of
+from precondattn.given import Given
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
@@ -32,7 +32,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
     (1, 5, 2, 4)
     """
 
-    def call(*arrays: Array, **named: Any) -> Array:
+    def call(*arrays: Array, **named: Given) -> Array:
         if is_compiling():
             from precondattn.execution.torch.compile import captured_shorthand
 

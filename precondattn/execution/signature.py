@@ -13,16 +13,17 @@ is checked and planned every time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.arrays import exact_device, library_of, only_computes
+from precondattn.arrays import Array, exact_device, library_of, only_computes
 from precondattn.cache import Cache
 from precondattn.dispatch.discovery import selection
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, Piece
+    from precondattn.given import Given
 
 
 class GivenCall(NamedTuple):
@@ -30,21 +31,21 @@ class GivenCall(NamedTuple):
 
     verb: str
     mechanism: Piece
-    arrays: tuple[Any, ...]
+    arrays: tuple[Array, ...]
     """The arguments by position; `named` are the inputs by name, `masks` the masks."""
-    named: Mapping[str, Any]
-    masks: Mapping[str, Any]
+    named: Mapping[str, Given]
+    masks: Mapping[str, Given]
     """None for a mask that is not given."""
     backend: BackendNames
-    cache: Any = None
+    cache: Given = None
     """For extensions."""
 
 
 class ArgumentKind(NamedTuple):
     """What can be read of the arguments of one type."""
 
-    describe: Callable[[Any], Hashable]
-    state: Callable[[Any], Hashable | None] = lambda array: True
+    describe: Callable[[Given], Hashable]
+    state: Callable[[Given], Hashable | None] = lambda array: True
     """The state of the library for calls with this array; None where there is no signature."""
 
 
@@ -52,7 +53,7 @@ def signature_of(call: GivenCall) -> Hashable | None:
     """The signature, or None for a call without one."""
     verb, mechanism, arrays, named, masks, backend, cache = call
     arguments = (*arrays, *named.values(), *masks.values())
-    names: Any = (*named,)
+    names: object = (*named,)
     if cache is not None:
         if type(cache) is not Cache or type(cache.store) is not dict:
             return None
@@ -80,7 +81,7 @@ def signature_of(call: GivenCall) -> Hashable | None:
     return verb, mechanism._name, names, len(arrays), chosen, state, tuple(described)
 
 
-def _state_of_torch(tensor: Any) -> Hashable | None:
+def _state_of_torch(tensor: Array) -> Hashable | None:
     if not only_computes():
         return None
     torch, device = sys.modules["torch"], tensor.device.type
@@ -96,11 +97,11 @@ _of_numpy = attrgetter("dtype", "shape")
 _of_jax = attrgetter("dtype", "shape", "sharding")
 
 
-def _of_any(array: Any) -> Hashable:
+def _of_any(array: Array) -> Hashable:
     return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
 
 
-def _of_sequence(numbers: Any) -> Hashable:
+def _of_sequence(numbers: Sequence[int]) -> Hashable:
     """Lengths on the host, which are checked in every call."""
     return "numbers"
 
@@ -111,7 +112,7 @@ _kinds: dict[type, ArgumentKind | None] = {
 }
 
 
-def _learned(argument: Any) -> ArgumentKind | None:
+def _learned(argument: Given) -> ArgumentKind | None:
     """The kind of a type that is seen for the first time; None for calls without a signature."""
     cls = type(argument)
     if cls not in _kinds:
@@ -119,7 +120,7 @@ def _learned(argument: Any) -> ArgumentKind | None:
     return _kinds[cls]
 
 
-def _kind_of(argument: Any) -> ArgumentKind | None:
+def _kind_of(argument: Given) -> ArgumentKind | None:
     library, cls = library_of(argument), type(argument)
     if library == "torch":
         torch = sys.modules["torch"]

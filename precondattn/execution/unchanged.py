@@ -8,7 +8,7 @@ copied. Other libraries count no writes: there the caller has to leave the argum
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import Array, Arrays, copied, library_of, writes_in_place
 from precondattn.cache import Cache
@@ -30,15 +30,15 @@ def countable(call: GivenCall) -> GivenCall:
     )
 
 
-def _is_uncounted(array: Any) -> bool:
+def _is_uncounted(array: Array) -> bool:
     return library_of(array) == "torch" and bool(array.is_inference())
 
 
-def _kept(array: Any) -> Any:
+def _kept(array: Array) -> Array:
     return copied(array) if _is_uncounted(array) else array
 
 
-def _all_kept(arrays: Mapping[str, Any]) -> Arrays:
+def _all_kept(arrays: Mapping[str, Array]) -> Arrays:
     return {name: _kept(array) for name, array in arrays.items()}
 
 

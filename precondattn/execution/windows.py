@@ -9,7 +9,7 @@ are those of the cache itself; otherwise it is a copy with more rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 
-def is_window(cache: Any) -> bool:
+def is_window(cache: Cache) -> bool:
     return isinstance(cache, Cache) and FIRST in cache.store
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
 
-from precondattn.arrays import Array, Arrays, dtype_name, upcast
-from precondattn.cache import Replace
+from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
+from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
@@ -39,19 +38,19 @@ def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Arra
     return _wide(planned.runner.forward(inputs, frame)[0])
 
 
-def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Any:
+def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Tree:
     out, residuals = _methods(planned).forward(inputs, frame)
     return _wide(out), (inputs, frame, out, residuals)
 
 
-def _backward(planned: PlannedCall, saved: Any, cotangent: Array) -> Any:
+def _backward(planned: PlannedCall, saved: Tree, cotangent: Array) -> Tree:
     inputs, frame, out, residuals = saved
     gradients = gradients_at(cotangent, _methods(planned), inputs, frame, out, residuals)
     cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
     return cotangents, jax.tree.map(_no_cotangent, frame)
 
 
-def _methods(planned: PlannedCall) -> Any:
+def _methods(planned: PlannedCall) -> Tree:
     """What runs, where JAX may differentiate it: the methods of a `JaxBackend` do so themselves."""
     if isinstance(planned.backend, JaxBackend):
         return planned.runner
@@ -67,7 +66,7 @@ def _wide(out: Array) -> Array:
     return upcast(out) if dtype_name(out) == "float16" else out
 
 
-def _no_cotangent(array: Array) -> Any:
+def _no_cotangent(array: Array) -> Tree:
     """The cotangent of an integer or boolean array, which has dtype float0."""
     return np.zeros(array.shape, dtype=jax.dtypes.float0)
 
@@ -77,7 +76,7 @@ _apply.defvjp(_forward, _backward)
 
 def apply_step(
     planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
-) -> tuple[Array, dict[str, Replace]]:
+) -> tuple[Array, Updates]:
     """A step that replaces the states of a cache, differentiable in them and in the inputs."""
     out, new = _step(planned, past, inputs, frame)
     return out, {name: Replace(state) for name, state in new.items()}
@@ -90,17 +89,17 @@ def _step(
     return _output_and_states(planned.runner.step(past, inputs, frame))
 
 
-def _output_and_states(result: tuple[Array, Any]) -> tuple[Array, Arrays]:
+def _output_and_states(result: tuple[Array, Tree]) -> tuple[Array, Arrays]:
     out, updates = result
     return _wide(out), {name: update.value for name, update in updates.items()}
 
 
-def _step_forward(planned: PlannedCall, past: Any, inputs: Any, frame: Frame) -> Any:
+def _step_forward(planned: PlannedCall, past: Tree, inputs: Tree, frame: Frame) -> Tree:
     result = _methods(planned).step(past, inputs, frame)
     return _output_and_states(result), (past, inputs, frame)
 
 
-def _step_backward(planned: PlannedCall, saved: Any, cotangents: Any) -> Any:
+def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
     past, inputs, frame = saved
     d_out, d_states = cotangents
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.

@@ -18,6 +18,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from precondattn.arrays import Tree
+
 Arrays = Sequence[Any]
 Derivative = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 """A function of the arguments and of the tangents of those that are real numbers, to the results
@@ -28,14 +30,14 @@ call_p.multiple_results = True
 
 
 def with_derivative(
-    function: Callable[..., Any], derivative: Callable[[Any, Any], tuple[Any, Any]]
-) -> Callable[..., Any]:
+    function: Callable[..., Tree], derivative: Callable[[Tree, Tree], tuple[Tree, Tree]]
+) -> Callable[..., Tree]:
     """A function of trees of arrays, with the derivative that `jax.custom_jvp` would be given.
 
     Neither may refer to an array that JAX traces and that is not an argument.
     """
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(arguments)
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return function(*arguments)
@@ -55,25 +57,25 @@ def with_derivative(
     return call
 
 
-def _is_real(array: Any) -> bool:
+def _is_real(array: Tree) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
-def _no_tangent(array: Any) -> Any:
+def _no_tangent(array: Tree) -> Tree:
     return np.zeros(array.shape, dtype=jax.dtypes.float0)
 
 
-def _computed(*arguments: Any, traced: ClosedJaxpr, derivative: Derivative) -> Any:
+def _computed(*arguments: Tree, traced: ClosedJaxpr, derivative: Derivative) -> Tree:
     return jaxpr_as_fun(traced)(*arguments)
 
 
-def _abstract(*_: Any, traced: ClosedJaxpr, derivative: Derivative) -> Any:
+def _abstract(*_: Tree, traced: ClosedJaxpr, derivative: Derivative) -> Tree:
     return traced.out_avals, traced.effects
 
 
 def _differentiated(
     primals: Arrays, tangents: Arrays, *, traced: ClosedJaxpr, derivative: Derivative
-) -> Any:
+) -> Tree:
     moving = [
         jnp.zeros_like(primal) if isinstance(tangent, ad.Zero) else tangent
         for primal, tangent in zip(primals, tangents, strict=True)
@@ -87,12 +89,14 @@ def _differentiated(
     ]
 
 
-def _mapped(arguments: Arrays, axes: Arrays, *, traced: ClosedJaxpr, derivative: Derivative) -> Any:
+def _mapped(
+    arguments: Arrays, axes: Arrays, *, traced: ClosedJaxpr, derivative: Derivative
+) -> Tree:
     each = zip(traced.in_avals, axes, strict=True)
     axes_of_moving = [axis for aval, axis in each if _is_real(aval)]
     function = jax.vmap(jaxpr_as_fun(traced), in_axes=tuple(axes))  # None: not mapped.
 
-    def of_all(primals: Arrays, moving: Arrays) -> Any:
+    def of_all(primals: Arrays, moving: Arrays) -> Tree:
         in_axes = (list(axes), axes_of_moving)
         return jax.vmap(derivative, in_axes=in_axes)(list(primals), list(moving))
 

@@ -12,13 +12,13 @@ of all heads it has. Of a mechanism whose outputs depend on other sequences, no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
 from precondattn.algebra.declaration import HEADS as HEAD_LETTERS
 from precondattn.algebra.declaration import Pattern
-from precondattn.arrays import Array
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Tree
 
 BATCH, HEADS = "b", "h"
 INDEPENDENT = BATCH + HEADS
@@ -29,7 +29,9 @@ NUMBERED = "#"
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def axes_of(mechanism: Any, verb: str, forward: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+def axes_of(
+    mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: tuple[Tree, ...]
+) -> Tree:
     """The axes of the arguments of a method: trees like `arrays`, with texts for arrays."""
     inputs, frame = arrays[:2] if verb in ("forward", "backward") else arrays[1:3]
     declared = _DeclaredAxes(mechanism, inputs)
@@ -56,7 +58,7 @@ def axes_of(mechanism: Any, verb: str, forward: Callable[..., Any], arrays: tupl
 class _DeclaredAxes:
     """The axes of arrays, by the declared patterns."""
 
-    def __init__(self, mechanism: Any, inputs: Mapping[str, Array]) -> None:
+    def __init__(self, mechanism: Piece, inputs: Mapping[str, Array]) -> None:
         mixes = mechanism.mixes_sequences
         self.batch = NUMBERED if mixes else BATCH
         self.heads = NUMBERED if mixes or mechanism.numbers_heads else HEADS
@@ -88,7 +90,7 @@ class _DeclaredAxes:
         return (self.batch if array.shape[0] == self.sequences > 1 else OTHER) + "t"
 
 
-def axes_of_results(function: Callable[..., Any], arrays: Any, axes: Any) -> Any:
+def axes_of_results(function: Callable[..., Tree], arrays: Tree, axes: Tree) -> Tree:
     """The axes of the results of a function: those that grow with the arguments' axes."""
     shapes = _shapes_of_results(function, arrays)
     grown = {
@@ -111,7 +113,7 @@ def axes_of_results(function: Callable[..., Any], arrays: Any, axes: Any) -> Any
     return jax.tree.map(of_result, shapes, *grown.values())
 
 
-def _shapes_of_results(function: Callable[..., Any], arrays: Any) -> Any:
+def _shapes_of_results(function: Callable[..., Tree], arrays: Tree) -> Tree:
     with jax.sharding.use_abstract_mesh(NO_MESH):  # Shapes without shardings.
         return jax.eval_shape(function, *arrays)
 
@@ -121,8 +123,8 @@ def is_independent(letter: str) -> bool:
     return letter in INDEPENDENT or letter.isdigit()
 
 
-def _doubled(letter: str) -> Callable[[Array, str], Any]:
-    def doubled(array: Array, axes: str) -> Any:
+def _doubled(letter: str) -> Callable[[Array, str], Tree]:
+    def doubled(array: Array, axes: str) -> Tree:
         shape = tuple(2 * n if a == letter else n for a, n in zip(axes, array.shape, strict=True))
         return jax.ShapeDtypeStruct(shape, array.dtype)
 

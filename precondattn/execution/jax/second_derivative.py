@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from precondattn.arrays import Array, cast, upcast_all
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Tree, cast, upcast_all
 from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
@@ -30,7 +31,7 @@ from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
 
 
-def with_derivatives(verb: str, backend: Any, function: Callable[..., Any], piece: Any) -> Any:
+def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], piece: Piece) -> Tree:
     """A function of a backend that runs a piece, with its derivatives."""
     if verb in ("forward", "backward"):
         output = output_of(piece, backend)
@@ -41,12 +42,12 @@ def with_derivatives(verb: str, backend: Any, function: Callable[..., Any], piec
     return _step(function, step) if verb == "step" else _step_backward(function, step)
 
 
-def differentiates_step(backend: Any, piece: Any) -> bool:
+def differentiates_step(backend: Tree, piece: Piece) -> bool:
     """Whether JAX can differentiate the steps of a backend by itself, any number of times."""
     return isinstance(backend, JaxBackend) and backend.differentiable_step(piece) is not None
 
 
-def output_of(piece: Any, first: Any) -> Output:
+def output_of(piece: Piece, first: Tree) -> Output:
     """F of a piece: that of a backend, `first` if it has one, or the definition."""
     for backend in (first, *discover().backends):
         output = backend.differentiable(piece) if isinstance(backend, JaxBackend) else None
@@ -55,7 +56,7 @@ def output_of(piece: Any, first: Any) -> Output:
     return lambda inputs, frame: _defined(piece, inputs, frame)
 
 
-def step_of(piece: Any) -> StepOutput:
+def step_of(piece: Piece) -> StepOutput:
     """The step of a piece: that of a backend, or the definition."""
     for backend in discover().backends:
         step = backend.differentiable_step(piece) if isinstance(backend, JaxBackend) else None
@@ -66,7 +67,7 @@ def step_of(piece: Any) -> StepOutput:
     return defined
 
 
-def _defined(piece: Any, inputs: Mapping[str, Array], frame: Frame) -> Array:
+def _defined(piece: Piece, inputs: Mapping[str, Array], frame: Frame) -> Array:
     """The output by the definition of each leaf."""
     values = dict(inputs)
     for call in piece.program.calls:
@@ -76,7 +77,7 @@ def _defined(piece: Any, inputs: Mapping[str, Array], frame: Frame) -> Array:
 
 
 def _defined_step(
-    piece: Any, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
+    piece: Piece, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     """The output and the updates by the definition of each leaf."""
     values, updates = dict(inputs), dict[str, Any]()
@@ -90,13 +91,13 @@ def _defined_step(
     return values[piece.program.out], updates
 
 
-def _forward(method: Callable[..., Any], output: Output) -> Any:
+def _forward(method: Callable[..., Tree], output: Output) -> Tree:
     """The output and the residuals, which only `backward` reads: their tangent is 0."""
 
-    def plain(inputs: dict[str, Array], frame: Frame) -> Any:
+    def plain(inputs: dict[str, Array], frame: Frame) -> Tree:
         return method(inputs, frame)
 
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: Tree, tangents: Tree) -> Tree:
         inputs, frame = primals
         out, residuals = forward(inputs, frame)
         _, d_out = jax.jvp(lambda x: output(x, frame), *_wide(inputs, tangents[0]))
@@ -106,17 +107,17 @@ def _forward(method: Callable[..., Any], output: Output) -> Any:
     return forward
 
 
-def _backward(method: Callable[..., Any], output: Output) -> Any:
+def _backward(method: Callable[..., Tree], output: Output) -> Tree:
     """The gradients by name."""
 
-    def plain(inputs: Any, frame: Frame, out: Array, residuals: Any, cotangent: Array) -> Any:
+    def plain(inputs: Tree, frame: Frame, out: Array, residuals: Tree, cotangent: Array) -> Tree:
         return method(inputs, frame, out, residuals, cotangent)
 
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: Tree, tangents: Tree) -> Tree:
         inputs, frame, *_, cotangent = primals
         gradients = backward(*primals)
 
-        def pulled(x: Any, cotangent: Any) -> Any:
+        def pulled(x: Tree, cotangent: Tree) -> Tree:
             out, pull = jax.vjp(lambda x: output(x, frame), x)
             return pull(cast(cotangent["out"], out.dtype))[0]
 
@@ -129,13 +130,13 @@ def _backward(method: Callable[..., Any], output: Output) -> Any:
     return backward
 
 
-def _step(method: Callable[..., Any], output: StepOutput) -> Any:
+def _step(method: Callable[..., Tree], output: StepOutput) -> Tree:
     """The output and the updates by name."""
 
-    def plain(past: Any, inputs: Any, frame: Frame) -> Any:
+    def plain(past: Tree, inputs: Tree, frame: Frame) -> Tree:
         return method(past, inputs, frame)
 
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: Tree, tangents: Tree) -> Tree:
         past, inputs, frame = primals
         result = step(*primals)
         wide, d_wide = (tuple(map(upcast_all, each)) for each in ((past, inputs), tangents[:2]))
@@ -146,22 +147,22 @@ def _step(method: Callable[..., Any], output: StepOutput) -> Any:
     return step
 
 
-def _step_backward(method: Callable[..., Any], output: StepOutput) -> Any:
+def _step_backward(method: Callable[..., Tree], output: StepOutput) -> Tree:
     """The gradients of the inputs, and those of the old states, by name."""
 
-    def plain(past: Any, inputs: Any, frame: Frame, cotangent: Array, d_new: Any) -> Any:
+    def plain(past: Tree, inputs: Tree, frame: Frame, cotangent: Array, d_new: Tree) -> Tree:
         return method(past, inputs, frame, cotangent, d_new)
 
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: Tree, tangents: Tree) -> Tree:
         past, inputs, frame, cotangent, d_new = primals
         gradients = step_backward(*primals)
 
-        def states(past: Any, x: Any) -> Any:
+        def states(past: Tree, x: Tree) -> Tree:
             out, updates = output(past, x, frame)
-            replaced: dict[str, Any] = dict(updates)
+            replaced: dict[str, Tree] = dict(updates)
             return out, {name: update.value for name, update in replaced.items()}
 
-        def pulled(past: Any, x: Any, given: Any, d_new: Any) -> Any:
+        def pulled(past: Tree, x: Tree, given: Tree, d_new: Tree) -> Tree:
             result, pull = jax.vjp(states, past, x)
             d_past, d_x = pull(jax.tree.map(_cast_like, (given["out"], d_new), result))
             return d_x, d_past
@@ -180,11 +181,11 @@ def _cast_like(array: Array, other: Array) -> Array:
     return cast(array, other.dtype)
 
 
-def _wide(arrays: Mapping[str, Array], tangents: Mapping[str, Array]) -> tuple[Any, Any]:
+def _wide(arrays: Mapping[str, Array], tangents: Mapping[str, Array]) -> tuple[Tree, Tree]:
     """The arguments of `jax.jvp`: both in float32, where they are in half precision."""
     return (upcast_all(arrays),), (upcast_all(tangents),)
 
 
-def _no_tangent(array: Array) -> Any:
+def _no_tangent(array: Array) -> Tree:
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return jnp.zeros_like(array) if is_float else np.zeros(array.shape, dtype=jax.dtypes.float0)

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.arrays import HALF, Array, dtype_name, library_of
+from precondattn.arrays import HALF, Array, Arrays, DType, dtype_name, library_of
 
 CAST = HALF | {"float32"}
 """The dtypes that autocast casts."""
 
-_OFF: AbstractContextManager[Any] = nullcontext()
+_OFF: AbstractContextManager[object] = nullcontext()
 
 
-def target(array: Array) -> Any:
+def target(array: Array) -> DType:
     """The dtype of autocast for the device of `array`; None where autocast is off."""
     if library_of(array) != "torch":
         return None
@@ -33,7 +32,7 @@ def target(array: Array) -> Any:
     return torch.get_autocast_dtype(device) if is_on else None
 
 
-def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[dict[str, Array], Any]:
+def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[Arrays, DType]:
     """The inputs as autocast casts them, and their dtypes before; None where autocast is off."""
     dtype = target(next(iter(inputs.values()), None))
     if dtype is None:
@@ -46,11 +45,11 @@ def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[dict[str, A
     return cast, {name: getattr(array, "dtype", None) for name, array in inputs.items()}
 
 
-def off(array: Array) -> AbstractContextManager[Any]:
+def off(array: Array) -> AbstractContextManager[object]:
     """A context without autocast on the device of `array`."""
     if target(array) is None:
         return _OFF
-    context: AbstractContextManager[Any] = sys.modules["torch"].autocast(
+    context: AbstractContextManager[object] = sys.modules["torch"].autocast(
         array.device.type, enabled=False
     )
     return context

@@ -8,12 +8,11 @@ are planned on the reference.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import counts_flops, has_tangent, wants_gradient
-from precondattn.cache import Replace
+from precondattn.arrays import Tree, counts_flops, has_tangent, wants_gradient
+from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.torch import second_derivative, vmap  # noqa: F401
 from precondattn.execution.torch.frames import no_gradient_of, text_of
@@ -34,7 +33,7 @@ def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tens
 
 def apply_step(
     planned: PlannedCall, past: dict[str, Tensor], inputs: dict[str, Tensor], frame: Frame
-) -> tuple[Tensor, dict[str, Replace]]:
+) -> tuple[Tensor, Updates]:
     """A step that replaces the states of a cache, differentiable in them and in the inputs."""
     piece, backend = planned.piece._name, planned.backend.name
     states, tensors = list(past.values()), list(inputs.values())
@@ -50,7 +49,7 @@ def apply_extension(
     frame: Frame,
     length: Tensor,
     count: Tensor | int,
-) -> tuple[Tensor, dict[str, Replace]]:
+) -> tuple[Tensor, Updates]:
     """A step as one operator without gradient, which returns the whole updated buffers."""
     piece, backend = planned.piece._name, planned.backend.name
     buffers, tensors = list(past.values()), list(inputs.values())
@@ -132,7 +131,7 @@ def _register_flops() -> None:
         flops.register()
 
 
-def _no_gradient(tensors: Any) -> Any:
+def _no_gradient(tensors: Tree) -> Tree:
     """The gradients of a list of masks.
 
     Autograd treats a list that contains None as one argument, and a list of tensors as many.
@@ -140,7 +139,7 @@ def _no_gradient(tensors: Any) -> Any:
     return None if any(each is None for each in tensors) else [None] * len(tensors)
 
 
-def _check_tangents(cotangents: Any) -> None:
+def _check_tangents(cotangents: Tree) -> None:
     if has_tangent(*cotangents):
         raise NotImplementedError(
             "forward-mode differentiation of a gradient needs tangents of the call's inputs too, "
@@ -148,13 +147,13 @@ def _check_tangents(cotangents: Any) -> None:
         )
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
     ctx.piece, ctx.backend, tensors, frame, ctx.layout = inputs
     ctx.split = len(tensors), len(tensors) + len(frame)
     ctx.save_for_backward(*tensors, *frame, *output)
 
 
-def _differentiate(ctx: Any, cotangents: Any) -> Any:
+def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     _check_tangents(cotangents)
     _register_flops()
     saved, (end, split) = list(ctx.saved_tensors), ctx.split
@@ -164,13 +163,13 @@ def _differentiate(ctx: Any, cotangents: Any) -> Any:
     return None, None, gradients, _no_gradient(frame), *no_gradient_of(ctx.layout)
 
 
-def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
+def _remember_step(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
     ctx.piece, ctx.backend, past, tensors, frame, ctx.layout = inputs
     ctx.split = len(past), len(past) + len(tensors)
     ctx.save_for_backward(*past, *tensors, *frame)
 
 
-def _differentiate_step(ctx: Any, cotangents: Any) -> Any:
+def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     _check_tangents(cotangents)
     _register_flops()
     saved, (end, split) = list(ctx.saved_tensors), ctx.split

@@ -9,10 +9,10 @@ differentiated with autocast off. A second derivative records it again, from the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.backend import Request
 from precondattn.cache import Cache
@@ -74,7 +74,7 @@ def _without(
 
 class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionCtx, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
         inner = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         with torch.enable_grad(), off(tensors[0]):
             outputs = function(*inner)
@@ -87,7 +87,7 @@ class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
         return results
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         is_second = torch.is_grad_enabled()
         with off(ctx.saved_tensors[0]):
             if is_second:

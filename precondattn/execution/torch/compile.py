@@ -10,18 +10,21 @@ A mechanism that is constructed in compiled code is a constant of the graph: `co
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra import registry
 from precondattn.algebra.names import piece_named
+from precondattn.algebra.options import OptionValue
+from precondattn.algebra.piece import BackendNames
+from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.execution.build import build_and_call
+from precondattn.given import Given
 
 Names = tuple[str, ...]
 
@@ -33,7 +36,9 @@ class Stand(Verbs):
         self._name, self._positional = name, positional
 
 
-def constructed(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def constructed(
+    cls: MechanismClass, values: tuple[OptionValue, ...], options: dict[str, OptionValue]
+) -> AnyMechanism:
     """`cls(*values, **options)`, in code that Dynamo traces."""
     given = (*values, *options.values())
     is_mechanism = tuple(isinstance(value, Verbs) for value in given)
@@ -41,7 +46,7 @@ def constructed(cls: Any, values: tuple[Any, ...], options: dict[str, Any]) -> A
     return _stand(_constructed(cls, tuple(options), is_mechanism, *plain))
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str) -> AnyMechanism:
     """`parse(text)`, in code that Dynamo traces."""
     return _stand(_parsed(text))
 
@@ -52,7 +57,9 @@ def _stand(described: str) -> Stand:
 
 
 @torch.compiler.assume_constant_result
-def _constructed(cls: Any, options: Names, is_mechanism: tuple[bool, ...], *given: Any) -> str:
+def _constructed(
+    cls: MechanismClass, options: Names, is_mechanism: tuple[bool, ...], *given: OptionValue
+) -> str:
     values = [
         piece_named(value) if is_name else value
         for value, is_name in zip(given, is_mechanism, strict=True)
@@ -71,7 +78,7 @@ def _described(mechanism: Verbs) -> str:
 
 
 @torch.compiler.allow_in_graph
-def captured(function: str, *arguments: Any) -> Tensor:
+def captured(function: str, *arguments: Given) -> Tensor:
     """A function by its path, `"module:name"`, whose checks Dynamo can not trace."""
     module, _, name = function.partition(":")
     out: Tensor = getattr(import_module(module), name)(*arguments)
@@ -80,7 +87,7 @@ def captured(function: str, *arguments: Any) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def captured_call(
-    mechanism: str, backend: Any, names: Names, tensors: tuple[Tensor, ...], masks: Any
+    mechanism: str, backend: BackendNames, names: Names, tensors: tuple[Tensor, ...], masks: Given
 ) -> Tensor:
     """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
     out: Tensor = run.call(
@@ -92,13 +99,13 @@ def captured_call(
 @torch.compiler.allow_in_graph
 def captured_extend(
     mechanism: str,
-    backend: Any,
+    backend: BackendNames,
     length: Tensor,
     keys: Names,
     buffers: tuple[Tensor, ...],
     names: Names,
     tensors: tuple[Tensor, ...],
-    masks: Any,
+    masks: Given,
 ) -> tuple[Tensor, ...]:
     """`Mechanism.extend`: the output, the new length, and the buffers."""
     out, cache = run.extend(
@@ -120,7 +127,7 @@ def captured_shorthand(
     names: Names,
     tensors: tuple[Tensor, ...],
     options: Names,
-    values: tuple[Any, ...],
+    values: tuple[OptionValue, ...],
 ) -> Tensor:
     """A shorthand such as `pa.lucid`, which constructs its mechanism from options."""
     named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}

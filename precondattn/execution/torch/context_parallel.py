@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
     from precondattn.dispatch.plan import CallPlan
     from precondattn.execution.arguments import BoundCall
+    from precondattn.execution.torch.older_vmap import Operator
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
@@ -54,7 +55,7 @@ def _handles_attention() -> bool:
 
 
 @cache
-def _attention() -> Any:
+def _attention() -> Operator:
     """PyTorch's own operator."""
     return sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
 

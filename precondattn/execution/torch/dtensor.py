@@ -8,13 +8,13 @@ Nothing is communicated. `dtensor_sharding.py` has the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from precondattn.algebra.declaration import ShapeError
-from precondattn.arrays import Arrays
+from precondattn.arrays import Arrays, Tree
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import run
@@ -35,11 +35,16 @@ from precondattn.execution.torch.dtensor_sharding import (
 )
 
 if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
+    from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
+    from precondattn.given import Given
 
 
 def call(
-    mechanism: Piece, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
+    mechanism: Piece,
+    arrays: Tensor,
+    named: Arrays,
+    backend: BackendNames,
+    masks: Mapping[str, Given],
 ) -> DTensor:
     """`run.call`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
@@ -48,7 +53,11 @@ def call(
 
 
 def vjp(
-    mechanism: Piece, arrays: Any, named: Arrays, backend: Any, masks: Mapping[str, Any]
+    mechanism: Piece,
+    arrays: Tensor,
+    named: Arrays,
+    backend: BackendNames,
+    masks: Mapping[str, Given],
 ) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
     """`run.vjp`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
@@ -66,10 +75,10 @@ def explain(
     mechanism: Piece,
     verb: str,
     cache: Cache | None,
-    arrays: Any,
+    arrays: Tensor,
     named: Arrays,
-    backend: Any,
-    masks: Mapping[str, Any],
+    backend: BackendNames,
+    masks: Mapping[str, Given],
 ) -> Explanation:
     """`run.explain` of the call on one device."""
     options = CALL_OPTIONS if cache is None else EXTEND_OPTIONS
@@ -80,7 +89,7 @@ def explain(
 
 
 def init_cache(
-    mechanism: Piece, arrays: Any, named: Arrays, capacity: int | None, key_mask: bool
+    mechanism: Piece, arrays: Tensor, named: Arrays, capacity: int | None, key_mask: bool
 ) -> Cache:
     """`empty_cache`."""
     inputs, _, sharding = _bound(mechanism, arrays, named, {}, INIT_OPTIONS)
@@ -91,10 +100,10 @@ def init_cache(
 def extend(
     mechanism: Piece,
     cache: Cache,
-    arrays: Any,
+    arrays: Tensor,
     named: Arrays,
-    backend: Any,
-    masks: Mapping[str, Any],
+    backend: BackendNames,
+    masks: Mapping[str, Given],
     *,
     donate: bool,
 ) -> tuple[DTensor, Cache]:
@@ -110,11 +119,11 @@ def extend(
 def extend_vjp(
     mechanism: Piece,
     cache: Cache,
-    arrays: Any,
+    arrays: Tensor,
     named: Arrays,
-    backend: Any,
-    masks: Mapping[str, Any],
-) -> tuple[DTensor, Cache, Any]:
+    backend: BackendNames,
+    masks: Mapping[str, Given],
+) -> tuple[DTensor, Cache, ExtendPullback]:
     """`run.extend_vjp`."""
     part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
     parts = sharding.parts(inputs)
@@ -122,7 +131,7 @@ def extend_vjp(
     whole, whole_cache = _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
     buffers = dict(cache.store)
 
-    def pullback(cotangent: DTensor, d_store: Any = None) -> tuple[Any, Any]:
+    def pullback(cotangent: DTensor, d_store: Tensor = None) -> tuple[Tree, Tree]:
         d_store = d_store.store if isinstance(d_store, Cache) else dict(d_store or {})
         _check_cotangent(mechanism, "the cotangent", cotangent, whole)
         for name in set(d_store) & set(whole_cache.store):
@@ -139,7 +148,7 @@ def extend_vjp(
 
 
 def _extension(
-    mechanism: Piece, cache: Cache, arrays: Any, named: Arrays, masks: Mapping[str, Any]
+    mechanism: Piece, cache: Cache, arrays: Tensor, named: Arrays, masks: Mapping[str, Given]
 ) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
     """This device's part of the cache, and `_bound`."""
     inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
@@ -153,9 +162,9 @@ def _whole(mechanism: Piece, sharding: MeshSharding, out: Tensor) -> DTensor:
 
 def _bound(
     mechanism: Piece,
-    arrays: Any,
+    arrays: Tensor,
     named: Arrays,
-    masks: Mapping[str, Any],
+    masks: Mapping[str, Given],
     options: tuple[str, ...],
     cache: Cache | None = None,
 ) -> tuple[dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
@@ -168,7 +177,7 @@ def _bound(
         masks = {**masks, "cu_seqlens": None}  # Every device has it.
     given = {name: mask for name, mask in masks.items() if mask is not None}
     patterns: Patterns = {**declared, **{name: MASKS[name] for name in given}}
-    everything: dict[str, Any] = {**inputs, **given}
+    everything: dict[str, Tensor] = {**inputs, **given}
     if cache is not None:
         check_cacheable(mechanism)
         check_cache(owner, mechanism, cache, inputs)
@@ -202,7 +211,7 @@ def _part_of_cache(sharding: MeshSharding, cache: Cache) -> Cache:
     return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
 
 
-def _check_cotangent(mechanism: Piece, what: str, cotangent: Any, output: DTensor) -> None:
+def _check_cotangent(mechanism: Piece, what: str, cotangent: Tree, output: DTensor) -> None:
     if not isinstance(cotangent, DTensor) or cotangent.placements != output.placements:
         found = getattr(cotangent, "placements", type(cotangent).__name__)
         raise ValueError(

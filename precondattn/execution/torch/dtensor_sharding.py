@@ -9,7 +9,7 @@ same way beside sharded query heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +92,7 @@ class MeshSharding(NamedTuple):
         return cache._replace(length=length, store=store)
 
 
-def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Any]) -> MeshSharding:
+def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) -> MeshSharding:
     """The sharding that all arrays have in common.
 
     Raises

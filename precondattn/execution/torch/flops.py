@@ -8,19 +8,19 @@ these queries; a cache of tokens counts with all its slots, because only shapes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.utils import flop_counter
 
 from precondattn.algebra.declaration import FIXED
 from precondattn.algebra.names import piece_named
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import flop_counters
 
 Shapes = Sequence[Sequence[int]]
 
 
-def _flops(piece: Any, sizes: Mapping[str, int], work: str) -> int:
+def _flops(piece: Piece, sizes: Mapping[str, int], work: str) -> int:
     """The sum over the leaves of a piece, for the whole batch."""
     total = 0.0
     for call, axes in zip(piece.program.calls, piece.program.axes, strict=True):
@@ -49,22 +49,22 @@ def _step(name: str, past: Shapes, tensors: Shapes, work: str) -> int:
     return _flops(piece, sizes, "decode" if is_decoding else work)
 
 
-def _forward(piece: str, backend: str, tensors: Shapes, *rest: Any, **named: Any) -> int:
+def _forward(piece: str, backend: str, tensors: Shapes, *rest: object, **named: object) -> int:
     return _full(piece, tensors, "forward")
 
 
-def _backward(piece: str, backend: str, tensors: Shapes, *rest: Any, **named: Any) -> int:
+def _backward(piece: str, backend: str, tensors: Shapes, *rest: object, **named: object) -> int:
     return _full(piece, tensors, "backward")
 
 
 def _forward_step(
-    piece: str, backend: str, past: Shapes, tensors: Shapes, *rest: Any, **named: Any
+    piece: str, backend: str, past: Shapes, tensors: Shapes, *rest: object, **named: object
 ) -> int:
     return _step(piece, past, tensors, "forward")
 
 
 def _backward_step(
-    piece: str, backend: str, past: Shapes, tensors: Shapes, *rest: Any, **named: Any
+    piece: str, backend: str, past: Shapes, tensors: Shapes, *rest: object, **named: object
 ) -> int:
     return _step(piece, past, tensors, "backward")
 

@@ -5,11 +5,11 @@ The gradient of PyTorch's own `index_select` adds one row after another.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
+from precondattn.arrays import Tree
 from precondattn.execution.moved_rows import MovedRows, taken
 
 
@@ -27,10 +27,10 @@ class _Moved(torch.autograd.Function):  # type: ignore[misc]
         return taken(tensor, MovedRows(*rows))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         back = MovedRows(*ctx.saved_tensors).back
         return _Moved.apply(cotangent, *back), None, None, None, None

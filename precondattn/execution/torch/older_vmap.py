@@ -15,21 +15,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from precondattn.arrays import Tree
+
 LEVELS = 64
 """The most that may be nested."""
 
 _key = torch._C._dispatch_key_parse("Batched")
 _library = torch.library.Library("precondattn", "FRAGMENT")
 
+Operator = Any
+"""An operator of PyTorch."""
 
-def register(operator: Any) -> None:
+
+def register(operator: Operator) -> None:
     """Let the older vmap map an operator that `torch.vmap` maps."""
 
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Tree) -> Tree:
         leaves, structure = pytree.tree_flatten(arguments)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-        def function(*tensors: Tensor) -> Any:
+        def function(*tensors: Tensor) -> Tree:
             given = [*leaves]
             for i, tensor in zip(places, tensors, strict=True):
                 given[i] = tensor
@@ -40,7 +45,7 @@ def register(operator: Any) -> None:
     _library.impl(operator._name, kernel, "Batched")
 
 
-def mapped(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+def mapped(function: Callable[..., Tree], tensors: Sequence[Tensor]) -> Tree:
     """`function(*tensors)`, by `torch.vmap` over the axes that the older one maps."""
     plain, levels = list(tensors), []
     for level in range(1, LEVELS + 1):

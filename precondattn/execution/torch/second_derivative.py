@@ -8,13 +8,14 @@ the number of tokens. The result can be differentiated further.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from precondattn.algebra.names import piece_named
-from precondattn.arrays import cast, upcast_all
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Tree, cast, upcast_all
 from precondattn.execution.torch.frames import frame_of, no_gradient_of
 from precondattn.execution.torch.operators import backward, named_inputs
 from precondattn.execution.torch.steps import named_buffers, step_backward
@@ -24,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensors]
 
 
-def _forward_of(piece: Any, frame: Frame) -> Function:
+def _forward_of(piece: Piece, frame: Frame) -> Function:
     """The reference's output, as a function of the piece's inputs in order."""
 
     def function(*tensors: Tensor) -> Tensors:
@@ -37,7 +38,7 @@ def _forward_of(piece: Any, frame: Frame) -> Function:
     return function
 
 
-def _step_of(piece: Any, frame: Frame, count: int) -> Function:
+def _step_of(piece: Piece, frame: Frame, count: int) -> Function:
     """The reference's output and new states, of `count` states and then the inputs."""
 
     def function(*tensors: Tensor) -> Tensors:
@@ -47,7 +48,7 @@ def _step_of(piece: Any, frame: Frame, count: int) -> Function:
             keys = call.slot_keys()
             x = upcast_all({formal: values[value] for formal, value in call.arguments})
             states = upcast_all({slot: past[key] for slot, key in keys.items()})
-            step: Any = call.leaf.step(states, x, frame)
+            step: Tree = call.leaf.step(states, x, frame)
             values[call.out], updates = step
             for slot, key in keys.items():
                 new.setdefault(key, cast(updates[slot].value, past[key].dtype))
@@ -58,7 +59,7 @@ def _step_of(piece: Any, frame: Frame, count: int) -> Function:
 
 def _gradient_of(
     function: Function, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> Any:
+) -> Tree:
     """The vjp of `function`, and the function that pulls cotangents of its results back."""
     count = len(tensors)
 
@@ -70,13 +71,13 @@ def _gradient_of(
     return torch.func.vjp(gradient, *tensors, *cotangents)
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
     ctx.piece, _, tensors, frame, outputs, cotangent, ctx.layout = inputs
     ctx.split, ctx.outputs = (len(tensors), len(tensors) + len(frame)), len(outputs)
     ctx.save_for_backward(*tensors, *frame, cotangent)
 
 
-def _differentiate(ctx: Any, d_gradients: Any) -> Any:
+def _differentiate(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
     *saved, cotangent = ctx.saved_tensors
     (end, split), piece = ctx.split, piece_named(ctx.piece)
     function = _forward_of(piece, frame_of(ctx.layout, saved[end:split], saved[0]))
@@ -88,13 +89,13 @@ def _differentiate(ctx: Any, d_gradients: Any) -> Any:
     return None, None, list(d_tensors), frame, outputs, d_cotangent, *of_layout
 
 
-def _remember_step(ctx: Any, inputs: Any, output: Any) -> None:
+def _remember_step(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
     ctx.piece, _, past, tensors, frame, cotangents, ctx.layout = inputs
     ctx.counts = len(past), len(tensors), len(frame)
     ctx.save_for_backward(*past, *tensors, *frame, *cotangents)
 
 
-def _differentiate_step(ctx: Any, d_gradients: Any) -> Any:
+def _differentiate_step(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
     saved, (states, inputs, masks) = list(ctx.saved_tensors), ctx.counts
     end, split = states + inputs, states + inputs + masks
     frame = frame_of(ctx.layout, saved[end:split], saved[0])
@@ -105,7 +106,7 @@ def _differentiate_step(ctx: Any, d_gradients: Any) -> Any:
     return None, None, *gradients, *no_gradient_of(ctx.layout)
 
 
-def _none(masks: Sequence[Tensor | None]) -> Any:
+def _none(masks: Sequence[Tensor | None]) -> Tree:
     """The gradients of masks: autograd takes a list that contains None for one argument."""
     return None if any(mask is None for mask in masks) else [None] * len(masks)
 

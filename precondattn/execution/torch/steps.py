@@ -9,12 +9,12 @@ that are numbers, such as one token, the step itself is traced, and the compiler
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from precondattn.arrays import cast
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Arrays, Tree, cast
 from precondattn.cache import updated
 from precondattn.execution.cotangents import step_gradients_at
 from precondattn.execution.torch.frames import frame_of
@@ -27,7 +27,7 @@ from precondattn.execution.torch.operators import (
 from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
 
 
-def named_buffers(piece: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+def named_buffers(piece: Piece, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.program.slots, buffers, strict=True))
 
 
@@ -46,7 +46,7 @@ def step(
     states, inputs = named_buffers(found.piece, past), named_inputs(found.piece, tensors)
     out, updates = found.runner.step(states, inputs, frame_of(layout, frame, tensors[0]))
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
-    replaced: dict[str, Any] = dict(updates)
+    replaced: Arrays = dict(updates)
     new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
     return unaliased([out, *new], [*past, *tensors, *frame])
 
@@ -112,20 +112,20 @@ def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool 
 
 
 @step.register_fake
-def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
+def _(piece: str, backend: str, past: Tree, tensors: Tree, *rest: Tree) -> list[Tensor]:
     contiguous = torch.contiguous_format
     new = [torch.empty_like(state, memory_format=contiguous) for state in past]
     return [_output_like(named(piece, backend), tensors, has_gradient=True), *new]
 
 
 @step_backward.register_fake
-def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
+def _(piece: str, backend: str, past: Tree, tensors: Tree, *rest: Tree) -> list[Tensor]:
     contiguous = torch.contiguous_format
     return [torch.empty_like(t, memory_format=contiguous) for t in (*past, *tensors)]
 
 
 @extension.register_fake
-def _(piece: str, backend: str, past: Any, tensors: Any, *rest: Any) -> list[Tensor]:
+def _(piece: str, backend: str, past: Tree, tensors: Tree, *rest: Tree) -> list[Tensor]:
     return [
         _output_like(named(piece, backend), tensors),
         *(torch.empty_like(each) for each in past),

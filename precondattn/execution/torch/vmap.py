@@ -8,13 +8,15 @@ Calls are made one after another where no axes serve.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.declaration import Pattern, Sizes
 from precondattn.algebra.names import piece_named
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Tree
 from precondattn.execution.torch import older_vmap
 from precondattn.execution.torch.folded_axes import (
     KINDS,
@@ -23,6 +25,7 @@ from precondattn.execution.torch.folded_axes import (
     OneCall,
     SeparateCallsError,
 )
+from precondattn.execution.torch.older_vmap import Operator
 from precondattn.execution.torch.operators import backward, forward, inference
 from precondattn.execution.torch.steps import extension, step, step_backward
 
@@ -100,14 +103,14 @@ def _buffers(call: OneCall) -> list[Pattern]:
     return [pattern for _, pattern in call.piece.program.slots.values()]
 
 
-def _sizes(piece: Any, lists: Sequence[MappedArrays]) -> Sizes:
+def _sizes(piece: Piece, lists: Sequence[MappedArrays]) -> Sizes:
     """The sizes of a full call, whose inputs come first."""
     shapes = dict(zip(piece.inputs, lists[0].shapes, strict=True))
     sizes: Sizes = piece.inputs.sizes(str(piece), shapes)
     return sizes
 
 
-def _sizes_of_step(piece: Any, lists: Sequence[MappedArrays]) -> Sizes:
+def _sizes_of_step(piece: Piece, lists: Sequence[MappedArrays]) -> Sizes:
     """The sizes of a step, whose inputs come after its buffers."""
     shapes = dict(zip(piece.inputs, lists[1].shapes, strict=True))
     sizes: Sizes = piece.inputs.extending().sizes(str(piece), shapes)
@@ -117,7 +120,9 @@ def _sizes_of_step(piece: Any, lists: Sequence[MappedArrays]) -> Sizes:
 # ------------------------------------------------------------------------------ the rule
 
 
-def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _sizes) -> None:
+def _register(
+    operator: Operator, axes_of: Callable[..., VmapAxes], sizes_of: Tree = _sizes
+) -> None:
     """Let both kinds of PyTorch's vmap map an operator."""
 
     def one_call(
@@ -133,14 +138,14 @@ def _register(operator: Any, axes_of: Callable[..., VmapAxes], sizes_of: Any = _
                 continue
         return None
 
-    def rule(info: Any, in_dims: Any, piece: str, backend: str, *given: Any) -> Any:
+    def rule(info: Tree, in_dims: Tree, piece: str, backend: str, *given: Tree) -> Tree:
         count = info.batch_size
         # PyTorch passes no argument that equals its default.
         *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
         mapped = in_dims[2 : 2 + len(arguments)]
         lists = [MappedArrays.of_argument(*pair) for pair in zip(arguments, mapped, strict=True)]
 
-        def results_of(arrays: Sequence[list[Any]]) -> Any:
+        def results_of(arrays: Sequence[list[Tree]]) -> Tree:
             pairs = zip(arguments, arrays, strict=True)
             new = (each if isinstance(old, list) else each[0] for old, each in pairs)
             return operator(piece, backend, *new, layout)
