@@ -118,9 +118,9 @@ class Verbs:
             names = (*self._positional[: len(arrays)], *named)
             tensors = (*arrays, *named.values())
             return captured_call(self._name, backend, names, tensors, masks)
-        from precondattn.execution import run
+        from precondattn.execution.run import call
 
-        return run.call(self, arrays, named, backend, masks)
+        return call(self, arrays, named, backend, masks)
 
     def vjp(
         self: Piece,
@@ -149,7 +149,7 @@ class Verbs:
         >>> sorted(pullback(np.ones_like(out)))
         ['k', 'q', 'v']
         """
-        from precondattn.execution import run
+        from precondattn.execution.run import vjp
 
         masks = {
             "segment_ids": segment_ids,
@@ -157,7 +157,7 @@ class Verbs:
             "lengths": lengths,
             "key_mask": key_mask,
         }
-        return run.vjp(self, arrays, named, backend, masks)
+        return vjp(self, arrays, named, backend, masks)
 
     def init_cache(
         self: Piece,
@@ -231,9 +231,9 @@ class Verbs:
             if donate:
                 cache.store.clear()
             return out, holding(cache, length, dict(zip(keys, buffers, strict=True)))
-        from precondattn.execution import run
+        from precondattn.execution.run import extend
 
-        return run.extend(self, cache, arrays, named, backend, masks, donate=donate)
+        return extend(self, cache, arrays, named, backend, masks, donate=donate)
 
     def extend_vjp(
         self: Piece,
@@ -264,10 +264,10 @@ class Verbs:
         >>> sorted(gradients), sorted(d_state)
         (['k', 'q', 'v'], ['linear.state(k, v)'])
         """
-        from precondattn.execution import run
+        from precondattn.execution.run import extend_vjp
 
         masks = {"lengths": lengths, "key_mask": key_mask}
-        return run.extend_vjp(self, cache, arrays, named, backend, masks)
+        return extend_vjp(self, cache, arrays, named, backend, masks)
 
     def explain(
         self: Piece,
@@ -290,7 +290,7 @@ class Verbs:
             With a cache, `extend` is explained (with "vjp", `extend_vjp`), and the arrays are the
             new tokens.
         """
-        from precondattn.execution import run
+        from precondattn.execution.run import explain
 
         masks = {
             "segment_ids": segment_ids,
@@ -298,4 +298,4 @@ class Verbs:
             "lengths": lengths,
             "key_mask": key_mask,
         }
-        return run.explain(self, verb, cache, arrays, named, backend, masks)
+        return explain(self, verb, cache, arrays, named, backend, masks)

@@ -154,7 +154,7 @@ def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
     key = _key(cls, named) if named else cls
     known = _built.get(key)
     if known is not None:
-        return known[0], {name: named[name] for name in known[1]}
+        return known[0], {name: named[name] for name in known[1]} if named else {}
     mechanism, rest = build(cls, named)
     if key is not None:
         if len(_built) >= KEPT:

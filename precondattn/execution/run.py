@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
     from precondattn.given import Given
 
-MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
-"""Those of a full call."""
-
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
 

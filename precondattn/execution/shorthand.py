@@ -46,12 +46,17 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
                 tuple(constants),
                 tuple(constants.values()),
             )
-        from precondattn.execution import run
+        from precondattn.execution.run import call as call_now
 
         mechanism, rest = built(cls, named)
         backend = rest.pop("backend", None)
-        masks = {name: rest.pop(name, None) for name in run.MASKS}
-        return run.call(mechanism, arrays, rest, backend, masks)
+        masks = {
+            "segment_ids": rest.pop("segment_ids", None),
+            "cu_seqlens": rest.pop("cu_seqlens", None),
+            "lengths": rest.pop("lengths", None),
+            "key_mask": rest.pop("key_mask", None),
+        }
+        return call_now(mechanism, arrays, rest, backend, masks)
 
     call.__name__ = call.__qualname__ = cls.name
     call.__doc__ = _documentation(cls)
