@@ -50,7 +50,7 @@ def linear_scan(
     times: Callable[[Array, Array], Array],
     plus: Callable[[Array, Array], Array],
 ) -> Array:
-    """y_t = value_t ⊕ factor_t ⊗ y_{t−1} along the last axis, from y_0 = value_0.
+    """y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from y_0 = value_0.
 
     `plus` ⊕ and `times` ⊗ are those of a semiring, such as + and ·, or max and +. In log₂ s steps,
     each of which reaches twice as far back: factors are combined from neighbours, and not by
@@ -61,7 +61,7 @@ def linear_scan(
     xp, distance = namespace(value), 1
     while distance < value.shape[-1]:
         reached = times(factor[..., distance:], value[..., :-distance])
-        later = plus(value[..., distance:], reached)
+        later = plus(reached, value[..., distance:])
         value = xp.concat([value[..., :distance], later], axis=-1)
         both = times(factor[..., distance:], factor[..., :-distance])
         factor = xp.concat([factor[..., :distance], both], axis=-1)
@@ -86,7 +86,7 @@ def _scan_of_any_length(
     jax, xp = sys.modules["jax"], namespace(value)
 
     def step(y: Array, token: Token) -> tuple[Array, Array]:
-        y = plus(token[1], times(token[0], y))
+        y = plus(times(token[0], y), token[1])
         return y, y
 
     later = tuple(xp.moveaxis(array[..., 1:], -1, 0) for array in (factor, value))

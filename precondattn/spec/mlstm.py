@@ -129,7 +129,7 @@ class MLSTM(LinearFamily):
             i = xp.where(valid[:, None, :], i, -math.inf)
         opened = xp.concat([first[..., None], i], axis=-1)
         decay = xp.concat([xp.zeros_like(g[..., :1]), g], axis=-1)
-        maximum = linear_scan(decay, opened, times=xp.add, plus=xp.maximum)
+        maximum = linear_scan(decay, opened, times=xp.add, plus=_larger)
         before, m = maximum[..., :-1], finite_or_zero(maximum[..., 1:])
         weight = xp.exp(i - m)[..., None]
         v = weight * xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
@@ -144,7 +144,7 @@ class MLSTM(LinearFamily):
         xp = namespace(rows)
         lifted, least = xp.exp(xp.where(m < 0, m, 0.0)), xp.exp(-xp.where(m > 0, m, 0.0))
         mass = lifted * xp.abs(rows[..., -1:])
-        total = xp.maximum(mass, least) + self.eps * lifted
+        total = _larger(mass, least) + self.eps * lifted
         inverse = xp.where(total == 0, 0.0, lifted / xp.where(total == 0, 1.0, total))
         return rows[..., :-1] * inverse, inverse, mass >= least
 
@@ -215,6 +215,11 @@ class MLSTM(LinearFamily):
         factor = xp.where(xp.concat([keeps, keeps[..., :1]], axis=-1), one, 0 * one)
         back = (xp.flip(a, axis=-1) for a in (factor, d_maximum))
         return xp.flip(linear_scan(*back, times=xp.multiply, plus=xp.add), axis=-1)
+
+
+def _larger(first: Array, second: Array) -> Array:
+    """The maximum; where both are equal, with the derivative of the first."""
+    return namespace(first).where(first >= second, first, second)
 
 
 def _of_queries(maximum: Array, queries: Array) -> Array:
