@@ -142,7 +142,8 @@ class MLSTM(LinearFamily):
         a and D are multiplied by e^{min(m, 0)}, with which nothing overflows.
         """
         xp = namespace(rows)
-        lifted, least = xp.exp(xp.where(m < 0, m, 0.0)), xp.exp(-xp.where(m > 0, m, 0.0))
+        below = m < 0
+        lifted, least = xp.exp(xp.where(below, m, 0.0)), xp.exp(-xp.where(below, 0.0, m))
         mass = lifted * xp.abs(rows[..., -1:])
         total = _larger(mass, least) + self.eps * lifted
         inverse = xp.where(total == 0, 0.0, lifted / xp.where(total == 0, 1.0, total))

@@ -230,3 +230,29 @@ def test_in_half_precision_states_are_in_float32_and_continue_the_full_call(dtyp
     unit = torch.finfo(full.dtype).eps
     for out in (full, torch.cat(outs, dim=1)):
         assert torch.all((out - exact).abs() <= unit * exact.abs() + 1e-4)
+
+
+# Where two are equal
+
+
+@pytest.mark.thorough
+def test_where_gates_are_equal_jax_differentiates_an_extension_as_the_closed_form_does():
+    """JAX differentiates the operations. The maximum is 0, too, which two exponents begin at."""
+    jax = pytest.importorskip("jax")
+    m, x = pa.MLSTM(), inputs(s=3)
+    x["g"], x["i"] = 0 * x["g"], 0 * x["i"]
+    cache = a_cache(m, x)
+    cache.store[names_of(cache)[2]][:] = -1.0
+    out, last, pullback = m.extend_vjp(cache, **x)
+    d_out, d_last = np.sin(out), {name: np.cos(array) for name, array in last.store.items()}
+    length = jax.numpy.asarray(cache.length)
+
+    def total(x, store):
+        out, last = m.extend(pa.Cache(length, store, cache.kinds), **x, backend="reference")
+        return (out * d_out).sum() + sum((last.store[n] * d).sum() for n, d in d_last.items())
+
+    given = jax.tree.map(jax.numpy.asarray, (x, dict(cache.store)))
+    found = jax.grad(total, (0, 1))(*given)
+    for result, expected in zip(found, pullback(d_out, d_last), strict=True):
+        for name, array in expected.items():
+            close(np.asarray(result[name]), array)
