@@ -185,7 +185,7 @@ class StatefulKernels:
         """The gradients of inputs and state, from those of the output and the new state."""
         form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
-        d_state = leaf.zero_state(x) if d_state is None else d_state
+        d_state = leaf.no_cotangents(state) if d_state is None else d_state
         if is_plain(leaf):
             d_o = queries_of_states(cast(cotangent, x["v"].dtype), leaf.state_heads(x))
             d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_state["state"])

@@ -89,7 +89,7 @@ def _run_vjp(
     dtypes = {name: array.dtype for name, array in x.items()}
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
-    d_state = leaf.zero_state(x) if d_state is None else d_state
+    d_state = leaf.no_cotangents(state) if d_state is None else d_state
     form = _form(form_of, leaf, dtypes["k"], masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
     scale, leaf = scale_in_form(leaf, x), unscaled(leaf)
