@@ -16,6 +16,7 @@ from precondattn.frame import Frame
 from precondattn.runner import LeafRunner, Runner
 
 if TYPE_CHECKING:
+    from precondattn.algebra.piece import Piece
     from precondattn.arrays import Arrays
 
 
@@ -44,7 +45,7 @@ class _Definition(LeafRunner):
         self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
-        buffers, frame = held_part(self.piece, buffers, frame)
+        buffers, frame = held_part(self.methods, buffers, frame)
         out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 
