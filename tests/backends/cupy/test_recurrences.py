@@ -48,7 +48,7 @@ def problem(layer, t, d=12, e=16, b=1, heads=(1, 2), keys="random", gates="rando
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": 5}
-    if getattr(layer, "heads", "n") == "u":
+    if getattr(getattr(layer, "declares", None), "heads", "n") == "u":
         sizes["h"] = n
     x = {name: rng.normal(size=pattern.shape(sizes)) for name, pattern in layer.inputs.items()}
     if keys == "clustered":

@@ -54,7 +54,7 @@ def problem(leaf, t, d=12, e=20, b=1, heads=(2, 4), slots=9, gates="random", key
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": slots}
-    if getattr(leaf, "heads", "n") == "u":
+    if getattr(getattr(leaf, "declares", None), "heads", "n") == "u":
         sizes["h"] = n
     x = {name: rng.normal(size=p.shape(sizes)) for name, p in leaf.inputs.items()}
     x["g"] = random_gates(rng, x["g"].shape, gates)

@@ -30,7 +30,7 @@ def problem(leaf, t, d=12, e=20, b=2, heads=(2, 4), keys="random", gates="random
     rng = np.random.default_rng(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n}
-    if getattr(leaf, "heads", "h") == "u":
+    if getattr(getattr(leaf, "declares", None), "heads", "n") == "u":
         sizes["h"] = n
     shapes = {name: pattern.shape(sizes) for name, pattern in leaf.inputs.items()}
     x = {name: rng.normal(size=shape) for name, shape in shapes.items()}

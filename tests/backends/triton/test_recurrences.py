@@ -28,7 +28,7 @@ def problem(layer, t, d=12, e=8, b=1, heads=(1, 2), slots=5, keys="random", gate
     torch.manual_seed(t)
     n, m = heads
     sizes = {"b": b, "t": t, "s": t, "d": d, "e": e, "h": m, "u": m, "n": n, "m": slots}
-    if getattr(layer, "heads", "n") == "u":
+    if getattr(getattr(layer, "declares", None), "heads", "n") == "u":
         sizes["h"] = n
     x = {name: torch.randn(pattern.shape(sizes)) for name, pattern in layer.inputs.items()}
     if keys == "clustered":
