@@ -64,6 +64,7 @@ from precondattn.spec.gdn2 import GDN2
 from precondattn.spec.gla import GLA
 from precondattn.spec.gsa import GSA
 from precondattn.spec.hedgehog import HedgehogMap
+from precondattn.spec.hgrn2 import HGRN2
 from precondattn.spec.kda import KDA
 from precondattn.spec.l2_norm import L2Norm
 from precondattn.spec.layer_norm import LayerNorm
@@ -111,6 +112,7 @@ from precondattn.shorthands import (
     gla,
     gsa,
     hedgehog,
+    hgrn2,
     kda,
     laser,
     linear,
@@ -140,6 +142,7 @@ __all__ = [
     "GDN2",
     "GLA",
     "GSA",
+    "HGRN2",
     "KDA",
     "MLSTM",
     "RECURRENT",
@@ -240,6 +243,7 @@ __all__ = [
     "group_of",
     "gsa",
     "hedgehog",
+    "hgrn2",
     "kda",
     "laser",
     "linear",

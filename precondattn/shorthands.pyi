@@ -377,6 +377,24 @@ def hedgehog(
     Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
     """
 
+def hgrn2(
+    q: Annotated[Array, "b t h d"],
+    v: Annotated[Array, "b s n e"],
+    g: Annotated[Array, "b s n d in (-inf, 0]"],
+    *,
+    scale: float | None = None,
+    segment_ids: Array | None = None,
+    cu_seqlens: Any = None,
+    lengths: Any = None,
+    key_mask: Array | None = None,
+    backend: BackendNames = None,
+) -> Array:
+    """HGRN2: o_i = s Σ_{j≤i} Σ_c q_ic (1 − e^{g_jc}) e^{g_{j+1,c} + … + g_ic} v_j.
+
+    `HGRN2`, built from its options and called. An optional input sets its own.
+    Options: scale.
+    """
+
 def kda(
     q: Annotated[Array, "b t h d"],
     k: Annotated[Array, "b s h d unit row"],

@@ -28,6 +28,7 @@ REPRESENTATIVES = (
     "retention",  # A fixed decay.
     "gla",  # A decay for each channel.
     "rwkv6",  # A read of the state before the token.
+    "hgrn2",  # Keys of the gate.
     "gsa",  # Two states, one after the other.
     "mlstm",  # A normalised state relative to a running maximum, which is −∞ at first.
     "qk_norm[norm=l2](delta)",  # The delta rule; rows of length 1.

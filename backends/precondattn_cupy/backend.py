@@ -36,7 +36,7 @@ DECAYED = (
     Recurrences(("delta",), gate=(None, "fixed", "head"), erase=KEYS, strength=("scalar",)),
 )
 GATED_BY_CHANNEL = (
-    Recurrences(gate=("channel",)),
+    Recurrences(gate=("channel",), keys=("given", "of the gate")),
     Recurrences(("delta",), gate=("channel",), erase=KEYS, strength=("scalar",)),
 )
 

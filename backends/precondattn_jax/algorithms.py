@@ -22,6 +22,7 @@ from precondattn_portable.token_wise import TOKEN_WISE, AsDefined
 STATEFUL = (
     Recurrences(
         gate=(None, "fixed", "head", "channel"),
+        keys=("given", "of the gate"),
         reads=("after", "before, with a bonus"),
         normaliser=(None, "sum", "running maximum"),
     ),

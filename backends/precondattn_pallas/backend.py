@@ -41,7 +41,7 @@ GATES: tuple[Gate | None, ...] = (*DECAYS, "channel")
 
 RECURRENCES: dict[str, tuple[Recurrences, ...]] = {
     CUDA: (
-        Recurrences(gate=GATES, normaliser=(None, "sum")),
+        Recurrences(gate=GATES, keys=("given", "of the gate"), normaliser=(None, "sum")),
         Recurrences(
             ("delta",),
             gate=GATES,

@@ -30,7 +30,7 @@ Known = dict[tuple[int, int, int], tuple[Array | None, Array]]
 
 def is_few(x: Mapping[str, Array]) -> bool:
     """Whether a call has so few tokens that chunks would cost more than pairs."""
-    b, s = x["k"].shape[:2]
+    b, s = x["k" if "k" in x else "v"].shape[:2]
     heads = max(x[name].shape[2] for name in ("q", "k", "v") if name in x)
     channels = x["g"].shape[3] if "g" in x and x["g"].ndim == 4 else 1
     few: bool = s <= TOKENS and b * heads * s * s * channels <= ENTRIES

@@ -37,7 +37,7 @@ class StatefulAlgorithm(Algorithm[S]):
     def _form(
         self, ops: Arithmetic, leaf: S, x: Mapping[str, Array], *, in_place: bool = False
     ) -> Form:
-        if x["k"].shape[1] * leaf.steps_per_token == 1:
+        if x["k" if "k" in x else "v"].shape[1] * leaf.steps_per_token == 1:
             return OneToken(ops, decays=leaf.has_decay, in_place=in_place)
         return self.in_chunks(ops)
 

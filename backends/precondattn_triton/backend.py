@@ -37,7 +37,7 @@ DECAYS: tuple[Gate | None, ...] = (None, "fixed", "head")
 GATES: tuple[Gate | None, ...] = (*DECAYS, "channel")
 
 RECURRENCES = (
-    Recurrences(gate=GATES, normaliser=(None, "sum")),
+    Recurrences(gate=GATES, keys=("given", "of the gate"), normaliser=(None, "sum")),
     Recurrences(gate=("channel",), reads=("before, with a bonus",)),
     Recurrences(
         ("delta",),

@@ -238,8 +238,9 @@ def sizes_of_one_query(
         return {}
     if len(mechanism.program.calls) > 1 or cotangent.shape[1] > 1:
         return {}
-    d = inputs["k"].shape[-1]
-    lengths = (float(np.max(np.linalg.vector_norm(inputs[name], axis=-1))) for name in "qk")
+    rows = inputs["q"], leaf.keys(inputs)
+    d = rows[0].shape[-1]
+    lengths = (float(np.max(np.linalg.vector_norm(each, axis=-1))) for each in rows)
     size = leaf.scale_for(d) * float(np.prod([*lengths])) * d**-0.5
     return {"v": size * float(np.max(np.abs(cotangent)))}
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 Rule = Literal["add", "delta", "low rank", "slots"]
 Gate = Literal["fixed", "head", "channel", "slot"]
+Keys = Literal["given", "of the gate"]
 Erase = Literal["written key", "own key", "own key, before the decay"]
 Strength = Literal["scalar", "channel"]
 Reads = Literal["after", "before, with a bonus"]
@@ -36,6 +37,8 @@ class Recurrence:
     gate: Gate | None = None
     """Where Γ_t comes from: an input g, one for each "head", each key "channel" or each "slot", or
     a number that is "fixed" for each head. None without decay."""
+    keys: Keys = "given"
+    """The key k_t that is written: an input, or 1 − e^{g_t}."""
     erase: Erase = "written key"
     """The key a_t of a delta rule: k_t, or an input."""
     strength: Strength | None = None

@@ -14,6 +14,7 @@ from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrence import (
     Erase,
     Gate,
+    Keys,
     Normaliser,
     Reads,
     Recurrence,
@@ -46,6 +47,7 @@ class Recurrences:
 
     rule: tuple[Rule, ...] = ("add",)
     gate: tuple[Gate | None, ...] = (None,)
+    keys: tuple[Keys, ...] = ("given",)
     erase: tuple[Erase, ...] = ("written key",)
     strength: tuple[Strength | None, ...] = (None,)
     several_steps: bool = False
@@ -89,6 +91,8 @@ WORDS: dict[tuple[str, object], str] = {
     ("gate", "head"): "a gate for each head",
     ("gate", "channel"): "a gate for each channel",
     ("gate", "slot"): "a gate for each slot",
+    ("keys", "given"): "an input k",
+    ("keys", "of the gate"): "keys of the gate",
     ("erase", "written key"): "the written key as the one to erase",
     ("erase", "own key"): "an erase key of its own",
     ("erase", "own key, before the decay"): "an erase key that reads before the decay",

@@ -44,6 +44,8 @@ def _unfold(mechanism: Preconditioner) -> Program:
     for step in steps:
         inner, renamed = step.mechanism.program, dict(step.renamed)
         unknown = sorted(set(renamed) - set(inner.inputs))
+        if unknown and step.mechanism == mechanism.base:
+            raise _without(mechanism, "changes", *unknown)
         if unknown:
             raise TypeError(
                 f"{mechanism.name}: a step renames {', '.join(unknown)}, and {step.mechanism} "
@@ -85,6 +87,8 @@ def _declare(
     if outer == name:
         meaning = piece.meaning(name)
         base = owner.base
+        if piece != base and meaning == "attention" and name not in base.inputs:
+            raise _without(owner, "reads", name)
         is_own_input = piece.role == "piece" and meaning == piece.name
         if is_own_input and name in base.inputs and base.meaning(name) == meaning:
             raise TypeError(
@@ -100,3 +104,11 @@ def _declare(
             f"{owner.name}({owner.base}): the input {outer!r} would mean two things, "
             f"that of {meanings[outer]} and that of {meaning}"
         )
+
+
+def _without(owner: Preconditioner, does: str, *names: str) -> TypeError:
+    """The error of a base that has not the inputs which a preconditioner changes or reads."""
+    return TypeError(
+        f"{owner.name}({owner.base}) makes no sense: it {does} {', '.join(names)}, and "
+        f"{owner.base} takes {', '.join(owner.base.inputs)}"
+    )

@@ -47,9 +47,9 @@ def computes_rows(leaf: Any) -> bool:
     r = leaf.declares
     if r is None:
         return False
-    if r.reads != "after":
-        return True
-    return r.rule == "low rank" or r.strength == "channel" or r.steps is not None
+    of_inputs = "before, with a bonus", "of the gate", "channel", "low rank"
+    declared = {r.reads, r.keys, r.strength, r.rule}
+    return not declared.isdisjoint(of_inputs) or r.steps is not None
 
 
 def decays(leaf: Any, frame: Frame) -> bool:
@@ -137,7 +137,8 @@ class StatefulKernels:
     def refuses(self, leaf: Any, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         shapes = dict(request.shapes)
-        d, e = shapes["k"][-1], shapes.get("v", shapes["k"])[-1]
+        k = shapes.get("k") or shapes["g"]  # There may be keys of the gate.
+        d, e = k[-1], shapes.get("v", k)[-1]
         slots = shapes["s"][3] if "s" in shapes else 0
         if slots > WIDEST_KEYS:
             return f"its recurrence supports at most {WIDEST_KEYS} slots; found m={slots}"
@@ -149,7 +150,7 @@ class StatefulKernels:
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence supports no empty arrays"
         heads = max(shapes[name][-2] for name in ("q", "k", "v") if name in shapes)
-        if shapes.get("q", shapes["k"])[0] * heads > MOST_HEADS:
+        if k[0] * heads > MOST_HEADS:
             return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
 

@@ -83,7 +83,8 @@ def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
 
 def _check_recipe(plan: LayerPlan, entry: PlanEntry, devices: int) -> None:
     joins = entry.recipe.joins
-    of_keys = plan.sizes.by_letter[plan.mechanism.inputs["k"].axes[-2].letter]
+    inputs = plan.mechanism.inputs
+    of_keys = plan.sizes.by_letter[inputs["k" if "k" in inputs else "v"].axes[-2].letter]
     if devices > 1 and (joins == "all" or (joins == "keys" and of_keys % devices)):
         what = "all heads" if joins == "all" else "heads that share keys"
         raise ValueError(

@@ -111,10 +111,13 @@ def sizes_of(
 
 
 def _rows(mechanism: Mechanism) -> tuple[Pattern, Pattern, Pattern]:
-    missing = [name for name in "qkv" if name not in mechanism.inputs]
+    declared = (leaf.recurrence for leaf in mechanism.program.leaves)
+    of_gate = any(each is not None and each.keys == "of the gate" for each in declared)
+    names = ("q", "g" if of_gate else "k", "v")
+    missing = [name for name in names if name not in mechanism.inputs]
     if missing:
         raise TypeError(f"mechanism: {mechanism} has no input {missing[0]}, and no layer")
-    q, k, v = (mechanism.inputs[name] for name in "qkv")
+    q, k, v = (mechanism.inputs[name] for name in names)
     return q, k, v
 
 

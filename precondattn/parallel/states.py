@@ -208,7 +208,7 @@ def step_of_tokens(
 ) -> StateMap:
     """T and F of some tokens."""
     e = inputs["v"].shape[-1]
-    columns = columns_of_transition(leaf, inputs["k"].shape[-1])
+    columns = columns_of_transition(leaf, inputs["q"].shape[-1])
     of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
     wide = {n: _widened(x, columns) if n in of_values else x for n, x in inputs.items()}
     cache = leaf.init_cache(**wide)

@@ -124,6 +124,8 @@ class LinearFamily(Stateful):
         unit = " unit row" if r.rule == "delta" else ""
         has_own_key = r.erase != "written key"
         declared = {"q": "b t h d", "k": f"b s {keys} d{unit}", "v": f"b s {values} e"}
+        if r.keys == "of the gate":
+            del declared["k"]
         if r.gate in GATES:
             declared["g"] = f"b s {r.heads} {GATES[r.gate]}"
         if r.strength == "scalar":
@@ -177,6 +179,10 @@ class LinearFamily(Stateful):
             return {}
         return {"g": swap_time_and_heads(d_g[..., 0] if gate == "channel" else d_g[..., 0, 0])}
 
+    def keys(self, x: Mapping[str, Array]) -> Array:
+        """The keys that are written, as the input k."""
+        return x["k"] if self.declares.keys == "given" else -namespace(x["g"]).expm1(x["g"])
+
     def erased(self, x: Mapping[str, Array], frame: Frame) -> Arrays:
         """The keys that are erased (b, h, s, d), by their name in the stream, if not k."""
         erase = self.declares.erase
@@ -203,7 +209,7 @@ class LinearFamily(Stateful):
         return Stream(
             self.scale_for(x["q"].shape[3]) * queries_of_states(x["q"], m),
             # Padded keys are 0 in the call, but not after a feature map.
-            where_valid(repeat_heads(swap_time_and_heads(x["k"]), m), frame),
+            where_valid(repeat_heads(swap_time_and_heads(self.keys(x)), m), frame),
             repeat_heads(swap_time_and_heads(x["v"]), m),
             forget_other_segments(self.log_decay(x, frame), frame),
             swap_time_and_heads(x["beta"]) if self.declares.strength == "scalar" else None,
@@ -212,18 +218,24 @@ class LinearFamily(Stateful):
 
     def gradients(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
         """The gradients of the inputs, from those of the stream."""
-        d_k = sum_heads(where_valid(d.k, frame), x["k"].shape[2])
+        is_given = self.declares.keys == "given"
+        d_k = sum_heads(where_valid(d.k, frame), x["k" if is_given else "g"].shape[2])
+        d_k = swap_time_and_heads(d_k)
         gradients = {
             "q": self.scale_for(x["q"].shape[3]) * queries_of_rows(d.q, x["q"].shape[2]),
-            "k": swap_time_and_heads(d_k),
             "v": swap_time_and_heads(sum_heads(d.v, x["v"].shape[2])),
+            **self.log_decay_vjp(x, d.g, frame),
         }
+        if is_given:
+            gradients["k"] = d_k
+        else:
+            gradients["g"] = gradients["g"] - namespace(d_k).exp(x["g"]) * d_k
         if d.beta is not None:
             gradients["beta"] = swap_time_and_heads(d.beta)
         for name, d_erased in self.erased_vjp(x, d, frame).items():
             # A key that is both erased and written has two gradients.
             gradients[name] = gradients[name] + d_erased if name in gradients else d_erased
-        return gradients | self.log_decay_vjp(x, d.g, frame)
+        return gradients
 
     def run(
         self,

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from precondattn.layers.recipes import MESANET, Biased, Projection, UnitConvolution
+from precondattn.layers.recipes.hgrn2 import BoundedLogSigmoid
 from precondattn.layers.recipes.rwkv6 import DecayMixedByToken, MixedByToken
 from precondattn.layers.torch import Attention, from_earlier
 
@@ -217,6 +218,16 @@ def gated_delta_product(w):
     return {**gated_delta_net(w), **steps, **convolutions, **beta}
 
 
+def hgrn2(w):
+    return {
+        "q.weight": heads(w["q_proj.weight"], 4),
+        "v.weight": heads(w["i_proj.weight"], 4),
+        "g.weight": heads(w["f_proj.weight"], 4),
+        "out.gain": w["g_norm.weight"].reshape(4, -1),
+        "out.projection": from_heads(w["o_proj.weight"], 4),
+    }
+
+
 def rwkv6(w):
     rows = {"q": "r", "g": "w", "k": "k", "v": "v", "gate": "g"}
     mixes = {}
@@ -357,6 +368,7 @@ LAYERS = {
         "recipes": {"q": UnitConvolution(eps=0.0), "k": UnitConvolution(eps=0.0)},
     },
     gated_delta_product: {**FOUR, "value_dim": 16, "mechanism": "delta_product"},
+    hgrn2: {**FOUR, "mechanism": "hgrn2", "recipes": {"g": BoundedLogSigmoid(low=0.25)}},
     rwkv6: {
         **FOUR,
         "mechanism": "rwkv6[scale=1]",

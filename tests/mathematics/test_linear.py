@@ -31,6 +31,7 @@ from tests.mathematics.linear_definitions import (
     close_to_definition,
     expected_vjp,
     features,
+    of_tokens,
     problems,
     sampled,
     tensors,
@@ -217,6 +218,29 @@ def test_open_gates_equal_no_gates(p):
     close(pa.GLA()(**(x | {"g": 0 * x["g"]})), plain)
     k, v = (np.repeat(x[name], p.group, axis=2) for name in "kv")
     close(pa.SSD(scale=None)(x["q"], k, v, g=np.zeros(k.shape[:3])), plain)
+
+
+@sampled
+@given(problems(square=False))
+def test_hgrn2_is_gla_whose_keys_are_what_its_gates_forget(p):
+    """Also its gradient, which has one more term, and after a cache."""
+    x = p.x(pa.GLA())
+    del x["k"]
+    keys = {"k": -np.expm1(x["g"])}
+    for backend in ("reference", "portable"):
+        out, pullback = pa.HGRN2().vjp(**x, backend=backend)
+        expected, expected_pullback = pa.GLA().vjp(**x, **keys, backend="reference")
+        close(out, expected)
+        d_out = p.like(out)
+        d, expected_d = pullback(d_out), expected_pullback(d_out)
+        expected_d["g"] = expected_d["g"] - np.exp(x["g"]) * expected_d.pop("k")
+        assert d.keys() == expected_d.keys()
+        for name, gradient in d.items():
+            close(gradient, expected_d[name])
+    if p.sizes["t"] == p.sizes["s"]:
+        first, cache = pa.HGRN2().extend(pa.HGRN2().init_cache(**x), **of_tokens(x, slice(0, 1)))
+        last, cache = pa.HGRN2().extend(cache, **of_tokens(x, slice(1, None)))
+        close(np.concatenate([first, last], axis=1), expected)
 
 
 @sampled

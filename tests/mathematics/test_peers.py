@@ -124,6 +124,7 @@ FLA = {
     "normalized": pa.Linear(normalize=True),
     "gla": pa.GLA(),
     "rwkv6": pa.RWKV6(scale=1.0),
+    "hgrn2": pa.HGRN2(),
     "simple": pa.SSD(scale=None),
     "delta": pa.Delta(),
     "recurrent": pa.GatedDelta(),
@@ -157,7 +158,13 @@ def of_fla(case):
     """The inputs, and all entries of one case of flash-linear-attention."""
     files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
     files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
-    files |= {"rwkv6": "rwkv6", "gdn2": "gdn2", "comba": "comba", "comba_chunk": "comba"}
+    files |= {
+        "rwkv6": "rwkv6",
+        "hgrn2": "hgrn2",
+        "gdn2": "gdn2",
+        "comba": "comba",
+        "comba_chunk": "comba",
+    }
     files |= {"pgdn": "atk", "pkda": "atk", "dplr": "dplr"}
     saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
     return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved

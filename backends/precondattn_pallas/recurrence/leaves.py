@@ -66,7 +66,7 @@ def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
-    dtype = x["k"].dtype
+    dtype = _keys(x).dtype
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     form = _form(form_of, leaf, dtype, masks, interpret)
@@ -90,7 +90,7 @@ def _run_vjp(
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
     d_state = leaf.no_cotangents(state) if d_state is None else d_state
-    form = _form(form_of, leaf, dtypes["k"], masks, interpret)
+    form = _form(form_of, leaf, _keys(dtypes), masks, interpret)
     cotangent = where_valid(masks[0], cotangent).astype(jnp.float32)
     scale, leaf = scale_in_form(leaf, x), unscaled(leaf)
     d_state = {slot: each / scale for slot, each in d_state.items()}
@@ -126,9 +126,14 @@ class RecurrenceKernels(StatefulKernels):
         return _run_vjp(*static, state, dict(x), _masks(frame, x), cotangent, d_state)
 
 
+def _keys(of_inputs: Mapping[str, Any]) -> Any:
+    """What belongs to the keys, or to the values where keys are made of the gate."""
+    return of_inputs["k" if "k" in of_inputs else "v"]
+
+
 def _masks(frame: Frame, x: Mapping[str, Any]) -> Masks:
     """The masks of a full call, or of the new tokens of an extension, which are the last keys."""
-    k_valid, s = frame.k_valid, x["k"].shape[1]
+    k_valid, s = frame.k_valid, _keys(x).shape[1]
     if k_valid is not None and k_valid.shape[1] > s:
         k_valid = k_valid[:, -s:]
     return frame.q_valid, k_valid, frame.k_segment

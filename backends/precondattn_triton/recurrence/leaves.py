@@ -20,7 +20,7 @@ from precondattn_triton.recurrence.chunkwise import Chunkwise
 
 def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
     """The recurrence in chunks for a leaf and its inputs."""
-    dtype = x["k"].dtype
+    dtype = x["k" if "k" in x else "v"].dtype
     # The outputs are divided by a sum of weights that may cancel.
     declared = leaf.declares
     divides = declared is not None and declared.normaliser == "sum" and dtype != torch.float32

@@ -31,6 +31,7 @@ from precondattn.layers.recipes.gates import (
     StepSize,
     Written,
 )
+from precondattn.layers.recipes.hgrn2 import BoundedLogSigmoid, NormOfHeads
 from precondattn.layers.recipes.learned import (
     Learned,
     LearnedIdentity,
@@ -129,6 +130,12 @@ PUBLISHED: dict[str, Recipes] = {
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
     "gla": {**ROWS, "g": LowRankLogSigmoid(), "out": GatedNorm()},
+    "hgrn2": {
+        "q": Activation(),
+        "v": Projection(),
+        "g": BoundedLogSigmoid(),
+        "out": NormOfHeads(),
+    },
     "rwkv6": {
         "gate/v": MixedByToken(),
         "q": MixedByToken(),

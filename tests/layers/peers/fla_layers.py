@@ -10,6 +10,7 @@ its weights, and returns the call of a dict of them and x.
     kda             expand_v=2
     gdn2            expand_v=2
     comba           expand_v=2
+    hgrn2           num_heads=4 for a width of 32, the second layer, a lower bound of 0.25
     rwkv6           expand_k=1, norm_eps=8e-5, with a first mix of its own for each row
     rwkv7           the first layer, with ranks of 32
     gated_delta_product expand_v=2, num_householder=2
@@ -246,6 +247,27 @@ def mesa_net():
     return shapes, call
 
 
+def hgrn2():
+    import torch
+
+    shapes = {
+        **projections(q=32, f=32, i=32),
+        "g_norm.weight": (32,),
+        "o_proj.weight": (32, 32),
+    }
+
+    def call(w, x):
+        q, f, v = (linear(w, f"{name}_proj", x, HEADS) for name in "qfi")
+        bound = torch.tensor(0.25)
+        g = torch.nn.functional.logsigmoid(f)
+        g = torch.logaddexp(bound.log(), torch.log1p(-bound) + g)
+        q = torch.nn.functional.silu(q)
+        o, _ = module_of("gla").naive_recurrent_gla(q, 1 - g.exp(), v, g)
+        return linear(w, "o_proj", normed(w, "g_norm", o.flatten(2)))
+
+    return shapes, call
+
+
 def rwkv6():
     import torch
 
@@ -477,5 +499,15 @@ def path():
 
 
 LAYERS = (gla, delta_net, gated_delta_net, gsa, retention, path)
-NEWER = (kda, gdn2, comba, precond_gated_delta_net, gated_delta_product, rwkv7, mesa_net, rwkv6)
+NEWER = (
+    kda,
+    gdn2,
+    comba,
+    precond_gated_delta_net,
+    gated_delta_product,
+    rwkv7,
+    mesa_net,
+    rwkv6,
+    hgrn2,
+)
 """Apart, because the seed of a layer is its place."""

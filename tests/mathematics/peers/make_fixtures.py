@@ -28,6 +28,7 @@ Mechanisms with a state are in these files, by cases (the prefix of the entries)
 `linear_fla.npz`: flash-linear-attention's naive references of linear attention (`linear`, and
 `normalized`, with a denominator), of `retention`, of `gla`, and of `simple` GLA.
 `rwkv6_fla.npz`: that of RWKV-6, `rwkv6`, without a scale.
+`hgrn2_fla.npz`: that of gated linear attention, with the keys of HGRN2's gates, `hgrn2`.
 `delta_fla.npz`: those of `delta`, the delta rule, and of the gated one, token by token
 (`recurrent`) and in chunks of 16 (`chunk`).
 `kda_fla.npz`: those of Kimi Delta Attention, with two value heads for each key head, token by token
@@ -347,6 +348,26 @@ def rwkv6_entries():
     }
     initial = {"state": normal(rng, batch, heads, dim, width)}
     return of_cases(rwkv6=stateful_entries(rng, rwkv6, inputs, initial))
+
+
+def hgrn2_entries():
+    """Return the entries of hgrn2_fla.npz, without `versions`."""
+
+    def hgrn2(x, initial):
+        out, state = module_of("gla").naive_recurrent_gla(
+            x["q"], 1 - x["g"].exp(), x["v"], x["g"], initial["state"], output_final_state=True
+        )
+        return out, {"state": state}
+
+    rng = np.random.default_rng(20290)
+    batch, time, heads, dim, width = 2, 33, 3, 8, 6
+    inputs = {
+        "q": normal(rng, batch, time, heads, dim),
+        "v": normal(rng, batch, time, heads, width),
+        "g": gates_of(rng, batch, time, heads, dim),
+    }
+    initial = {"state": normal(rng, batch, heads, dim, width)}
+    return of_cases(hgrn2=stateful_entries(rng, hgrn2, inputs, initial))
 
 
 def delta_entries():
@@ -824,6 +845,7 @@ def main():
     save("differential_diffllama.npz", "transformers", differential_entries())
     save("linear_fla.npz", "fla-core", linear_entries())
     save("rwkv6_fla.npz", "fla-core", rwkv6_entries())
+    save("hgrn2_fla.npz", "fla-core", hgrn2_entries())
     save("delta_fla.npz", "fla-core", delta_entries())
     save("kda_fla.npz", "fla-core", kda_entries())
     save("gdn2_fla.npz", "fla-core", gdn2_entries())
