@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
 from precondattn.algebra.options import flag, number, positive
-from precondattn.spec.comba import Comba
-from precondattn.spec.delta import Delta, GatedDelta
+from precondattn.algebra.recurrence import Recurrence
+from precondattn.spec.delta import GatedDelta
 from precondattn.spec.erase_key import ErasingDelta, ErasingGatedDelta, ErasingGDN2, ErasingKDA
-from precondattn.spec.gdn2 import GDN2
-from precondattn.spec.kda import KDA
 from precondattn.spec.linear_family import LinearFamily
 from precondattn.spec.preconditioned_key import PreconditionedKey
 
-ERASING: dict[type[Mechanism], type[LinearFamily]] = {
-    Delta: ErasingDelta,
-    GatedDelta: ErasingGatedDelta,
-    KDA: ErasingKDA,
-    GDN2: ErasingGDN2,
+ERASING: dict[Recurrence | None, type[LinearFamily]] = {
+    rule.declares: rule for rule in (ErasingDelta, ErasingGatedDelta, ErasingKDA, ErasingGDN2)
 }
-"""The same rule with an input `erase`, which is k."""
+"""Rules with an input `erase`, which is k."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +81,23 @@ class ATK(Preconditioner):
         self._key()  # It checks the same options.
 
     def refuses(self) -> str | None:
-        if type(self.base) not in (*ERASING, Comba):
+        if self._rule is None:
             return (
                 "it changes the key that a delta rule writes with, and not the one it erases with; "
                 "its base is one of delta, gated_delta, kda, gdn2 and comba"
             )
         return None
+
+    @cached_property
+    def _rule(self) -> Mechanism | None:
+        """The base, or its rule with an input `erase`; None where it is no delta rule."""
+        declared = self.base.recurrence if self.base.role == "base" else None
+        if declared is None or declared.rule != "delta" or declared.steps is not None:
+            return None
+        if declared.erase != "written key":
+            return self.base
+        rule = ERASING.get(replace(declared, erase="own key"))
+        return None if rule is None else rule(scale=self.base.scale)  # type: ignore[attr-defined]
 
     @cached_property
     def _write_key(self) -> Step:
@@ -101,7 +107,6 @@ class ATK(Preconditioner):
         return PreconditionedKey(self.bound, self.eps, self.center, self.learned)
 
     def steps(self) -> tuple[Step, ...]:
-        if isinstance(self.base, Comba):
-            return (self._write_key, step("out", self.base, k="k_written"))
-        rule = ERASING[type(self.base)](scale=self.base.scale)  # type: ignore[attr-defined]
-        return (self._write_key, step("out", rule, k="k_written", erase="k"))
+        assert self._rule is not None  # Other bases are refused.
+        erase = {} if self._rule is self.base else {"erase": "k"}
+        return (self._write_key, step("out", self._rule, k="k_written", **erase))

@@ -10,6 +10,7 @@ import precondattn as pa
 from precondattn.algebra import registry
 from precondattn.algebra.recurrences import Recurrences, entry_of, lack_of
 from precondattn.dispatch.discovery import discover
+from precondattn_conformance.bench.computation import entry_for
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,14 @@ def test_a_backend_names_what_it_does_not_compute():
     ):
         assert entry_of(table, leaf) is None
         assert lack_of(table, leaf) == reason
+
+
+def test_what_is_compared_with_a_recurrence_is_compared_with_it_by_any_name():
+    table = {"gated_delta": "a peer", "atk": "another"}
+    assert entry_for(table, SpelledDelta()) == entry_for(table, pa.GatedDelta()) == "a peer"
+    assert entry_for(table, pa.ATK()) == "another"
+    for other in (RenamedDelta(), SlowerDelta(), pa.KDA(), pa.ATK(SpelledDelta())):
+        assert entry_for(table, other) is None
 
 
 def test_inputs_output_and_gradient_are_those_of_the_declaration():

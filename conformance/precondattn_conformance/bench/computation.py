@@ -6,10 +6,10 @@ same names for all implementations, so that they can be checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from precondattn_conformance.inputs import slice_tokens
 from precondattn_conformance.libraries import Library
 
 Backend = tuple[str, ...] | None
+T = TypeVar("T")
 
 PREFILL = 1024
 """The number of tokens per call when a cache is filled before decoding is timed."""
@@ -288,3 +289,20 @@ def finished(library: Library, results: Arrays) -> Arrays:
 
         cupy.cuda.get_current_stream().synchronize()
     return results
+
+
+def entry_for(table: Mapping[str, T], mechanism: pa.Mechanism) -> T | None:
+    """The entry of a table, by expression, that computes a mechanism, or another name of its
+    recurrence with the same scale. None without one."""
+    if str(mechanism) in table or not isinstance(mechanism, pa.LinearFamily):
+        return table.get(str(mechanism))
+    for text, entry in table.items():
+        other = pa.parse(text)
+        if isinstance(other, pa.LinearFamily) and _key(other) == _key(mechanism):
+            return entry
+    return None
+
+
+def _key(leaf: pa.LinearFamily) -> object:
+    """What two names of a recurrence have in common; the leaf itself where it declares none."""
+    return leaf if leaf.recurrence is None else (leaf.recurrence, leaf.scale)

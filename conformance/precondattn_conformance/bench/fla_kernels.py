@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import Computation
+from precondattn_conformance.bench.computation import Computation, entry_for
 from precondattn_conformance.libraries import HALF
 
 NAME = "fla"
@@ -103,15 +103,17 @@ def lack(case: BenchCase, device: str) -> str:
         return f"flash-linear-attention needs a GPU; this runs on {device}"
     if case.work == "decode":
         return "has no decoding"
-    name = str(pa.parse(case.mechanism))
-    if case.dtype not in KERNELS[name].dtypes:
-        return f"flash-linear-attention's {name} does not support {case.dtype}"
+    mechanism = pa.parse(case.mechanism)
+    kernel = entry_for(KERNELS, mechanism)
+    if kernel is None or case.dtype not in kernel.dtypes:
+        return f"flash-linear-attention's {mechanism} does not support {case.dtype}"
     return ""
 
 
 def fla_kernel(mechanism: pa.Mechanism) -> Computation:
     """What the kernels of a mechanism compute."""
-    kernel = KERNELS[str(mechanism)]
+    kernel = entry_for(KERNELS, mechanism)
+    assert kernel is not None  # The peer is one of those that have it.
     function = getattr(import_module(kernel.module), kernel.function)
 
     def forward(**x: Array) -> Array:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import Computation
+from precondattn_conformance.bench.computation import Computation, entry_for
 
 DISTRIBUTION = "fla-core"
 NAME = "naive_fla"
@@ -109,7 +109,8 @@ def lack(case: BenchCase) -> str:
 
 def naive_reference(mechanism: pa.Mechanism) -> Computation:
     """What the reference of a mechanism computes."""
-    reference = REFERENCES[str(mechanism)]
+    reference = entry_for(REFERENCES, mechanism)
+    assert reference is not None  # The peer is one of those that have it.
 
     def forward(**x: Array) -> Array:
         function = getattr(module_of(reference.operation), reference.function)

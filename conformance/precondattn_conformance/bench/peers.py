@@ -51,7 +51,7 @@ from precondattn_conformance import libraries
 from precondattn_conformance.bench import fla_kernels, naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import BenchCase
-from precondattn_conformance.bench.computation import Computation, ours, token_count
+from precondattn_conformance.bench.computation import Computation, entry_for, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.bench.nystromformer import nystromformer
 from precondattn_conformance.libraries import Library
@@ -259,6 +259,22 @@ def _base(mechanism: pa.Mechanism, backend: str | None) -> Computation:
     return ours(mechanism.base, backend, "base")  # type: ignore[attr-defined]
 
 
+def _adds_to_gated_delta(m: pa.Mechanism) -> bool:
+    """Whether it is a gated delta rule, with gates for each channel, another key or more steps."""
+    r = m.recurrence
+    if r is None or r.rule != "delta" or r.gate is None:
+        return False
+    return r.strength == "scalar" and r != pa.GatedDelta().recurrence
+
+
+def _adds_to_kda(m: pa.Mechanism) -> bool:
+    """Whether it corrects a state with gates for each channel, by more than one strength."""
+    r = m.recurrence
+    if r is None or r.gate != "channel" or r.is_diagonal:
+        return False
+    return r.strength != "scalar"
+
+
 def _again_in_torch(case: BenchCase, device: str) -> str:
     return "is the contender itself" if case.library == "torch" else ""
 
@@ -319,14 +335,14 @@ PEERS = (
     Peer(
         fla_kernels.NAME,
         "torch",
-        lambda m: str(m) in fla_kernels.KERNELS,
+        lambda m: entry_for(fla_kernels.KERNELS, m) is not None,
         fla_kernels.lack,
         lambda m, backend: fla_kernels.fla_kernel(m),
     ),
     Peer(
         naive_references.NAME,
         "torch",
-        lambda m: str(m) in naive_references.REFERENCES,
+        lambda m: entry_for(naive_references.REFERENCES, m) is not None,
         lambda case, device: naive_references.lack(case),
         lambda m, backend: naive_references.naive_reference(m),
     ),
@@ -345,14 +361,14 @@ PEERS = (
     Peer(
         "gated_delta",
         None,
-        lambda m: isinstance(m, pa.KDA | pa.Comba | pa.DeltaProduct),
+        _adds_to_gated_delta,
         lambda case, device: "",
         lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
     ),
     Peer(
         "kda",
         None,
-        lambda m: isinstance(m, pa.GDN2 | pa.DPLR),
+        _adds_to_kda,
         lambda case, device: "",
         lambda m, backend: ours(pa.KDA(), backend, "kda"),
     ),

@@ -156,8 +156,8 @@ class RoundedDeltaRule(AllTokens):
 
 
 def without_scale(
-    leaf: pa.Delta | pa.GatedDelta, d: int, rounding: Rounding
-) -> tuple[pa.Delta | pa.GatedDelta, RoundedDeltaRule]:
+    leaf: pa.LinearFamily, d: int, rounding: Rounding
+) -> tuple[pa.LinearFamily, RoundedDeltaRule]:
     """The leaf without its scale, which multiplies outputs instead of queries, and its form."""
     return replace(leaf, scale=1.0), RoundedDeltaRule(rounding, leaf.scale_for(d))
 

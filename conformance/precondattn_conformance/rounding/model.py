@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.piece import Piece
+from precondattn.algebra.recurrences import Recurrences, is_in
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
@@ -33,6 +34,7 @@ from precondattn_conformance.rounding.delta_rule import without_scale
 from precondattn_conformance.tolerance import error, smallest_measured
 
 NAME = "rounding_model"
+DELTA_RULES = Recurrences(("delta",), gate=(None, "head"), strength=("scalar",))
 
 _registering = Lock()
 
@@ -63,7 +65,7 @@ class RoundingModel(pa.Backend):
             return pa.Support.yes()
         if type(mechanism) is pa.LucidSolve and lucid.has_model(mechanism):
             return pa.Support.yes()
-        if type(mechanism) in (pa.Delta, pa.GatedDelta):
+        if _is_delta(mechanism):
             return pa.Support.yes()
         return pa.Support.no("rounds softmax attention, LUCID and the delta rule only")
 
@@ -73,7 +75,7 @@ class RoundingModel(pa.Backend):
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
             return lucid.forward(mechanism, x, frame, self.to), ()
-        if isinstance(mechanism, pa.Delta | pa.GatedDelta):
+        if _is_delta(mechanism):
             leaf, form = without_scale(mechanism, x["q"].shape[3], self.to.call)
             return leaf.run(leaf.zero_state(x), x, frame, form)[0], ()
         assert isinstance(mechanism, pa.Softmax | pa.Path)
@@ -91,7 +93,7 @@ class RoundingModel(pa.Backend):
         x = self._stored(inputs)
         if isinstance(mechanism, pa.LucidSolve):
             return lucid.backward(mechanism, x, frame, self.to.call(out), cotangent, self.to)
-        if isinstance(mechanism, pa.Delta | pa.GatedDelta):
+        if _is_delta(mechanism):
             leaf, form = without_scale(mechanism, x["q"].shape[3], self.to.call)
             zeros = leaf.zero_state(x)
             d: Arrays = leaf.run_vjp(zeros, x, frame, cotangent, zeros, form)[0]
@@ -102,6 +104,11 @@ class RoundingModel(pa.Backend):
     def _stored(self, inputs: Mapping[str, Array]) -> Arrays:
         """Queries, keys and values as they are stored: in the dtype of the call."""
         return {n: self.to.call(a) if n in ("q", "k", "v") else a for n, a in inputs.items()}
+
+
+def _is_delta(piece: Piece) -> TypeGuard[pa.LinearFamily]:
+    leaves = piece.program.leaves
+    return len(leaves) == 1 and is_in(leaves[0], DELTA_RULES)
 
 
 class ModelErrors(NamedTuple):
