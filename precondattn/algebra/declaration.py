@@ -135,7 +135,8 @@ class Pattern(NamedTuple):
     @property
     def is_pairwise(self) -> bool:
         """Whether it has an entry for each pair of query and key, as an additive bias has."""
-        return "t" in self.letters and "s" in self.letters
+        letters = self.letters
+        return "t" in letters and "s" in letters
 
     @property
     def is_rows(self) -> bool:
@@ -161,8 +162,9 @@ class Pattern(NamedTuple):
     @property
     def time_axis(self) -> int | None:
         """The index of the token axis (the queries' if there are two), or None without one."""
-        axes = [self.letters.index(letter) for letter in "ts" if letter in self.letters]
-        return axes[0] if axes else None
+        letters = self.letters
+        axis = letters.find("t" if "t" in letters else "s")
+        return None if axis < 0 else axis
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         # Not `axis.size`: a first call asks for many shapes.

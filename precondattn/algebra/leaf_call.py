@@ -29,7 +29,7 @@ class LeafCall(NamedTuple):
         return _slot_keys(self)
 
     def __str__(self) -> str:
-        arguments = (a if a == value else f"{a}={value}" for a, value in self.arguments)
+        arguments = [a if a == value else f"{a}={value}" for a, value in self.arguments]
         return f"{self.out} = {self.leaf}({', '.join(arguments)})"
 
 

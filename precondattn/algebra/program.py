@@ -38,7 +38,7 @@ class Program:
         self.out = out
         patterns, self.axes = letters_of(self.calls)
         outputs = {call.out for call in self.calls}
-        used = dict.fromkeys(value for call in self.calls for _, value in call.arguments)
+        used = dict.fromkeys([value for call in self.calls for _, value in call.arguments])
         self.inputs = {value: patterns[value] for value in used if value not in outputs}
         """Each input's pattern, in order of first use."""
         self.output = patterns[out]
@@ -102,7 +102,7 @@ class Program:
 
     @property
     def leaves(self) -> tuple[LeafProtocol, ...]:
-        return tuple(call.leaf for call in self.calls)
+        return tuple([call.leaf for call in self.calls])
 
     @cached_property
     def numbers_heads(self) -> bool:

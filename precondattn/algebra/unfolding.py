@@ -27,7 +27,7 @@ def program_of(mechanism: Mechanism) -> Program:
     """
     if not callable(getattr(mechanism, "steps", None)):  # A leaf may have an option of this name.
         leaf = cast("LeafProtocol", mechanism)
-        call = LeafCall("out", leaf, tuple((name, name) for name in leaf.inputs))
+        call = LeafCall("out", leaf, tuple([(name, name) for name in leaf.inputs]))
         meanings = {name: leaf.meaning(name) for name in leaf.inputs}
         return Program([call], "out", meanings)
     return _unfold(mechanism)  # type: ignore[arg-type]

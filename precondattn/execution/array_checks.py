@@ -50,7 +50,8 @@ def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> s
     devices = {name: exact_device(array) for name, array in inputs.items()}
     known = {name: device for name, device in devices.items() if device is not None}
     # Compared without a set, because CuPy's devices are not hashable.
-    if any(device != next(iter(known.values())) for device in known.values()):
+    first = next(iter(known.values()), None)
+    if [device for device in known.values() if device != first]:
         device_names = {name: str(device) for name, device in known.items()}
         raise ValueError(f"{owner}: inputs on one device expected; found {device_names}")
     dtypes = {name: dtype_name(array) for name, array in inputs.items()}

@@ -171,13 +171,13 @@ def _checked_extension(call: GivenCall) -> _Checked:
 
 def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> PreparedCall:
     mechanism, inputs, sizes = call.mechanism, checked.inputs, checked.sizes
-    masks = (mask for mask in call.masks.values() if mask is not None)
-    others = (*checked.others, *(m for m in masks if library_of(m) == checked.library))
+    masks = [mask for mask in call.masks.values() if mask is not None]
+    others = (*checked.others, *[m for m in masks if library_of(m) == checked.library])
     request = _request(call.verb, checked.library, inputs, checked.masks, others)
     allowed, discovered = allowed_backends(call.backend), discover()
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
-    order = tuple(numbers[name] for name in inputs)
+    order = tuple([numbers[name] for name in inputs])
     return PreparedCall(
         names=tuple(inputs),
         numbers=None if order == tuple(range(len(order))) else order,
@@ -261,7 +261,6 @@ def _request(
     differentiated, transforms = wants_gradient(*arrays), transforms_of(*arrays)
     shapes = tuple(shapes_of(inputs).items())
     is_torch_traced = library == "torch" and is_traced(first)
-    sizes = (size for _, shape in shapes for size in shape)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=library,
@@ -275,5 +274,5 @@ def _request(
         traced=is_torch_traced and not transforms,
         is_symbolic=is_torch_traced
         and not transforms
-        and any(not isinstance(size, int) for size in sizes),
+        and any(not isinstance(size, int) for _, shape in shapes for size in shape),
     )
