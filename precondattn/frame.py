@@ -68,6 +68,10 @@ class Frame:
     where the call has none, so that a backend knows that nothing is masked without reading arrays.
     """
 
+    layout: Layout
+    """What is known without reading an array: the same in every call, with a gradient or without,
+    compiled or not."""
+
     held: int | None
     """In `extend`: the number of tokens in every sequence's cache. None unless all sequences have
     the same number, no cached or new token is masked, and the number is known on the host without
@@ -229,6 +233,13 @@ class Frame:
         assert self.held is not None
         t = self._sizes[0]
         return Frame.of(Layout(FULL, t, self.held + t), self._like)
+
+    def of_sequences(self, part: slice) -> Frame:
+        """The frame of some sequences of the batch."""
+        if self.layout.kind == FULL and not self.layout.masks:
+            return self  # Without masks they share positions.
+        rows = (a if a is None or a.shape[0] == 1 else a[part, ...] for a in self.arrays)
+        return Frame(*rows)
 
     def replaced(self, **changes: Array | None) -> Frame:
         """The frame with other arrays for those named."""

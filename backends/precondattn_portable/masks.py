@@ -69,12 +69,7 @@ class Mask:
 
     def of_sequences(self, sequences: slice) -> Mask:
         """The mask of some sequences of the batch."""
-        frame = Frame(
-            *(
-                None if a is None else (a if a.shape[0] == 1 else a[sequences, ...])
-                for a in self.frame.arrays
-            )
-        )
+        frame = self.frame.of_sequences(sequences)
         return Mask(frame, self.keys, self.offset, self.causal, self.window, self.strict)
 
     @property
