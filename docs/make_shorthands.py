@@ -21,10 +21,11 @@ The text of an array's annotation is its shape (`precondattn/algebra/declaration
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array
+from precondattn.given import Given
 
 '''
 

@@ -4,10 +4,11 @@ The text of an array's annotation is its shape (`precondattn/algebra/declaration
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array
+from precondattn.given import Given
 
 def atk(
     q: Annotated[Array, "b t h d"],
@@ -24,8 +25,8 @@ def atk(
     center: float = -0.2,
     learned: bool = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -55,8 +56,8 @@ def ccq(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -78,8 +79,8 @@ def comba(
     scale: float | None = None,
     erases: Literal["undecayed", "decayed"] = "undecayed",
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -96,8 +97,8 @@ def contraction_gate(
     *,
     eps: float = 1e-06,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -115,8 +116,8 @@ def cross_covariance(
     logit_scale: Annotated[Array, "h"],
     eps: float = 1e-06,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -134,8 +135,8 @@ def delta(
     beta: Annotated[Array, "b s u in [0, 2]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -155,8 +156,8 @@ def delta_product(
     scale: float | None = None,
     steps: int = 2,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -174,8 +175,8 @@ def deltaformer(
     beta: Annotated[Array, "b s h in [0, 1]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -205,8 +206,8 @@ def differential(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -227,8 +228,8 @@ def dplr(
     g: Annotated[Array, "b s u d in (-inf, 0]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -253,8 +254,8 @@ def elu1(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -273,8 +274,8 @@ def gated_delta(
     beta: Annotated[Array, "b s u in [0, 2]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -294,8 +295,8 @@ def gdn2(
     w: Annotated[Array, "b s u e in [0, 1]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -313,8 +314,8 @@ def gla(
     g: Annotated[Array, "b s n d in (-inf, 0]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -333,8 +334,8 @@ def gsa(
     g: Annotated[Array, "b s n m in (-inf, 0]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -365,8 +366,8 @@ def hedgehog(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -384,8 +385,8 @@ def hgrn2(
     *,
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -404,8 +405,8 @@ def kda(
     beta: Annotated[Array, "b s u in [0, 2]"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -430,8 +431,8 @@ def laser(
     softcap: float | None = None,
     sink: bool = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -450,8 +451,8 @@ def linear(
     normalize: bool = False,
     eps: float = 1e-10,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -484,8 +485,8 @@ def lucid(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -509,8 +510,8 @@ def mesa(
     tolerance: float | None = None,
     iterations: int | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -530,8 +531,8 @@ def mlstm(
     scale: float | None = None,
     eps: float = 1e-06,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -552,8 +553,8 @@ def nystrom(
     start: Literal["matrix", "batch"] = "matrix",
     skip: bool | Annotated[Array, "h m"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -578,8 +579,8 @@ def path(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     flush: int = 1,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -606,8 +607,8 @@ def per_dim_scale(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -638,8 +639,8 @@ def qk_norm(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -657,8 +658,8 @@ def retention(
     *,
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -686,8 +687,8 @@ def row_normalized(
     softcap: float | None = None,
     sink: bool = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -707,8 +708,8 @@ def rwkv6(
     u: Annotated[Array, "h d"],
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -733,8 +734,8 @@ def softmax(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -752,8 +753,8 @@ def ssd(
     g: Annotated[Array, "b s u in (-inf, 0]"],
     scale: float | None = 1.0,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -772,8 +773,8 @@ def stable_step(
     beta: Annotated[Array, "b s u in [0, inf)"],
     rule: Literal["implicit", "exact"] = "implicit",
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -800,8 +801,8 @@ def temperature(
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
@@ -825,8 +826,8 @@ def windowed(
     bias: bool = False,
     read: Literal["mean", "log_mean_exp"] = "mean",
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Given = None,
+    lengths: Given = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
