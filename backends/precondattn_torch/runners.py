@@ -78,11 +78,9 @@ class FusedRunner(AttentionRunner):
             algorithm="scaled_dot_product_attention",
             differentiable=True,
         )
-        q, k, v = (dict(request.shapes)[name] for name in ("q", "k", "v"))
-        self.width, self.options = (
-            max(q[3], v[3]),
-            options_of(cast("pa.Softmax", runner.piece), q, k),
-        )
+        leaf, shapes = cast("pa.Softmax", runner.piece), dict(request.shapes)
+        self.width = max(shapes["q"][3], shapes["v"][3])
+        self.options = options_of(leaf, shapes["q"], shapes["k"])
         self.is_on_cpu, self.is_half = request.device == "cpu", request.dtype in HALF
         self.has_padding = bool(request.masks)
 

@@ -163,10 +163,13 @@ def _plan(
         piece_request = _request_for(arguments, request, shapes)
         for backend in backends:
             answer = query(backend, piece, piece_request)
-            if allowed is None:
+            if allowed is None and not isinstance(answer, Support):
                 answer = _by_default(backend, piece, piece_request, answer)
-            considered.append(Considered(calls, backend.name, _support(answer)))
-            if not isinstance(answer, Support):
+            if isinstance(answer, Support):
+                considered.append(Considered(calls, backend.name, answer))
+            else:
+                support = Support.yes(differentiable=answer.differentiable)
+                considered.append(Considered(calls, backend.name, support))
                 has_gradient = _has_gradient_of_jax(backend, piece, piece_request)
                 claimed[calls] = piece, arguments, names, backend, answer, has_gradient
                 taken |= calls
@@ -210,21 +213,12 @@ def query(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
 
 
 def _by_default(
-    backend: Backend, piece: Piece, request: Request, answer: Runner | Support
+    backend: Backend, piece: Piece, request: Request, runner: Runner
 ) -> Runner | Support:
     """The answer to a call that names no backend, from the answer to one that names this."""
     refuses = getattr(backend, "refuses_by_default", None)
-    if refuses is None or isinstance(answer, Support):
-        return answer
-    reason = refuses(piece, request)
-    return answer if reason is None else Support(False, reason, by_name=True)
-
-
-def _support(answer: Runner | Support) -> Support:
-    """An answer without what runs."""
-    if isinstance(answer, Support):
-        return answer
-    return Support.yes(differentiable=answer.differentiable)
+    reason = None if refuses is None else refuses(piece, request)
+    return runner if reason is None else Support(False, reason, by_name=True)
 
 
 def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import precondattn_portable
 from precondattn_conformance import expecting
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.expecting import expected_by, is_certified, shortened
@@ -11,6 +10,7 @@ from precondattn_conformance.oracle import oracle
 from precondattn_conformance.report.result import Result
 from precondattn_conformance.runner import run_case
 from precondattn_conformance.status import PASSED
+from precondattn_portable.backend import AlgorithmRunner
 
 LONG = "b1t1025s1025h1n1d16e16block64.segments_long"
 
@@ -54,13 +54,13 @@ def fresh():
 
 
 def test_algorithms_that_are_wrong_at_a_small_size_compute_nothing(monkeypatch, fresh):
-    right = precondattn_portable.Portable.backward
+    right = AlgorithmRunner.backward
 
     def wrong(*arguments):
         gradients = right(*arguments)
         return {**gradients, "v": 1.001 * gradients["v"]}
 
-    monkeypatch.setattr(precondattn_portable.Portable, "backward", wrong)
+    monkeypatch.setattr(AlgorithmRunner, "backward", wrong)
     assert expected_by(case(), "triton") == "reference"
 
 

@@ -96,8 +96,8 @@ def test_a_step_that_may_be_differentiated_needs_the_gradient_of_a_step_too(gpu)
 def test_options_that_select_kernels_are_families_of_their_own(gpu):
     transported = replace(SOLVE, metric="transported")
     family = Triton().ledger_entry(transported, ON_CUDA).family
-    assert family == "lucid_solve[metric=transported]:LucidSolve"
-    assert entry_of_solve().family == "lucid_solve:LucidSolve"
+    assert family == "lucid_solve[metric=transported]:LucidSolveKernels"
+    assert entry_of_solve().family == "lucid_solve:LucidSolveKernels"
 
 
 def test_no_warning_says_that_an_untried_kernel_was_passed_over(gpu, monkeypatch):
