@@ -13,7 +13,7 @@ import transformers
 
 from precondattn.integrations.transformers import add_ccq, restore_backend_for, use_backend_for
 from precondattn.integrations.transformers.linear.layers import KINDS
-from precondattn_torch.backend import Torch
+from precondattn_torch.runners import UnrecordedRunner
 
 VOCABULARY = 61
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1}
@@ -194,8 +194,8 @@ def test_a_delta_rule_is_as_near_to_float64_as_that_of_transformers(kind, count)
 def test_the_backend_is_called_and_the_model_of_another_instance_is_not_changed(monkeypatch):
     model, (ids, mask) = made("Qwen3Next"), prompts()
     other, calls = copy.deepcopy(model), []
-    original = Torch.step
-    monkeypatch.setattr(Torch, "step", lambda *a: calls.append(1) or original(*a))
+    original = UnrecordedRunner.step
+    monkeypatch.setattr(UnrecordedRunner, "step", lambda *a: calls.append(1) or original(*a))
     use_backend_for(model)
     copied = copy.deepcopy(model)
     for each, expected in ((model, 9), (copied, 9), (other, 0)):
