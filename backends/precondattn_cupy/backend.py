@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.recurrence import Erase
@@ -19,7 +18,7 @@ from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array, library_of
 from precondattn.backend import Request
 from precondattn.kernel_backend import KernelBackend
-from precondattn.kernel_backend.kernel_table import ByOption, KernelTable
+from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
@@ -76,7 +75,7 @@ class Cupy(KernelBackend):
     def only_by_name(self) -> bool:  # type: ignore[override]
         return is_simulated()
 
-    def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
+    def refuses_kernels(self, kernels: Kernels, request: Request) -> str | None:
         dtypes = getattr(kernels, "dtypes", DTYPES)
         if request.dtype not in dtypes:
             return f"supports {', '.join(dtypes)}; found {request.dtype}"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from precondattn.arrays import Array
 from precondattn.kernel_backend.precise import is_precise
 from precondattn_cupy.sources import FOLDER, source
 
@@ -65,7 +66,14 @@ def recorded() -> Iterator[list[CudaLaunch]]:
         _recorded.reset(before)
 
 
-def cpp_type(array: Any) -> str:
+Argument = Any
+"""What a kernel takes: an array, a number, or None."""
+
+Kernel = Any
+"""A function of a compiled or a simulated module."""
+
+
+def cpp_type(array: Array) -> str:
     """The C++ type of an array's elements."""
     return CPP_TYPES[str(array.dtype)]
 
@@ -75,7 +83,7 @@ def launch(
     kernel: str,
     grid: Sequence[int],
     threads: int,
-    arguments: Sequence[Any],
+    arguments: Sequence[Argument],
     shared_bytes: int = 0,
 ) -> None:
     """Run a kernel of `file`.cu on the current device and stream.
@@ -112,7 +120,7 @@ def launch(
     function(tuple(grid), (threads,), values, shared_mem=shared_bytes)
 
 
-def _value(kernel: str, argument: Any, simulated: bool) -> Any:
+def _value(kernel: str, argument: Argument, simulated: bool) -> Argument:
     if argument is None:
         return None if simulated else np.uint64(0)
     if isinstance(argument, np.generic):
@@ -125,7 +133,7 @@ def _value(kernel: str, argument: Any, simulated: bool) -> Any:
 
 
 @functools.cache
-def _compiled(file: str, kernel: str, device: int, precise: bool) -> Any:
+def _compiled(file: str, kernel: str, device: int, precise: bool) -> Kernel:
     """A module contains one kernel, so that only called kernels are compiled."""
     import cupy
 
@@ -139,7 +147,7 @@ def _compiled(file: str, kernel: str, device: int, precise: bool) -> Any:
 
 
 @functools.cache
-def _simulated(file: str, kernel: str, precise: bool) -> Any:
+def _simulated(file: str, kernel: str, precise: bool) -> Kernel:
     from precondattn_kernel_tools.cuda_simulator import SimulatedModule
 
     module = SimulatedModule(FOLDER / f"{file}.cu", [kernel], _defined(precise))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import array_api_compat
 
-from precondattn.arrays import Array, library_of, namespace
+from precondattn.arrays import Array, DType, library_of, namespace
 from precondattn.frame import Frame
 
 ALIGNMENT = 16
@@ -31,7 +31,7 @@ def by_16(array: Array) -> bool:
     return bool(array.shape[-1] * array.dtype.itemsize % ALIGNMENT == 0)
 
 
-def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
+def empty(like: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Array:
     """An uninitialized array on the device of `like`."""
     dtype = like.dtype if dtype is None else dtype
     return namespace(like).empty(shape, dtype=dtype, device=array_api_compat.device(like))

@@ -17,7 +17,7 @@ SIMULATED = 4
 class FilledSlots(NamedTuple):
     """The number of slots to read, and the validity of slots and of the new token."""
 
-    count: int
+    slots: int
     """The largest number over all sequences"""
     valid: Array | None
     """(b, c), of bytes"""

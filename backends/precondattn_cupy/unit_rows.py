@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import refuses_eps
+from precondattn.spec.unit_rows import UnitRows
 from precondattn_cupy.launch import cpp_type, launch
 from precondattn_cupy.layout import in_one_piece
 
@@ -24,7 +24,7 @@ class UnitRowsKernels:
 
     dtypes = ("float16", "bfloat16", "float32", "float64")
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: UnitRows, request: Request) -> str | None:
         if leaf.axis != "token":
             return "supports rows of tokens, not of channels"
         if 0 in dict(request.shapes)["o"]:
@@ -32,8 +32,8 @@ class UnitRowsKernels:
         return refuses_eps(leaf.eps, request)
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, leaf: UnitRows, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         o = in_one_piece(x["o"])
         y = namespace(o).empty_like(o)
         _launch(f"unit_rows<{cpp_type(o)}>", o, (o, y), leaf)
@@ -41,13 +41,13 @@ class UnitRowsKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: UnitRows,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
-        residuals: tuple[Array, ...],
+        residuals: Residuals,
         cotangent: Array,
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         o, d_y = in_one_piece(x["o"]), in_one_piece(cotangent)
         d_o = namespace(o).empty_like(o)
         detach = str(bool(leaf.detach)).lower()
@@ -55,16 +55,18 @@ class UnitRowsKernels:
         return {"o": d_o}
 
     def step(
-        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, leaf: UnitRows, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         """New tokens do not depend on cached ones."""
         return self.forward(leaf, x, frame)[0], {}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: UnitRows, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return ()
 
 
-def _launch(kernel: str, o: Array, arrays: tuple[Array, ...], leaf: Any) -> None:
+def _launch(kernel: str, o: Array, arrays: tuple[Array, ...], leaf: UnitRows) -> None:
     width = o.shape[-1]
     rows = o.size // width
     computed = np.float64 if o.dtype == np.float64 else np.float32

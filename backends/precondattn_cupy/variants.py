@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import LEAST_EPS
 from precondattn_cupy.backend import Cupy
@@ -93,7 +94,9 @@ def launches(
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
-    piece: Any = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
+    leaf = mechanism.program.leaves[0]
+    assert isinstance(leaf, pa.Leaf)
+    piece: Piece = Group(group_of(expression)) if is_group else leaf
     inputs = piece.inputs.extending() if is_step else piece.inputs
     sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS * shared, "c": TOKENS}
     sizes |= {"d": d, "e": e, "m": SLOTS}
@@ -118,5 +121,5 @@ def launches(
     return recorded_launches
 
 
-def _zeros(shape: tuple[int, ...], dtype: str) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
     return np.zeros(shape, getattr(ml_dtypes, dtype, None) or dtype)

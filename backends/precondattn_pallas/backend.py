@@ -17,17 +17,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrence import Gate
 from precondattn.algebra.recurrences import Recurrences
+from precondattn.arrays import Tree
 from precondattn.backend import Request
 from precondattn.execution.jax.backend import JaxBackend, JaxRunner
 from precondattn.kernel_backend import KernelBackend
-from precondattn.kernel_backend.kernel_table import ByOption, KernelTable, kernels_in
+from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable, kernels_in
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
+
+if TYPE_CHECKING:
+    from precondattn_pallas.launch import Interpret
 
 CUDA, TPU = "cuda", "tpu"
 DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")}
@@ -147,7 +152,7 @@ class Pallas(JaxBackend, KernelBackend):
     has_ledger = True
 
     @property
-    def only_by_name(self) -> bool:
+    def only_by_name(self) -> bool:  # type: ignore[override]
         return is_interpreting()
 
     @contextmanager
@@ -174,7 +179,7 @@ class Pallas(JaxBackend, KernelBackend):
     def on_device(self) -> str:
         return " on a TPU" if target() == TPU else ""
 
-    def kernels(self, mechanism: Any) -> Any:
+    def kernels(self, mechanism: Piece) -> Kernels:
         return kernels_of(mechanism, interpret=is_interpreting(), target=target())
 
     @property
@@ -193,7 +198,7 @@ class Pallas(JaxBackend, KernelBackend):
 
         return f"jaxlib {jaxlib.__version__}"
 
-    def run(self, verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+    def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         if is_interpreting() and target() == TPU:
             # JAX's interpreter of TPU kernels has effects, which can not be divided.
             return runner.computing(verb)(*arrays)
@@ -202,7 +207,7 @@ class Pallas(JaxBackend, KernelBackend):
         return on_devices(verb, runner, *arrays)
 
 
-def kernels_of(mechanism: Any, *, interpret: Any, target: str = CUDA) -> Any:
+def kernels_of(mechanism: Piece, *, interpret: Interpret, target: str = CUDA) -> Kernels:
     """An object that computes a leaf or group on `"cuda"` or `"tpu"`; None where there is none.
 
     `interpret` is passed to JAX: for a TPU's kernels it may be an `InterpretParams`, and True

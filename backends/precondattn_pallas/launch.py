@@ -16,9 +16,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from precondattn.arrays import Array, Arrays, DType
 from precondattn_pallas.configurations import Configuration
 
-Blocks = Mapping[str, tuple[Any, pl.BlockSpec]]
+Blocks = Mapping[str, tuple[Array, pl.BlockSpec]]
+
+Reference = Any
+"""The memory of a block, in a kernel: `reference[...]` reads it."""
+
+References = Mapping[str, Reference]
+
+Constant = Any
+"""A number, a size, or how products are computed: a kernel is compiled for it."""
+
+Interpret = Any
+"""Whether JAX interprets kernels; for a TPU's also the `InterpretParams` of its interpreter."""
 
 
 def launch(
@@ -31,8 +43,8 @@ def launch(
     *,
     interpret: bool,
     overwrites: str = "",
-    **constants: Any,
-) -> dict[str, Any]:
+    **constants: Constant,
+) -> Arrays:
     """Launch the kernel; outputs are declared as shapes with dtypes.
 
     `overwrites` names an input whose memory becomes the output of that name; what no program writes
@@ -40,7 +52,7 @@ def launch(
     """
     names = sorted(inputs), sorted(outputs)
     aliases = {names[0].index(overwrites): names[1].index(overwrites)} if overwrites else {}
-    result: dict[str, Any] = pl.pallas_call(
+    result: Arrays = pl.pallas_call(
         partial(kernel, **constants),
         grid=grid,
         in_specs=({name: spec for name, (_, spec) in inputs.items()},),
@@ -55,16 +67,16 @@ def launch(
     return result
 
 
-def shape_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def shape_of(shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def divide(number: Any, by: int) -> Any:
+def divide(number: Array, by: int) -> Array:
     """An index divided, rounded down."""
     return lax.div(number, jnp.int32(by))
 
 
-def remainder(number: Any, by: int) -> Any:
+def remainder(number: Array, by: int) -> Array:
     return lax.rem(number, jnp.int32(by))
 
 
@@ -73,6 +85,6 @@ def whole(count: int, unit: int) -> int:
     return -(-count // unit)
 
 
-def loop(low: Any, high: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
+def loop(low: Array, high: Array, body: Callable[[Array, Array], Array], start: Array) -> Array:
     """`body(i, carried)` for low ≤ i < high, with 32-bit indices whatever JAX's default is."""
     return lax.fori_loop(jnp.int32(low), jnp.int32(high), body, start)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 
-def where_valid(valid: Any, array: Any) -> Any:
+
+def where_valid(valid: Array, array: Array) -> Array:
     """The array, 0 at padding (second axis), even if it holds NaN there; valid (b, s)."""
     if valid is None:
         return array
@@ -15,7 +15,7 @@ def where_valid(valid: Any, array: Any) -> Any:
     return jnp.where(valid.reshape(shape), array, jnp.zeros((), array.dtype))
 
 
-def runs_of(segment: Any) -> Any:
+def runs_of(segment: Array) -> Array:
     """The index of each token's run of equal ids (b, s); the ids themselves may have 64 bits."""
     is_new = (segment[:, 1:] != segment[:, :-1]).astype(jnp.int32)
     return jnp.cumsum(jnp.pad(is_new, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 
+from precondattn.arrays import Tree
 from precondattn.execution.jax.backend import JaxRunner
 from precondattn.execution.jax.sharding import on_shards
 
 
-def on_devices(verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+def on_devices(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     """The runner's method of that name."""
     leaves = jax.tree.leaves(arrays)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -22,5 +22,5 @@ def on_devices(verb: str, runner: JaxRunner, *arrays: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _compiled(verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+def _compiled(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     return on_shards(verb, runner, *arrays)

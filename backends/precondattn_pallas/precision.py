@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from precondattn.arrays import Array, DType
 from precondattn.kernel_backend.precise import is_precise
 
 LOG2_E = math.log2(math.e)
@@ -19,6 +20,14 @@ TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F3
 float32 product has float32's accuracy, unlike JAX's own on a GPU."""
 
 
+class Multiplies(Protocol):
+    """What multiplies tiles, on a GPU or on a TPU."""
+
+    def dot(self, a: Array, b: Array, *, left: bool = False, right: bool = False) -> Array: ...
+    @property
+    def exact(self) -> Multiplies: ...
+
+
 class Products(NamedTuple):
     """How a kernel multiplies tiles."""
 
@@ -27,13 +36,13 @@ class Products(NamedTuple):
     tf32: bool
     """Whether float32 factors may lose their last 13 bits; else each is split into three."""
 
-    def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
+    def dot(self, a: Array, b: Array, *, left: bool = False, right: bool = False) -> Array:
         """a b in float32, with the left or the right factor transposed.
 
         Factors of different dtypes are multiplied as float32.
         """
         dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
-        precision: Any = None
+        precision: lax.Precision | lax.DotAlgorithmPreset | None = None
         is_float32 = a.dtype != b.dtype or a.dtype == jnp.float32
         if self.interpret or is_float32:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -48,7 +57,7 @@ class Products(NamedTuple):
             a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
         )
 
-    def dot_of_gradient(self, d_scores: Any, rows: Any, *, rounds: bool) -> Any:
+    def dot_of_gradient(self, d_scores: Array, rows: Array, *, rounds: bool) -> Array:
         """dS K or dSᵀ Q, with dS rounded to the dtype of the rows, or both in float32."""
         factor = rows.dtype if rounds else jnp.float32
         return self.dot(d_scores.astype(factor), rows.astype(factor))
@@ -59,7 +68,7 @@ class Products(NamedTuple):
         return self._replace(tf32=False)
 
 
-def attention_products(dtype: Any, *, interpret: bool) -> tuple[Products, bool]:
+def attention_products(dtype: DType, *, interpret: bool) -> tuple[Products, bool]:
     """Those of attention to values of this dtype, and whether its gradient rounds dS."""
     multiplied = products(dtype, interpret=interpret)
     if jnp.dtype(dtype).itemsize == 2:
@@ -67,13 +76,13 @@ def attention_products(dtype: Any, *, interpret: bool) -> tuple[Products, bool]:
     return multiplied, dtype == jnp.bfloat16 and not is_precise()
 
 
-def _tf32(x: Any) -> Any:
+def _tf32(x: Array) -> Array:
     """A float32 as tensor cores read it: with the first 10 bits of the fraction only."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
 
 
-def products(dtype: Any, *, interpret: bool) -> Products:
+def products(dtype: DType, *, interpret: bool) -> Products:
     """For inputs of this dtype.
 
     tf32 has no fewer bits than either 16-bit dtype. Tensor cores do not round to them: where sums

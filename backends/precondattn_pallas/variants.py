@@ -9,12 +9,12 @@ JAX's trace.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
+from precondattn.arrays import Array, Arrays
 from precondattn.frame import Frame
 from precondattn_kernel_tools.pallas_compiler import TPU, Variant
 from precondattn_pallas.backend import CUDA, kernels_of
@@ -78,7 +78,7 @@ def variants(target: str) -> Iterator[Variant]:
 
 def _of_step(expression: str, dtype: str, width: int) -> Variant:
     """A step of LUCID by one token after those in a cache."""
-    group: Any = Group(group_of(expression))
+    group = Group(group_of(expression))
     sizes = {"b": BATCH, "h": HEADS, "n": KEY_HEADS, "c": TOKENS, "d": width, "e": width}
     sizes |= {"t": 1, "s": 1}
     inputs = group.inputs.extending()
@@ -89,7 +89,7 @@ def _of_step(expression: str, dtype: str, width: int) -> Variant:
     }
     valid = _empty((BATCH, TOKENS + 1), "bool")
 
-    def step(past: Any, x: Any, valid: Any) -> Any:
+    def step(past: Array, x: Array, valid: Array) -> Array:
         kernels = kernels_of(group, interpret=False)
         out, updates = kernels.step(group, past, x, Frame(None, None, None, valid))
         return out, {name: update.tokens for name, update in updates.items()}
@@ -100,6 +100,7 @@ def _of_step(expression: str, dtype: str, width: int) -> Variant:
 
 def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterator[Variant]:
     leaf = pa.parse(expression).program.leaves[0]
+    assert isinstance(leaf, pa.Leaf)
     sizes = {
         "b": BATCH,
         "h": HEADS,
@@ -115,12 +116,12 @@ def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterat
     frame = {"k_segment": _empty((BATCH, TOKENS), "int32")}
     kernels = kernels_of(leaf, interpret=False, target=device)
 
-    def forward(x: Any, frame: Any) -> Any:
+    def forward(x: Array, frame: Array) -> Array:
         return kernels.forward(leaf, x, _frame(frame))
 
     out, residuals = jax.eval_shape(forward, x, frame)
 
-    def backward(x: Any, frame: Any, out: Any, residuals: Any, cotangent: Any) -> Any:
+    def backward(x: Array, frame: Array, out: Array, residuals: Array, cotangent: Array) -> Array:
         return kernels.backward(leaf, x, _frame(frame), out, residuals, cotangent)
 
     name = f"{expression} {dtype} {d}" + ("" if d == e else f"x{e}")
@@ -129,7 +130,7 @@ def _of_call(expression: str, dtype: str, d: int, e: int, device: str) -> Iterat
     yield Variant(f"{name} backward", backward, (x, frame, out, residuals, out), limit)
 
 
-def _frame(masks: dict[str, Any]) -> Frame:
+def _frame(masks: Arrays) -> Frame:
     """The frame of a full call. Its positions are known without arrays."""
     return Frame(None, None, **masks)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MENDED = "13.3"
 HOPPER = 9
@@ -22,14 +25,14 @@ def name() -> str:
     return f"ptxas {knobs.nvidia.ptxas.version}"
 
 
-def warn_of_old_assembler(device: Any) -> None:
+def warn_of_old_assembler(device: torch.device) -> None:
     """Warn once, if the GPU is a Hopper. The assembler is asked for its version on no other."""
     if _is_hopper(device):
         _warn()
 
 
 @cache
-def _is_hopper(device: Any) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     """Cached: every call asks."""
     import torch
 

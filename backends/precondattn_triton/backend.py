@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from threading import RLock
-from typing import Any
 
 import precondattn as pa
 from precondattn.algebra.recurrence import Gate
@@ -23,7 +22,7 @@ from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.kernel_backend import KernelBackend
-from precondattn.kernel_backend.kernel_table import ByOption, KernelTable
+from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,7 +103,7 @@ class Triton(KernelBackend):
     has_ledger = True
 
     @property
-    def only_by_name(self) -> bool:
+    def only_by_name(self) -> bool:  # type: ignore[override]
         return is_interpreting()
 
     def refuses_request(self, request: Request) -> str | None:
@@ -125,7 +124,7 @@ class Triton(KernelBackend):
             return "its steps can not be traced by torch.compile"
         return None
 
-    def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
+    def refuses_kernels(self, kernels: Kernels, request: Request) -> str | None:
         widest = max(shape[-1] for name, shape in request.shapes if name in ("k", "v", "o"))
         if widest > WIDEST_ON_AMD and _is_amd():
             return f"its tiles for AMD's GPUs are for widths up to {WIDEST_ON_AMD}; found {widest}"

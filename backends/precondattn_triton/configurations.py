@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.kernel_backend.configurations import Configurations, Key
 from precondattn_triton.target import architecture, device_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Configuration(NamedTuple):
@@ -33,7 +36,7 @@ UNTUNED, TUNED = REGISTRY.untuned, REGISTRY.tuned
 declare, forced = REGISTRY.declare, REGISTRY.forced
 
 
-def configuration(kernel: str, width: int, half: bool, like: Any = None) -> Configuration:
+def configuration(kernel: str, width: int, half: bool, like: Tensor | None = None) -> Configuration:
     """The configuration of a kernel, at a padded width, on the device of a tensor."""
     return REGISTRY.find(kernel, width, half, device_name(like), architecture(like))
 

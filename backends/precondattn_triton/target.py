@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _target = ""
 
@@ -33,19 +37,19 @@ def is_amd() -> bool:
     return _target.startswith("gfx") if _target else torch.version.hip is not None
 
 
-def device_name(like: Any) -> str:
+def device_name(like: Tensor | None) -> str:
     """The model of the GPU of a tensor; empty for every other device."""
     return _name(like.device) if like is not None and like.is_cuda else ""
 
 
-def architecture(like: Any) -> str:
+def architecture(like: Tensor | None) -> str:
     """Such as "sm_90", of the GPU of a tensor; empty for AMD's GPUs and every other device."""
     if _target or is_amd():
         return _target if _target.startswith("sm_") else ""
     return _capability(like.device) if like is not None and like.is_cuda else ""
 
 
-def processors(like: Any) -> int:
+def processors(like: Tensor) -> int:
     """How many multiprocessors the GPU of a tensor has."""
     if _target:
         return PROCESSORS.get(_target, FEW)
@@ -53,7 +57,7 @@ def processors(like: Any) -> int:
 
 
 @cache
-def _name(device: Any) -> str:
+def _name(device: torch.device) -> str:
     """Cached: every launch asks."""
     import torch
 
@@ -61,7 +65,7 @@ def _name(device: Any) -> str:
 
 
 @cache
-def _capability(device: Any) -> str:
+def _capability(device: torch.device) -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -69,7 +73,7 @@ def _capability(device: Any) -> str:
 
 
 @cache
-def _processors(device: Any) -> int:
+def _processors(device: torch.device) -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

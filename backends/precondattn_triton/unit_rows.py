@@ -10,7 +10,6 @@ underflows. Grid: one program per block of rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width, refuses_eps
+from precondattn.spec.unit_rows import UnitRows
 from precondattn_triton.configurations import configuration
 
 WIDEST = 512
@@ -95,7 +95,7 @@ def unit_rows_vjp(
 class UnitRowsKernels:
     """The leaf `UnitRows`."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: UnitRows, request: Request) -> str | None:
         if leaf.axis != "token":
             return "supports rows of tokens, not of channels"
         shape = dict(request.shapes)["o"]
@@ -106,7 +106,7 @@ class UnitRowsKernels:
         return refuses_eps(leaf.eps, request)
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+        self, leaf: UnitRows, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         o = x["o"]
         y = torch.empty_like(o, memory_format=torch.contiguous_format)
@@ -117,7 +117,7 @@ class UnitRowsKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: UnitRows,
         x: Mapping[str, Tensor],
         frame: Frame,
         out: Tensor,
@@ -135,12 +135,14 @@ class UnitRowsKernels:
         return {"o": d_o}
 
     def step(
-        self, leaf: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+        self, leaf: UnitRows, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
         """A row depends on its own token only, so a step is a forward pass of the new tokens."""
         return self.forward(leaf, x, frame)[0], {}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: UnitRows, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return ()
 
 

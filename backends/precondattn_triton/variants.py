@@ -13,6 +13,7 @@ import torch
 
 import precondattn as pa
 from precondattn.algebra.group import Group, group_of
+from precondattn.algebra.piece import Piece
 from precondattn.frame import Frame
 from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
@@ -189,7 +190,9 @@ def launches(
     """What a call with its gradient, or a step, launches."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
-    piece = Group(group_of(expression)) if is_group else mechanism.program.leaves[0]
+    leaf = mechanism.program.leaves[0]
+    assert isinstance(leaf, pa.Leaf)
+    piece: Piece = Group(group_of(expression)) if is_group else leaf
     inputs = piece.inputs.extending() if is_step else piece.inputs
     sizes = {"b": BATCH, "h": HEADS, "n": HEADS, "u": HEADS, "c": TOKENS}
     sizes |= {"d": d, "e": e, "m": SLOTS}

@@ -5,12 +5,11 @@ Kernels compare every option, so that none is ignored. An option that is added l
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.spec.read import MEAN_AND_LOG_SUM
+from precondattn.spec.softmax import SoftmaxAttention
 
 
-def declined_option(leaf: Any, kernels: str) -> str | None:
+def declined_option(leaf: SoftmaxAttention, kernels: str) -> str | None:
     """Why kernels for plain scores and weights decline `leaf`, a `Softmax` or `Path`; or None."""
     for option, is_used in (
         ("a bias", leaf.bias),

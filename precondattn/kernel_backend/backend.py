@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Tree
 from precondattn.backend import Backend, MethodsOf, Request, Support
 from precondattn.kernel_backend.code_hash import code_of
-from precondattn.kernel_backend.kernel_table import KernelTable, entry_in, kernels_in, lack_in
+from precondattn.kernel_backend.kernel_table import (
+    Kernels,
+    KernelTable,
+    entry_in,
+    kernels_in,
+    lack_in,
+)
 from precondattn.kernel_backend.ledger import (
     TRUST,
     LedgerEntry,
@@ -37,7 +43,7 @@ class KernelBackend(Backend):
     has_ledger: ClassVar[bool] = False
     """Whether its kernels are chosen by default only where the ledger of its package has them."""
 
-    def kernels(self, mechanism: Any) -> Any:
+    def kernels(self, mechanism: Piece) -> Kernels:
         """An object that computes a leaf or group; None where the backend has none."""
         kernel_class = kernels_in(self.table, mechanism)
         return None if kernel_class is None else kernel_class()
@@ -46,7 +52,7 @@ class KernelBackend(Backend):
         """The reason why no kernel supports a request: its device, its dtype; None otherwise."""
         return None
 
-    def refuses_kernels(self, kernels: Any, request: Request) -> str | None:
+    def refuses_kernels(self, kernels: Kernels, request: Request) -> str | None:
         """The reason why these kernels do not support a request, whatever the mechanism."""
         return None
 
@@ -54,7 +60,7 @@ class KernelBackend(Backend):
         """The end of a refusal where the table depends on the device, such as " on a TPU"."""
         return ""
 
-    def refusal(self, mechanism: Any, request: Request) -> str | None:
+    def refusal(self, mechanism: Piece, request: Request) -> str | None:
         """The reason why the backend does not support a request; None where it does."""
         reason = self.refuses_request(request)
         if reason is not None:
@@ -79,11 +85,11 @@ class KernelBackend(Backend):
         """What makes machine code of the kernels here, with its version: "ptxas 13.1"."""
         return ""
 
-    def kernel_class(self, mechanism: Any) -> str | None:
+    def kernel_class(self, mechanism: Piece) -> str | None:
         """`"module:Class"` of a leaf or group; None where the backend has none."""
         return entry_in(self.table, mechanism)
 
-    def ledger_entry(self, mechanism: Any, request: Request) -> LedgerEntry:
+    def ledger_entry(self, mechanism: Piece, request: Request) -> LedgerEntry:
         """What the ledger must have for these kernels to be chosen by default."""
         kernel_class = self.kernel_class(mechanism)
         assert kernel_class is not None
@@ -97,7 +103,7 @@ class KernelBackend(Backend):
             code_of(kernel_class),
         )
 
-    def refuses_by_default(self, mechanism: Any, request: Request) -> str | None:
+    def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
         if not self.has_ledger or request.device not in self.accelerates or is_trusting():
             return None
         known = entries(type(self).__module__.partition(".")[0])
@@ -113,29 +119,29 @@ class KernelBackend(Backend):
             f"(backend={self.name!r}), or with {TRUST}=1 in the environment"
         )
 
-    def _verbs(self, mechanism: Any, request: Request) -> tuple[str, ...]:
+    def _verbs(self, mechanism: Piece, request: Request) -> tuple[str, ...]:
         """A step that a framework may differentiate has its gradient from a kernel too."""
         has_gradient = hasattr(self.kernels(mechanism), VERBS["extend_vjp"])
         if request.verb == "extend" and request.differentiated and has_gradient:
             return "extend", "extend_vjp"
         return (request.verb,)
 
-    def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[Any]:
+    def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[object]:
         """The context in which kernels are launched on these inputs."""
         return nullcontext()
 
-    def supports(self, mechanism: Any, request: Request) -> Support:
+    def supports(self, mechanism: Piece, request: Request) -> Support:
         reason = self.refusal(mechanism, request)
         return Support.yes() if reason is None else Support.no(reason)
 
-    def runner(self, mechanism: Any, library: str, *, differentiable: bool = False) -> Runner:
+    def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
         return KernelRunner(self, mechanism, self.kernels(mechanism))
 
 
 class KernelRunner(MethodsOf):
     """The methods of an object with kernels, each where `launching` says."""
 
-    def __init__(self, backend: KernelBackend, piece: Piece, kernels: Any) -> None:
+    def __init__(self, backend: KernelBackend, piece: Piece, kernels: Kernels) -> None:
         super().__init__(backend, piece, methods=kernels)
         self.algorithm = type(kernels).__name__
         self.residual_shapes = lambda inputs, frame: kernels.residual_shapes(piece, inputs)

@@ -13,6 +13,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of, is_in, lack_of
 
 
@@ -21,47 +23,52 @@ class ByOption:
     """An entry of a table that depends on one option of the leaf."""
 
     option: str
-    classes: Mapping[Any, str]
+    classes: Mapping[object, str]
     """`"module:Class"` by the option's value."""
     otherwise: str | None = None
     """For every other value; None declines them."""
 
-    def entry(self, leaf: Any) -> str | None:
+    def entry(self, leaf: Piece) -> str | None:
         return self.classes.get(getattr(leaf, self.option), self.otherwise)
 
 
 OneLeaf = type | Recurrences
+Kernels = Any
+"""An object with `refuses`, and those methods of a backend that its kernels have."""
+
 KernelTable = Mapping[OneLeaf | tuple[OneLeaf, ...], str | ByOption]
 
 
-def entry_in(table: KernelTable, mechanism: Any) -> str | None:
+def entry_in(table: KernelTable, mechanism: Piece) -> str | None:
     """`"module:Class"` of a leaf or group; None where the table has none."""
     leaves = mechanism.program.leaves
     if len(leaves) == 1:
-        entry = entry_of(table, mechanism)
+        entry = entry_of(table, leaves[0])
     else:
         entry = next((e for key, e in table.items() if _is_group(key, leaves)), None)
     return entry.entry(mechanism) if isinstance(entry, ByOption) else entry
 
 
-def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: Any) -> bool:
+def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: tuple[LeafProtocol, ...]) -> bool:
     if not isinstance(key, tuple) or len(key) != len(leaves):
         return False
     return all(map(is_in, leaves, key))
 
 
-def lack_in(table: KernelTable, mechanism: Any) -> str:
+def lack_in(table: KernelTable, mechanism: Piece) -> str:
     """Why a table has no class for a leaf, as the end of a sentence; empty for a group."""
-    return lack_of(table, mechanism) if len(mechanism.program.leaves) == 1 else ""
+    leaves = mechanism.program.leaves
+    return lack_of(table, leaves[0]) if len(leaves) == 1 else ""
 
 
-def kernels_in(table: KernelTable, mechanism: Any) -> Any:
+def kernels_in(table: KernelTable, mechanism: Piece) -> type[Kernels] | None:
     """The class for a leaf or group; None where the table has none."""
     entry = entry_in(table, mechanism)
     return None if entry is None else _imported(entry)
 
 
 @cache
-def _imported(entry: str) -> Any:
+def _imported(entry: str) -> type[Kernels]:
     module, _, name = entry.partition(":")
-    return getattr(import_module(module), name)
+    kernel_class: type[Kernels] = getattr(import_module(module), name)
+    return kernel_class

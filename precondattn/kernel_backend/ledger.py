@@ -7,14 +7,16 @@ GPU, and the code and the assembler that are used here. Entries are written from
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.options import fields_of
+from precondattn.algebra.piece import Piece
 from precondattn.backend import Request
 from precondattn.kernel_backend.limits import padded_width
 
@@ -50,17 +52,17 @@ def is_trusting() -> bool:
     return os.environ.get(TRUST, "0") not in ("", "0")
 
 
-def family_of(mechanism: Any, entry: str) -> str:
+def family_of(mechanism: Piece, entry: str) -> str:
     """The family of a leaf or group that the class `entry`, as `"module:Class"`, computes."""
     return f"{'+'.join(map(_named, mechanism.program.leaves))}:{entry.partition(':')[2]}"
 
 
-def _named(leaf: Any) -> str:
+def _named(leaf: LeafProtocol) -> str:
     """The name of a leaf, with the options that select kernels where they are no default."""
     given = {
-        field.name: value
-        for field in dataclasses.fields(leaf)
-        if field.name in SELECTING and (value := getattr(leaf, field.name)) != field.default
+        name: value
+        for name, field in fields_of(leaf).items()
+        if name in SELECTING and (value := getattr(leaf, name)) != field.default
     }
     options = ",".join(f"{name}={value}" for name, value in given.items())
     return f"{leaf.name}[{options}]" if options else str(leaf.name)

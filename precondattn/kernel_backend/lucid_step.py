@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.dispatch.recognition import is_lucid
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.softmax import Softmax
 
 WIDEST = 256
 LARGEST_TILE = 8192
@@ -25,9 +26,11 @@ class LucidStepKernels:
         rows = padded_width(rows)
         return rows <= (32 if dtype == "float32" else 64) and rows * width <= LARGEST_TILE
 
-    def refuses(self, group: Any, request: Request) -> str | None:
+    def refuses(self, group: Piece, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         solve, softmax = group.program.leaves
+        assert isinstance(solve, LucidSolve)
+        assert isinstance(softmax, Softmax)
         if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
             return "its step is that of plain LUCID around causal softmax"
         shapes = dict(request.shapes)
@@ -48,7 +51,7 @@ class LucidStepKernels:
         return None
 
     @staticmethod
-    def updates(group: Any, k: Array, y: Array, rms: Array | None) -> Updates:
+    def updates(group: Piece, k: Array, y: Array, rms: Array | None) -> Updates:
         """The updates of the group's buffers: the new key, y, and rms(k) if it is cached."""
         solve, softmax = (call.slot_keys() for call in group.program.calls)
         updates: Updates = {

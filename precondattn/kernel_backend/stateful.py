@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypeGuard
 
-from precondattn.arrays import Array, Arrays, cast, namespace, placement, upcast, upcast_all
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    DType,
+    Residuals,
+    cast,
+    namespace,
+    placement,
+    upcast,
+    upcast_all,
+)
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
@@ -25,23 +35,24 @@ from precondattn.spec.linear_family import (
     rows_of_states,
 )
 from precondattn.spec.recurrence import Form, Stream, StreamGradients
+from precondattn.spec.stateful import Stateful
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
 
-def is_linear(leaf: Any) -> bool:
+def is_linear(leaf: Stateful) -> TypeGuard[LinearFamily]:
     """Whether it is one recurrence, whose outputs have a scale and are no part of a sum."""
     if not isinstance(leaf, LinearFamily):
         return False
     return leaf.declares.normaliser is None and leaf.declares.reads == "after"
 
 
-def is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Stateful) -> TypeGuard[LinearFamily]:
     """Whether it is one recurrence of its own inputs."""
     return is_linear(leaf) and not computes_rows(leaf)
 
 
-def computes_rows(leaf: Any) -> bool:
+def computes_rows(leaf: Stateful) -> bool:
     """Whether its recurrence has rows that it computes first: products of inputs, more steps, or
     queries of other tokens."""
     r = leaf.declares
@@ -52,22 +63,22 @@ def computes_rows(leaf: Any) -> bool:
     return not declared.isdisjoint(of_inputs) or r.steps is not None
 
 
-def decays(leaf: Any, frame: Frame) -> bool:
+def decays(leaf: Stateful, frame: Frame) -> bool:
     """Whether the recurrence has gates. A gate of −∞ forgets other packed segments."""
     return frame.k_segment is not None or bool(leaf.has_decay)
 
 
-def scale_in_form(leaf: Any, x: Mapping[str, Array]) -> float:
+def scale_in_form(leaf: Stateful, x: Mapping[str, Array]) -> float:
     """The scale that the form multiplies by: that of the linear family."""
     return float(leaf.scale_for(x["q"].shape[3])) if is_linear(leaf) else 1.0
 
 
-def unscaled(leaf: Any) -> Any:
+def unscaled(leaf: Stateful) -> Stateful:
     """The leaf without the scale that the form multiplies by."""
     return replace(leaf, scale=1.0) if is_linear(leaf) else leaf
 
 
-def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
+def stream_of(leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Stream:
     """The stream of a plain leaf, without its scale and without repeating heads."""
     m = leaf.state_heads(x)
     q, k = x["q"], x["k"]
@@ -82,7 +93,7 @@ def stream_of(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Stream:
     )
 
 
-def _gates(leaf: Any, x: Mapping[str, Array], frame: Frame) -> Array:
+def _gates(leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Array:
     """(b, m, s, 1 or d, 1) in float32."""
     # A fixed decay takes the number of keys and its dtype from k: one channel of k is enough.
     small = {**x, "k": upcast(x["k"][..., :1])}
@@ -97,19 +108,18 @@ def _no_gates(k: Array, m: int) -> Array:
     return xp.broadcast_to(zero, (b, m, s, 1, 1))
 
 
-def gradients_of(leaf: Any, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
+def gradients_of(leaf: LinearFamily, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
     """The gradients of a plain leaf's inputs, from those of its stream.
 
     The form has multiplied by the scale.
     """
-    gradients: Arrays = unscaled(leaf).gradients(x, d, frame)
-    return gradients
+    return replace(leaf, scale=1.0).gradients(x, d, frame)
 
 
 class Rounded:
     """A form whose rows are in the call's dtype, for a leaf that computes them from its inputs."""
 
-    def __init__(self, form: Form, dtype: Any) -> None:
+    def __init__(self, form: Form, dtype: DType) -> None:
         self.form, self.dtype = form, dtype
         self.by_tokens, self.read = form.by_tokens, form.read
 
@@ -127,14 +137,14 @@ class Rounded:
 class StatefulKernels:
     """Subclass it with `form`."""
 
-    def form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Form:
+    def form(self, leaf: Stateful, x: Mapping[str, Array], frame: Frame) -> Form:
         """The recurrence in chunks, as a leaf and its inputs need it.
 
         It multiplies by `scale_in_form`, and has gates where `decays`.
         """
         raise NotImplementedError
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Stateful, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         shapes = dict(request.shapes)
         k = shapes.get("k") or shapes["g"]  # There may be keys of the gate.
@@ -154,13 +164,13 @@ class StatefulKernels:
             return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
-    def _form(self, leaf: Any, x: Mapping[str, Array], frame: Frame) -> Form:
+    def _form(self, leaf: Stateful, x: Mapping[str, Array], frame: Frame) -> Form:
         form = self.form(leaf, x, frame)
         return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
     def run(
         self,
-        leaf: Any,
+        leaf: Stateful,
         state: Mapping[str, Array] | None,
         x: Mapping[str, Array],
         frame: Frame,
@@ -176,7 +186,7 @@ class StatefulKernels:
 
     def run_vjp(
         self,
-        leaf: Any,
+        leaf: Stateful,
         state: Mapping[str, Array] | None,
         x: Mapping[str, Array],
         frame: Frame,
@@ -198,23 +208,23 @@ class StatefulKernels:
         return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, leaf: Stateful, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         return self.run(leaf, None, x, frame)[0], ()
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Stateful,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
-        residuals: tuple[Array, ...],
+        residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
         return self.run_vjp(leaf, None, x, frame, cotangent, None)[0]
 
     def step(
-        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, leaf: Stateful, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
@@ -223,7 +233,7 @@ class StatefulKernels:
 
     def step_backward(
         self,
-        leaf: Any,
+        leaf: Stateful,
         past: Mapping[str, Array],
         x: Mapping[str, Array],
         frame: Frame,
@@ -238,11 +248,13 @@ class StatefulKernels:
         gradients, d_past = self.run_vjp(leaf, state, x, frame, cotangent, d_state)
         return gradients, {keys[slot]: d_slot for slot, d_slot in d_past.items()}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Stateful, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return ()
 
 
-def _dtype_of_output(x: Mapping[str, Array]) -> Any:
+def _dtype_of_output(x: Mapping[str, Array]) -> DType:
     return next(x[name].dtype for name in "vqk" if name in x)
 
 

@@ -13,10 +13,12 @@ puts two such windows into one, and masks their pairs.) A sequence is a grid of 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.backend import Request
+from precondattn.spec.grid_windows import GridWindows
 from precondattn.spec.read import MEAN
+from precondattn.spec.windowed import Windowed
 
 MOST_SLOTS = 1024
 """Tokens of a window. The table's gradient needs a number for each pair of them."""
@@ -53,19 +55,18 @@ class WindowSize(NamedTuple):
         return (self.rows,) if self.columns == 1 else (self.rows, self.columns)
 
 
-def grid_of(windows: Any, s: int) -> tuple[WindowGrid, WindowSize]:
-    """The windows (`spec.grid_windows.Windows`) of s tokens."""
-    is_sequence = windows.columns is None
-    size = WindowSize(*windows.size, *((1,) if is_sequence else ()))
-    shift = (*windows.shift, *((0,) if is_sequence else ()))
-    columns = 1 if is_sequence else windows.columns
+def grid_of(windows: GridWindows, s: int) -> tuple[WindowGrid, WindowSize]:
+    """The windows (`spec.grid_windows.GridWindows`) of s tokens."""
+    columns = windows.columns or 1
+    size = WindowSize(*windows.size, *((1,) if windows.columns is None else ()))
+    shift = (*windows.shift, *((0,) if windows.columns is None else ()))
     first = [-((w - by) % w) for w, by in zip(size, shift, strict=True)]
     lengths = -(-s // columns), columns
     counts = [-(-(n - at) // w) for n, at, w in zip(lengths, first, size, strict=True)]
     return WindowGrid(counts[0] * counts[1], counts[1], columns, *first), size
 
 
-def declined_windows(leaf: Any, request: Request) -> str | None:
+def declined_windows(leaf: Windowed, request: Request) -> str | None:
     """The reason why no kernel supports this call of `Windowed`, or None."""
     if leaf.read != MEAN:
         return "has no kernel for windows with LASER's read"

@@ -44,3 +44,15 @@ def test_any_stands_almost_nowhere_without_a_name():
         if re.search(r"\bAny\b", code):
             found[str(path.relative_to(ROOT))] += sum(1 for _ in unnamed(code))
     assert found.total() <= LIMIT, "\n".join(f"{n:4} {path}" for path, n in found.most_common(20))
+
+
+def test_of_tritons_functions_only_kernels_have_no_types():
+    for path in (ROOT / "backends" / "precondattn_triton").rglob("*.py"):
+        nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+        while nodes:
+            node = nodes.pop()
+            if _is_triton_kernel(node):
+                continue
+            if isinstance(node, ast.FunctionDef):
+                assert node.returns, f"{path.name}: {node.name} has no types"
+            nodes.extend(ast.iter_child_nodes(node))

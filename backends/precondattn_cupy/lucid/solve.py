@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, DType, Residuals, namespace
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_cupy.configurations import Configuration, configuration, padded_width
 from precondattn_cupy.launch import cpp_type, launch
@@ -50,7 +51,7 @@ class LucidPlan(NamedTuple):
     chunk: int
     chunks: int
     scale: float
-    operand: np.dtype[Any]
+    operand: DType
     """Dtype of the factors of products"""
     inverse: Configuration
     update: Configuration
@@ -71,7 +72,7 @@ class LucidPlan(NamedTuple):
         return self.scale * LOG2_E, self.scale * self.d * LOG2_E
 
 
-def plan_of(leaf: Any, k: Array, v: Array) -> LucidPlan:
+def plan_of(leaf: LucidSolve, k: Array, v: Array) -> LucidPlan:
     b, s, n, d = k.shape
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
@@ -94,7 +95,9 @@ def plan_of(leaf: Any, k: Array, v: Array) -> LucidPlan:
 class LucidMatrix:
     """The matrix of one call: solves with it and with its transpose."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Array], frame: Frame, right: Array) -> None:
+    def __init__(
+        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame, right: Array
+    ) -> None:
         k = in_one_piece(x["k"])
         self.plan = plan = plan_of(leaf, k, right)
         self.normalize = leaf.normalize == "keys"
@@ -219,9 +222,9 @@ class LucidMatrix:
         )  # fmt: skip
 
 
-def _bytes(rows: int, width: int, dtype: Any) -> int:
+def _bytes(rows: int, width: int, dtype: DType) -> int:
     """Bytes of a tile in shared memory, whose rows are padded by 16 bytes."""
-    return rows * (width * np.dtype(dtype).itemsize + 16)
+    return rows * (width * int(np.dtype(dtype).itemsize) + 16)
 
 
 def _text(flag: bool) -> str:
@@ -231,7 +234,7 @@ def _text(flag: bool) -> str:
 class LucidSolveKernels:
     """Algorithm of the leaf `LucidSolve`."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
         if leaf.metric != DOT:
             return "its solve is for the dot product"
         if not leaf.has_unit_diagonal:
@@ -251,8 +254,8 @@ class LucidSolveKernels:
         return None
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         system = LucidMatrix(leaf, x, frame, x["v"])
         y = empty(x["v"], x["v"].shape)
         rho = empty(y, y.shape) if leaf.beta else None
@@ -261,13 +264,13 @@ class LucidSolveKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: LucidSolve,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
-        residuals: tuple[Array, ...],
+        residuals: Residuals,
         cotangent: Array,
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         system = LucidMatrix(leaf, x, frame, cotangent)
         d_k, d_v = (empty(x[name], x[name].shape) for name in ("k", "v"))
         rho = in_one_piece(residuals[0]) if leaf.beta else None
@@ -278,5 +281,7 @@ class LucidSolveKernels:
             result["lucid_beta"] = namespace(d_beta).astype(d_beta, x["lucid_beta"].dtype)
         return result
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -33,7 +33,7 @@ class LucidStep(LucidStepKernels):
         return rows <= MOST_ROWS
 
     def step(
-        self, group: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, group: Piece, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         solve, softmax = group.program.leaves
         solve_keys = group.program.slot_keys[0]
@@ -59,7 +59,7 @@ class LucidStep(LucidStepKernels):
         rows = padded_width(h // n + 1)
         half = q.dtype.itemsize == 2
         tuned = configuration("lucid_decode", max(key_width, width), half)._replace(rows=rows)
-        splits, per_split = splits_of(cached.count, b * n, tuned.columns)
+        splits, per_split = splits_of(cached.slots, b * n, tuned.columns)
         parts = (b * n, splits, h // n + 1)
         totals = empty(q, (*parts, width), np.float32)
         maxima, sums = (empty(q, parts, np.float32) for _ in range(2))
@@ -70,7 +70,7 @@ class LucidStep(LucidStepKernels):
             (splits, b * n),
             tuned.threads,
             (
-                q, k, keys, solved, rms, cached.valid, counts, totals, maxima, sums, cached.count,
+                q, k, keys, solved, rms, cached.valid, counts, totals, maxima, sums, cached.slots,
                 capacity, per_split, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
                 np.bool_(by_16(keys)),
             ),
@@ -85,7 +85,7 @@ class LucidStep(LucidStepKernels):
             FINISHING_THREADS,
             (
                 q, k, v, beta, cached.is_query, cached.is_key, counts, totals, maxima, sums, out,
-                y, own_rms, cached.count, capacity, per_split, splits, n, d, e, width, solve.eps,
+                y, own_rms, cached.slots, capacity, per_split, splits, n, d, e, width, solve.eps,
                 scale,
             ),
         )  # fmt: skip

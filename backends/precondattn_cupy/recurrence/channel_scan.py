@@ -8,8 +8,6 @@ gradients of rows of key channels; the forward pass holds nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.arrays import Array, namespace
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_cupy.launch import cpp_type, launch
@@ -57,7 +55,7 @@ class ChannelScan(AllTokens):
         d_last = in_one_piece(d_final)
         call.scan("scan_channels_back", states, d_o, d_last, memory, *gradients)
 
-        def total(d: Array | None) -> Any:
+        def total(d: Array | None) -> Array | None:
             return None if d is None else heads_first(xp.sum(d, axis=0))
 
         d_gates = total(d_g)[..., None]
@@ -82,7 +80,7 @@ class ChannelCall(ChunkCall):
     @property
     def blocks(self) -> int:
         """Blocks of value channels."""
-        return -(-self.e // (VALUES * WARPS))
+        return -(-int(self.e) // (VALUES * WARPS))
 
     def scan(self, kernel: str, *arrays: Array | None) -> None:
         """Launch a kernel with the inputs and further arrays."""

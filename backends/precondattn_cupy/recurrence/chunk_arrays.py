@@ -5,12 +5,10 @@ Inputs and outputs are in the dtype of the call. All intermediate arrays are flo
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.arrays import Array, namespace
 from precondattn.spec.recurrence import Stream
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
-from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.launch import Argument, cpp_type, launch
 from precondattn_cupy.layout import empty, in_one_piece
 
 declare(
@@ -81,7 +79,7 @@ class ChunkCall:
     @property
     def heads(self) -> int:
         """Heads of all sequences that have a state."""
-        return self.b * self.m
+        return int(self.b * self.m)
 
     @property
     def erases(self) -> tuple[int, ...]:
@@ -90,11 +88,11 @@ class ChunkCall:
 
     @property
     def value_blocks(self) -> int:
-        return -(-self.step // self.block)
+        return -(-int(self.step) // self.block)
 
     @property
     def key_blocks(self) -> int:
-        return -(-self.d // self.block)
+        return -(-int(self.d) // self.block)
 
     def scratch(self, *shape: int) -> Array:
         """An uninitialized array in float32."""
@@ -120,7 +118,7 @@ class ChunkCall:
         self,
         kernel: str,
         grid: tuple[int, int],
-        arguments: tuple[Any, ...],
+        arguments: tuple[Argument, ...],
         shared: int,
         *sizes: int,
         out: Array | None = None,

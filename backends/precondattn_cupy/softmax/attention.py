@@ -7,15 +7,16 @@ keys. λ is (b, h, t) in units of log 2, ∞ for a query without visible keys.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from precondattn.arrays import Array
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import Softmax
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
-from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
+from precondattn_cupy.launch import GRID_LIMITS, Argument, cpp_type, launch
 from precondattn_cupy.layout import KernelMasks, empty, masks_of
 
 LOG2_E = math.log2(math.e)
@@ -97,7 +98,7 @@ class SoftmaxCall(NamedTuple):
 
 
 def call_of(
-    leaf: Any, q: Array, k: Array, v: Values, frame: Frame, is_chosen: Array | None = None
+    leaf: Softmax, q: Array, k: Array, v: Values, frame: Frame, is_chosen: Array | None = None
 ) -> SoftmaxCall:
     around = EVERYWHERE if leaf.window is None else min(leaf.window - 1, EVERYWHERE)
     masks = masks_of(frame, *q.shape[:2])
@@ -105,7 +106,7 @@ def call_of(
     return SoftmaxCall(q, k, v, masks, leaf.scale_for(q.shape[3]), around, lookahead, is_chosen)
 
 
-def refusal(algorithm: str, leaf: Any, request: Request) -> str | None:
+def refusal(algorithm: str, leaf: Softmax, request: Request) -> str | None:
     """Why the kernels do not support a full call."""
     if leaf.metric != DOT:
         return f"has kernels for {algorithm} with scores ⟨q, k⟩ only, not of {leaf.name}"
@@ -215,7 +216,7 @@ def _launch(
     blocks: int,
     heads: int,
     tile: Configuration,
-    arguments: tuple[Any, ...],
+    arguments: tuple[Argument, ...],
     shared_bytes: int,
 ) -> None:
     launch(

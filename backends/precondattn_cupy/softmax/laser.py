@@ -7,14 +7,15 @@ for close heads, the output for others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from precondattn.arrays import Array, cast
+from precondattn.arrays import Array, Arrays, DType, Residuals, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.laser import RANGE
-from precondattn_cupy.launch import cpp_type, is_simulated, launch
+from precondattn.spec.softmax import Softmax
+from precondattn_cupy.launch import Argument, cpp_type, is_simulated, launch
 from precondattn_cupy.layout import empty, in_one_piece, masks_of
 from precondattn_cupy.softmax import laser_exact
 from precondattn_cupy.softmax.attention import (
@@ -51,7 +52,7 @@ class ValueSpread(NamedTuple):
 class LaserKernels:
     """Algorithm of `Softmax` with the read in exponential space."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":
             return refusal_of_step(leaf, request)
         width = max(shape[-1] for name, shape in request.shapes if name in ("k", "v"))
@@ -63,8 +64,8 @@ class LaserKernels:
         return refusal("LASER", leaf, request)
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         q, k, v = inputs_of(x)
         spreads = spread(v, masks_of(frame, *q.shape[:2]).k_valid)
         call = call_of(leaf, q, k, weights(v, spreads), frame, spreads.is_close)
@@ -77,13 +78,13 @@ class LaserKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Softmax,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
-        residuals: tuple[Array, ...],
+        residuals: Residuals,
         cotangent: Array,
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         q, k, v = inputs_of(x)
         log_total, *spread_of, full = residuals
         spreads = ValueSpread(*spread_of)
@@ -95,11 +96,13 @@ class LaserKernels:
         return {name: cast(d, x[name].dtype) for name, d in result.items()}
 
     def step(
-        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, leaf: Softmax, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         return step(leaf, past, x, frame)
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
         (_, _, n, e), _ = inputs["v"]
         return (
@@ -150,7 +153,7 @@ def _factors(v: Array, shape: tuple[int, ...]) -> Values:
     return Values(empty(v, shape))
 
 
-def _bfloat16() -> Any:
+def _bfloat16() -> DType:
     """CuPy has bfloat16 only where ml_dtypes is installed; only kernels read this array."""
     if not is_simulated():
         return "uint16"
@@ -166,7 +169,7 @@ def _close_backward(
     full: Array,
     log_total: Array,
     d_out: Array,
-    result: dict[str, Array],
+    result: Arrays,
 ) -> None:
     g, n = _factors(v, d_out.shape), v.shape[2]
     d_sum = empty(log_total, log_total.shape)
@@ -176,11 +179,11 @@ def _close_backward(
     query_gradient(call, g, log_total, d_sum, result["q"])
     d_w = empty(v, v.shape, "float32")
     key_gradient(call, g, log_total, d_sum, result["k"], None, d_w)
-    arguments = (v, spreads.shift, spreads.is_close, d_w, result["v"])
-    _by_rows(v, f"value_gradients<{cpp_type(v)}>", arguments, None)
+    of_values = (v, spreads.shift, spreads.is_close, d_w, result["v"])
+    _by_rows(v, f"value_gradients<{cpp_type(v)}>", of_values, None)
 
 
-def _by_rows(rows: Array, kernel: str, arguments: tuple[Any, ...], n: int | None) -> None:
+def _by_rows(rows: Array, kernel: str, arguments: tuple[Argument, ...], n: int | None) -> None:
     """One warp for each row (b, tokens, heads, e); `n` is the number of kv heads if other."""
     b, tokens, heads, e = rows.shape
     sizes = (tokens, heads, e) if n is None else (tokens, heads, n, e)

@@ -5,11 +5,9 @@ Blocks of close heads return at once.
 
 from __future__ import annotations
 
-from typing import Any
-
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays
 from precondattn_cupy.configurations import Configuration, configuration, declare, padded_width
-from precondattn_cupy.launch import cpp_type, launch
+from precondattn_cupy.launch import Argument, cpp_type, launch
 from precondattn_cupy.softmax.attention import LOG2_E, PART, SoftmaxCall
 
 CHANNELS = 32
@@ -42,7 +40,7 @@ def backward(
     full: Array,
     log_total: Array,
     d_out: Array,
-    result: dict[str, Array],
+    result: Arrays,
 ) -> None:
     t, s, h, n, d, e, *_ = call.sizes
     inputs = (call.q, call.k, v, call.is_chosen, d_out, full, log_total)
@@ -80,7 +78,7 @@ def _launch(
     file: str,
     blocks: tuple[int, int],
     tile: Configuration,
-    arguments: tuple[Any, ...],
+    arguments: tuple[Argument, ...],
     *,
     channels: int,
     numbers: int,

@@ -8,12 +8,12 @@ equal, the rounding error would be all of dq.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from precondattn.arrays import Array, cast
+from precondattn.arrays import Array, Arrays, Residuals, cast
 from precondattn.backend import ArraySpec, Request
 from precondattn.cache import Updates
 from precondattn.frame import Frame
+from precondattn.spec.softmax import Softmax
 from precondattn_cupy.layout import empty, in_one_piece
 from precondattn_cupy.softmax.attention import (
     Values,
@@ -30,14 +30,14 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 class SoftmaxKernels:
     """Algorithm of `Softmax` with the mean as its read."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":
             return refusal_of_step(leaf, request)
         return refusal("attention", leaf, request)
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         q, k, v = inputs_of(x)
         out = empty(v, (*q.shape[:3], v.shape[3]))
         full = None if v.dtype == "float32" else empty(v, out.shape, "float32")
@@ -46,13 +46,13 @@ class SoftmaxKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Softmax,
         x: Mapping[str, Array],
         frame: Frame,
         out: Array,
-        residuals: tuple[Array, ...],
+        residuals: Residuals,
         cotangent: Array,
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         q, k, v = inputs_of(x)
         log_total, *full = residuals
         d_out = in_one_piece(cast(cotangent, v.dtype))
@@ -65,11 +65,13 @@ class SoftmaxKernels:
         return {name: cast(d, x[name].dtype) for name, d in result.items()}
 
     def step(
-        self, leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+        self, leaf: Softmax, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         return step(leaf, past, x, frame)
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
         (*_, e), dtype = inputs["v"]
         kept = ArraySpec((b, h, t), "float32")

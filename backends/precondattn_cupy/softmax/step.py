@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from precondattn.arrays import Array, namespace
 from precondattn.backend import Request
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.softmax import Softmax
 from precondattn_cupy.configurations import padded_width
 from precondattn_cupy.launch import GRID_LIMITS, cpp_type, launch
 from precondattn_cupy.layout import empty, in_one_piece
@@ -26,7 +26,7 @@ WIDEST = {"k": 256, "v": 128}
 COMBINING_THREADS = 128
 
 
-def refusal_of_step(leaf: Any, request: Request) -> str | None:
+def refusal_of_step(leaf: Softmax, request: Request) -> str | None:
     """Why the kernels do not support an extension of a cache."""
     shapes = dict(request.shapes)
     if shapes["q"][1] != 1:
@@ -45,7 +45,7 @@ def refusal_of_step(leaf: Any, request: Request) -> str | None:
 
 
 def step(
-    leaf: Any, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    leaf: Softmax, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
 ) -> tuple[Array, Updates]:
     xp = namespace(x["q"])
     names = leaf.program.slot_keys[0]

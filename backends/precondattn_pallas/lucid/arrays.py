@@ -5,34 +5,33 @@ k̂ = k / rms(k),    dk = (dk̂ − k̂ mean(k̂ dk̂)) / rms(k),    rms(k)² = 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.masks import where_valid
 
 
-def by_heads(array: Any, tokens: int, width: int) -> Any:
+def by_heads(array: Array, tokens: int, width: int) -> Array:
     """(b, s, n, w) as (b n, tokens, width), padded with 0."""
     b, s, n, w = array.shape
     array = jnp.swapaxes(array, 1, 2).reshape(b * n, s, w)
     return jnp.pad(array, ((0, 0), (0, tokens - s), (0, width - w)))
 
 
-def by_tokens(array: Any, like: Any) -> Any:
+def by_tokens(array: Array, like: Array) -> Array:
     """(b n, T, width) as (b, s, n, w), the shape of `like` and its dtype."""
     b, s, n, w = like.shape
     array = array[:, :s, :w].reshape(b, n, s, w)
     return jnp.swapaxes(array, 1, 2).astype(like.dtype)
 
 
-def factor_of(beta: Any, valid: Any, k: Any) -> Any:
+def factor_of(beta: Array, valid: Array, k: Array) -> Array:
     """β or 1, and 0 at padding (b, s, n)."""
     factor = jnp.ones(k.shape[:3], jnp.float32) if beta is None else beta.astype(jnp.float32)
     return where_valid(valid, factor)
 
 
-def reciprocal_rms(keys: Any, eps: float | None) -> Any:
+def reciprocal_rms(keys: Array, eps: float | None) -> Array:
     """1 / rms (b, s, n) of keys in float32; 1 where `eps` is None: keys are not normalised."""
     if eps is None:
         return jnp.ones(keys.shape[:3], jnp.float32)
@@ -40,7 +39,9 @@ def reciprocal_rms(keys: Any, eps: float | None) -> Any:
     return 1 / jnp.sqrt(jnp.where(mean_square > 0, mean_square, 1.0))
 
 
-def rms_gradient(d_unit: Any, k: Any, reciprocal: Any, valid: Any, eps: float | None) -> Any:
+def rms_gradient(
+    d_unit: Array, k: Array, reciprocal: Array, valid: Array, eps: float | None
+) -> Array:
     """dk from dk̂ (b, s, n, d), in the dtype of k; `reciprocal` is from `reciprocal_rms`."""
     if eps is not None:
         unit = where_valid(valid, k).astype(jnp.float32) * reciprocal[..., None]
@@ -49,7 +50,7 @@ def rms_gradient(d_unit: Any, k: Any, reciprocal: Any, valid: Any, eps: float | 
     return where_valid(valid, d_unit).astype(k.dtype)
 
 
-def d_beta_of(before: Any, rho: Any, beta: Any, valid: Any) -> Any:
+def d_beta_of(before: Array, rho: Array, beta: Array, valid: Array) -> Array:
     """Σ X ρ, with X by heads and ρ (b, s, n, e)."""
     before = by_tokens(before, rho.astype(jnp.float32))
     d_beta = jnp.sum(before * where_valid(valid, rho).astype(jnp.float32), axis=3)

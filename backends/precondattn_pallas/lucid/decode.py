@@ -11,30 +11,38 @@ by products. Exponents are in units of log 2. The splits are few and small, and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array, Arrays
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
+from precondattn_pallas.launch import References, divide, launch, loop, remainder, shape_of
 from precondattn_pallas.precision import Products
 
 
 class SplitReads(NamedTuple):
     """The result of each split, for every row of a tile."""
 
-    totals: Any
+    totals: Array
     """Σ e^{S − m} y, or Σ Φ y (m, splits, rows, e)"""
-    maxima: Any
+    maxima: Array
     """m (m, splits, rows)"""
-    sums: Any
+    sums: Array
     """Σ e^{S − m} (m, splits, rows)"""
 
 
 def read_past(
-    x: Any, out: Any, *, products: Products, group: int, tokens: int, splits: int, shift: float
+    x: References,
+    out: References,
+    *,
+    products: Products,
+    group: int,
+    tokens: int,
+    splits: int,
+    shift: float,
 ) -> None:
     """One split of one key/value head."""
     rows, width = out["totals"].shape
@@ -45,7 +53,7 @@ def read_past(
     is_key = row == group
     queries = x["rows"][...]
 
-    def add(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def add(index: Array, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, weight, total = carried
         j = pl.ds(index * tokens, tokens)
         seen = x["valid"][j] != 0
@@ -75,9 +83,9 @@ def read_past(
 
 
 def read(
-    rows: Any,
-    past: dict[str, Any],
-    count: Any,
+    rows: Array,
+    past: Arrays,
+    count: Array,
     configuration: Configuration,
     *,
     products: Products,
@@ -93,7 +101,7 @@ def read(
     m, tile, d = rows.shape
     _, capacity, n, e = past["solved"].shape
 
-    def of_buffer(array: Any) -> pl.BlockSpec:
+    def of_buffer(array: Array) -> pl.BlockSpec:
         """All slots of a head, or of a sequence."""
         if array.ndim == 2:
             return pl.BlockSpec((None, capacity), lambda i, h: (divide(h, n), 0))
@@ -135,8 +143,14 @@ def read(
 
 
 def finished(
-    result: SplitReads, queries: Any, key: Any, counts: Any, value: Any, beta: Any, group: int
-) -> tuple[Any, Any]:
+    result: SplitReads,
+    queries: Array,
+    key: Array,
+    counts: Array,
+    value: Array,
+    beta: Array,
+    group: int,
+) -> tuple[Array, Array]:
     """o (m, group, e) and y (m, e), in float32; o is 0 without visible keys.
 
     queries (m, group, d), s q log₂ e; the new key (m, d), its validity (m), value (m, e) and β (m).

@@ -9,18 +9,19 @@ result is deterministic.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
+from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
 from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 
-def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count: int) -> None:
+def key_gradient(
+    x: References, out: References, *, phi: Phi, columns: int, chunk: int, count: int
+) -> None:
     """A tile of Σ_b Φ_ab g_ab k̂_b, from all keys, y and dv of its head.
 
     Products with g do not use 16 bits: g may exceed float16's range, and where keys are nearly
@@ -33,8 +34,8 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
     a = a_start + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
-    def side(left: str, right: str, *, before: bool) -> Any:
-        def add(index: Any, total: Any) -> Any:
+    def side(left: str, right: str, *, before: bool) -> Array:
+        def add(index: Array, total: Array) -> Array:
             b_start = index * columns
             other = pl.ds(b_start, columns)
             g = jnp.zeros((rows, columns), jnp.float32)
@@ -64,22 +65,22 @@ def key_gradient(x: Any, out: Any, *, phi: Phi, columns: int, chunk: int, count:
 
 def d_keys(
     phi: Phi,
-    keys: Any,
+    keys: Array,
     segments: SegmentBounds | None,
-    y: Any,
-    d_v: Any,
+    y: Array,
+    d_v: Array,
     configuration: Configuration,
     *,
     count: int,
     chunk: int,
-) -> Any:
+) -> Array:
     """Σ_b Φ_ab g_ab k̂_b (m, T, d) in float32; keys (m, T, d), y and dv (m, T, e).
 
     `count` of the T tokens are not padding; `chunk` channels are multiplied at once.
     """
     m, tokens, d = keys.shape
 
-    def all_of(array: Any) -> Any:
+    def all_of(array: Array) -> Array:
         rest = array.shape[2:]
         by = m // array.shape[0]
         zeros = (0,) * (1 + len(rest))

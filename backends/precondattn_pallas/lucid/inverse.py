@@ -16,14 +16,21 @@ A super-block's inverse is stored by rows, (m, T, S), with 0 above its diagonal.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of
+from precondattn_pallas.launch import (
+    Constant,
+    References,
+    divide,
+    launch,
+    loop,
+    remainder,
+    shape_of,
+)
 from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 FIRST_BLOCK = 32
@@ -34,14 +41,14 @@ CHANNELS = 32
 """Key channels that are multiplied at once: registers are needed for tiles of the matrix."""
 
 
-def system_tile(x: Any, i: Any, j: Any, *, phi: Phi, by_row: bool) -> Any:
+def system_tile(x: References, i: Array, j: Array, *, phi: Phi, by_row: bool) -> Array:
     """L for rows i and columns j, without the triangular mask."""
     keys, segments = x["keys"], (of_tile(x, "segments", i), of_tile(x, "segments", j))
     result = phi.tile(keys, i, keys, j, *segments, channels=CHANNELS)
     return result * (x["factor"][i][:, None] if by_row else x["factor"][j][None, :])
 
 
-def invert_blocks(x: Any, out: Any, *, phi: Phi, by_row: bool) -> None:
+def invert_blocks(x: References, out: References, *, phi: Phi, by_row: bool) -> None:
     """Invert every diagonal tile, whose size is a power of two."""
     tile = x["keys"].shape[0]
     every = pl.ds(0, tile)
@@ -61,7 +68,14 @@ def invert_blocks(x: Any, out: Any, *, phi: Phi, by_row: bool) -> None:
 
 
 def left_factors(
-    x: Any, out: Any, *, phi: Phi, by_row: bool, half: int, tile: int, super_block: int
+    x: References,
+    out: References,
+    *,
+    phi: Phi,
+    by_row: bool,
+    half: int,
+    tile: int,
+    super_block: int,
 ) -> None:
     """C A⁻¹ of every pair of inverted blocks of `half` tokens: a tile of it."""
     tiles = half // tile
@@ -72,7 +86,7 @@ def left_factors(
     column = pl.multiple_of(remainder(j_start, super_block), tile)
     i = pl.ds(i_start, tile)
 
-    def add(index: Any, total: Any) -> Any:
+    def add(index: Array, total: Array) -> Array:
         m = pl.ds(index * tile, tile)
         system = system_tile(x, i, m, phi=phi, by_row=by_row)
         own = x["inverse"][m, pl.ds(column, tile)]
@@ -87,7 +101,9 @@ def left_factors(
     out["left"][...] = total.astype(out["left"].dtype)
 
 
-def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_block: int) -> None:
+def right_factors(
+    x: References, out: References, *, phi: Phi, half: int, tile: int, super_block: int
+) -> None:
     """−B⁻¹ (C A⁻¹), a tile of it, written in place of C A⁻¹. No other program reads that tile."""
     tiles = half // tile
     pair, tile_index = (f(pl.program_id(0), tiles * tiles) for f in (divide, remainder))
@@ -95,7 +111,7 @@ def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_blo
     i_start = second + divide(tile_index, tiles) * tile
     i = pl.ds(i_start, tile)
 
-    def add(index: Any, total: Any) -> Any:
+    def add(index: Array, total: Array) -> Array:
         m_start = second + index * tile
         column = pl.multiple_of(remainder(m_start, super_block), tile)
         own = x["inverse"][i, pl.ds(column, tile)]
@@ -114,14 +130,14 @@ def right_factors(x: Any, out: Any, *, phi: Phi, half: int, tile: int, super_blo
 
 def inverses(
     phi: Phi,
-    keys: Any,
-    factor: Any,
+    keys: Array,
+    factor: Array,
     segments: SegmentBounds | None,
     configuration: Configuration,
     *,
     super_block: int,
     backward: bool,
-) -> Any:
+) -> Array:
     """N of all super-blocks (m, T, S), in the dtype of the keys (m, T, d).
 
     `factor` (m, T) is β, or 0 at padding.
@@ -130,13 +146,13 @@ def inverses(
     interpret = phi.products.interpret
     common = {"phi": phi, "interpret": interpret}
 
-    def rows_of(array: Any, rows: int, *rest: int) -> Any:
+    def rows_of(array: Array, rows: int, *rest: int) -> Array:
         """A tile of the program; of the array of all heads, or of all sequences."""
         by = m // array.shape[0]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, rows, *rest), lambda i, h: (divide(h, by), i, *zeros))
 
-    def all_of(array: Any, *rest: int) -> Any:
+    def all_of(array: Array, *rest: int) -> Array:
         by = m // array.shape[0]
         zeros = (0,) * (1 + len(rest))
         return array, pl.BlockSpec((None, tokens, *rest), lambda i, h: (divide(h, by), *zeros))
@@ -165,7 +181,7 @@ def inverses(
     while half < super_block:
         tile = min(half, configuration.rows)
         tiles, pairs = half // tile, tokens // (2 * half)
-        sizes = {"half": half, "tile": tile, "super_block": super_block}
+        sizes: dict[str, Constant] = {"half": half, "tile": tile, "super_block": super_block}
         left = launch(
             left_factors,
             (pairs * tiles * tiles, m),
@@ -206,7 +222,7 @@ def _column_of_left(rows: int, tile: int, tiles: int) -> pl.BlockSpec:
 def _tile_of_inverse(tile: int, tiles: int, super_block: int) -> pl.BlockSpec:
     """The tile of a program, below the diagonal block of its pair."""
 
-    def index(g: Any, h: Any) -> Any:
+    def index(g: Array, h: Array) -> Array:
         pair, tile_index = divide(g, tiles * tiles), remainder(g, tiles * tiles)
         row = pair * (2 * tiles) + tiles + divide(tile_index, tiles)
         column = remainder(pair * (2 * tiles), super_block // tile) + remainder(tile_index, tiles)

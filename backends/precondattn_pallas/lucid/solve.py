@@ -15,16 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS, padded_width
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_pallas.configurations import Configuration, configuration
+from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid import gradient as lucid_gradient
 from precondattn_pallas.lucid import inverse as lucid_inverse
 from precondattn_pallas.lucid import substitution as lucid_substitution
@@ -80,7 +83,7 @@ class LucidPlan(NamedTuple):
         return -(-self.s // self.super_block) * self.super_block
 
 
-def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> LucidPlan:
+def plan_of(leaf: LucidSolve, k: Array, v: Array, *, interpret: bool) -> LucidPlan:
     s, d = k.shape[1], k.shape[3]
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"
@@ -111,16 +114,16 @@ def plan_of(leaf: Any, k: Any, v: Any, *, interpret: bool) -> LucidPlan:
 class SolveInputs(NamedTuple):
     """The inputs of a forward or backward solve."""
 
-    keys: Any
+    keys: Array
     """k̂ (m, T, key_width)"""
-    reciprocal: Any
+    reciprocal: Array
     """1 / rms (b, s, n)"""
-    factor: Any
+    factor: Array
     """β, and 0 at padding (m, T)"""
     segments: SegmentBounds | None
 
 
-def _scratch(plan: LucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -> SolveInputs:
+def _scratch(plan: LucidPlan, k: Array, beta: Array, valid: Array, segment: Array) -> SolveInputs:
     keys = where_valid(valid, k).astype(jnp.float32)
     reciprocal = reciprocal_rms(keys, plan.eps)
     keys = (keys * reciprocal[..., None]).astype(jnp.float16 if plan.half else jnp.float32)
@@ -133,7 +136,7 @@ def _scratch(plan: LucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -> So
 
 
 def _solve(
-    plan: LucidPlan, x: SolveInputs, right: Any, *, backward: bool
+    plan: LucidPlan, x: SolveInputs, right: Array, *, backward: bool
 ) -> lucid_substitution.Solved:
     """The solution of the system or its transpose; right (b, s, n, e)."""
     inverse = lucid_inverse.inverses(
@@ -160,7 +163,9 @@ def _solve(
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: LucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+def _forward(
+    plan: LucidPlan, k: Array, v: Array, beta: Array, valid: Array, segment: Array
+) -> Array:
     scratch = _scratch(plan, k, beta, valid, segment)
     solved = _solve(plan, scratch, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
@@ -169,8 +174,15 @@ def _forward(plan: LucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment: An
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: LucidPlan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
-) -> Any:
+    plan: LucidPlan,
+    k: Array,
+    beta: Array,
+    valid: Array,
+    segment: Array,
+    y: Array,
+    rho: Array,
+    d_y: Array,
+) -> Array:
     scratch = _scratch(plan, k, beta, valid, segment)
     solved = _solve(plan, scratch, where_valid(valid, d_y), backward=True)
     width = solved.values.shape[2]
@@ -195,10 +207,10 @@ def _backward(
 class LucidSolveKernels:
     """Algorithm of the leaf `LucidSolve`."""
 
-    def __init__(self, *, interpret: Any) -> None:
+    def __init__(self, *, interpret: Interpret) -> None:
         self.interpret = interpret
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
         if leaf.metric != DOT:
             return "its solve is for the dot product"
         if not leaf.has_unit_diagonal:
@@ -215,28 +227,32 @@ class LucidSolveKernels:
             return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
-    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+    def forward(
+        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
-        result: tuple[Any, tuple[Any, ...]] = _forward(
+        result: tuple[Array, Residuals] = _forward(
             plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
         )
         return result
 
     def backward(
         self,
-        leaf: Any,
-        x: Mapping[str, Any],
+        leaf: LucidSolve,
+        x: Mapping[str, Array],
         frame: Frame,
-        out: Any,
-        residuals: tuple[Any, ...],
-        cotangent: Any,
-    ) -> dict[str, Any]:
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
         plan = plan_of(leaf, x["k"], x["v"], interpret=self.interpret)
         (rho,) = residuals or (None,)
-        result: dict[str, Any] = _backward(
+        result: Arrays = _backward(
             plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
         )
         return result
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Array, Arrays
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.lucid_step import LucidStepKernels
+from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.softmax import Softmax
 from precondattn_pallas.configurations import Configuration, configuration
 from precondattn_pallas.lucid import decode as lucid_decode
 from precondattn_pallas.masks import where_valid
@@ -28,17 +32,19 @@ GPU."""
 class LucidStepPlan(NamedTuple):
     """What is known of a step without its arrays."""
 
-    group: Any
-    """The mechanism."""
+    group: Piece
     tiles: Configuration
     products: Products
 
     @property
-    def leaves(self) -> Any:
-        return self.group.program.leaves
+    def leaves(self) -> tuple[LucidSolve, Softmax]:
+        solve, softmax = self.group.program.leaves
+        assert isinstance(solve, LucidSolve)
+        assert isinstance(softmax, Softmax)
+        return solve, softmax
 
     @property
-    def slots(self) -> Any:
+    def slots(self) -> tuple[Mapping[str, str], ...]:
         """The keys of the solve's and of softmax's buffers, by the leaves' own names."""
         return tuple(call.slot_keys() for call in self.group.program.calls)
 
@@ -50,8 +56,8 @@ class LucidStep(LucidStepKernels):
         self.interpret = interpret
 
     def step(
-        self, group: Any, past: Mapping[str, Any], x: Mapping[str, Any], frame: Frame
-    ) -> tuple[Any, Updates]:
+        self, group: Piece, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Updates]:
         q, v = x["q"], x["v"]
         widest = max(padded_width(q.shape[3]), padded_width(v.shape[3]))
         plan = LucidStepPlan(
@@ -65,7 +71,7 @@ class LucidStep(LucidStepKernels):
 
 
 @partial(jax.jit, static_argnums=0)
-def _step(plan: LucidStepPlan, past: Any, x: Any, masks: Any) -> tuple[Any, Any, Any]:
+def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[Array, Array, Array]:
     """The output (b, 1, h, e), y (b, 1, n, e), and rms(k) (b, 1, n) or None."""
     (solve, softmax), (slots, _) = plan.leaves, plan.slots
     q, beta = x["q"], x.get("lucid_beta")

@@ -17,33 +17,34 @@ represents, and right sides that are far smaller keep their digits.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array, Arrays
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, shape_of
+from precondattn_pallas.launch import References, divide, launch, loop, shape_of
 from precondattn_pallas.lucid.tiles import Phi, SegmentBounds, of_tile, reach
 
 
 class Solved(NamedTuple):
     """The solution at all tokens (m, T, e), in float32."""
 
-    values: Any
+    values: Array
     """y, or backward dv"""
-    before_beta: Any
+    before_beta: Array
     """ρ, or backward X"""
 
 
-def apply_inverse(x: Any, out: Any, *, phi: Phi, tile: int, backward: bool) -> None:
+def apply_inverse(x: References, out: References, *, phi: Phi, tile: int, backward: bool) -> None:
     """N_J R_J or N_Jᵀ R_J: a tile of rows of one super-block, and some channels."""
     own = pl.program_id(0)
     start = x["start"][0]
     tiles = x["sides"].shape[0] // tile
 
-    def add(index: Any, total: Any) -> Any:
+    def add(index: Array, total: Array) -> Array:
         row, column = (index, own) if backward else (own, index)
         block = x["inverse"][pl.ds(start + row * tile, tile), pl.ds(column * tile, tile)]
         sides = x["sides"][pl.ds(index * tile, tile), :]
@@ -53,7 +54,7 @@ def apply_inverse(x: Any, out: Any, *, phi: Phi, tile: int, backward: bool) -> N
     out["solution"][...] = loop(low, high, add, jnp.zeros(out["solution"].shape, jnp.float32))
 
 
-def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
+def update(x: References, out: References, *, phi: Phi, columns: int, backward: bool) -> None:
     """R_I −= Φ_IJ y_J of the super-block J that begins at `start`, for some rows and channels."""
     rows = x["i_keys"].shape[0]
     super_block = x["j_keys"].shape[0]
@@ -68,7 +69,7 @@ def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
     def _() -> None:
         own, i_segments = pl.ds(0, rows), of_tile(x, "segments", ...)
 
-        def add(index: Any, total: Any) -> Any:
+        def add(index: Array, total: Array) -> Array:
             j = pl.ds(index * columns, columns)
             j_segments = of_tile(x, "j_segments", j)
             weights = phi.tile(x["i_keys"], own, x["j_keys"], j, i_segments, j_segments)
@@ -81,11 +82,11 @@ def update(x: Any, out: Any, *, phi: Phi, columns: int, backward: bool) -> None:
 
 def substitute(
     phi: Phi,
-    keys: Any,
-    factor: Any,
+    keys: Array,
+    factor: Array,
     segments: SegmentBounds | None,
-    inverse: Any,
-    right: Any,
+    inverse: Array,
+    right: Array,
     cuts: tuple[Configuration, Configuration],
     *,
     count: int,
@@ -103,14 +104,14 @@ def substitute(
     start_spec = pl.BlockSpec((1,), lambda i, h, c: (0,))
     per_sequence = 1 if segments is None else m // segments.begin.shape[0]
 
-    def bounds_of(rows: int) -> dict[str, Any]:
+    def bounds_of(rows: int) -> Arrays:
         """The segments of a tile of rows."""
         if segments is None:
             return {}
         spec = pl.BlockSpec((None, rows), lambda i, h, c: (divide(h, per_sequence), i))
         return {"segments": (segments.begin, spec), "ends": (segments.end, spec)}
 
-    def solve(start: Any, sides: Any) -> Any:
+    def solve(start: Array, sides: Array) -> Array:
         tile = by_inverse.rows
         return launch(
             apply_inverse,
@@ -139,7 +140,7 @@ def substitute(
             backward=backward,
         )["solution"]
 
-    def updated(start: Any, operand: Any, sizes: Any, right: Any) -> Any:
+    def updated(start: Array, operand: Array, sizes: Array, right: Array) -> Array:
         rows = by_update.rows
         block = pl.BlockSpec((None, rows, chunk), lambda i, h, c: (h, i, c))
         of_block = pl.BlockSpec((None, super_block, d), lambda i, h, c: (h, 0, 0))
@@ -173,7 +174,7 @@ def substitute(
             backward=backward,
         )["right"]
 
-    def one(index: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def one(index: Array, carried: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         right, values, before = carried
         start = jnp.asarray(blocks - 1 - index if backward else index, jnp.int32) * super_block
         sides = _part(right, start, super_block)
@@ -190,12 +191,12 @@ def substitute(
     return Solved(values, before)
 
 
-def _part(array: Any, start: Any, count: int) -> Any:
+def _part(array: Array, start: Array, count: int) -> Array:
     """Some tokens (second axis)."""
     return lax.dynamic_slice_in_dim(array, start, count, 1)
 
 
-def _powers_of_two(right: Any) -> Any:
+def _powers_of_two(right: Array) -> Array:
     """The powers of two by which right sides (m, S, e) are divided, one for a channel (m, 1, e)."""
     largest = jnp.max(jnp.abs(right), axis=1, keepdims=True)
     exponent = jnp.ceil(jnp.log2(jnp.where(largest > 0, largest, 1.0)))

@@ -9,13 +9,14 @@ to whole super-blocks, and w padded to whole tiles. Masked tokens and padding ha
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.launch import loop
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References, loop
 from precondattn_pallas.masks import runs_of
 
 
@@ -26,20 +27,20 @@ class Phi(NamedTuple):
     """s log₂ e"""
     shift: float
     """s d log₂ e"""
-    products: Any
+    products: Array
     """`Products`, or `tpu.products.TpuProducts`"""
 
     def tile(
         self,
-        i_keys: Any,
-        i: Any,
-        j_keys: Any,
-        j: Any,
-        i_segments: Any,
-        j_segments: Any,
+        i_keys: Array,
+        i: Array,
+        j_keys: Array,
+        j: Array,
+        i_segments: Array,
+        j_segments: Array,
         *,
         channels: int = 128,
-    ) -> Any:
+    ) -> Array:
         """Φ of rows i and j of references to keys, `channels` of them at a time.
 
         With several blocks of channels, both tiles are read again for every product.
@@ -49,14 +50,14 @@ class Phi(NamedTuple):
             scores = self.products.dot(i_keys[i, :], j_keys[j, :], right=True)
             return self.weights(scores, _are_equal(i_segments, j_segments))
 
-        def add(index: Any, total: Any) -> Any:
+        def add(index: Array, total: Array) -> Array:
             some = pl.ds(pl.multiple_of(index * channels, channels), channels)
             return total + self.products.dot(i_keys[i, some], j_keys[j, some], right=True)
 
         scores = loop(0, width // channels, add, jnp.zeros((i.size, j.size), jnp.float32))
         return self.weights(scores, _are_equal(i_segments, j_segments))
 
-    def weights(self, scores: Any, are_equal: Any) -> Any:
+    def weights(self, scores: Array, are_equal: Array) -> Array:
         """Φ from ⟨k̂_i, k̂_j⟩ and from the equality of segments, None where all are equal."""
         result = jnp.exp2(scores * self.scale - self.shift)
         return result if are_equal is None else jnp.where(are_equal, result, jnp.float32(0))
@@ -65,34 +66,34 @@ class Phi(NamedTuple):
 class SegmentBounds(NamedTuple):
     """Where the segment of each token begins and ends; padding is a segment of its own."""
 
-    begin: Any
+    begin: Array
     """(b, T): the first token of the segment, by which it is identified"""
-    end: Any
+    end: Array
     """(b, T): the last token plus one"""
 
 
-def segments_of(ids: Any, tokens: int) -> SegmentBounds | None:
+def segments_of(ids: Array, tokens: int) -> SegmentBounds | None:
     """From ids (b, s), padded to T tokens; equal ids are adjacent."""
     if ids is None:
         return None
     runs, padding = runs_of(ids), tokens - ids.shape[1]
 
-    def found(side: str) -> Any:
+    def found(side: str) -> Array:
         at = jax.vmap(lambda runs: jnp.searchsorted(runs, runs, side=side))(runs)
         return jnp.pad(at.astype(jnp.int32), ((0, 0), (0, padding)), constant_values=tokens)
 
     return SegmentBounds(found("left"), found("right"))
 
 
-def reach(x: Any, start: Any, count: int) -> tuple[Any, Any]:
+def reach(x: References, start: Array, count: int) -> tuple[Array, Array]:
     """Tokens that share a segment with any of `count` tokens: the first, and the last plus one."""
     return x["segments"][start], x["ends"][start + count - 1]
 
 
-def _are_equal(i_segments: Any, j_segments: Any) -> Any:
+def _are_equal(i_segments: Array, j_segments: Array) -> Array:
     return None if i_segments is None else i_segments[:, None] == j_segments[None, :]
 
 
-def of_tile(references: Any, name: str, *index: Any) -> Any:
+def of_tile(references: Array, name: str, *index: Array) -> Array:
     """A part of an optional input; None without it."""
     return references[name][index] if name in references else None

@@ -17,13 +17,12 @@ state, and the gates of a tile.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.launch import divide, loop, remainder
+from precondattn.arrays import Array, Arrays
+from precondattn_pallas.launch import References, divide, loop, remainder
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.channel_tiles import (
     TILE,
@@ -40,23 +39,25 @@ from precondattn_pallas.recurrence.chunk_tiles import every_block
 ALL = slice(None)
 
 
-def channel_scores(x: Any, out: Any, *, products: Products, block: int, blocks: int) -> None:
+def channel_scores(
+    x: References, out: References, *, products: Products, block: int, blocks: int
+) -> None:
     """dF/dA: the rows of tile b."""
     own, count = _tile_in_chunk(x, blocks)
     width, zeros = x["k"].shape[1], jnp.zeros((TILE, TILE), jnp.float32)
 
-    def earlier(a: Any, done: Any) -> Any:
-        def add(c: Any, total: Any) -> Any:
+    def earlier(a: Array, done: Array) -> Array:
+        def add(c: Array, total: Array) -> Array:
             keys = _earlier(products, x, a, own, c)
             return total + products.dot(_later(products, x, own, c), keys, right=True)
 
         out["scores"][:, _tokens(a)] = every_block(width, block, add, zeros)
         return done
 
-    def within(c: Any, total: Any) -> Any:
+    def within(c: Array, total: Array) -> Array:
         return total + scores_within(products, *(_tile(x, name, own, c) for name in "qkg"))
 
-    def clear(a: Any, done: Any) -> Any:
+    def clear(a: Array, done: Array) -> Array:
         out["scores"][:, _tokens(a)] = zeros
         return done
 
@@ -65,7 +66,7 @@ def channel_scores(x: Any, out: Any, *, products: Products, block: int, blocks: 
     loop(own + 1, count, clear, jnp.int32(0))
 
 
-def channel_read(x: Any, out: Any, *, products: Products, blocks: int) -> None:
+def channel_read(x: Array, out: References, *, products: Products, blocks: int) -> None:
     """dF/dq: a block of channels of tile b."""
     own, _ = _tile_in_chunk(x, blocks)
     k, g = (_tile(x, name, own) for name in "kg")
@@ -73,12 +74,12 @@ def channel_read(x: Any, out: Any, *, products: Products, blocks: int) -> None:
     out["d_q"][...] = within + _read(products, x, own, own) * since_of(products, g)
 
 
-def channel_gradient(x: Any, out: Any, *, products: Products, blocks: int) -> None:
+def channel_gradient(x: Array, out: References, *, products: Products, blocks: int) -> None:
     """dF/dq, dF/dk and dF/dg: a block of channels of tile b."""
     own, count = _tile_in_chunk(x, blocks)
     q, k, g = (_tile(x, name, own) for name in "qkg")
 
-    def one(tile: Any, carried: Any) -> Any:
+    def one(tile: Array, carried: Array) -> Array:
         written, crossing = carried
         later = _later(products, x, tile)
         crossing = crossing + jnp.sum(_read(products, x, tile, own) * later, axis=0)
@@ -95,25 +96,25 @@ def channel_gradient(x: Any, out: Any, *, products: Products, blocks: int) -> No
     out["d_g"][...] = d_g + d_gates_of(products, read * q, written * k) + crossing[None, :]
 
 
-def _tile_in_chunk(x: Any, blocks: int) -> tuple[Any, int]:
+def _tile_in_chunk(x: References, blocks: int) -> tuple[Array, int]:
     """The index of a program's tile in its chunk, and the number of tiles."""
     count = x["k"].shape[0] // TILE
     return remainder(divide(pl.program_id(0), blocks), count), count
 
 
-def _tokens(tile: Any) -> Any:
+def _tokens(tile: Array) -> Array:
     return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
 
 
-def _tile(x: Any, name: str, tile: Any, columns: Any = ALL) -> Any:
+def _tile(x: References, name: str, tile: Array, columns: Array = ALL) -> Array:
     return x[name][_tokens(tile), columns].astype(jnp.float32)
 
 
-def _square(x: Any, row: Any, column: Any) -> Any:
+def _square(x: References, row: Array, column: Array) -> Array:
     return x["a"][_tokens(row), _tokens(column)]
 
 
-def _between(x: Any, low: Any, high: Any, columns: Any = ALL) -> Any:
+def _between(x: References, low: Array, high: Array, columns: Array = ALL) -> Array:
     """The decay over the tiles low < t < high (1, w)."""
     totals = x["totals"][:, columns]
     t = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
@@ -121,27 +122,27 @@ def _between(x: Any, low: Any, high: Any, columns: Any = ALL) -> Any:
     return jnp.exp(jnp.sum(jnp.where(within, totals, jnp.float32(0)), axis=0))[None, :]
 
 
-def _later(products: Products, x: Any, tile: Any, columns: Any = ALL) -> Any:
+def _later(products: Products, x: Array, tile: Array, columns: Array = ALL) -> Array:
     """since ∘ q of a tile."""
     return _tile(x, "q", tile, columns) * since_of(products, _tile(x, "g", tile, columns))
 
 
-def _earlier(products: Products, x: Any, tile: Any, stop: Any, columns: Any = ALL) -> Any:
+def _earlier(products: Products, x: Array, tile: Array, stop: Array, columns: Array = ALL) -> Array:
     """k of a tile before another one."""
     decay = until_of(products, _tile(x, "g", tile, columns)) * _between(x, tile, stop, columns)
     return _tile(x, "k", tile, columns) * decay
 
 
-def _read(products: Products, x: Any, row: Any, stop: Any) -> Any:
+def _read(products: Products, x: References, row: Array, stop: Array) -> Array:
     """What tile `row` reads from those before `stop`, decayed to its own first token."""
 
-    def one(a: Any, total: Any) -> Any:
+    def one(a: Array, total: Array) -> Array:
         return total + products.dot(_square(x, row, a), _earlier(products, x, a, row))
 
     return loop(0, stop, one, jnp.zeros((TILE, x["k"].shape[1]), jnp.float32))
 
 
-def scores_of_channels(plan: ChunkPlan, x: Rows) -> Any:
+def scores_of_channels(plan: ChunkPlan, x: Rows) -> Array:
     """dF/dA (m, r, T, C), from q, k and g."""
     m, r, tokens, d = x["q"].shape
     grid = _grid(tokens, m * r)
@@ -157,7 +158,7 @@ def scores_of_channels(plan: ChunkPlan, x: Rows) -> Any:
     return result["scores"].reshape(m, r, tokens, plan.chunk)
 
 
-def read_of_channels(plan: ChunkPlan, x: Rows, a: Any) -> Any:
+def read_of_channels(plan: ChunkPlan, x: Rows, a: Array) -> Array:
     """dF/dq (m, r, T, d), from A (m, r, T, C), k and g."""
     (m, r, tokens, _), d = a.shape, x["k"].shape[2]
     width = plan.block("channel_read", d)
@@ -173,7 +174,7 @@ def read_of_channels(plan: ChunkPlan, x: Rows, a: Any) -> Any:
     return result["d_q"].reshape(m, r, tokens, d)
 
 
-def gradients_of_channels(plan: ChunkPlan, x: Rows, a: Any) -> tuple[Any, Any, Any]:
+def gradients_of_channels(plan: ChunkPlan, x: Rows, a: Array) -> tuple[Array, Array, Array]:
     """dF/dq (m, r, T, d), dF/dk and dF/dg (m, T, d), from A (m, r, T, C), q, k and g."""
     m, r, tokens, d = x["q"].shape
     width = plan.block("channel_gradient", d)
@@ -195,7 +196,7 @@ def _grid(tokens: int, heads: int, blocks: int = 1) -> ChunkGrid:
     return ChunkGrid(TILE, tokens // TILE, heads, blocks)
 
 
-def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, *names: str) -> dict[str, Any]:
+def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, *names: str) -> Arrays:
     """The whole chunk of a program's tile; all columns of A, else the program's own columns."""
     tiles = plan.chunk // TILE
     result = {}

@@ -18,10 +18,11 @@ Q and dO exchanged, and K and V exchanged. Their dQ is then the output.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, DType
 from precondattn.spec.recurrence import Stream, StreamGradients
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import chunk_gradient, chunk_reads, chunk_states, delta_rule
@@ -50,22 +51,22 @@ class ChannelArrays(NamedTuple):
     plan: ChunkPlan
     rows: Rows
     """With q, where there are queries."""
-    d_o: Any
+    d_o: Array
     """(m, r, T, e), or None."""
     is_exchanged: bool
 
-    def state(self, state: Any) -> Any:
+    def state(self, state: Array) -> Array:
         """(b, m, d, e) in the layout of the rows."""
         return padded_state(_transposed(state) if self.is_exchanged else state)
 
-    def of_state(self, state: Any, like: Any) -> Any:
+    def of_state(self, state: Array, like: Array) -> Array:
         """The inverse of `state`."""
         if self.is_exchanged:
             return _transposed(unpadded_state(state, _transposed(like)))
         return unpadded_state(state, like)
 
 
-def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any, Any]:
+def forward(products: Products, dtype: DType, x: Stream, state: Array) -> tuple[Array, Array]:
     """The final state and the outputs, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, None)
     plan, rows, d_o, is_exchanged = problem
@@ -79,7 +80,7 @@ def forward(products: Products, dtype: Any, x: Stream, state: Any) -> tuple[Any,
 
 
 def vjp(
-    products: Products, dtype: Any, x: Stream, state: Any, d_o: Any, d_final: Any
+    products: Products, dtype: DType, x: Stream, state: Array, d_o: Array, d_final: Array
 ) -> StreamGradients:
     """The gradients, as `precondattn.spec.recurrence.Form` defines them."""
     problem = _problem(products, dtype, x, d_o)
@@ -122,8 +123,13 @@ def vjp(
 
 
 def _of_delta_rule(
-    plan: ChunkPlan, rows: Rows, states: Any, u: Any, d_u: Any, others: tuple[Any, Any, Any]
-) -> tuple[Any, ...]:
+    plan: ChunkPlan,
+    rows: Rows,
+    states: Array,
+    u: Array,
+    d_u: Array,
+    others: tuple[Array, Array, Array],
+) -> tuple[Array, ...]:
     """dE, then what is added to (dK, dg of pairs, reads of the state), then dV and dβ."""
     d_k, d_g, reads = others
     of_pairs = delta_rule.d_written(plan, rows, u, d_u)
@@ -145,12 +151,12 @@ def _of_delta_rule(
     )
 
 
-def _erased(rows: Rows) -> Any:
+def _erased(rows: Rows) -> Array:
     """The keys that are erased (m, T, d)."""
     return rows.get("erase", rows["k"])
 
 
-def _problem(products: Products, dtype: Any, x: Stream, d_o: Any) -> ChannelArrays:
+def _problem(products: Products, dtype: DType, x: Stream, d_o: Array) -> ChannelArrays:
     is_exchanged = x.g.shape[4] > 1
     if is_exchanged and x.beta is not None:
         raise ValueError("the delta rule has one decay for each key channel; found one by values")
@@ -176,16 +182,16 @@ def _with_scores(plan: ChunkPlan, rows: Rows) -> Rows:
     return {**rows, "scores": scores_of_channels(plan, rows)}
 
 
-def _pairs(plan: ChunkPlan, rows: Rows, d_o: Any, u: Any) -> Any:
+def _pairs(plan: ChunkPlan, rows: Rows, d_o: Array, u: Array) -> Array:
     """tril(dO Uᵀ) (m, r, T, C)."""
     return chunk_gradient.of_scores(plan, {"k": rows["k"]}, u, d_o)["d_scores"]
 
 
-def _from_states(plan: ChunkPlan, rows: Rows, d_o: Any, states: Any) -> Any:
+def _from_states(plan: ChunkPlan, rows: Rows, d_o: Array, states: Array) -> Array:
     """reading ∘ dO Sᵀ (m, r, T, d)."""
     result = chunk_gradient.of_queries(plan, rows, d_o, states)["d_q"]
     return result * rows["reading"][:, None]
 
 
-def _transposed(array: Any) -> Any:
+def _transposed(array: Array) -> Array:
     return jnp.swapaxes(array, -1, -2)

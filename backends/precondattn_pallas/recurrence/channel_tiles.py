@@ -22,10 +22,11 @@ of every gate between its tokens: with w_i the sum of contributions of token i, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 
@@ -35,41 +36,41 @@ TILE = 16
 class HalvedBlocks(NamedTuple):
     """Blocks of tokens, each with a first and a second half."""
 
-    gates: Any
+    gates: Array
     """E (16, 16)."""
-    decay: Any
+    decay: Array
     """f (16, w)."""
-    is_pair: Any
+    is_pair: Array
     """(16, 16): true if the row's token is in the second half and the column's in the first."""
 
 
-def since_of(products: Products, g: Any) -> Any:
+def since_of(products: Products, g: Array) -> Array:
     return jnp.exp(products.exact.dot(_until(), g))
 
 
-def until_of(products: Products, g: Any) -> Any:
+def until_of(products: Products, g: Array) -> Array:
     return jnp.exp(products.exact.dot(_after(), g))
 
 
-def d_gates_of(products: Products, since: Any, until: Any) -> Any:
+def d_gates_of(products: Products, since: Array, until: Array) -> Array:
     """dg (16, w), from the sums of dx ∘ x of everything that `since` and `until` multiply."""
     exact = products.exact
     return exact.dot(_until(), since, left=True) + exact.dot(_after(), until, left=True)
 
 
-def _until() -> Any:
+def _until() -> Array:
     """The gates up to token i, which `since` sums."""
     i, t = tokens_of(TILE)
     return (t <= i).astype(jnp.float32)
 
 
-def _after() -> Any:
+def _after() -> Array:
     """The gates after token i."""
     i, t = tokens_of(TILE)
     return (t > i).astype(jnp.float32)
 
 
-def _halvings(products: Products, g: Any) -> Iterator[HalvedBlocks]:
+def _halvings(products: Products, g: Array) -> Iterator[HalvedBlocks]:
     i, t = tokens_of(TILE)
     for level in range(TILE.bit_length() - 1):
         i_half, t_half = i >> level, t >> level
@@ -80,7 +81,7 @@ def _halvings(products: Products, g: Any) -> Iterator[HalvedBlocks]:
         yield HalvedBlocks(gates, decay, is_second & (i_half == t_half + 1))
 
 
-def scores_within(products: Products, q: Any, k: Any, g: Any) -> Any:
+def scores_within(products: Products, q: Array, k: Array, g: Array) -> Array:
     """dF/dA of a tile, 0 above the diagonal, from q, k and g in float32 (16, w)."""
     i, j = tokens_of(TILE)
     result = jnp.where(i == j, jnp.sum(q * k, axis=1)[:, None], jnp.float32(0))
@@ -90,7 +91,7 @@ def scores_within(products: Products, q: Any, k: Any, g: Any) -> Any:
     return result
 
 
-def read_within(products: Products, a: Any, k: Any, g: Any) -> Any:
+def read_within(products: Products, a: Array, k: Array, g: Array) -> Array:
     """dF/dq of a tile, from the lower triangle of A."""
     result = _diagonal(a) * k
     for _, decay, is_pair in _halvings(products, g):
@@ -99,7 +100,9 @@ def read_within(products: Products, a: Any, k: Any, g: Any) -> Any:
     return result
 
 
-def gradients_within(products: Products, a: Any, q: Any, k: Any, g: Any) -> tuple[Any, Any, Any]:
+def gradients_within(
+    products: Products, a: Array, q: Array, k: Array, g: Array
+) -> tuple[Array, Array, Array]:
     """dF/dq, dF/dk and dF/dg of a tile."""
     diagonal = _diagonal(a)
     d_q, d_k, d_g = diagonal * k, diagonal * q, jnp.zeros_like(g)
@@ -113,6 +116,6 @@ def gradients_within(products: Products, a: Any, q: Any, k: Any, g: Any) -> tupl
     return d_q, d_k, d_g
 
 
-def _diagonal(a: Any) -> Any:
+def _diagonal(a: Array) -> Array:
     i, j = tokens_of(TILE)
     return jnp.sum(jnp.where(i == j, a, jnp.float32(0)), axis=1)[:, None]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array, Arrays, DType
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.recurrence import Stream
 from precondattn_pallas.configurations import configuration
@@ -22,7 +23,7 @@ LOWEST = -200.0
 WIDEST_BLOCK = 64
 """Largest block of value channels."""
 
-Rows = Mapping[str, Any]
+Rows = Mapping[str, Array]
 """Arrays of a recurrence by name, those that are present (`chunk_tiles.py`): q (m, r, T, d), k, v;
 erase, the keys that are erased if others than k; beta (m, T); g, reading, writing (m, T), or (m, T,
 d) with one gate for each key channel; total (m, chunks, 1 or d). Where keys are erased from the
@@ -51,10 +52,10 @@ class ChunkPlan(NamedTuple):
         kernel: Callable[..., None],
         name: str,
         shape: tuple[int, ...],
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any],
-        **constants: Any,
-    ) -> dict[str, Any]:
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        **constants: Array,
+    ) -> Arrays:
         """Launch with the configuration of that name."""
         return launch(
             kernel,
@@ -74,14 +75,14 @@ def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") ->
     return ChunkPlan(products, configuration(states, width, products.tf32).rows, width)
 
 
-def rows_of(x: Stream, plan: ChunkPlan, dtype: Any, *, decays: bool) -> dict[str, Any]:
+def rows_of(x: Stream, plan: ChunkPlan, dtype: DType, *, decays: bool) -> Arrays:
     """Rows of a stream with at most one gate for each token; q, k and v are cast to a dtype."""
     result = written_of(x, plan, dtype, decays=decays)
     tokens, width = result["k"].shape[1:]
     return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **result}
 
 
-def written_of(x: Stream, plan: ChunkPlan, dtype: Any, *, decays: bool) -> dict[str, Any]:
+def written_of(x: Stream, plan: ChunkPlan, dtype: DType, *, decays: bool) -> Arrays:
     """All rows but q; gates (b, m, s, 1 or d, 1), β and keys to erase where present."""
     if x.undecayed is not None and x.g.shape[3] > 1:
         raise ValueError(
@@ -93,7 +94,7 @@ def written_of(x: Stream, plan: ChunkPlan, dtype: Any, *, decays: bool) -> dict[
     b, m, s, d = k.shape
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
 
-    def padded(array: Any, *widths: int) -> Any:
+    def padded(array: Array, *widths: int) -> Array:
         """(b m, T, widths), padded with zeros after the last token."""
         array = array.reshape(b * m, *array.shape[2:])
         sizes = zip((tokens, *widths), array.shape[1:], strict=True)
@@ -127,21 +128,21 @@ def padded_values(e: int) -> int:
     return whole(e, block) * block
 
 
-def queries_of(q: Any, s: int, tokens: int, width: int) -> Any:
+def queries_of(q: Array, s: int, tokens: int, width: int) -> Array:
     """Queries of the last t of s tokens (b, m, t, r, d) as (b m, r, T, width), else zeros."""
     b, m, t, r, d = q.shape
     q = jnp.swapaxes(q.reshape(b * m, t, r, d), 1, 2)
     return jnp.pad(q, ((0, 0), (0, 0), (s - t, tokens - s), (0, width - d)))
 
 
-def padded_state(state: Any) -> Any:
+def padded_state(state: Array) -> Array:
     """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     state = state.astype(jnp.float32).reshape(b * m, d, e)
     return jnp.pad(state, ((0, 0), (0, padded_width(d) - d), (0, padded_values(e) - e)))
 
 
-def unpadded_queries(rows: Any, x: Stream, width: int) -> Any:
+def unpadded_queries(rows: Array, x: Stream, width: int) -> Array:
     """(b m, r, T, w) as (b, m, t, r, width): the last t tokens."""
     b, m, t, r, _ = x.q.shape
     s = x.k.shape[2]
@@ -149,12 +150,12 @@ def unpadded_queries(rows: Any, x: Stream, width: int) -> Any:
     return rows.reshape(b, m, t, r, width)
 
 
-def unpadded_state(state: Any, like: Any) -> Any:
+def unpadded_state(state: Array, like: Array) -> Array:
     """A padded state (b m, d, e) with the shape of `like`."""
     return state[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
 
 
-def each_query(array: Any) -> Any:
+def each_query(array: Array) -> Array:
     """(m, r, …) as (m r, …): every query of a state as if it were a head."""
     return array.reshape(-1, *array.shape[2:])
 
@@ -167,66 +168,65 @@ class ChunkGrid(NamedTuple):
     """One program for each chunk, block of columns and head: (chunks × blocks, heads)."""
 
     chunk: int
-    count: int
-    """Number of chunks."""
+    chunks: int
     heads: int
     """Number of heads, or of all queries of all states where each has a program."""
     blocks: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.count * self.blocks, self.heads
+        return self.chunks * self.blocks, self.heads
 
     def _block_spec(
-        self, array: Any, block: tuple[int | None, ...], *at: Any, together: int = 1
-    ) -> Any:
+        self, array: Array, block: tuple[int | None, ...], *at: Array, together: int = 1
+    ) -> Array:
         """The block of an array of all heads at the indices `at` (numbers, "chunk", "block"). A
         block covers one chunk, or several together."""
         by = self.heads // array.shape[0]
 
-        def index(g: Any, h: Any) -> Any:
+        def index(g: Array, h: Array) -> Array:
             chunk, block_index = divide(g, self.blocks * together), remainder(g, self.blocks)
             indices = {"chunk": chunk, "block": block_index}
             return divide(h, by), *(indices.get(i, i) for i in at)
 
         return array, pl.BlockSpec((None, *block), index)
 
-    def rows(self, array: Any, width: int | None = None) -> Any:
+    def rows(self, array: Array, width: int | None = None) -> Array:
         """The chunk's rows of (m, T, w), or the program's block of their columns."""
         block = self.chunk, width or array.shape[2]
         return self._block_spec(array, block, "chunk", "block" if width else 0)
 
-    def around(self, array: Any, chunks: int, width: int | None = None) -> Any:
+    def around(self, array: Array, chunks: int, width: int | None = None) -> Array:
         """The rows of `chunks` chunks together, which include the program's own."""
-        rows = chunks * array.shape[1] // self.count
+        rows = chunks * array.shape[1] // self.chunks
         block, at = (rows, width or array.shape[2]), "block" if width else 0
         return self._block_spec(array, block, "chunk", at, together=chunks)
 
-    def group(self, array: Any, width: int | None = None) -> Any:
+    def group(self, array: Array, width: int | None = None) -> Array:
         """The chunk's rows of (m, r, T, w), or the program's block of their columns."""
         block = array.shape[1], self.chunk, width or array.shape[3]
         return self._block_spec(array, block, 0, "chunk", "block" if width else 0)
 
-    def numbers(self, array: Any) -> Any:
+    def numbers(self, array: Array) -> Array:
         """The chunk's numbers of (m, T), one per token."""
         return self._block_spec(array, (self.chunk,), "chunk")
 
-    def named(self, x: Rows, *names: str) -> dict[str, Any]:
+    def named(self, x: Rows, *names: str) -> Arrays:
         """The chunk's part of the named arrays that are present: one number or a row per token."""
         result = {name: x[name] for name in names if name in x}
         return {n: self.numbers(a) if a.ndim == 2 else self.rows(a) for n, a in result.items()}
 
-    def sums(self, array: Any) -> Any:
+    def sums(self, array: Array) -> Array:
         """The chunk's numbers of (m, blocks, T), for the program's block."""
         return self._block_spec(array, (None, self.chunk), "block", "chunk")
 
-    def state(self, array: Any, rows: int | None = None, columns: int | None = None) -> Any:
+    def state(self, array: Array, rows: int | None = None, columns: int | None = None) -> Array:
         """The chunk's state of (m, chunks, d, e), or the program's rows or columns of it."""
         block = None, rows or array.shape[2], columns or array.shape[3]
         at = "block" if rows else 0, "block" if columns else 0
         return self._block_spec(array, block, "chunk", *at)
 
-    def state_rows(self, array: Any, rows: int) -> Any:
+    def state_rows(self, array: Array, rows: int) -> Array:
         """The program's rows of (m, chunks, d)."""
         return self._block_spec(array, (None, rows), "chunk", "block")
 
@@ -241,17 +241,17 @@ class Sweep(NamedTuple):
     def shape(self, e: int) -> tuple[int, int]:
         return e // self.width, self.heads
 
-    def all_of(self, array: Any) -> Any:
+    def all_of(self, array: Array) -> Array:
         """The head's part of an array (m, …)."""
         rest = array.shape[1:]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, *rest), lambda _, h: (h, *zeros))
 
-    def columns(self, array: Any) -> Any:
+    def columns(self, array: Array) -> Array:
         """The same, for the program's block of the last axis."""
         rest = array.shape[1:-1]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, *rest, self.width), lambda i, h: (h, *zeros, i))
 
-    def named(self, x: Rows, *names: str) -> dict[str, Any]:
+    def named(self, x: Rows, *names: str) -> Arrays:
         return {name: self.all_of(x[name]) for name in names if name in x}

@@ -16,10 +16,10 @@ sums the products of these terms with Q or K.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays
+from precondattn_pallas.launch import References
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import (
     ChunkGrid,
@@ -37,7 +37,7 @@ from precondattn_pallas.recurrence.chunk_tiles import (
 )
 
 
-def d_scores(x: Any, out: Any, *, products: Products, block: int) -> None:
+def d_scores(x: References, out: References, *, products: Products, block: int) -> None:
     """dA of one query of each token, and its part of the gates' gradient."""
     pairs = pairs_of(x, x["d_o"].shape[0])
     result = pairs * products_of_rows(products, x["d_o"], x["u"], block)
@@ -47,7 +47,7 @@ def d_scores(x: Any, out: Any, *, products: Products, block: int) -> None:
         out["crossing"][...] = crossing(result * scores)
 
 
-def d_queries(x: Any, out: Any, *, products: Products, block: int) -> None:
+def d_queries(x: References, out: References, *, products: Products, block: int) -> None:
     """A block of dQ of one query of each token; with decays for each channel, only dO Sᵀ."""
     result = products_of_rows(products, x["d_o"], x["state"], block)
     if "reading" in x:
@@ -58,12 +58,12 @@ def d_queries(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["d_q"][...] = result
 
 
-def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> None:
+def d_keys_of_states(x: References, out: References, *, products: Products, block: int) -> None:
     """A block of dK; with decays for each channel, only U dSᵀ. And Σ S ∘ dS over value channels."""
     is_delta = "d_right" in x
     (size, width), rows = x["u"].shape, x["d_state"].shape[0]
 
-    def add(c: Any, total: Any) -> Any:
+    def add(c: Array, total: Array) -> Array:
         written, from_state, overlap = total
         state, d_state = x["state"][:, c], x["d_state"][:, c]
         written = written + products.dot(x["u"][:, c], d_state, right=True)
@@ -98,7 +98,7 @@ def d_keys_of_states(x: Any, out: Any, *, products: Products, block: int) -> Non
     out["d_k"][...] = result
 
 
-def of_scores(plan: ChunkPlan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
+def of_scores(plan: ChunkPlan, x: Rows, u: Array, d_o: Array) -> Arrays:
     """dA (m, r, T, C) as d_scores; with gates, crossing (m, r, T)."""
     m, r, tokens, e = d_o.shape
     grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m * r)
@@ -119,7 +119,7 @@ def of_scores(plan: ChunkPlan, x: Rows, u: Any, d_o: Any) -> dict[str, Any]:
     return {name: array.reshape(m, r, *array.shape[1:]) for name, array in result.items()}
 
 
-def of_queries(plan: ChunkPlan, x: Rows, d_o: Any, states: Any) -> dict[str, Any]:
+def of_queries(plan: ChunkPlan, x: Rows, d_o: Array, states: Array) -> Arrays:
     """dQ (m, r, T, d) as d_q; with gates, its sums with Q as read (m, r, T).
 
     If x has no d_scores (dA), dQ is only dO Sᵀ.
@@ -149,7 +149,7 @@ def of_queries(plan: ChunkPlan, x: Rows, d_o: Any, states: Any) -> dict[str, Any
     return gradients
 
 
-def of_keys(plan: ChunkPlan, x: Rows, states: Any, u: Any, d_states: Any) -> dict[str, Any]:
+def of_keys(plan: ChunkPlan, x: Rows, states: Array, u: Array, d_states: Array) -> Arrays:
     """dK (m, T, d) as d_k, dE as d_erase where E is not K, overlap (m, chunks, d), and sums (m, T).
 
     The sums are of K or E with parts of their gradients: `written` with gates, and `from_keys` with

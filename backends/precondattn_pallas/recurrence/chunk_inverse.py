@@ -20,18 +20,18 @@ decay for each key channel, D is inside the product, and the pairs of E and K co
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.precision import Products
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References
+from precondattn_pallas.precision import Multiplies, Products
 from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, empty
 from precondattn_pallas.recurrence.chunk_tiles import every_block, pairs_of, tokens_of
 
 
-def unit_lower_inverse(products: Products, strict: Any) -> Any:
+def unit_lower_inverse(products: Multiplies, strict: Array) -> Array:
     """(I + strict)⁻¹ of a strictly lower triangular tile, a power of two wide.
 
     Entries on and above the diagonal are not read.
@@ -49,7 +49,7 @@ def unit_lower_inverse(products: Products, strict: Any) -> Any:
     return result
 
 
-def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
+def invert(x: References, out: References, *, products: Products, block: int) -> None:
     """M of a chunk: its diagonal blocks first."""
     half = out["inverse"].shape[0] // 2
     first, second = pl.ds(0, half), pl.ds(half, half)
@@ -75,19 +75,19 @@ def invert(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["inverse"][first, second] = jnp.zeros((half, half), jnp.float32)
 
 
-def _among(products: Products, x: Any, i: Any, j: Any, block: int) -> Any:
+def _among(products: Products, x: References, i: Array, j: Array, block: int) -> Array:
     """⟨e_i, k_j⟩ between two halves."""
     if "among" in x:
         return x["among"][i, j]
     erase = "erase" if "erase" in x else "k"
 
-    def add(c: Any, total: Any) -> Any:
+    def add(c: Array, total: Array) -> Array:
         return total + products.dot(x[erase][i, c], x["k"][j, c], right=True)
 
     return every_block(x["k"].shape[1], block, add, jnp.zeros((i.size, j.size), jnp.float32))
 
 
-def inverses(plan: ChunkPlan, x: Rows) -> Any:
+def inverses(plan: ChunkPlan, x: Rows) -> Array:
     """M of all chunks (m, T, C); with one decay for each key channel, x has D ∘ E Kᵀ as among."""
     m, tokens, d = x["k"].shape
     names = ("among", "beta") if "among" in x else ("k", "erase", "beta", "g", "preceding")

@@ -8,22 +8,22 @@ FLOPs per token, so that they are not stored.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, each_query, empty
 from precondattn_pallas.recurrence.chunk_tiles import decayed, every_block, is_by_channel, scores_of
 
 
-def read(x: Any, out: Any, *, products: Products, block: int) -> None:
+def read(x: References, out: References, *, products: Products, block: int) -> None:
     """The outputs of one query of each token."""
     width = x["q"].shape[1]
 
     by_channel = "reading" in x and is_by_channel(x, "reading")
 
-    def add(c: Any, total: Any) -> Any:
+    def add(c: Array, total: Array) -> Array:
         q = decayed(x, "q", "reading", slice(None), c) if by_channel else x["q"][:, c]
         return total + products.dot(q, x["state"][c, :])
 
@@ -34,7 +34,7 @@ def read(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["o"][...] = result + products.dot(scores, x["u"][...])
 
 
-def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
+def read_back(x: References, out: References, *, products: Products, block: int) -> None:
     """A, summed over all queries of a state."""
     total = jnp.zeros(out["local"].shape, jnp.float32)
     for row in range(x["d_o"].shape[0]):
@@ -43,7 +43,7 @@ def read_back(x: Any, out: Any, *, products: Products, block: int) -> None:
     out["local"][...] = total
 
 
-def outputs(plan: ChunkPlan, x: Rows, states: Any, u: Any) -> Any:
+def outputs(plan: ChunkPlan, x: Rows, states: Array, u: Array) -> Array:
     """O (m, r, T, e), from the states before every chunk."""
     m, r, tokens, d = x["q"].shape
     e = u.shape[2]
@@ -70,7 +70,7 @@ def outputs(plan: ChunkPlan, x: Rows, states: Any, u: Any) -> Any:
     return result["o"].reshape(m, r, tokens, e)
 
 
-def d_written(plan: ChunkPlan, x: Rows, d_o: Any) -> Any:
+def d_written(plan: ChunkPlan, x: Rows, d_o: Array) -> Array:
     """A (m, T, e), from dO (m, r, T, e)."""
     m, _, tokens, d = x["q"].shape
     e = d_o.shape[3]

@@ -14,20 +14,21 @@ is dominated by one state of d e numbers per chunk, written once.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.launch import loop
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References, loop
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import ChunkPlan, Rows, Sweep, empty
 from precondattn_pallas.recurrence.chunk_tiles import decayed
 
 
-def carry_states(x: Any, out: Any, *, products: Products, chunk: int, count: int) -> None:
+def carry_states(
+    x: References, out: References, *, products: Products, chunk: int, count: int
+) -> None:
     """The state before every chunk, the last state, and with the delta rule U."""
 
-    def one(index: Any, state: Any) -> Any:
+    def one(index: Array, state: Array) -> Array:
         here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
         out["states"][index, :, :] = state
         u = x["y"][here, :]
@@ -40,10 +41,12 @@ def carry_states(x: Any, out: Any, *, products: Products, chunk: int, count: int
     out["final"][...] = loop(0, count, one, x["start"][...])
 
 
-def carry_gradients(x: Any, out: Any, *, products: Products, chunk: int, count: int) -> None:
+def carry_gradients(
+    x: References, out: References, *, products: Products, chunk: int, count: int
+) -> None:
     """The gradient of the state after every chunk, that of the first state, and dU."""
 
-    def one(step: Any, d_state: Any) -> Any:
+    def one(step: Array, d_state: Array) -> Array:
         index = count - 1 - step
         here = pl.ds(pl.multiple_of(index * chunk, chunk), chunk)
         out["d_states"][index, :, :] = d_state
@@ -61,7 +64,7 @@ def carry_gradients(x: Any, out: Any, *, products: Products, chunk: int, count: 
     out["d_start"][...] = loop(0, count, one, x["end"][...])
 
 
-def _kept(x: Any, index: Any, state: Any) -> Any:
+def _kept(x: References, index: Array, state: Array) -> Array:
     return state * x["total"][index, :][:, None] if "total" in x else state
 
 
@@ -70,7 +73,7 @@ def _name(kernel: str, x: Rows) -> str:
     return f"channel_{kernel}" if "g" in x and x["g"].ndim == 3 else f"chunk_{kernel}"
 
 
-def states(plan: ChunkPlan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
+def states(plan: ChunkPlan, x: Rows, start: Array) -> tuple[Array, Array, Array]:
     """States before every chunk (m, chunks, d, e), the last one (m, d, e), and U (m, T, e).
 
     `start` is the state before the first chunk. With the delta rule, x also has Y and W, as y and
@@ -103,7 +106,9 @@ def states(plan: ChunkPlan, x: Rows, start: Any) -> tuple[Any, Any, Any]:
     return result["states"], result["final"], result.get("u", y)
 
 
-def d_states(plan: ChunkPlan, x: Rows, d_o: Any, local: Any, end: Any) -> tuple[Any, Any, Any]:
+def d_states(
+    plan: ChunkPlan, x: Rows, d_o: Array, local: Array, end: Array
+) -> tuple[Array, Array, Array]:
     """Gradients after every chunk and before the first, and dU; `end` is that of the last state."""
     m, d, e = end.shape
     count = x["k"].shape[1] // plan.chunk

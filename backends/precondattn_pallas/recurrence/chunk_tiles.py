@@ -16,44 +16,46 @@ a kernel's inputs is 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.launch import loop
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References, loop
 from precondattn_pallas.precision import Products
 
 
-def every_block(width: int, block: int, add: Callable[[Any, Any], Any], total: Any) -> Any:
+def every_block(
+    width: int, block: int, add: Callable[[Array, Array], Array], total: Array
+) -> Array:
     """Sum `add(columns, total)` over blocks of columns."""
     if width <= block:
         return add(pl.ds(0, width), total)
 
-    def one(index: Any, total: Any) -> Any:
+    def one(index: Array, total: Array) -> Array:
         return add(pl.ds(pl.multiple_of(index * block, block), block), total)
 
     return loop(0, width // block, one, total)
 
 
-def products_of_rows(products: Products, a: Any, b: Any, block: int, *row: int) -> Any:
+def products_of_rows(products: Products, a: Array, b: Array, block: int, *row: int) -> Array:
     """a bᵀ of references to rows, a block of channels at a time; `row` indexes a."""
     (rows, width), columns = a.shape[len(row) :], b.shape[0]
 
-    def add(c: Any, total: Any) -> Any:
+    def add(c: Array, total: Array) -> Array:
         return total + products.dot(a[(*row, slice(None), c)], b[:, c], right=True)
 
     return every_block(width, block, add, jnp.zeros((rows, columns), jnp.float32))
 
 
-def tokens_of(size: int) -> tuple[Any, Any]:
+def tokens_of(size: int) -> tuple[Array, Array]:
     """The token i of every row, and j of every column."""
     i = lax.broadcasted_iota(jnp.int32, (size, size), 0)
     return i, lax.broadcasted_iota(jnp.int32, (size, size), 1)
 
 
-def pairs_of(x: Any, size: int, *, strict: bool = False) -> Any:
+def pairs_of(x: References, size: int, *, strict: bool = False) -> Array:
     """D, 0 above the diagonal, or, if `strict`, above and on it.
 
     With `preceding`, the gates of the tokens before, token i reads before its own gate:
@@ -71,7 +73,7 @@ def pairs_of(x: Any, size: int, *, strict: bool = False) -> Any:
     return jnp.where(seen, jnp.exp(jnp.cumsum(after, axis=0)), jnp.float32(0))
 
 
-def crossing(pairs: Any, *, undecayed: bool = False) -> Any:
+def crossing(pairs: Array, *, undecayed: bool = False) -> Array:
     """The gates' gradient from Σ dx ∘ x over pairs (C, C): gate t is in the pairs j < t ≤ i, or
     j < t < i if `undecayed`."""
     i, j = tokens_of(pairs.shape[0])
@@ -79,7 +81,7 @@ def crossing(pairs: Any, *, undecayed: bool = False) -> Any:
     return jnp.sum(jnp.where(i > j if undecayed else i >= j, before, jnp.float32(0)), axis=0)
 
 
-def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:
+def scores_of(products: Products, x: References, block: int, *row: int) -> Array:
     """D ∘ Q Kᵀ, of the queries at `row`."""
     if "scores" in x:
         return x["scores"][(*row, slice(None), slice(None))]
@@ -87,11 +89,11 @@ def scores_of(products: Products, x: Any, block: int, *row: int) -> Any:
     return result * pairs_of(x, result.shape[0])
 
 
-def is_by_channel(x: Any, factor: str) -> bool:
+def is_by_channel(x: Array, factor: str) -> bool:
     return len(x[factor].shape) == 2
 
 
-def decayed(x: Any, name: str, factor: str, *where: Any) -> Any:
+def decayed(x: References, name: str, factor: str, *where: Array) -> Array:
     """Rows of an input times the factor of their token, or of each of their channels; the last
     index is that of the columns."""
     rows = x[name][where]

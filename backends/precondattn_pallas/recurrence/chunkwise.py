@@ -18,10 +18,9 @@ chunk, and M and two rows of numbers for each token; in the gradient, twice that
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, DType
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence import (
@@ -50,10 +49,10 @@ class Chunkwise(AllTokens):
     gates.
     """
 
-    def __init__(self, products: Products, dtype: Any, *, decays: bool) -> None:
+    def __init__(self, products: Products, dtype: DType, *, decays: bool) -> None:
         self.products, self.dtype, self.decays = products, dtype, decays
 
-    def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.forward(self.products, self.dtype, x, state)
         plan = plan_of(self.products, *state.shape[2:])
@@ -64,7 +63,7 @@ class Chunkwise(AllTokens):
         o = chunk_reads.outputs(plan, rows, states, u)
         return unpadded_queries(o, x, x.v.shape[3]), unpadded_state(final, state)
 
-    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> StreamGradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         if max(x.g.shape[3:]) > 1:
             return channel_recurrence.vjp(self.products, self.dtype, x, state, d_o, d_final)
         plan = plan_of(self.products, *state.shape[2:])

@@ -16,10 +16,10 @@ products: L and the gradients from dL are then computed by `channel_decay.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays
+from precondattn_pallas.launch import References
 from precondattn_pallas.precision import Products
 from precondattn_pallas.recurrence.chunk_arrays import ChunkGrid, ChunkPlan, Rows, empty, of_erased
 from precondattn_pallas.recurrence.chunk_inverse import inverses
@@ -33,13 +33,13 @@ from precondattn_pallas.recurrence.chunk_tiles import (
 )
 
 
-def prepare(x: Any, out: Any, *, products: Products, block: int) -> None:
+def prepare(x: References, out: Array, *, products: Products, block: int) -> None:
     """Y and W of a chunk."""
     solve = x["inverse"][...] * x["beta"][...][None, :]
     by_channel = "reading" in x and is_by_channel(x, "reading")
 
-    def multiply(name: str, solve: Any, result: str, factor: str = "") -> None:
-        def add(c: Any, done: Any) -> Any:
+    def multiply(name: str, solve: Array, result: str, factor: str = "") -> None:
+        def add(c: Array, done: Array) -> Array:
             out[result][:, c] = products.dot(solve, decayed(x, name, factor, slice(None), c))
             return done
 
@@ -51,7 +51,7 @@ def prepare(x: Any, out: Any, *, products: Products, block: int) -> None:
     multiply("erase" if "erase" in x else "k", solve, "w", "reading" if by_channel else "")
 
 
-def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
+def d_keys(x: References, out: References, *, products: Products, block: int) -> None:
     """X, the factor of K in dK, and the chunk's own part of the gradients of β and of the gates.
 
     Where E is not K, or with one decay for each channel, dL ∘ D without its transpose.
@@ -59,7 +59,7 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
     size = x["u"].shape[0]
     inverse = x["inverse"][...]
 
-    def add(c: Any, total: Any) -> Any:
+    def add(c: Array, total: Array) -> Array:
         among, d_beta = total
         right = products.dot(inverse, x["d_u"][:, c], left=True)
         out["d_right"][:, c] = right
@@ -82,7 +82,7 @@ def d_keys(x: Any, out: Any, *, products: Products, block: int) -> None:
         out["crossing"][...] = crossing(-beta * own, undecayed="preceding" in x)
 
 
-def prepared(plan: ChunkPlan, x: Rows) -> dict[str, Any]:
+def prepared(plan: ChunkPlan, x: Rows) -> Arrays:
     """Y (m, T, e), W (m, T, d) and M (m, T, C) of all chunks, as y, w and inverse."""
     (m, tokens, d), e = x["k"].shape, x["v"].shape[2]
     grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m)
@@ -102,7 +102,7 @@ def prepared(plan: ChunkPlan, x: Rows) -> dict[str, Any]:
     return {**result, "inverse": inverse}
 
 
-def d_written(plan: ChunkPlan, x: Rows, u: Any, d_u: Any) -> dict[str, Any]:
+def d_written(plan: ChunkPlan, x: Rows, u: Array, d_u: Array) -> Arrays:
     """X (m, T, e) as d_right, d_keys (m, T, C), d_beta (m, T); with gates, crossing (m, T)."""
     m, tokens, e = u.shape
     grid = ChunkGrid(plan.chunk, tokens // plan.chunk, m)

@@ -9,12 +9,12 @@ after it, and the two states. Arrays are (m, T, …), in whole chunks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays
 
-def factors_of(g: Any, chunk: int) -> dict[str, Any]:
+
+def factors_of(g: Array, chunk: int) -> Arrays:
     """reading and writing (m, T) or (m, T, d), and total (m, chunks, 1 or d)."""
     chunks = g.reshape(g.shape[0], -1, chunk, *g.shape[2:])
     reading = jnp.exp(jnp.cumsum(chunks, axis=2))
@@ -26,48 +26,48 @@ def factors_of(g: Any, chunk: int) -> dict[str, Any]:
     }
 
 
-def before_decays(g: Any, chunk: int) -> dict[str, Any]:
+def before_decays(g: Array, chunk: int) -> Arrays:
     """g and reading (m, T) of the token before, in the same chunk."""
     preceding = _shifted(g.reshape(g.shape[0], -1, chunk))
     erasing = jnp.exp(jnp.cumsum(preceding, axis=2))
     return {"preceding": preceding.reshape(g.shape), "erasing": erasing.reshape(g.shape)}
 
 
-def by_next(x: Any, chunk: int) -> Any:
+def by_next(x: Array, chunk: int) -> Array:
     """Numbers (m, T) of the next token, 0 for the last of a chunk: reads before its own decay."""
     chunks = x.reshape(x.shape[0], -1, chunk)
     return jnp.pad(chunks[:, :, 1:], ((0, 0), (0, 0), (0, 1))).reshape(x.shape)
 
 
-def d_gates(crossing: Any, read: Any, written: Any, kept: Any, chunk: int) -> Any:
+def d_gates(crossing: Array, read: Array, written: Array, kept: Array, chunk: int) -> Array:
     """The gates' gradient, from the sums of dx ∘ x of everything that the gates multiply.
 
     `crossing`: of pairs, already by gate. `read` and `written`: of reads from the state before the
     chunk and writes to the state after it, by token. `kept`: of the two states (m, chunks, …).
     """
 
-    def chunks(array: Any) -> Any:
+    def chunks(array: Array) -> Array:
         return array.reshape(array.shape[0], -1, chunk, *array.shape[2:])
 
     result = _from(chunks(read)) + _before(chunks(written)) + kept[:, :, None, ...]
     return crossing + result.reshape(crossing.shape)
 
 
-def _from(x: Any) -> Any:
+def _from(x: Array) -> Array:
     """Σ_{j≥i} x_j along a chunk's tokens."""
     return jnp.flip(jnp.cumsum(jnp.flip(x, axis=2), axis=2), axis=2)
 
 
-def _after(x: Any) -> Any:
+def _after(x: Array) -> Array:
     """Σ_{j>i} x_j"""
     return _from(jnp.concatenate([x[:, :, 1:, ...], jnp.zeros_like(x[:, :, :1, ...])], axis=2))
 
 
-def _before(x: Any) -> Any:
+def _before(x: Array) -> Array:
     """Σ_{j<i} x_j"""
     return jnp.cumsum(_shifted(x), axis=2)
 
 
-def _shifted(x: Any) -> Any:
+def _shifted(x: Array) -> Array:
     """x of the token before, 0 for the first."""
     return jnp.concatenate([jnp.zeros_like(x[:, :, :1, ...]), x[:, :, :-1, ...]], axis=2)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from precondattn.arrays import upcast_all
+from precondattn.arrays import Array, Arrays, DType, upcast_all
 from precondattn.execution.masks import zero_padding
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import (
@@ -29,11 +29,15 @@ from precondattn.kernel_backend.stateful import (
     unscaled,
 )
 from precondattn.spec.recurrence import Form
+from precondattn.spec.stateful import Stateful
+from precondattn_pallas.launch import Interpret
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import products
 from precondattn_pallas.recurrence.chunkwise import Chunkwise
 
-Masks = tuple[Any, Any, Any]
+T = TypeVar("T")
+
+Masks = tuple[Array, Array, Array]
 """Valid queries, valid keys, and the keys' segments; None where all are valid, or where there is
 one segment."""
 
@@ -41,11 +45,13 @@ FormOf = Callable[..., Form]
 """(dtype of the inputs, dtype of q, k and v in the form, *, decays, interpret) → the form."""
 
 
-def on_a_gpu(dtype: Any, operands: Any, *, decays: bool, interpret: bool) -> Form:
+def on_a_gpu(dtype: DType, operands: Array, *, decays: bool, interpret: bool) -> Form:
     return Chunkwise(products(dtype, interpret=interpret), operands, decays=decays)
 
 
-def _form(form_of: FormOf, leaf: Any, dtype: Any, masks: Masks, interpret: Any) -> Form:
+def _form(
+    form_of: FormOf, leaf: Stateful, dtype: DType, masks: Masks, interpret: Interpret
+) -> Form:
     """The form for inputs of a dtype."""
     # What has just been computed in float32 (rows of length 1, a softmax, squares) is not rounded.
     computed = leaf.declares is None or leaf.declares.rule == "slots"
@@ -58,14 +64,16 @@ def _frame(masks: Masks) -> Frame:
     return Frame(None, None, q_valid, k_valid, None, k_segment)
 
 
-def _wide(leaf: Any, x: Mapping[str, Any], masks: Masks) -> dict[str, Any]:
+def _wide(leaf: Stateful, x: Mapping[str, Array], masks: Masks) -> Arrays:
     """Inputs in float32, with zeros at padding and masked keys."""
     q_valid, k_valid, _ = masks
     return upcast_all(zero_padding(x, leaf.inputs, q_valid, k_valid))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: Masks) -> Any:
+def _run(
+    form_of: FormOf, leaf: Stateful, interpret: Interpret, state: Array, x: Arrays, masks: Masks
+) -> Array:
     dtype = _keys(x).dtype
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
@@ -78,14 +86,14 @@ def _run(form_of: FormOf, leaf: Any, interpret: Any, state: Any, x: Any, masks: 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_vjp(
     form_of: FormOf,
-    leaf: Any,
-    interpret: Any,
-    state: Any,
-    x: Any,
+    leaf: Stateful,
+    interpret: Interpret,
+    state: Array,
+    x: Arrays,
     masks: Masks,
-    cotangent: Any,
-    d_state: Any,
-) -> Any:
+    cotangent: Array,
+    d_state: Array,
+) -> Array:
     dtypes = {name: array.dtype for name, array in x.items()}
     x = _wide(leaf, x, masks)
     state = leaf.zero_state(x) if state is None else state
@@ -107,31 +115,31 @@ class RecurrenceKernels(StatefulKernels):
 
     form_of: FormOf = staticmethod(on_a_gpu)
 
-    def __init__(self, *, interpret: Any) -> None:
+    def __init__(self, *, interpret: Interpret) -> None:
         self.interpret = interpret
 
-    def run(self, leaf: Any, state: Any, x: Mapping[str, Any], frame: Frame) -> Any:
+    def run(self, leaf: Stateful, state: Array, x: Mapping[str, Array], frame: Frame) -> Array:
         return _run(self.form_of, leaf, self.interpret, state, dict(x), _masks(frame, x))
 
     def run_vjp(
         self,
-        leaf: Any,
-        state: Any,
-        x: Mapping[str, Any],
+        leaf: Stateful,
+        state: Array,
+        x: Mapping[str, Array],
         frame: Frame,
-        cotangent: Any,
-        d_state: Any,
-    ) -> Any:
+        cotangent: Array,
+        d_state: Array,
+    ) -> Array:
         static = self.form_of, leaf, self.interpret
         return _run_vjp(*static, state, dict(x), _masks(frame, x), cotangent, d_state)
 
 
-def _keys(of_inputs: Mapping[str, Any]) -> Any:
+def _keys(of_inputs: Mapping[str, T]) -> T:
     """What belongs to the keys, or to the values where keys are made of the gate."""
     return of_inputs["k" if "k" in of_inputs else "v"]
 
 
-def _masks(frame: Frame, x: Mapping[str, Any]) -> Masks:
+def _masks(frame: Frame, x: Mapping[str, Array]) -> Masks:
     """The masks of a full call, or of the new tokens of an extension, which are the last keys."""
     k_valid, s = frame.k_valid, _keys(x).shape[1]
     if k_valid is not None and k_valid.shape[1] > s:

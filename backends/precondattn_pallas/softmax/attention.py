@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import Softmax
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.precision import LOG2_E, attention_products
@@ -27,7 +29,7 @@ from precondattn_pallas.softmax.forward import SoftmaxTiling, attend
 from precondattn_pallas.softmax.score_tiles import StaticMask, segments_of
 from precondattn_pallas.softmax.widths import refuses_widths
 
-Masks = tuple[Any, Any, Any]
+Masks = tuple[Array, Array, Array]
 """Validity of queries, of keys, and the keys' segments; None where all are valid or equal."""
 
 
@@ -40,7 +42,7 @@ class SoftmaxPlan(NamedTuple):
     key_gradient: SoftmaxTiling
 
 
-def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> SoftmaxPlan:
+def plan_of(leaf: Softmax, q: Array, k: Array, v: Array, *, interpret: bool) -> SoftmaxPlan:
     d, e = padded_width(q.shape[3]), padded_width(v.shape[3])
     scale = leaf.scale_for(q.shape[3])
     mask = StaticMask(q.shape[1], k.shape[1], leaf.causal, leaf.window)
@@ -55,8 +57,8 @@ def plan_of(leaf: Any, q: Any, k: Any, v: Any, *, interpret: bool) -> SoftmaxPla
 
 @partial(jax.jit, static_argnums=0)
 def _forward(
-    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks
-) -> tuple[Any, tuple[Any, ...]]:
+    plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks
+) -> tuple[Array, Residuals]:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     out, log_total = attend(
@@ -71,8 +73,15 @@ def _forward(
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks, out: Any, log_total: Any, d_o: Any
-) -> dict[str, Any]:
+    plan: SoftmaxPlan,
+    q: Array,
+    k: Array,
+    v: Array,
+    masks: Masks,
+    out: Array,
+    log_total: Array,
+    d_o: Array,
+) -> Arrays:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     d_o, out = where_valid(q_valid, d_o), where_valid(q_valid, out)
@@ -96,7 +105,7 @@ class SoftmaxKernels:
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if leaf.metric != DOT:
             return f"has kernels for attention with scores ⟨q, k⟩ only, not of {leaf.name}"
         reason = declined_option(leaf, "attention")
@@ -107,21 +116,23 @@ class SoftmaxKernels:
             return "its attention supports no empty arrays"
         return refuses_widths("attention", request)
 
-    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+    def forward(
+        self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
-        result: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        result: tuple[Array, Residuals] = _forward(plan, q, k, v, masks_of(frame))
         return result
 
     def backward(
         self,
-        leaf: Any,
-        x: Mapping[str, Any],
+        leaf: Softmax,
+        x: Mapping[str, Array],
         frame: Frame,
-        out: Any,
-        residuals: tuple[Any, ...],
-        cotangent: Any,
-    ) -> dict[str, Any]:
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
         q, k, v = _inputs(x)
         plan = plan_of(leaf, q, k, v, interpret=self.interpret)
         log_total, *full = residuals
@@ -130,14 +141,16 @@ class SoftmaxKernels:
         result = _backward(plan, q, k, v, masks_of(frame), full_out, log_total, d_out)
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
         (*_, e), dtype = inputs["v"]
         kept = ArraySpec((b, h, t), "float32")
         return (kept,) if dtype == "float32" else (kept, ArraySpec((b, t, h, e), "float32"))
 
 
-def _inputs(x: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def _inputs(x: Mapping[str, Array]) -> tuple[Array, Array, Array]:
     """Queries, keys and values, in the dtype of the values."""
     dtype = x["v"].dtype
     return x["q"].astype(dtype), x["k"].astype(dtype), x["v"]

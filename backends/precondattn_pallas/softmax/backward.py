@@ -12,13 +12,12 @@ its sums cancel where keys are nearly equal; and in float16, whose range it exce
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
+from precondattn.arrays import Array, Arrays
+from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
 from precondattn_pallas.softmax.forward import SoftmaxTiling, of_each
 from precondattn_pallas.softmax.score_tiles import (
     SegmentRuns,
@@ -30,14 +29,14 @@ from precondattn_pallas.softmax.score_tiles import (
 )
 
 
-def query_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
+def query_gradient(x: References, out: References, *, tiling: SoftmaxTiling) -> None:
     """A tile of dq / s."""
     rows, columns = tiling.tile[:2]
     q, d_o, logs, d_sum = (x[name][...] for name in ("q", "d_o", "log_total", "d_sum"))
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
-    def add(index: Any, acc: Any) -> Any:
+    def add(index: Array, acc: Array) -> Array:
         j = pl.ds(index * columns, columns)
         k = x["k"][j, :]
         scores = tiling.products.dot(q, k, right=True) * tiling.scale
@@ -53,7 +52,7 @@ def query_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     out["d_q"][...] = loop(x["low"][0], x["high"][0], add, jnp.zeros((rows, tiling.d), jnp.float32))
 
 
-def key_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
+def key_gradient(x: References, out: References, *, tiling: SoftmaxTiling) -> None:
     """A tile of dk / s and dv, from all queries that attend to it; tiles are keys × queries."""
     rows, columns = tiling.tile[:2]
     k, v = x["k"][...], x["v"][...]
@@ -61,8 +60,8 @@ def key_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
     low, high = x["low"][0], x["high"][0]
 
-    def of_head(head: Any, carried: Any) -> Any:
-        def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+    def of_head(head: Array, carried: Array) -> Array:
+        def add(index: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
             d_k, d_v = carried
             i = pl.ds(index * columns, columns)
             q, d_o = x["q"][i, head, :], x["d_o"][i, head, :]
@@ -85,7 +84,7 @@ def key_gradient(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
     out["d_k"][...], out["d_v"][...] = d_k, d_v
 
 
-def d_queries(tiling: SoftmaxTiling, x: dict[str, Any], segments: SegmentRuns | None) -> Any:
+def d_queries(tiling: SoftmaxTiling, x: Arrays, segments: SegmentRuns | None) -> Array:
     """dq / s (b, t, h, d) in float32.
 
     x has q, k, v and d_o as (b, tokens, heads, channels), log_total and d_sum as (b, h, t).
@@ -136,8 +135,8 @@ def d_queries(tiling: SoftmaxTiling, x: dict[str, Any], segments: SegmentRuns | 
 
 
 def d_keys_and_values(
-    tiling: SoftmaxTiling, x: dict[str, Any], segments: SegmentRuns | None
-) -> tuple[Any, Any]:
+    tiling: SoftmaxTiling, x: Arrays, segments: SegmentRuns | None
+) -> tuple[Array, Array]:
     """dk / s (b, s, n, d) and dv (b, s, n, e) in float32."""
     rows, columns = tiling.tile[:2]
     (b, t, h, d), (_, s, n, e) = x["q"].shape, x["v"].shape
@@ -183,7 +182,7 @@ def d_keys_and_values(
     return result["d_k"][:, :s, :, :d], result["d_v"][:, :s, :, :e]
 
 
-def _padded_rows(array: Any, tokens: int, filler: float) -> Any:
+def _padded_rows(array: Array, tokens: int, filler: float) -> Array:
     """(b, h, t) padded to `tokens`; with λ = ∞ all weights are 0."""
     missing = tokens - array.shape[2]
     return jnp.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=filler)

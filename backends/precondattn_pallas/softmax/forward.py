@@ -11,14 +11,15 @@ queries.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, shape_of, whole
+from precondattn_pallas.launch import References, divide, launch, loop, shape_of, whole
 from precondattn_pallas.precision import Products
 from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import (
@@ -45,18 +46,18 @@ class SoftmaxTiling(NamedTuple):
     rounds: bool
     """Whether dS is rounded to the dtype of queries and keys before products with them."""
 
-    def times(self, d_scores: Any, rows: Any) -> Any:
+    def times(self, d_scores: Array, rows: Array) -> Array:
         """dS K, or dSᵀ Q."""
         return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
-def forward(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
+def forward(x: References, out: References, *, tiling: SoftmaxTiling) -> None:
     rows, columns = tiling.tile[:2]
     q = x["q"][...]
     row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     offset = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
 
-    def add(index: Any, carried: Running) -> Running:
+    def add(index: Array, carried: Running) -> Running:
         j = pl.ds(index * columns, columns)
         scores = tiling.products.dot(q, x["k"][j, :], right=True) * tiling.scale
         runs = (None, None)
@@ -72,8 +73,8 @@ def forward(x: Any, out: Any, *, tiling: SoftmaxTiling) -> None:
 
 
 def attend(
-    tiling: SoftmaxTiling, q: Any, k: Any, v: Any, segments: SegmentRuns | None
-) -> tuple[Any, Any]:
+    tiling: SoftmaxTiling, q: Array, k: Array, v: Array, segments: SegmentRuns | None
+) -> tuple[Array, Array]:
     """o (b, t, h, e) and λ (b, h, t), in float32."""
     rows, columns = tiling.tile[:2]
     (b, t, h, _), (_, s, n, e) = q.shape, v.shape
@@ -119,7 +120,7 @@ def attend(
     return result["o"][:, :t, :, :e], result["log_total"][:, :, :t]
 
 
-def of_each(array: Any) -> pl.BlockSpec:
+def of_each(array: Array) -> pl.BlockSpec:
     """One number for each tile and sequence, or the same for all sequences: (b or 1, tiles)."""
     if array.shape[0] == 1:
         return pl.BlockSpec((None, 1), lambda i, h, b: (0, i))

@@ -19,15 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from precondattn.arrays import Array, Arrays, DType, Residuals
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.spec.laser import RANGE
+from precondattn.spec.softmax import Softmax
 from precondattn_pallas.masks import where_valid
 from precondattn_pallas.softmax import laser_exact
 from precondattn_pallas.softmax.attention import (
@@ -45,20 +47,20 @@ from precondattn_pallas.softmax.score_tiles import SegmentRuns, segments_of
 class ValueSpread(NamedTuple):
     """The range of the values of each key/value head."""
 
-    shift: Any
+    shift: Array
     """ν (b, 1, n, e)"""
-    less: Any
+    less: Array
     """u (b, 1, n, e)"""
-    is_close: Any
+    is_close: Array
     """Of the whole call"""
 
 
-def factor_dtype(dtype: Any) -> Any:
+def factor_dtype(dtype: DType) -> Array:
     """The dtype of W and G, for values of this dtype: float16's range is too small."""
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
 
-def _spread(v: Any, valid: Any) -> ValueSpread:
+def _spread(v: Array, valid: Array) -> ValueSpread:
     v = v.astype(jnp.float32)
     counts = jnp.ones((1, v.shape[1], 1, 1), bool) if valid is None else valid[..., None, None]
     high = jnp.max(jnp.where(counts, v, -jnp.inf), axis=1, keepdims=True)
@@ -73,9 +75,9 @@ class _LaserCall(NamedTuple):
     """The inputs of forward and backward."""
 
     plan: SoftmaxPlan
-    q: Any
-    k: Any
-    v: Any
+    q: Array
+    k: Array
+    v: Array
     segments: SegmentRuns | None
     spread: ValueSpread
 
@@ -84,26 +86,26 @@ class _LaserCall(NamedTuple):
         return int(self.q.shape[2] // self.k.shape[2])
 
     @property
-    def factor(self) -> Any:
+    def factor(self) -> Array:
         return factor_dtype(self.v.dtype)
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> Array:
         """W + u = e^{v − ν}, in float32; at most 1 where the values are not close."""
         return jnp.exp(self.v.astype(jnp.float32) - self.spread.shift)
 
-    def of_queries(self, array: Any) -> Any:
+    def of_queries(self, array: Array) -> Array:
         """One number for each query head."""
         return jnp.repeat(array, self.group, axis=2)
 
-    def by_heads(self) -> tuple[Any, Any, Any]:
+    def by_heads(self) -> tuple[Array, Array, Array]:
         return tuple(
             jnp.swapaxes(a.astype(jnp.float32), 1, 2)
             for a in (self.q, self.of_queries(self.k), self.of_queries(self.v))
         )
 
 
-def _call(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> _LaserCall:
+def _call(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> _LaserCall:
     q_valid, k_valid, k_segment = masks
     segments = segments_of(plan.forward.mask, v.shape[0], k_valid, k_segment)
     q, k, v = where_valid(q_valid, q), where_valid(k_valid, k), where_valid(k_valid, v)
@@ -111,10 +113,10 @@ def _call(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> _LaserCall
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
+def _forward(plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
     call = _call(plan, q, k, v, masks)
 
-    def close() -> Any:
+    def close() -> Array:
         shift, less = map(call.of_queries, call.spread[:2])
         w = where_valid(masks[1], (call.weights - call.spread.less).astype(call.factor))
         mean, log_total = attend(plan.forward, call.q, call.k, w, call.segments)
@@ -125,7 +127,7 @@ def _forward(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
             log_total,
         )
 
-    def exact() -> Any:
+    def exact() -> Array:
         tiling = plan.forward
         o, log_total = laser_exact.forward(tiling.mask, plan.scale, *call.by_heads(), call.segments)
         o = jnp.swapaxes(o, 1, 2)
@@ -138,13 +140,13 @@ def _forward(plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: SoftmaxPlan, q: Any, k: Any, v: Any, masks: Masks, residuals: Any, d_o: Any
-) -> dict[str, Any]:
+    plan: SoftmaxPlan, q: Array, k: Array, v: Array, masks: Masks, residuals: Array, d_o: Array
+) -> Arrays:
     call = _call(plan, q, k, v, masks)
     log_total, mean, o = residuals
     d_o = where_valid(masks[0], d_o).astype(jnp.float32)
 
-    def close() -> Any:
+    def close() -> Array:
         less = call.of_queries(call.spread.less)
         some = jnp.swapaxes(log_total, 1, 2)[..., None] < jnp.inf
         g = jnp.where(some, d_o / jnp.where(some, less + mean, 1.0), 0.0).astype(call.factor)
@@ -161,7 +163,7 @@ def _backward(
         d_q = d_queries(plan.query_gradient, x, call.segments)
         return plan.scale * d_q, plan.scale * d_k, d_w * call.weights
 
-    def exact() -> Any:
+    def exact() -> Array:
         tiling, back = plan.forward, partial(jnp.swapaxes, axis1=1, axis2=2)
         # The output of a padded query is 0, not that of its scores. It has no weights.
         logs = log_total if masks[0] is None else jnp.where(masks[0][:, None], log_total, jnp.inf)
@@ -171,7 +173,7 @@ def _backward(
         d_q, d_k, d_v = map(back, result)
         return d_q, call_sum(d_k), call_sum(d_v)
 
-    def call_sum(array: Any) -> Any:
+    def call_sum(array: Array) -> Array:
         """The sum over the query heads of a key/value head."""
         b, s, h, width = array.shape
         return array.reshape(b, s, h // call.group, call.group, width).sum(3)
@@ -183,35 +185,41 @@ def _backward(
 class LaserKernels(SoftmaxKernels):
     """Algorithm of `Softmax` with the read in exponential space."""
 
-    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+    def forward(
+        self, leaf: Softmax, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         plan, q, k, v = self._planned(leaf, x)
-        result: tuple[Any, tuple[Any, ...]] = _forward(plan, q, k, v, masks_of(frame))
+        result: tuple[Array, Residuals] = _forward(plan, q, k, v, masks_of(frame))
         return result
 
     def backward(
         self,
-        leaf: Any,
-        x: Mapping[str, Any],
+        leaf: Softmax,
+        x: Mapping[str, Array],
         frame: Frame,
-        out: Any,
-        residuals: tuple[Any, ...],
-        cotangent: Any,
-    ) -> dict[str, Any]:
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
         plan, q, k, v = self._planned(leaf, x)
         result = _backward(plan, q, k, v, masks_of(frame), residuals, cotangent)
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         b, t, h, _ = inputs["q"].shape
         wide = ArraySpec((b, t, h, inputs["v"].shape[3]), "float32")
         return ArraySpec((b, h, t), "float32"), wide, wide
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.dtype == "float16" and max(shape[-1] for _, shape in request.shapes) > 128:
             return "has kernels for LASER in float16 with widths of at most 128"
         return super().refuses(leaf, request)
 
-    def _planned(self, leaf: Any, x: Mapping[str, Any]) -> tuple[SoftmaxPlan, Any, Any, Any]:
+    def _planned(
+        self, leaf: Softmax, x: Mapping[str, Array]
+    ) -> tuple[SoftmaxPlan, Array, Array, Array]:
         dtype = x["v"].dtype
         q, k, v = x["q"].astype(dtype), x["k"].astype(dtype), x["v"]
         like = jax.ShapeDtypeStruct(v.shape, factor_dtype(dtype))

@@ -10,18 +10,19 @@ keys for each head of queries.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from precondattn.arrays import Array
 from precondattn_pallas.softmax.score_tiles import SegmentRuns, StaticMask, visible
 
 HIGHEST = lax.Precision.HIGHEST
 
 
-def _scores(mask: StaticMask, scale: float, q: Any, key: Any, j: Any, segments: Any) -> Any:
+def _scores(
+    mask: StaticMask, scale: float, q: Array, key: Array, j: Array, segments: Array
+) -> Array:
     """s_ij of one key j (b, h, t), −∞ where it is masked."""
     scores = scale * jnp.einsum("bhtd,bhd->bht", q, key, precision=HIGHEST)
     runs = (None, None)
@@ -32,18 +33,18 @@ def _scores(mask: StaticMask, scale: float, q: Any, key: Any, j: Any, segments: 
     return jnp.where(visible(mask, rows, j, *runs), scores, -jnp.inf)
 
 
-def _keys(k: Any, v: Any) -> tuple[Any, Any, Any]:
+def _keys(k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Arrays with the keys' axis first."""
     count = jnp.arange(k.shape[2], dtype=jnp.int32)
     return count, jnp.moveaxis(k, 2, 0), jnp.moveaxis(v, 2, 0)
 
 
 def forward(
-    mask: StaticMask, scale: float, q: Any, k: Any, v: Any, segments: SegmentRuns | None
-) -> tuple[Any, Any]:
+    mask: StaticMask, scale: float, q: Array, k: Array, v: Array, segments: SegmentRuns | None
+) -> tuple[Array, Array]:
     """o (b, h, t, e), and λ (b, h, t), ∞ in rows without visible keys."""
 
-    def one(carried: Any, scanned: Any) -> Any:
+    def one(carried: Array, scanned: Array) -> Array:
         largest, total, of_scores = carried
         j, key, value = scanned
         scores = _scores(mask, scale, q, key, j, segments)
@@ -65,18 +66,18 @@ def forward(
 def backward(
     mask: StaticMask,
     scale: float,
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     segments: SegmentRuns | None,
-    o: Any,
-    log_total: Any,
-    d_o: Any,
-) -> tuple[Any, Any, Any]:
+    o: Array,
+    log_total: Array,
+    d_o: Array,
+) -> tuple[Array, Array, Array]:
     """dq, dk and dv, of the arrays' shapes."""
     sums = jnp.sum(d_o, axis=3)
 
-    def one(d_q: Any, scanned: Any) -> Any:
+    def one(d_q: Array, scanned: Array) -> Array:
         j, key, value = scanned
         logs = _scores(mask, scale, q, key, j, segments) - log_total
         weighted = d_o * jnp.exp(logs[..., None] + (value[:, :, None, :] - o))

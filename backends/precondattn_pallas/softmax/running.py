@@ -9,13 +9,12 @@ weights are 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.precision import Products
 
-Running = tuple[Any, Any, Any]
+Running = tuple[Array, Array, Array]
 """m (rows), l (rows) and acc (rows, e), in float32."""
 
 
@@ -28,7 +27,7 @@ def empty(rows: int, e: int) -> Running:
     )
 
 
-def with_tile(carried: Running, scores: Any, v: Any, products: Products) -> Running:
+def with_tile(carried: Running, scores: Array, v: Array, products: Products) -> Running:
     """With the scores (rows, columns) and values (columns, e) of a tile; −∞ where masked."""
     largest, total, acc = carried
     higher = jnp.maximum(largest, jnp.max(scores, axis=1))
@@ -40,7 +39,7 @@ def with_tile(carried: Running, scores: Any, v: Any, products: Products) -> Runn
     return higher, total, acc * shrink[:, None] + products.dot(p, v)
 
 
-def mean_and_log(carried: Running) -> tuple[Any, Any]:
+def mean_and_log(carried: Running) -> tuple[Array, Array]:
     """o (rows, e) and λ (rows)."""
     largest, total, acc = carried
     some = jnp.where(total > 0, total, 1.0)

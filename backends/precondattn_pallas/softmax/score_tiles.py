@@ -7,11 +7,12 @@ causality, only up to its own position; with a window w, only at a distance belo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.launch import divide
 from precondattn_pallas.masks import runs_of
 
@@ -37,15 +38,15 @@ class StaticMask(NamedTuple):
 class SegmentRuns(NamedTuple):
     """Segments and validity of a frame, as indices of runs; invalid keys have run −1."""
 
-    q_run: Any
+    q_run: Array
     """(b, t), int32"""
-    k_run: Any
+    k_run: Array
     """(b, s), int32"""
-    key: Any
+    key: Array
     """(b, s): the run of a key, or −1"""
 
 
-def segments_of(mask: StaticMask, b: int, k_valid: Any, k_segment: Any) -> SegmentRuns | None:
+def segments_of(mask: StaticMask, b: int, k_valid: Array, k_segment: Array) -> SegmentRuns | None:
     """Those of a full call, in which queries have the last positions of the keys."""
     if k_valid is None and k_segment is None:
         return None
@@ -54,7 +55,7 @@ def segments_of(mask: StaticMask, b: int, k_valid: Any, k_segment: Any) -> Segme
     return SegmentRuns(run[:, mask.s - mask.t :], run, jnp.broadcast_to(key, (b, mask.s)))
 
 
-def visible(mask: StaticMask, rows: Any, columns: Any, q_run: Any, k_run: Any) -> Any:
+def visible(mask: StaticMask, rows: Array, columns: Array, q_run: Array, k_run: Array) -> Array:
     """Whether query `row` may attend to key `column`; the shapes broadcast."""
     distance = rows + (mask.s - mask.t) - columns
     is_visible = (distance <= mask.lookback) & (distance >= -mask.lookahead) & (columns < mask.s)
@@ -63,7 +64,7 @@ def visible(mask: StaticMask, rows: Any, columns: Any, q_run: Any, k_run: Any) -
 
 def met_by_queries(
     mask: StaticMask, segments: SegmentRuns | None, rows: int, columns: int
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """The first tile of keys that each tile of queries attends to, and the last plus one."""
     shift = mask.s - mask.t
     runs = None if segments is None else (segments.q_run, segments.k_run)
@@ -72,7 +73,7 @@ def met_by_queries(
 
 def met_by_keys(
     mask: StaticMask, segments: SegmentRuns | None, rows: int, columns: int
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """The same for tiles of `columns` queries that attend to each tile of `rows` keys."""
     shift = mask.t - mask.s
     runs = None if segments is None else (segments.k_run, segments.q_run)
@@ -87,8 +88,8 @@ def _met(
     shift: int,
     lookback: int,
     lookahead: int,
-    runs: tuple[Any, Any] | None,
-) -> tuple[Any, Any]:
+    runs: tuple[Array, Array] | None,
+) -> tuple[Array, Array]:
     """(b or 1, tiles) each. Token i of the tile has position i + shift among the other tokens."""
     first = jnp.arange(0, count, tile, dtype=jnp.int32)
     last = jnp.minimum(first + tile, count) - 1
@@ -103,12 +104,12 @@ def _met(
     return divide(low, other_tile), divide(high + (other_tile - 1), other_tile)
 
 
-def _after(runs: Any, run: Any) -> Any:
+def _after(runs: Array, run: Array) -> Array:
     """The position after the last token of a run."""
     return jnp.searchsorted(runs, run, side="right")
 
 
-def padded(array: Any, tokens: int, width: int, axis: int = 1) -> Any:
+def padded(array: Array, tokens: int, width: int, axis: int = 1) -> Array:
     """The array padded with zeros to numbers of tokens and channels."""
     wanted = [(0, 0)] * array.ndim
     wanted[axis] = (0, tokens - array.shape[axis])
@@ -116,7 +117,7 @@ def padded(array: Any, tokens: int, width: int, axis: int = 1) -> Any:
     return jnp.pad(array, wanted)
 
 
-def padded_runs(runs: Any, tokens: int, filler: int) -> Any:
+def padded_runs(runs: Array, tokens: int, filler: int) -> Array:
     """(b, s) padded with tokens of another run."""
     missing = tokens - runs.shape[1]
     return jnp.pad(runs, ((0, 0), (0, missing)), constant_values=filler)

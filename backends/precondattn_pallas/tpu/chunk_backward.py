@@ -15,11 +15,11 @@ is (heads, chunks), with chunks from the last to the first; M and U are recomput
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.chunk_forward import written_of
 from precondattn_pallas.tpu.decay import d_gates, times
@@ -28,7 +28,13 @@ from precondattn_pallas.tpu.tiles import as_row, tile_of
 
 
 def backward(
-    x: Any, out: Any, scratch: Any, *, products: TpuProducts, delta: bool, gates: bool
+    x: References,
+    out: References,
+    scratch: References,
+    *,
+    products: TpuProducts,
+    delta: bool,
+    gates: bool,
 ) -> None:
     """The gradients of a chunk's q, k, v and numbers, and of the state before the first chunk."""
     kept = scratch["d_state"]
@@ -87,6 +93,6 @@ def backward(
         out["d_start"][...] = next_state
 
 
-def _sum(rows: Any) -> Any:
+def _sum(rows: Array) -> Array:
     """The sum over channels, as a column."""
     return jnp.sum(rows, axis=1, keepdims=True)

@@ -13,11 +13,13 @@ written once; where states are requested, d e numbers are written for every chun
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
+from precondattn_pallas.launch import References
 from precondattn_pallas.recurrence.chunk_inverse import unit_lower_inverse
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.decay import Decay, decay_of, times
@@ -32,19 +34,19 @@ class ChunkWrites(NamedTuple):
     """What a chunk writes, and its intermediate results."""
 
     decay: Decay
-    u: Any
-    beta: Any = None
+    u: Array
+    beta: Array | None = None
     """(C, 1); this and the following with the delta rule only."""
-    strict: Any = None
+    strict: Array | None = None
     """stril(D ∘ K Kᵀ)"""
-    inverse: Any = None
+    inverse: Array | None = None
     """M"""
-    residual: Any = None
+    residual: Array | None = None
     """R"""
 
 
 def written_of(
-    x: Any, state: Any, *, products: TpuProducts, delta: bool, gates: bool
+    x: References, state: Array, *, products: TpuProducts, delta: bool, gates: bool
 ) -> ChunkWrites:
     """U, from the state before the chunk."""
     k, v = x["k"][...], x["v"][...]
@@ -62,7 +64,13 @@ def written_of(
 
 
 def forward(
-    x: Any, out: Any, scratch: Any, *, products: TpuProducts, delta: bool, gates: bool
+    x: References,
+    out: References,
+    scratch: References,
+    *,
+    products: TpuProducts,
+    delta: bool,
+    gates: bool,
 ) -> None:
     """A chunk's outputs and preceding state, each if requested, and the last state."""
     kept = scratch["state"]

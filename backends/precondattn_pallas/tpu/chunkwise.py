@@ -7,11 +7,13 @@ again to store the state before every chunk, d e numbers for 128 tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays, DType
 from precondattn.spec.recurrence import Form, Stream, StreamGradients
+from precondattn_pallas.launch import Interpret
 from precondattn_pallas.recurrence.chunk_arrays import (
     LOWEST,
     empty,
@@ -33,28 +35,28 @@ CHUNK = LANES
 class TpuChunks(NamedTuple):
     """Blocks of arrays by heads, for a grid of (heads, chunks)."""
 
-    count: int
+    number: int
     reverse: bool = False
 
-    def _chunk(self, i: Any) -> Any:
-        return self.count - 1 - i if self.reverse else i
+    def _chunk(self, i: Array) -> Array:
+        return self.number - 1 - i if self.reverse else i
 
-    def rows(self, array: Any) -> tuple[Any, Any]:
+    def rows(self, array: Array) -> tuple[Array, Array]:
         """The chunk's rows of (m, T, w)."""
         width = array.shape[2]
         return array, block(None, CHUNK, width, at=lambda h, i: (h, self._chunk(i), 0))
 
-    def group(self, array: Any) -> tuple[Any, Any]:
+    def group(self, array: Array) -> tuple[Array, Array]:
         """The chunk's rows of (m, r, T, w)."""
         _, r, _, width = array.shape
         return array, block(None, r, CHUNK, width, at=lambda h, i: (h, 0, self._chunk(i), 0))
 
-    def of_chunk(self, array: Any) -> tuple[Any, Any]:
+    def of_chunk(self, array: Array) -> tuple[Array, Array]:
         """The chunk's part of (m, chunks, …, …)."""
         rest = array.shape[2:]
         return array, block(None, None, *rest, at=lambda h, i: (h, self._chunk(i), 0, 0))
 
-    def of_head(self, array: Any) -> tuple[Any, Any]:
+    def of_head(self, array: Array) -> tuple[Array, Array]:
         """The head's part of (m, …, …)."""
         rest = array.shape[1:]
         return array, block(None, *rest, at=lambda h, _: (h, 0, 0))
@@ -67,11 +69,14 @@ class TpuChunkwise(Chunkwise):
     gates.
     """
 
-    def __init__(self, products: TpuProducts, dtype: Any, *, decays: bool, interpret: Any) -> None:
-        self.products, self.dtype, self.decays = products, dtype, decays
+    def __init__(
+        self, products: TpuProducts, dtype: DType, *, decays: bool, interpret: Interpret
+    ) -> None:
+        self.dtype, self.decays = dtype, decays
+        self.products = products  # type: ignore[assignment]
         self.interpret = interpret
 
-    def forward(self, x: Stream, state: Any) -> tuple[Any, Any]:
+    def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         inputs = self._inputs(x)
         outputs = {"o": (*inputs["q"].shape[:3], inputs["v"].shape[2])}
         result = self._forward(x, inputs, state, outputs)
@@ -79,15 +84,15 @@ class TpuChunkwise(Chunkwise):
             result["final"], state
         )
 
-    def vjp(self, x: Stream, state: Any, d_o: Any, d_final: Any) -> StreamGradients:
+    def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
         inputs = self._inputs(x)
         m, r, tokens, d = inputs["q"].shape
         e, s = inputs["v"].shape[2], x.k.shape[2]
         chunks = TpuChunks(tokens // CHUNK, reverse=True)
-        states = self._forward(x, inputs, state, {"states": (m, chunks.count, d, e)})["states"]
+        states = self._forward(x, inputs, state, {"states": (m, chunks.number, d, e)})["states"]
         result = launch(
             backward,
-            (m, chunks.count),
+            (m, chunks.number),
             {
                 **self._blocks(inputs, chunks),
                 "state": chunks.of_chunk(states),
@@ -98,7 +103,7 @@ class TpuChunkwise(Chunkwise):
                 "d_q": chunks.group(empty(m, r, tokens, d)),
                 "d_k": chunks.rows(empty(m, tokens, d)),
                 "d_v": chunks.rows(empty(m, tokens, e)),
-                "d_numbers": chunks.of_chunk(empty(m, chunks.count, SUBLANES, CHUNK)),
+                "d_numbers": chunks.of_chunk(empty(m, chunks.number, SUBLANES, CHUNK)),
                 "d_start": chunks.of_head(empty(m, d, e)),
             },
             {"d_state": _in_scratch(d, e)},
@@ -114,8 +119,8 @@ class TpuChunkwise(Chunkwise):
         return StreamGradients(stream, unpadded_state(result["d_start"], d_final))
 
     def _forward(
-        self, x: Stream, inputs: Mapping[str, Any], state: Any, outputs: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, x: Stream, inputs: Mapping[str, Array], state: Array, outputs: Mapping[str, Array]
+    ) -> Arrays:
         """The final state, and o and states as far as `outputs` declares their shapes."""
         start = _padded_state(state)
         m, tokens, _ = inputs["k"].shape
@@ -123,7 +128,7 @@ class TpuChunkwise(Chunkwise):
         specs = {"o": chunks.group, "states": chunks.of_chunk}
         return launch(
             forward,
-            (m, chunks.count),
+            (m, chunks.number),
             {**self._blocks(inputs, chunks), "start": chunks.of_head(start)},
             {
                 **{name: specs[name](empty(*shape)) for name, shape in outputs.items()},
@@ -133,12 +138,12 @@ class TpuChunkwise(Chunkwise):
             **self._constants(x),
         )
 
-    def _inputs(self, x: Stream) -> dict[str, Any]:
+    def _inputs(self, x: Stream) -> Arrays:
         """Inputs of both kernels, by heads and in whole blocks."""
         b, m, s, d = x.k.shape
         tokens, width = -(-s // CHUNK) * CHUNK, in_lanes(d)
 
-        def by_heads(array: Any, *sizes: int) -> Any:
+        def by_heads(array: Array, *sizes: int) -> Array:
             return padded(array.reshape(b * m, *array.shape[2:]), tokens, *sizes)
 
         rows = []
@@ -153,11 +158,11 @@ class TpuChunkwise(Chunkwise):
             **({"numbers": numbers_of(rows, CHUNK)} if rows else {}),
         }
 
-    def _blocks(self, inputs: Mapping[str, Any], chunks: TpuChunks) -> dict[str, Any]:
+    def _blocks(self, inputs: Mapping[str, Array], chunks: TpuChunks) -> Arrays:
         specs = {"q": chunks.group, "k": chunks.rows, "v": chunks.rows, "numbers": chunks.of_chunk}
         return {name: specs[name](array) for name, array in inputs.items()}
 
-    def _constants(self, x: Stream) -> dict[str, Any]:
+    def _constants(self, x: Stream) -> Arrays:
         return {
             "products": self.products,
             "delta": x.beta is not None,
@@ -166,26 +171,26 @@ class TpuChunkwise(Chunkwise):
         }
 
 
-def on_a_tpu(dtype: Any, operands: Any, *, decays: bool, interpret: Any) -> Form:
+def on_a_tpu(dtype: DType, operands: Array, *, decays: bool, interpret: Interpret) -> Form:
     """The form for inputs of a dtype, with q, k and v in another."""
     return TpuChunkwise(products(dtype), operands, decays=decays, interpret=interpret)
 
 
-def _in_scratch(*shape: int) -> Any:
+def _in_scratch(*shape: int) -> Array:
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.VMEM(shape, jnp.float32)
 
 
-def _padded_state(state: Any) -> Any:
+def _padded_state(state: Array) -> Array:
     """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     return padded(state.astype(jnp.float32).reshape(b * m, d, e), in_lanes(d), in_lanes(e))
 
 
-def _of_rows(rows: Any, like: Any) -> Any:
+def _of_rows(rows: Array, like: Array) -> Array:
     return rows[:, : like.shape[2], : like.shape[3]].reshape(like.shape)
 
 
-def _of_numbers(numbers: Any, row: int, like: Any) -> Any:
+def _of_numbers(numbers: Array, row: int, like: Array) -> Array:
     return number_of(numbers, row)[:, : like.shape[2]].reshape(like.shape)

@@ -10,10 +10,11 @@ of ones, whose terms have one sign.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.products import TpuProducts
 from precondattn_pallas.tpu.tiles import as_column
@@ -22,17 +23,17 @@ from precondattn_pallas.tpu.tiles import as_column
 class Decay(NamedTuple):
     """Factors of a chunk; without gates they are 1, and None except for D."""
 
-    pairs: Any
+    pairs: Array
     """D (C, C), 0 above the diagonal"""
-    reading: Any = None
+    reading: Array | None = None
     """(C, 1)"""
-    writing: Any = None
+    writing: Array | None = None
     """(C, 1)"""
-    total: Any = None
+    total: Array | None = None
     """(1, 1)"""
 
 
-def decay_of(products: TpuProducts, g: Any, size: int) -> Decay:
+def decay_of(products: TpuProducts, g: Array, size: int) -> Decay:
     """The decay of a row of gates (1, C), or of none."""
     i, j = tokens_of(size)
     zero, one = jnp.float32(0), jnp.float32(1)
@@ -50,7 +51,9 @@ def decay_of(products: TpuProducts, g: Any, size: int) -> Decay:
     )
 
 
-def d_gates(products: TpuProducts, crossing: Any, read: Any, written: Any, kept: Any) -> Any:
+def d_gates(
+    products: TpuProducts, crossing: Array, read: Array, written: Array, kept: Array
+) -> Array:
     """The gates' gradient (1, C), from sums of dx ∘ x of everything that the gates multiply.
 
     `crossing` (C, C), of pairs: gate t is in those with j < t ≤ i. `read` (C, 1), of token i's
@@ -64,6 +67,6 @@ def d_gates(products: TpuProducts, crossing: Any, read: Any, written: Any, kept:
     return jnp.sum(result, axis=0, keepdims=True) + kept
 
 
-def times(factor: Any, rows: Any) -> Any:
+def times(factor: Array, rows: Array) -> Array:
     """A factor of tokens times their rows."""
     return rows if factor is None else factor * rows

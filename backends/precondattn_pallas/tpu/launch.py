@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Blocks = Mapping[str, tuple[Any, pl.BlockSpec]]
+from precondattn.arrays import Array, Arrays
+from precondattn_pallas.launch import Constant, Interpret
+
+Blocks = Mapping[str, tuple[Array, pl.BlockSpec]]
 
 LANES = 128
 """Elements of a vector register's row: widths and token counts of tiles are multiples of it."""
@@ -29,17 +31,17 @@ def launch(
     grid: tuple[int, ...],
     inputs: Blocks,
     outputs: Blocks,
-    scratch: Mapping[str, Any] | None = None,
+    scratch: Mapping[str, Array] | None = None,
     /,
     *,
-    interpret: Any,
-    **constants: Any,
-) -> dict[str, Any]:
+    interpret: Interpret,
+    **constants: Constant,
+) -> Arrays:
     """Launch the kernel; outputs are declared as shapes with dtypes.
 
     `interpret` is JAX's: False, or the parameters of its interpreter of TPU kernels.
     """
-    result: dict[str, Any] = pl.pallas_call(
+    result: Arrays = pl.pallas_call(
         partial(kernel, **constants),
         grid=grid,
         in_specs=({name: spec for name, (_, spec) in inputs.items()},),
@@ -55,7 +57,7 @@ def launch(
     return result
 
 
-def block(*shape: int | None, at: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+def block(*shape: int | None, at: Callable[..., tuple[Array, ...]]) -> pl.BlockSpec:
     """A block of an array, at the index that `at` computes from a program's, with 32-bit indices.
 
     JAX's default may be 64 bits, which a TPU does not support for indices.
@@ -67,13 +69,13 @@ IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 """An array that is not copied to the kernel, which copies the parts it needs."""
 
 
-def scalars(**arrays: Any) -> Blocks:
+def scalars(**arrays: Array) -> Blocks:
     """Small arrays of integers, whole, in the memory of scalars; None is left out."""
     spec = pl.BlockSpec(memory_space=pltpu.SMEM)
     return {name: (array, spec) for name, array in arrays.items() if array is not None}
 
 
-def padded(array: Any, *sizes: int) -> Any:
+def padded(array: Array, *sizes: int) -> Array:
     """The array padded with zeros to these sizes of all axes but the first."""
     grown = zip((array.shape[0], *sizes), array.shape, strict=True)
     return jnp.pad(array, [(0, size - has) for size, has in grown])

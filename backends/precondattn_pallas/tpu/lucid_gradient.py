@@ -9,12 +9,12 @@ common segment are not multiplied.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from precondattn.arrays import Array
+from precondattn_pallas.launch import Interpret, References
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.recurrence.chunk_arrays import empty
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
@@ -22,7 +22,7 @@ from precondattn_pallas.tpu.launch import SUBLANES, block, launch, scalars
 from precondattn_pallas.tpu.lucid_tiles import BLOCK, RECIPROCAL, phi_tile, row
 
 
-def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi, heads: int) -> None:
+def key_gradient(x: References, out: References, _: Array, *, phi: Phi, heads: int) -> None:
     """A block of Σ_b Φ_ab g_ab r_b k_b, one block of b after the other."""
     a, b = pl.program_id(1), pl.program_id(2)
     first, last = jnp.int32(0), pl.num_programs(1) - 1
@@ -37,7 +37,7 @@ def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi, heads: int) -> None:
 
     dot, (i, j) = phi.products.dot, tokens_of(BLOCK)
 
-    def add(left: str, right: str, seen: Any) -> None:
+    def add(left: str, right: str, seen: Array) -> None:
         keys, numbers = x["b_keys"][...], x["b_numbers"][...]
         weights = phi_tile(phi, (x["a_keys"][...], x["a_numbers"][...]), (keys, numbers))
         g = dot(x[f"a_{left}"][...], x[f"b_{right}"][...], right=True)
@@ -61,15 +61,15 @@ def key_gradient(x: Any, out: Any, _: Any, *, phi: Phi, heads: int) -> None:
 
 def d_keys(
     phi: Phi,
-    keys: Any,
-    numbers: Any,
-    reach: Any,
-    y: Any,
-    d_v: Any,
+    keys: Array,
+    numbers: Array,
+    reach: Array,
+    y: Array,
+    d_v: Array,
     *,
     heads: int,
-    interpret: Any,
-) -> Any:
+    interpret: Interpret,
+) -> Array:
     """Σ_b Φ_ab g_ab r_b k_b (m, T, d) in float32.
 
     keys (m, T, d), numbers (m, blocks, 8, BLOCK), reach (2 b blocks,) or None, y and dv (m, T, e).

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.frame import Frame
+from precondattn.spec.lucid import LucidSolve
+from precondattn_pallas.launch import Interpret
 from precondattn_pallas.lucid.arrays import (
     by_heads,
     by_tokens,
@@ -42,10 +45,10 @@ class TpuLucidPlan(NamedTuple):
     has_beta: bool
     scale: float
     phi: Phi
-    interpret: Any
+    interpret: Interpret
 
 
-def plan_of(leaf: Any, k: Any, *, interpret: Any) -> TpuLucidPlan:
+def plan_of(leaf: LucidSolve, k: Array, *, interpret: Interpret) -> TpuLucidPlan:
     scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
     phi = Phi(scale * LOG2_E, scale * d * LOG2_E, products(k.dtype))
     eps = leaf.eps if leaf.normalize == "keys" else None
@@ -55,17 +58,19 @@ def plan_of(leaf: Any, k: Any, *, interpret: Any) -> TpuLucidPlan:
 class TpuSolveInputs(NamedTuple):
     """The inputs of a forward or backward solve."""
 
-    keys: Any
+    keys: Array
     """(m, T, d), in whole blocks"""
-    reciprocal: Any
+    reciprocal: Array
     """1 / rms (b, s, n)"""
-    numbers: Any
+    numbers: Array
     """(m, blocks, 8, BLOCK)"""
-    reach: Any
+    reach: Array
     """(2 b blocks,): the blocks of the same segments (`lucid_tiles.py`); None without segments"""
 
 
-def _prepared(plan: TpuLucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -> TpuSolveInputs:
+def _prepared(
+    plan: TpuLucidPlan, k: Array, beta: Array, valid: Array, segment: Array
+) -> TpuSolveInputs:
     b, s, n, d = k.shape
     tokens = -(-s // BLOCK) * BLOCK
     keys = where_valid(valid, k)
@@ -84,7 +89,7 @@ def _prepared(plan: TpuLucidPlan, k: Any, beta: Any, valid: Any, segment: Any) -
     )
 
 
-def _solve(plan: TpuLucidPlan, x: TpuSolveInputs, right: Any, *, backward: bool) -> Any:
+def _solve(plan: TpuLucidPlan, x: TpuSolveInputs, right: Array, *, backward: bool) -> Array:
     """The solution of the system or its transpose; right (b, s, n, e)."""
     heads = right.shape[2]
     right = by_heads(right.astype(jnp.float32), x.keys.shape[1], in_lanes(right.shape[3]))
@@ -102,7 +107,9 @@ def _solve(plan: TpuLucidPlan, x: TpuSolveInputs, right: Any, *, backward: bool)
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: TpuLucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment: Any) -> Any:
+def _forward(
+    plan: TpuLucidPlan, k: Array, v: Array, beta: Array, valid: Array, segment: Array
+) -> Array:
     prepared = _prepared(plan, k, beta, valid, segment)
     solved = _solve(plan, prepared, where_valid(valid, v), backward=False)
     y = by_tokens(solved.values, v)
@@ -111,8 +118,15 @@ def _forward(plan: TpuLucidPlan, k: Any, v: Any, beta: Any, valid: Any, segment:
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: TpuLucidPlan, k: Any, beta: Any, valid: Any, segment: Any, y: Any, rho: Any, d_y: Any
-) -> Any:
+    plan: TpuLucidPlan,
+    k: Array,
+    beta: Array,
+    valid: Array,
+    segment: Array,
+    y: Array,
+    rho: Array,
+    d_y: Array,
+) -> Array:
     prepared = _prepared(plan, k, beta, valid, segment)
     solved = _solve(plan, prepared, where_valid(valid, d_y), backward=True)
     d_unit = d_keys(
@@ -138,25 +152,27 @@ def _backward(
 class TpuLucidSolve(LucidSolveKernels):
     """Algorithm of the leaf `LucidSolve`."""
 
-    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+    def forward(
+        self, leaf: LucidSolve, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         plan = plan_of(leaf, x["k"], interpret=self.interpret)
-        result: tuple[Any, tuple[Any, ...]] = _forward(
+        result: tuple[Array, Residuals] = _forward(
             plan, x["k"], x["v"], x.get("lucid_beta"), frame.k_valid, frame.k_segment
         )
         return result
 
     def backward(
         self,
-        leaf: Any,
-        x: Mapping[str, Any],
+        leaf: LucidSolve,
+        x: Mapping[str, Array],
         frame: Frame,
-        out: Any,
-        residuals: tuple[Any, ...],
-        cotangent: Any,
-    ) -> dict[str, Any]:
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
         plan = plan_of(leaf, x["k"], interpret=self.interpret)
         (rho,) = residuals or (None,)
-        result: dict[str, Any] = _backward(
+        result: Arrays = _backward(
             plan, x["k"], x.get("lucid_beta"), frame.k_valid, frame.k_segment, out, rho, cotangent
         )
         return result

@@ -20,13 +20,13 @@ a block reads those from the first block of its segments only (backward: up to t
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from precondattn.arrays import Array
+from precondattn_pallas.launch import Interpret, References
 from precondattn_pallas.lucid.substitution import Solved
 from precondattn_pallas.lucid.tiles import Phi
 from precondattn_pallas.recurrence.chunk_arrays import empty
@@ -39,7 +39,9 @@ COPIED = ("keys", "numbers", "values")
 """What later blocks need of a solved block."""
 
 
-def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, heads: int) -> None:
+def substitute(
+    x: References, out: References, scratch: References, *, phi: Phi, backward: bool, heads: int
+) -> None:
     """y and ρ of a block, or dv and X; a sequence has so many `heads`."""
     head, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
     memory = {"keys": x["all_keys"], "numbers": x["all_numbers"], "values": out["values"]}
@@ -47,10 +49,10 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, head
     sides, solved = scratch["sides"], scratch["solved"]
     sides[...] = x["right"][...]
 
-    def buffer(turn: Any) -> Any:
+    def buffer(turn: Array) -> Array:
         return last - turn if backward else turn
 
-    def copies(turn: Any) -> list[Any]:
+    def copies(turn: Array) -> list[Array]:
         """Copies of the block solved at step `turn`, to one of two buffers."""
         slot = lax.rem(turn, jnp.int32(2))
         rows = pl.ds(pl.multiple_of(buffer(turn) * BLOCK, BLOCK), BLOCK)
@@ -72,7 +74,7 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, head
         for copy in copies(start):
             copy.start()
 
-    def correct(turn: Any, _: Any) -> Any:
+    def correct(turn: Array, _: Array) -> Array:
         @pl.when(turn + 1 < step)
         def _() -> None:
             for copy in copies(turn + 1):
@@ -103,15 +105,15 @@ def substitute(x: Any, out: Any, scratch: Any, *, phi: Phi, backward: bool, head
 
 def solve(
     phi: Phi,
-    keys: Any,
-    numbers: Any,
-    reach: Any,
-    right: Any,
+    keys: Array,
+    numbers: Array,
+    reach: Array,
+    right: Array,
     *,
     heads: int,
     has_beta: bool,
     backward: bool,
-    interpret: Any,
+    interpret: Interpret,
 ) -> Solved:
     """The solution of the system or its transpose, with `right` (m, T, e) in float32.
 
@@ -121,10 +123,10 @@ def solve(
     m, tokens, d = keys.shape
     e, blocks = right.shape[2], tokens // BLOCK
 
-    def buffer(i: Any) -> Any:
+    def buffer(i: Array) -> Array:
         return blocks - 1 - i if backward else i
 
-    def rows(array: Any) -> tuple[Any, Any]:
+    def rows(array: Array) -> tuple[Array, Array]:
         return array, block(None, BLOCK, array.shape[2], at=lambda h, i: (h, buffer(i), 0))
 
     outputs = {"values": (empty(m, tokens, e), IN_MEMORY)}

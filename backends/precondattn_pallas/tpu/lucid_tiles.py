@@ -9,10 +9,9 @@ of the TPU's matrix unit. The other data of a block's tokens are the rows of its
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from precondattn.arrays import Array
 from precondattn_pallas.lucid.tiles import Phi, segments_of
 from precondattn_pallas.tpu.tiles import as_column
 
@@ -23,7 +22,7 @@ FACTOR, RECIPROCAL, SEGMENT = 0, 1, 2
 """Rows of a block's numbers: β or 0, r, and the index of the segment (exact up to 2²⁴)."""
 
 
-def phi_tile(phi: Phi, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
+def phi_tile(phi: Phi, i: tuple[Array, Array], j: tuple[Array, Array]) -> Array:
     """Φ of two blocks, each of its keys (BLOCK, d) and its numbers (8, BLOCK)."""
     (i_keys, i_numbers), (j_keys, j_numbers) = i, j
     scores = phi.products.dot(i_keys, j_keys, right=True)
@@ -31,7 +30,7 @@ def phi_tile(phi: Phi, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     return phi.weights(scores, as_column(row(i_numbers, SEGMENT)) == row(j_numbers, SEGMENT))
 
 
-def reach_of(ids: Any, tokens: int) -> Any:
+def reach_of(ids: Array, tokens: int) -> Array:
     """The first and the last block (b, blocks, 2) that share a segment with each block.
 
     From ids (b, s), padded to T tokens, as a flat array of int32; None without segments.
@@ -44,6 +43,6 @@ def reach_of(ids: Any, tokens: int) -> Any:
     return jnp.stack([first, last], axis=2).reshape(-1)
 
 
-def row(numbers: Any, which: int) -> Any:
+def row(numbers: Array, which: int) -> Array:
     """One of a block's numbers (8, BLOCK), as (1, BLOCK)."""
     return numbers[which : which + 1, :]

@@ -11,11 +11,13 @@ two products where the other factor is in bfloat16, and three where it is not.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from precondattn.arrays import Array, DType
 
 
 class TpuProducts(NamedTuple):
@@ -24,7 +26,7 @@ class TpuProducts(NamedTuple):
     half: bool
     """Whether inputs are in bfloat16, so that 2⁻¹⁶ is accurate enough."""
 
-    def dot(self, a: Any, b: Any, *, left: bool = False, right: bool = False) -> Any:
+    def dot(self, a: Array, b: Array, *, left: bool = False, right: bool = False) -> Array:
         """a b in float32, with the left or the right factor transposed."""
         dimensions = (((0 if left else 1,), (1 if right else 0,)), ((), ()))
         if not self.half and (a.dtype == jnp.float32 or b.dtype == jnp.float32):
@@ -43,12 +45,12 @@ class TpuProducts(NamedTuple):
         return self._replace(half=False)
 
 
-def products(dtype: Any) -> TpuProducts:
+def products(dtype: DType) -> TpuProducts:
     """For inputs of this dtype."""
     return TpuProducts(jnp.dtype(dtype).itemsize == 2)
 
 
-def _dot(a: Any, b: Any, dimensions: Any) -> Any:
+def _dot(a: Array, b: Array, dimensions: tuple[tuple[tuple[int, ...], ...], ...]) -> Array:
     # Given explicitly, since the user may change JAX's default for both.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
@@ -56,7 +58,7 @@ def _dot(a: Any, b: Any, dimensions: Any) -> Any:
     )
 
 
-def _terms(a: Any) -> tuple[Any, ...]:
+def _terms(a: Array) -> tuple[Array, ...]:
     """Terms in bfloat16: the array itself, or two terms whose sum is nearly a float32 array."""
     if a.dtype == jnp.bfloat16:
         return (a,)

@@ -5,9 +5,8 @@ The blocks of a program must fit VMEM; all queries of a state are loaded at once
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.backend import Request
+from precondattn.spec.stateful import Stateful
 from precondattn_pallas.recurrence.leaves import RecurrenceKernels
 from precondattn_pallas.tpu.chunkwise import CHUNK, on_a_tpu
 from precondattn_pallas.tpu.launch import in_lanes
@@ -21,7 +20,7 @@ class TpuRecurrence(RecurrenceKernels):
 
     form_of = staticmethod(on_a_tpu)
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Stateful, request: Request) -> str | None:
         reason = super().refuses(leaf, request)
         if reason is not None:
             return reason

@@ -8,16 +8,16 @@ a tile; as a column, its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from precondattn.arrays import Array
 from precondattn_pallas.recurrence.chunk_tiles import tokens_of
 from precondattn_pallas.tpu.launch import SUBLANES
 
 
-def numbers_of(rows: Sequence[Any], size: int) -> Any:
+def numbers_of(rows: Sequence[Array], size: int) -> Array:
     """Arrays (m, T) as (m, T / size, 8, size), in float32; missing rows are 0."""
     m, tokens = rows[0].shape
     stacked = jnp.stack([row.astype(jnp.float32) for row in rows], axis=1)
@@ -25,13 +25,13 @@ def numbers_of(rows: Sequence[Any], size: int) -> Any:
     return jnp.swapaxes(stacked.reshape(m, SUBLANES, tokens // size, size), 1, 2)
 
 
-def number_of(numbers: Any, row: int) -> Any:
+def number_of(numbers: Array, row: int) -> Array:
     """One row of it, (m, T)."""
     m, blocks, _, size = numbers.shape
     return numbers[:, :, row].reshape(m, blocks * size)
 
 
-def tile_of(rows: Sequence[Any]) -> Any:
+def tile_of(rows: Sequence[Array]) -> Array:
     """Rows (1, C) as a tile (8, C)."""
     size = rows[0].shape[1]
     row_index = lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 0)
@@ -41,13 +41,13 @@ def tile_of(rows: Sequence[Any]) -> Any:
     return result
 
 
-def as_column(row: Any) -> Any:
+def as_column(row: Array) -> Array:
     """(1, C) as (C, 1)."""
     i, j = tokens_of(row.shape[1])
     return jnp.sum(jnp.where(i == j, row, jnp.float32(0)), axis=1, keepdims=True)
 
 
-def as_row(column: Any) -> Any:
+def as_row(column: Array) -> Array:
     """(C, 1) as (1, C)."""
     i, j = tokens_of(column.shape[0])
     return jnp.sum(jnp.where(i == j, column, jnp.float32(0)), axis=0, keepdims=True)

@@ -11,14 +11,15 @@ tiles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from precondattn.arrays import Array, Arrays
 from precondattn_pallas.configurations import Configuration
-from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
+from precondattn_pallas.launch import References, divide, launch, loop, remainder, shape_of, whole
 from precondattn_pallas.precision import LOG2_E, Products
 from precondattn_pallas.softmax.running import Running, empty, mean_and_log, with_tile
 from precondattn_pallas.softmax.score_tiles import padded
@@ -58,20 +59,20 @@ class WindowedTiling(NamedTuple):
         """Pairs of tiles."""
         return self.row_tiles * self.column_tiles
 
-    def tile_of_program(self) -> tuple[Any, Any]:
+    def tile_of_program(self) -> tuple[Array, Array]:
         """This program's window and tile of slots."""
         program = pl.program_id(0)
         return divide(program, self.row_tiles), remainder(program, self.row_tiles)
 
     def scores(
         self,
-        product: Any,
-        table: Any,
-        query_slot: Any,
-        key_slot: Any,
-        mask: Any,
-        head: Any = None,
-    ) -> Any:
+        product: Array,
+        table: Array,
+        query_slot: Array,
+        key_slot: Array,
+        mask: Array,
+        head: Array = None,
+    ) -> Array:
         """Scores of pairs of slots, of their products q k, in units of log 2; −∞ where masked.
 
         `table` (entries), or (entries, heads) and the index of a head, or None.
@@ -84,23 +85,23 @@ class WindowedTiling(NamedTuple):
             scores += bias.astype(jnp.float32) * LOG2_E
         return jnp.where(mask, scores, -jnp.inf)
 
-    def keys(self, x: Any, window: Any, slot: Any) -> tuple[Any, Any]:
+    def keys(self, x: References, window: Array, slot: Array) -> tuple[Array, Array]:
         """The key in each slot of a window, and whether there is one that is valid."""
         key, is_there = self.places.keys(window, slot)
         return key, and_valid(x.get("k_valid"), key, is_there)
 
-    def keys_and_values(self, x: Any, window: Any, slot: Any) -> tuple[Any, Any, Any]:
+    def keys_and_values(self, x: Array, window: Array, slot: Array) -> tuple[Array, Array, Array]:
         """The rows of k and v in these slots, 0 where there is no valid key, and where there is."""
         key, is_key = self.keys(x, window, slot)
         k, v = (load_rows(x[a], key, is_key, w) for a, w in (("k", self.d), ("v", self.e)))
         return k, v, is_key
 
-    def times(self, d_scores: Any, rows: Any) -> Any:
+    def times(self, d_scores: Array, rows: Array) -> Array:
         """dS K, or dSᵀ Q."""
         return self.products.dot_of_gradient(d_scores, rows, rounds=self.rounds)
 
 
-def forward(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
+def forward(x: References, out: References, *, tiling: WindowedTiling) -> None:
     (rows, columns), places = tiling.tile[:2], tiling.places
     window, tile = tiling.tile_of_program()
     row_slot = slots(tile, rows)
@@ -108,7 +109,7 @@ def forward(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     is_row = and_valid(x.get("q_valid"), query, is_query)
     q = load_rows(x["q"], query, is_row, tiling.d)
 
-    def add(index: Any, carried: Running) -> Running:
+    def add(index: Array, carried: Running) -> Running:
         key_slot = slots(index, columns)
         k, v, is_key = tiling.keys_and_values(x, window, key_slot)
         mask = is_row[:, None] & is_key[None, :]
@@ -124,11 +125,11 @@ def forward(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
 class WindowMasks(NamedTuple):
     """Which tokens are valid, (b or 1, tokens); None where all are."""
 
-    q_valid: Any
-    k_valid: Any
+    q_valid: Array
+    k_valid: Array
 
 
-def attend(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> tuple[Any, Any]:
+def attend(tiling: WindowedTiling, x: Arrays, masks: WindowMasks) -> tuple[Array, Array]:
     """o (b, t, h, e) and λ (b, h, t), in float32."""
     (b, t, h, _), e = x["q"].shape, tiling.e
     result = launch(
@@ -147,8 +148,8 @@ def attend(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> tup
 
 
 def inputs_of(
-    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
-) -> dict[str, tuple[Any, Any]]:
+    tiling: WindowedTiling, x: Arrays, masks: WindowMasks
+) -> dict[str, tuple[Array, Array]]:
     """The arrays that every kernel of a query head reads, each with the block of a program."""
     (_, t, h, _), (_, s, n, _) = x["q"].shape, x["v"].shape
     given = {
@@ -160,8 +161,8 @@ def inputs_of(
 
 
 def shared_inputs(
-    x: dict[str, Any], masks: WindowMasks, heads: int | None = None
-) -> dict[str, tuple[Any, Any]]:
+    x: Arrays, masks: WindowMasks, heads: int | None = None
+) -> dict[str, tuple[Array, Array]]:
     """The table of a program's head, or of its `heads`, and which tokens are valid."""
     given = {}
     if "bias_table" in x:

@@ -16,16 +16,17 @@ is deterministic.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from precondattn.arrays import Array, Arrays
 from precondattn.kernel_backend.windows import TOGETHER
 from precondattn.spec.grid_windows import sum_by_entry
-from precondattn_pallas.launch import divide, launch, loop, remainder, shape_of, whole
+from precondattn_pallas.launch import References, divide, launch, loop, remainder, shape_of, whole
 from precondattn_pallas.softmax.score_tiles import padded
 from precondattn_pallas.windowed.forward import (
     WindowedTiling,
@@ -50,16 +51,21 @@ CHANNELS = 32
 class WeightedRows(NamedTuple):
     """The queries of a tile that have weights."""
 
-    query: Any
-    is_row: Any
-    logs: Any
+    query: Array
+    is_row: Array
+    logs: Array
     """λ, 0 where there is no such query."""
-    d_sum: Any
+    d_sum: Array
     """D"""
 
     @classmethod
     def of_slots(
-        cls, tiling: WindowedTiling, x: Any, window: Any, slot: Any, head: Any = None
+        cls,
+        tiling: WindowedTiling,
+        x: References,
+        window: Array,
+        slot: Array,
+        head: Array | None = None,
     ) -> WeightedRows:
         """Of the slots of a window; x has numbers of one head, or of several by head."""
         query, is_row = tiling.places.queries(window, slot)
@@ -69,12 +75,12 @@ class WeightedRows(NamedTuple):
         d_sum = load_numbers(x["d_sum"], query, is_row, 0.0, head)
         return cls(query, is_row, jnp.where(is_row, logs, 0.0), d_sum)
 
-    def load(self, array: Any, width: int, head: Any = None) -> Any:
+    def load(self, array: Array, width: int, head: Array | None = None) -> Array:
         """Their rows of q or do, 0 elsewhere."""
         return load_rows(array, self.query, self.is_row, width, head)
 
 
-def query_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
+def query_gradient(x: References, out: References, *, tiling: WindowedTiling) -> None:
     """A tile of dq / s."""
     rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
@@ -82,7 +88,7 @@ def query_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     queries = WeightedRows.of_slots(tiling, x, window, row_slot)
     q, d_o = queries.load(x["q"], tiling.d), queries.load(x["d_o"], tiling.e)
 
-    def add(index: Any, acc: Any) -> Any:
+    def add(index: Array, acc: Array) -> Array:
         key_slot = slots(index, columns)
         k, v, is_key = tiling.keys_and_values(x, window, key_slot)
         mask = queries.is_row[:, None] & is_key[None, :]
@@ -96,15 +102,15 @@ def query_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
     store_rows(out["d_q"], *tiling.places.queries(window, row_slot), d_q)
 
 
-def key_gradient(x: Any, out: Any, *, tiling: WindowedTiling, group: int) -> None:
+def key_gradient(x: References, out: References, *, tiling: WindowedTiling, group: int) -> None:
     """A tile of dk / s and dv, from `group` query heads; tiles are keys × queries."""
     rows, columns = tiling.tile[:2]
     window, tile = tiling.tile_of_program()
     key_slot = slots(tile, rows)
     k, v, is_key = tiling.keys_and_values(x, window, key_slot)
 
-    def of_head(head: Any, carried: Any) -> Any:
-        def add(index: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+    def of_head(head: Array, carried: Array) -> Array:
+        def add(index: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
             d_k, d_v = carried
             query_slot = slots(index, columns)
             queries = WeightedRows.of_slots(tiling, x, window, query_slot, head)
@@ -128,14 +134,14 @@ def key_gradient(x: Any, out: Any, *, tiling: WindowedTiling, group: int) -> Non
     store_rows(out["d_v"], key, is_there, d_v)
 
 
-def table_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
+def table_gradient(x: References, out: References, *, tiling: WindowedTiling) -> None:
     """The sum of dS over a group of windows of one sequence, for a pair of tiles of slots."""
     (rows, columns), places = tiling.tile[:2], tiling.places
     group, tile = divide(pl.program_id(0), tiling.pairs), remainder(pl.program_id(0), tiling.pairs)
     row_slot = slots(divide(tile, tiling.column_tiles), rows)
     key_slot = slots(remainder(tile, tiling.column_tiles), columns)
 
-    def add(window: Any, acc: Any) -> Any:
+    def add(window: Array, acc: Array) -> Array:
         queries = WeightedRows.of_slots(tiling, x, window, row_slot)
         keys = tiling.keys(x, window, key_slot)
         mask = queries.is_row[:, None] & keys[1][None, :]
@@ -154,16 +160,16 @@ def table_gradient(x: Any, out: Any, *, tiling: WindowedTiling) -> None:
 
 def _product(
     tiling: WindowedTiling,
-    left: Any,
-    rows: tuple[Any, Any],
-    right: Any,
-    columns: tuple[Any, Any],
+    left: Array,
+    rows: tuple[Array, Array],
+    right: Array,
+    columns: tuple[Array, Array],
     width: int,
-) -> Any:
+) -> Array:
     """x yᵀ of rows x and rows y, some channels at a time: both are loaded for each window anew."""
     each = min(width, CHANNELS)
 
-    def add(i: Any, total: Any) -> Any:
+    def add(i: Array, total: Array) -> Array:
         x, y = (
             load_rows(array, *of, each, first=i * each)
             for array, of in ((left, rows), (right, columns))
@@ -173,7 +179,7 @@ def _product(
     return loop(0, width // each, add, jnp.zeros(tiling.tile[:2], jnp.float32))
 
 
-def d_queries(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> Any:
+def d_queries(tiling: WindowedTiling, x: Arrays, masks: WindowMasks) -> Array:
     """dq / s (b, t, h, d), in float32."""
     b, t, h, d = x["q"].shape
     result = launch(
@@ -188,9 +194,7 @@ def d_queries(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> 
     return result["d_q"][..., :d]
 
 
-def d_keys_and_values(
-    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
-) -> tuple[Any, Any]:
+def d_keys_and_values(tiling: WindowedTiling, x: Arrays, masks: WindowMasks) -> tuple[Array, Array]:
     """dk / s (b, s, n, d) and dv (b, s, n, e), in float32."""
     (b, t, h, d), (_, s, n, e) = x["q"].shape, x["v"].shape
     group = h // n
@@ -224,7 +228,7 @@ def d_keys_and_values(
     return result["d_k"][..., :d], result["d_v"][..., :e]
 
 
-def d_table(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> Any:
+def d_table(tiling: WindowedTiling, x: Arrays, masks: WindowMasks) -> Array:
     """The gradient of the table (entries, h), in float32."""
     (b, _, h, _), size = x["q"].shape, tiling.places.size
     groups, slots = whole(tiling.places.grid.windows, TOGETHER), size.slots
@@ -245,8 +249,8 @@ def d_table(tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks) -> An
 
 
 def _inputs(
-    tiling: WindowedTiling, x: dict[str, Any], masks: WindowMasks
-) -> dict[str, tuple[Any, Any]]:
+    tiling: WindowedTiling, x: Arrays, masks: WindowMasks
+) -> dict[str, tuple[Array, Array]]:
     """What the gradients of a query head read."""
     t = x["q"].shape[1]
     return inputs_of(tiling, x, masks) | {

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.windows import declined_windows, grid_of
+from precondattn.spec.windowed import Windowed
 from precondattn_pallas.configurations import configuration
 from precondattn_pallas.precision import attention_products
 from precondattn_pallas.softmax.attention import SoftmaxKernels
@@ -35,7 +37,7 @@ class WindowedPlan(NamedTuple):
     table_gradient: WindowedTiling
 
 
-def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> WindowedPlan:
+def plan_of(leaf: Windowed, x: Mapping[str, Array], *, interpret: bool) -> WindowedPlan:
     q, k, v = (x[name] for name in "qkv")
     d, e, is_half = padded_width(q.shape[3]), padded_width(v.shape[3]), v.dtype.itemsize == 2
     places = SlotPlaces(*grid_of(leaf.windows, k.shape[1]), q.shape[1], k.shape[1])
@@ -51,9 +53,7 @@ def plan_of(leaf: Any, x: Mapping[str, Any], *, interpret: bool) -> WindowedPlan
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(
-    plan: WindowedPlan, x: dict[str, Any], masks: WindowMasks
-) -> tuple[Any, tuple[Any, ...]]:
+def _forward(plan: WindowedPlan, x: Arrays, masks: WindowMasks) -> tuple[Array, Residuals]:
     out, log_total = attend(plan.forward, x, masks)
     dtype = x["v"].dtype
     return out.astype(dtype), (log_total,) if dtype == jnp.float32 else (log_total, out)
@@ -61,8 +61,13 @@ def _forward(
 
 @partial(jax.jit, static_argnums=0)
 def _backward(
-    plan: WindowedPlan, x: dict[str, Any], masks: WindowMasks, out: Any, log_total: Any, d_o: Any
-) -> dict[str, Any]:
+    plan: WindowedPlan,
+    x: Arrays,
+    masks: WindowMasks,
+    out: Array,
+    log_total: Array,
+    d_o: Array,
+) -> Arrays:
     d_sum = jnp.sum(d_o.astype(jnp.float32) * out.astype(jnp.float32), axis=3)
     x = {**x, "d_o": d_o, "log_total": log_total, "d_sum": jnp.swapaxes(d_sum, 1, 2)}
     scale = plan.forward.scale
@@ -76,26 +81,28 @@ def _backward(
 class WindowedKernels(SoftmaxKernels):
     """Softmax within windows, and its gradient; the residuals are those of attention."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Windowed, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         return declined_windows(leaf, request) or refuses_widths("windows", request)
 
-    def forward(self, leaf: Any, x: Mapping[str, Any], frame: Frame) -> tuple[Any, tuple[Any, ...]]:
+    def forward(
+        self, leaf: Windowed, x: Mapping[str, Array], frame: Frame
+    ) -> tuple[Array, Residuals]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         x = _inputs(x)
         plan = plan_of(leaf, x, interpret=self.interpret)
-        result: tuple[Any, tuple[Any, ...]] = _forward(plan, x, _masks(frame))
+        result: tuple[Array, Residuals] = _forward(plan, x, _masks(frame))
         return result
 
     def backward(
         self,
-        leaf: Any,
-        x: Mapping[str, Any],
+        leaf: Windowed,
+        x: Mapping[str, Array],
         frame: Frame,
-        out: Any,
-        residuals: tuple[Any, ...],
-        cotangent: Any,
-    ) -> dict[str, Any]:
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
         """The gradients of all inputs, in their dtypes."""
         given, (log_total, *full) = _inputs(x), residuals
         plan = plan_of(leaf, given, interpret=self.interpret)
@@ -104,7 +111,7 @@ class WindowedKernels(SoftmaxKernels):
         return {name: gradient.astype(x[name].dtype) for name, gradient in result.items()}
 
 
-def _inputs(x: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(x: Mapping[str, Array]) -> Arrays:
     """Queries and keys in the dtype of the values."""
     dtype = x["v"].dtype
     return {**x, "q": x["q"].astype(dtype), "k": x["k"].astype(dtype)}

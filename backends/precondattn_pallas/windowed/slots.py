@@ -6,12 +6,13 @@ the number of tokens, one beyond the last.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from precondattn.arrays import Array
 from precondattn.kernel_backend.windows import WindowGrid, WindowSize
 from precondattn_pallas.launch import divide, remainder
 
@@ -24,7 +25,7 @@ class SlotPlaces(NamedTuple):
     t: int
     s: int
 
-    def keys(self, window: Any, slot: Any) -> tuple[Any, Any]:
+    def keys(self, window: Array, slot: Array) -> tuple[Array, Array]:
         """The key in each slot of a window, and whether there is one."""
         grid, size = self.grid, self.size
         row = divide(window, grid.across) * size.rows + divide(slot, size.columns)
@@ -35,14 +36,14 @@ class SlotPlaces(NamedTuple):
         is_there = inside & (slot < size.slots)
         return jnp.where(is_there, token, self.s), is_there
 
-    def queries(self, window: Any, slot: Any) -> tuple[Any, Any]:
+    def queries(self, window: Array, slot: Array) -> tuple[Array, Array]:
         """The query in each slot, which are the last t tokens, and whether there is one."""
         token, is_there = self.keys(window, slot)
         query = token - (self.s - self.t)
         is_there = is_there & (query >= 0)
         return jnp.where(is_there, query, self.t), is_there
 
-    def entries(self, query_slot: Any, key_slot: Any) -> Any:
+    def entries(self, query_slot: Array, key_slot: Array) -> Array:
         """The entry of the table of each pair of slots."""
         columns = self.size.columns
         down = divide(query_slot, columns) - divide(key_slot, columns) + (self.size.rows - 1)
@@ -50,12 +51,12 @@ class SlotPlaces(NamedTuple):
         return down * (2 * columns - 1) + right
 
 
-def slots(tile: Any, count: int) -> Any:
+def slots(tile: Array, count: int) -> Array:
     """The slots of a tile."""
     return tile * count + lax.broadcasted_iota(jnp.int32, (count,), 0)
 
 
-def and_valid(valid: Any, index: Any, is_there: Any) -> Any:
+def and_valid(valid: Array, index: Array, is_there: Array) -> Array:
     """Which of these tokens are valid; `valid` is None if all are."""
     if valid is None:
         return is_there
@@ -63,29 +64,36 @@ def and_valid(valid: Any, index: Any, is_there: Any) -> Any:
 
 
 def load_rows(
-    array: Any, index: Any, is_row: Any, width: int, head: Any = None, first: Any = 0
-) -> Any:
+    array: Array,
+    index: Array,
+    is_row: Array,
+    width: int,
+    head: Array | None = None,
+    first: Array = 0,
+) -> Array:
     """Rows of an array (tokens, channels), or of one head of (tokens, heads, channels), from the
     first channel on; 0 where there is none."""
     at, mask = _places(index, is_row, width, head, first)
     return plgpu.load(array.at[at], mask=mask, other=0)
 
 
-def store_rows(array: Any, index: Any, is_row: Any, rows: Any) -> None:
+def store_rows(array: Array, index: Array, is_row: Array, rows: Array) -> None:
     """Write rows of an array (tokens, channels); where there is none, nothing."""
     at, mask = _places(index, is_row, rows.shape[1], None, 0)
     plgpu.store(array.at[at], rows, mask=mask)
 
 
-def load_numbers(array: Any, index: Any, is_there: Any, other: float, head: Any = None) -> Any:
+def load_numbers(
+    array: Array, index: Array, is_there: Array, other: float, head: Array | None = None
+) -> Array:
     """Numbers of an array (tokens), or of one head of (heads, tokens)."""
     at = (index,) if head is None else (jnp.full_like(index, head), index)
     return plgpu.load(array.at[at], mask=is_there, other=other)
 
 
 def _places(
-    index: Any, is_row: Any, width: int, head: Any, first: Any
-) -> tuple[tuple[Any, ...], Any]:
+    index: Array, is_row: Array, width: int, head: Array, first: Array
+) -> tuple[tuple[Array, ...], Array]:
     """The index of every element, and which are there."""
     shape = (index.shape[0], width)
     row = lax.broadcast_in_dim(index, shape, (0,))

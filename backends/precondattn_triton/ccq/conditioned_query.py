@@ -15,23 +15,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import swap_time_and_heads
-from precondattn.spec.linear_family import (
-    forget_other_segments,
-    queries_of_states,
-    where_valid,
-)
+from precondattn.spec.array_functions import swap_time_and_heads, where_valid
+from precondattn.spec.linear_family import forget_other_segments, queries_of_states
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.ccq import contraction, contraction_gradient, moments_gradient, row_lengths
 from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.recurrence import moments as moments_of_keys
-from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides, tokens_of_chunk
+from precondattn_triton.recurrence.chunk_arrays import (
+    Arguments,
+    ChunkCall,
+    strides,
+    tokens_of_chunk,
+)
 from precondattn_triton.recurrence.chunkwise import prepare_numbers
 from precondattn_triton.tiles import factor_dtype
 
@@ -82,7 +83,7 @@ class Conditioned:
         unit = self.unit.transpose(1, 2)
         call.arguments |= {"k": unit, **strides("k", unit, "bmsd")}
 
-    def _inverse_lengths(self, x: dict[str, Any], count: int, rows: int) -> Tensor:
+    def _inverse_lengths(self, x: Arguments, count: int, rows: int) -> Tensor:
         call = self.call
         inverse = call.empty(call.b * call.m * rows, call.tokens)
         call.launch(
@@ -113,7 +114,7 @@ class Conditioned:
         call.arguments |= workspace
         return workspace
 
-    def moment_arguments(self, reads_unit_keys: bool) -> dict[str, Any]:
+    def moment_arguments(self, reads_unit_keys: bool) -> Arguments:
         """The arguments of a backbone's pass that also computes the moments."""
         arguments = self.call.arguments
         of_call = {f"unit_{name}": arguments[name] for name in ("valid", "writing", "total")}

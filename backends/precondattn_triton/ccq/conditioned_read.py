@@ -17,19 +17,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import gradients_of, is_plain, stream_of
 from precondattn.limits import KEPT
+from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.l2_norm import L2Norm
-from precondattn.spec.linear_family import queries_of_states, rows_of_states
+from precondattn.spec.linear_family import LinearFamily, queries_of_states, rows_of_states
 from precondattn.spec.recurrence import Stream
+from precondattn.spec.stateful import Stateful
 from precondattn_triton.ccq.conditioned_query import Conditioned, KeyGradients
 from precondattn_triton.precision import is_half
 from precondattn_triton.recurrence.chunk_arrays import ChunkCall, tokens_of_chunk
@@ -47,7 +50,9 @@ need three times the factors, and the registers do not hold states and moments a
 class RunningCovariance(RecurrenceKernels):
     """CCQ's query of all keys so far: kernels for a full call, the recurrence for a step."""
 
-    def forward(self, leaf: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, leaf: ConditionedQuery, x: Tensors, frame: Frame
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         query = Conditioned(leaf.eps, x, frame)
         query.carry()
         out = torch.empty(x["q"].shape, dtype=x["q"].dtype, device=x["q"].device)
@@ -56,7 +61,7 @@ class RunningCovariance(RecurrenceKernels):
 
     def backward(
         self,
-        leaf: Any,
+        leaf: ConditionedQuery,
         x: Tensors,
         frame: Frame,
         out: Tensor,
@@ -83,10 +88,13 @@ class ConditionedWiring(NamedTuple):
 def wiring(program: Program) -> ConditionedWiring | None:
     """The wiring of a backbone whose queries are q^c; None if the calls are connected otherwise."""
     first, *norms, last = program.calls
+    query = first.leaf
+    if not isinstance(query, ConditionedQuery):
+        return None
     of_query, of_backbone = dict(first.arguments), dict(last.arguments)
     keys = of_query["k"]
     for norm in norms:
-        if norm.leaf != L2Norm(first.leaf.eps) or dict(norm.arguments) != {"x": keys}:
+        if norm.leaf != L2Norm(query.eps) or dict(norm.arguments) != {"x": keys}:
             return None
         keys = norm.out
     if of_backbone.pop("q") != first.out or of_backbone.pop("k") != keys:
@@ -99,12 +107,14 @@ def wiring(program: Program) -> ConditionedWiring | None:
 class ConditionedRead:
     """CCQ with a backbone that is one recurrence of the keys k, or of k̄."""
 
-    def refuses(self, group: Any, request: Request) -> str | None:
+    def refuses(self, group: Piece, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         wires = wiring(group.program)
         query, backbone = group.program.leaves[0], group.program.leaves[-1]
         if wires is None:
             return "query and backbone must read the same keys, and only the backbone may read q^c"
+        assert isinstance(query, ConditionedQuery)
+        assert isinstance(backbone, Stateful)
         if query.decay != "none" or not is_plain(backbone):
             return "the covariance must have no decay, and the backbone must be one recurrence"
         shapes = dict(request.shapes)
@@ -114,7 +124,7 @@ class ConditionedRead:
             backbone, replace(request, shapes=tuple(by_leaf.items()))
         )
 
-    def forward(self, group: Any, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, group: Piece, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output; the residual is q^c."""
         q = x[_wiring(group).query["q"]]
         contracted = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -124,7 +134,7 @@ class ConditionedRead:
 
     def backward(
         self,
-        group: Any,
+        group: Piece,
         x: Tensors,
         frame: Frame,
         out: Tensor,
@@ -144,7 +154,9 @@ class ConditionedRead:
         d_inputs |= {wires.backbone[name]: gradient for name, gradient in of_backbone.items()}
         return {name: gradient.to(x[name].dtype) for name, gradient in d_inputs.items()}
 
-    def residual_shapes(self, group: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, group: Piece, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         """The shape of q^c."""
         return (inputs[_wiring(group).query["q"]],)
 
@@ -152,9 +164,11 @@ class ConditionedRead:
 class _Both:
     """A call of query and backbone, up to and including the pass for states and moments."""
 
-    def __init__(self, group: Any, x: Tensors, frame: Frame, contracted: Tensor) -> None:
-        wires, first = _wiring(group), group.program.leaves[0]
-        self.leaf = group.program.leaves[-1]
+    def __init__(self, group: Piece, x: Tensors, frame: Frame, contracted: Tensor) -> None:
+        wires, first, backbone = _wiring(group), group.program.leaves[0], group.program.leaves[-1]
+        assert isinstance(first, ConditionedQuery)
+        assert isinstance(backbone, LinearFamily)
+        self.leaf = backbone
         of_query = {leaf_name: x[name] for leaf_name, name in wires.query.items()}
         of_backbone = {leaf_name: x[name] for leaf_name, name in wires.backbone.items()}
         k, v = of_query["k"], of_backbone["v"]
@@ -177,7 +191,7 @@ class _Both:
             self.query.carry()
 
 
-def _wiring(group: Any) -> ConditionedWiring:
+def _wiring(group: Piece) -> ConditionedWiring:
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.
     return wires

@@ -31,7 +31,7 @@ and 2 d² / C of P. Matrices C × d and d × d are multiplied by PyTorch's batch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -199,7 +199,7 @@ def _from_chunks(
     return BorderGradients(*(d.reshape(*unit.shape[:2], *d.shape[2:]) for d in gradients))
 
 
-def _crossing(plan: LucidPlan) -> dict[str, Any]:
+def _crossing(plan: LucidPlan) -> dict[str, int | str]:
     tuned = plan.reflections
     return {
         "ROWS": tuned.rows, "WIDTH": plan.key_width,

@@ -8,12 +8,13 @@ known norm, and are computed in float32 (tf32 on a GPU).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.precision import product_precision, sixteen_bits
@@ -76,7 +77,7 @@ class LucidPlan(NamedTuple):
         return range(0, self.tokens, self.super_block)
 
 
-def plan_of(leaf: Any, k: Tensor, v: Tensor) -> LucidPlan:
+def plan_of(leaf: LucidSolve, k: Tensor, v: Tensor) -> LucidPlan:
     b, s, n, d = k.shape
     e = v.shape[3]
     half = k.dtype.itemsize == 2 and leaf.normalize == "keys"

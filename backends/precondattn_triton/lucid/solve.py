@@ -10,7 +10,7 @@ float32, and S numbers per token for inverses; no array is T × T.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch.nn import functional
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
+from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
 from precondattn_triton.lucid import gradient as lucid_gradient
 from precondattn_triton.lucid import inverse as lucid_inverse
@@ -57,7 +58,9 @@ class SolveWorkspace(NamedTuple):
 class LucidMatrix:
     """The matrix of one call: solves with it, or, backward, with its transpose."""
 
-    def __init__(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame, *, backward: bool) -> None:
+    def __init__(
+        self, leaf: LucidSolve, x: Mapping[str, Tensor], frame: Frame, *, backward: bool
+    ) -> None:
         self.leaf, self.x, self.backward = leaf, x, backward
         self.plan = plan = plan_of(leaf, x["k"], x["v"])
         self.masks = masks_of(frame.among_keys(plan.s), plan.b)
@@ -231,7 +234,7 @@ class LucidMatrix:
 class LucidSolveKernels:
     """The leaf `LucidSolve`."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: LucidSolve, request: Request) -> str | None:
         if not leaf.has_unit_diagonal:
             return f"its solve has a unit diagonal, unlike normalize={leaf.normalize!r}"
         if leaf.window is not None:
@@ -247,7 +250,7 @@ class LucidSolveKernels:
         return None
 
     def forward(
-        self, leaf: Any, x: Mapping[str, Tensor], frame: Frame
+        self, leaf: LucidSolve, x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         system = LucidMatrix(leaf, x, frame, backward=False)
         y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
@@ -257,7 +260,7 @@ class LucidSolveKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: LucidSolve,
         x: Mapping[str, Tensor],
         frame: Frame,
         out: Tensor,
@@ -273,5 +276,7 @@ class LucidSolveKernels:
             gradients["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
         return gradients
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: LucidSolve, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         return (ArraySpec(*inputs["v"]),) if leaf.beta else ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from precondattn.algebra.piece import Piece
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
@@ -23,7 +23,7 @@ class LucidStep(LucidStepKernels):
     """The group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
     def step(
-        self, group: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+        self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
         solve, softmax = group.program.leaves
         solve_keys = group.program.slot_keys[0]

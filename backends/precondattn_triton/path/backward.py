@@ -72,7 +72,7 @@ def path_backward(
     q, k, v = x[:3]
     b, t, h, d = q.shape
     s, n, e = v.shape[1:]
-    size, count, tokens = chunks.size, chunks.count, chunks.size * chunks.count
+    size, count, tokens = chunks.size, chunks.number, chunks.size * chunks.number
     d_sum = row_products(d_out, full, log_total, masks.q_valid)
     w, keys, u, zr, _ = chunks
     width, widths = w.shape[2], {"PADDED_D": w.shape[2], "PADDED_E": padded_width(e)}

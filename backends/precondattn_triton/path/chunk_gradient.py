@@ -76,7 +76,7 @@ def _rows(a: Tensor, chunks: PathChunks, masks: KernelMasks) -> Tensor:
     b, s, n, c = a.shape
     if masks.k_valid is not None:
         a = a.where(masks.k_valid.bool()[:, :, None, None], 0)
-    a = torch.nn.functional.pad(a.transpose(1, 2), (0, 0, 0, chunks.size * chunks.count - s))
+    a = torch.nn.functional.pad(a.transpose(1, 2), (0, 0, 0, chunks.size * chunks.number - s))
     return a.reshape(b * n, -1, c)
 
 

@@ -57,7 +57,7 @@ class PathChunks(NamedTuple):
         return int(self.zr.shape[2])
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return int(self.zr.shape[1]) // self.size
 
 

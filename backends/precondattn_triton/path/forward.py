@@ -170,7 +170,7 @@ def path_forward(
     tuned = configured("path_forward", q, v)
     _forward[(triton.cdiv(t, tuned.rows) * b * h,)](
         q, k, v, *chunks[:4], out, full, log_total,
-        *masks, scale, window or 0, t, s, h, n, chunks.count * chunks.size,
+        *masks, scale, window or 0, t, s, h, n, chunks.number * chunks.size,
         *q.stride(), *k.stride(), *v.stride(),
         HAS_WINDOW=window is not None, D=d, E=e,
         PADDED_D=padded_width(d), PADDED_E=padded_width(e),

@@ -7,7 +7,6 @@ Residuals: λ (b, h, t), and, if the output is rounded to half precision, the ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.path import Path
 from precondattn_triton.path.backward import PathInputs, path_backward
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.path.chunks import path_chunks
@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 class PathKernels:
     """The leaf `Path`, with the mean as its read."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Path, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         if leaf.read == LOG_MEAN_EXP:
             return "has kernels for PaTH with the mean as its read only, not for LASER around it"
@@ -47,7 +47,7 @@ class PathKernels:
         return refuses_widths("PaTH", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(
-        self, leaf: Any, x: Tensors, frame: Frame
+        self, leaf: Path, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         q, k, v, w, beta = _inputs(x)
@@ -60,7 +60,7 @@ class PathKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Path,
         x: Tensors,
         frame: Frame,
         out: torch.Tensor,
@@ -89,7 +89,7 @@ class PathKernels:
 
     def step(
         self,
-        leaf: Any,
+        leaf: Path,
         past: Tensors,
         x: Tensors,
         frame: Frame,
@@ -99,7 +99,7 @@ class PathKernels:
         out, updates = path_step(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
         return out, {keys[slot]: update for slot, update in updates.items()}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, leaf: Path, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         """The shapes of the residuals of `forward`."""
         b, t, h, _ = inputs["q"].shape
         (_, _, _, e), dtype = inputs["v"]
@@ -112,4 +112,5 @@ class PathKernels:
 def _inputs(x: Tensors) -> PathInputs:
     """The inputs in the dtype of v, except β."""
     dtype = x["v"].dtype
-    return PathInputs(*(x[name].to(dtype) for name in ("q", "k", "v", "w")), x["beta"])
+    q, k, v, w = (x[name].to(dtype) for name in ("q", "k", "v", "w"))
+    return PathInputs(q, k, v, w, x["beta"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -12,6 +11,7 @@ from torch import Tensor
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
+from precondattn.spec.path import Path
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.path import decode as path_decode
@@ -41,7 +41,7 @@ def refuses_step(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 def path_step(
-    leaf: Any, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+    leaf: Path, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
 ) -> tuple[Tensor, Updates]:
     """The output (b, 1, h, e), and the updates by slot."""
     q, k, v, w, beta = (x[name] for name in ("q", "k", "v", "w", "beta"))
@@ -66,7 +66,10 @@ def path_step(
     of_cache = *keys.stride(), *values.stride()
     of_pending = *pending_w.stride(), *pending_beta.stride()
     of_new = w.stride(0), w.stride(2), w.stride(3), beta.stride(0), beta.stride(2)
-    fixed = {"HAS_VALID": past_valid is not None, "HAS_WINDOW": leaf.window is not None}
+    fixed: dict[str, int] = {
+        "HAS_VALID": past_valid is not None,
+        "HAS_WINDOW": leaf.window is not None,
+    }
     fixed |= {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
     path_decode.recent[(b * n,)](
         q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,

@@ -10,19 +10,17 @@ With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from precondattn_triton.recurrence import channel_decay, channel_gates, chunk_gradient
-from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides_if
+from precondattn_triton.recurrence.chunk_arrays import Argument, Arguments, ChunkCall, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
 KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
 ERASE = ("erase", "bmsd")
 
 
-def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> dict[str, Any]:
+def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> Arguments:
     """An array of the call under another name."""
     prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
     arguments = {other: call.arguments[name]}
@@ -34,8 +32,8 @@ def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> d
     )
 
 
-def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"x_group": 1, "width": call.arguments["d" if y is KEY else "e"]}
+def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> Arguments:
+    arguments: Arguments = {"x_group": 1, "width": call.arguments["d" if y is KEY else "e"]}
     if x is None:
         arguments |= {"x": None} | strides_if("x", None, "bmtrc")
     elif x in (KEY, ERASE):
@@ -52,7 +50,7 @@ def _erased(call: ChunkCall) -> tuple[str, str]:
 
 
 def _scores(
-    call: ChunkCall, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Any
+    call: ChunkCall, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Argument
 ) -> Tensor:
     """s dF/dA (queries, T, C)."""
     scores = call.empty(queries, call.tokens, call.chunk)
@@ -73,7 +71,7 @@ def _gradient(
     y: tuple[str, str],
     pairs: Tensor,
     others: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Any, Any]:
+) -> tuple[Tensor, Argument, Argument]:
     """The derivatives of F: dx (m r, T, w), and, with x, dy and dg (m, T, w).
 
     The last two are added to `others`, if those are given.

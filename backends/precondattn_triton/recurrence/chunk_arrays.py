@@ -67,6 +67,15 @@ def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> in
     return configuration(kernel, widest_of(d, e), half, like).rows
 
 
+Kernel = Any
+"""A jitted function: `kernel[grid](…)` launches it."""
+
+Argument = Any
+"""What a kernel takes: a tensor, a number, or None."""
+
+Arguments = dict[str, Argument]
+
+
 class ChunkCall:
     """The arrays of one call, and its launches.
 
@@ -99,7 +108,7 @@ class ChunkCall:
         self.chunk = self.configuration("chunk_states").rows if chunk is None else chunk
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
-        self.arguments: dict[str, Any] = {
+        self.arguments: Arguments = {
             "q": x.q,
             "k": x.k,
             "v": x.v,
@@ -161,7 +170,7 @@ class ChunkCall:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.like.device)
 
-    def launch(self, kernel: Any, name: str, grid: tuple[int, int], **extra: Any) -> None:
+    def launch(self, kernel: Kernel, name: str, grid: tuple[int, int], **extra: Argument) -> None:
         """Launch with the configuration of that name; `extra` are arguments of this launch."""
         tuned, given = self.configuration(name), self.arguments | extra
         arguments = {argument: given[argument] for argument in kernel.arg_names}

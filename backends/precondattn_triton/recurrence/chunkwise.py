@@ -21,7 +21,6 @@ chunk, M and two rows per token; the gradient needs twice that and a few rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ from precondattn_triton.recurrence.channel_pairs import (
     erase_scores,
     outputs_within_chunks,
 )
-from precondattn_triton.recurrence.chunk_arrays import ChunkCall, strides, strides_if
+from precondattn_triton.recurrence.chunk_arrays import Argument, ChunkCall, strides, strides_if
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
 
 NO_MOMENTS = dict.fromkeys(
@@ -112,7 +111,7 @@ def _step(call: ChunkCall, x: Stream) -> tuple[Tensor, Tensor]:
 def prepare(call: ChunkCall, x: Stream) -> None:
     """Compute the decay factors, and with the delta rule M, Y and W."""
     heads, tokens = call.b * call.m, call.tokens
-    names = ("gates", "reading", "erasing", "writing", "total", "strength")
+    names: tuple[str, ...] = ("gates", "reading", "erasing", "writing", "total", "strength")
     names += ("among", "inverse", "y", "w", "u")
     call.arguments |= dict.fromkeys(names)
     if call.decay == "head" or x.beta is not None:
@@ -188,7 +187,7 @@ def _prepare_channels(call: ChunkCall, x: Stream) -> None:
     )
 
 
-def carry(call: ChunkCall, moments: Mapping[str, Any] | None = None) -> Tensor:
+def carry(call: ChunkCall, moments: Mapping[str, Argument] | None = None) -> Tensor:
     """The last state; those before every chunk are stored in the call.
 
     With `moments`, the moments of the same keys are computed in the same pass.

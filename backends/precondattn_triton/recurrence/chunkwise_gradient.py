@@ -7,8 +7,6 @@ then the remaining gradients for all chunks at once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ def gradients(call: ChunkCall, x: Stream, d_o: Tensor, d_final: Tensor) -> Strea
     """The gradients of a call whose states have been computed."""
     queries = call.b * call.m * call.r
     call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
-    names = (
+    names: tuple[str, ...] = (
         "within_q",
         "within_k",
         "within_erase",
@@ -71,8 +69,8 @@ def gradients(call: ChunkCall, x: Stream, d_o: Tensor, d_final: Tensor) -> Strea
         )
     d_v = _d_values(call, x)
     if call.decay == "keys" and x.beta is not None:
-        pairs, within = call.arguments["d_keys"], within[1:]
-        call.arguments["within_erase"] = erase_gate_gradients(call, pairs, within)
+        pairs = call.arguments["d_keys"]
+        call.arguments["within_erase"] = erase_gate_gradients(call, pairs, within[1:])
     d_q = _d_queries(call, x)
     d_erase, d_undecayed = (
         None if keys is None else _d_erase(call, keys) for keys in (x.erase, x.undecayed)
@@ -215,7 +213,7 @@ def _d_keys(call: ChunkCall, x: Stream) -> Tensor:
     return d_k
 
 
-def _d_numbers(call: ChunkCall, x: Stream) -> tuple[Any, Any]:
+def _d_numbers(call: ChunkCall, x: Stream) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the gates, in their own shape, and of β (b, m, s)."""
     heads = call.b * call.m
     d_g = call.empty(heads, call.s) if call.decay == "head" else None

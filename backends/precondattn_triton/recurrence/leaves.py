@@ -7,18 +7,18 @@ sum that may cancel.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.frame import Frame
 from precondattn.kernel_backend.stateful import StatefulKernels, decays, scale_in_form
+from precondattn.spec.stateful import Stateful
 from precondattn_triton.precision import exact, is_half, product_precision
 from precondattn_triton.recurrence.chunkwise import Chunkwise
 
 
-def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
+def form_of(leaf: Stateful, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
     """The recurrence in chunks for a leaf and its inputs."""
     dtype = x["k" if "k" in x else "v"].dtype
     # The outputs are divided by a sum of weights that may cancel.
@@ -35,5 +35,5 @@ def form_of(leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
 class RecurrenceKernels(StatefulKernels):
     """The linear family (GLA, GatedDelta, KDA …), GSA, CCQ's query, and the key that ATK writes."""
 
-    def form(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
+    def form(self, leaf: Stateful, x: Mapping[str, Tensor], frame: Frame) -> Chunkwise:
         return form_of(leaf, x, frame)

@@ -12,7 +12,6 @@ error is raised on the CPU: a call waits for its solve.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +69,11 @@ class SolvingChunkwise(Chunkwise):
 class SolvedQuery(StatefulKernels):
     """`MesaQuery`."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: MesaQuery, request: Request) -> str | None:
         d = dict(request.shapes)["k"][-1]
         if d > WIDEST:
             return f"its solve supports d ≤ {WIDEST}; found d={d}"
         return super().refuses(leaf, request)
 
-    def form(self, leaf: Any, x: Mapping[str, Tensor], frame: Frame) -> SolvingChunkwise:
+    def form(self, leaf: MesaQuery, x: Mapping[str, Tensor], frame: Frame) -> SolvingChunkwise:
         return SolvingChunkwise(exact(), half=False, decays=decays(leaf, frame))

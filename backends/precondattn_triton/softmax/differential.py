@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-import precondattn as pa
+from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
@@ -20,6 +20,7 @@ from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.limits import KEPT
 from precondattn.spec.difference import Difference
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.differential_backward import differential_backward
 from precondattn_triton.softmax.differential_forward import Maps, differential_forward
 from precondattn_triton.softmax.score_tiles import row_products
@@ -38,14 +39,14 @@ class DifferentialWiring(NamedTuple):
     k2: str
     v: str
     lam: str
-    softmax: Any
+    softmax: Softmax
     per: str
 
 
 @lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> DifferentialWiring | None:
     """The wiring of y = softmax(q, k, v) − λ softmax(q2, k2, v); None for any other program."""
-    if [*map(type, program.leaves)] != [pa.Softmax, pa.Softmax, Difference]:
+    if [*map(type, program.leaves)] != [Softmax, Softmax, Difference]:
         return None
     call_of = {call.out: call for call in program.calls}
     last = dict(program.calls[2].arguments)
@@ -55,15 +56,17 @@ def wiring(program: Program) -> DifferentialWiring | None:
     one, two = dict(first.arguments), dict(second.arguments)
     if first.leaf != second.leaf or one["v"] != two["v"]:
         return None
-    difference: Any = program.calls[2].leaf
     names = one["q"], one["k"], two["q"], two["k"], one["v"], last["lam"]
-    return DifferentialWiring(*names, first.leaf, difference.per)
+    softmax, _, difference = program.leaves
+    assert isinstance(softmax, Softmax)
+    assert isinstance(difference, Difference)
+    return DifferentialWiring(*names, softmax, difference.per)
 
 
 class DifferentialKernels:
     """The group `y1 = softmax(q, k, v); y2 = softmax(q=q2, k=k2, v); out = difference(…)`."""
 
-    def refuses(self, group: Any, request: Request) -> str | None:
+    def refuses(self, group: Piece, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         wires = wiring(group.program)
         if wires is None:
@@ -86,7 +89,7 @@ class DifferentialKernels:
         return refuses_widths("differential attention", request.dtype, k[3], v[3])
 
     def forward(
-        self, group: Any, x: Tensors, frame: Frame
+        self, group: Piece, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         wires, maps, v, lam = _inputs(group, x)
@@ -98,7 +101,7 @@ class DifferentialKernels:
 
     def backward(
         self,
-        group: Any,
+        group: Piece,
         x: Tensors,
         frame: Frame,
         out: torch.Tensor,
@@ -129,7 +132,9 @@ class DifferentialKernels:
             gradients[name] = gradient if other is None else other.float() + gradient.float()
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
-    def residual_shapes(self, group: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, group: Piece, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         """The shapes of the residuals of `forward`."""
         wires = wiring(group.program)
         assert wires is not None  # `refuses` has checked it.
@@ -139,7 +144,9 @@ class DifferentialKernels:
         return always if dtype == "float32" else (*always, ArraySpec((b, t, h, e), "float32"))
 
 
-def _inputs(group: Any, x: Tensors) -> tuple[DifferentialWiring, Maps, torch.Tensor, torch.Tensor]:
+def _inputs(
+    group: Piece, x: Tensors
+) -> tuple[DifferentialWiring, Maps, torch.Tensor, torch.Tensor]:
     """Both maps and the values, in the dtype of the values; λ (b, t, h), repeated by strides."""
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.

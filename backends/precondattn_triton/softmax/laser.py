@@ -7,7 +7,6 @@ rounded to half precision, the output in float32 (b, t, h, e).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.metric import DOT
+from precondattn.spec.softmax import Softmax
 from precondattn_triton.softmax.laser_backward import laser_backward
 from precondattn_triton.softmax.laser_forward import ValueSpread, laser_forward, spread
 from precondattn_triton.softmax.widths import limits
@@ -29,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 class LaserKernels:
     """The leaf `Softmax` with a read in exponential space."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Softmax, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         shapes = dict(request.shapes)
         if request.verb not in ("forward", "vjp"):
@@ -53,7 +53,7 @@ class LaserKernels:
         return None
 
     def forward(
-        self, leaf: Any, x: Tensors, frame: Frame
+        self, leaf: Softmax, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         q, k, v = _inputs(x)
@@ -66,7 +66,7 @@ class LaserKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Softmax,
         x: Tensors,
         frame: Frame,
         out: torch.Tensor,
@@ -90,7 +90,9 @@ class LaserKernels:
         )
         return {name: d.to(x[name].dtype) for name, d in zip("qkv", gradients, strict=True)}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Softmax, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         """The shapes of the residuals of `forward`."""
         b, t, h, _ = inputs["q"].shape
         (_, _, n, e), dtype = inputs["v"]

@@ -6,13 +6,13 @@ Residuals: λ (b, h, t), and, if the output is rounded to half precision, the ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from precondattn.backend import ArraySpec, Request
 from precondattn.frame import Frame
 from precondattn.kernel_backend.windows import declined_windows, grid_of
+from precondattn.spec.windowed import Windowed
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.softmax.widths import refuses_widths
 from precondattn_triton.tiles import masks_of
@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 class WindowedKernels:
     """Softmax within windows, and its gradient."""
 
-    def refuses(self, leaf: Any, request: Request) -> str | None:
+    def refuses(self, leaf: Windowed, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""
         reason = declined_windows(leaf, request)
         if reason is not None:
@@ -34,7 +34,7 @@ class WindowedKernels:
         return refuses_widths("windows", request.dtype, shapes["k"][3], shapes["v"][3])
 
     def forward(
-        self, leaf: Any, x: Tensors, frame: Frame
+        self, leaf: Windowed, x: Tensors, frame: Frame
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
         out, full, logs = window_forward(_problem(leaf, x, frame))
@@ -42,7 +42,7 @@ class WindowedKernels:
 
     def backward(
         self,
-        leaf: Any,
+        leaf: Windowed,
         x: Tensors,
         frame: Frame,
         out: torch.Tensor,
@@ -59,7 +59,9 @@ class WindowedKernels:
         gradients = window_gradient(problem, logs, d_sums, d_out)
         return {name: gradient.to(x[name].dtype) for name, gradient in gradients.items()}
 
-    def residual_shapes(self, leaf: Any, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(
+        self, leaf: Windowed, inputs: Mapping[str, ArraySpec]
+    ) -> tuple[ArraySpec, ...]:
         """The shapes of the residuals of `forward`."""
         b, t, h, _ = inputs["q"].shape
         (_, _, _, e), dtype = inputs["v"]
@@ -67,7 +69,7 @@ class WindowedKernels:
         return (logs,) if dtype == "float32" else (logs, ArraySpec((b, t, h, e), "float32"))
 
 
-def _problem(leaf: Any, x: Tensors, frame: Frame) -> WindowedArrays:
+def _problem(leaf: Windowed, x: Tensors, frame: Frame) -> WindowedArrays:
     """A call as its kernels read it, in the dtype of the values."""
     v = x["v"]
     q, k = (x[name].to(v.dtype) for name in ("q", "k"))
