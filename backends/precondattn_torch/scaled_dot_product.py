@@ -37,7 +37,7 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
 from precondattn_torch.arithmetic import TORCH
-from precondattn_torch.twice_differentiable import AttentionOptions, twice_differentiable
+from precondattn_torch.twice_differentiable import SdpaOptions, twice_differentiable
 
 
 def fits(
@@ -84,7 +84,7 @@ def scaled_dot_product(leaf: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) 
     return attend(q, k, v, width, options_of(leaf, q.shape, k.shape))
 
 
-def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> AttentionOptions:
+def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> SdpaOptions:
     """The options of PyTorch's attention, from the shapes of q and k."""
     return {
         "is_causal": leaf.causal,
@@ -93,7 +93,7 @@ def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> AttentionOptions:
     }
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: AttentionOptions) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: SdpaOptions) -> Tensor:
     """PyTorch's attention of rows of this width, which are padded with zeros if they are not."""
     e = v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.

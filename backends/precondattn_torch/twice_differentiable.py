@@ -17,7 +17,7 @@ KERNELS = "ScaledDotProduct"
 """How the names of the kernels' nodes in autograd's graph begin."""
 
 
-class AttentionOptions(TypedDict):
+class SdpaOptions(TypedDict):
     """How an attention was called."""
 
     is_causal: bool
@@ -26,7 +26,7 @@ class AttentionOptions(TypedDict):
 
 
 def twice_differentiable(
-    node: torch.autograd.graph.Node, inputs: tuple[Tensor, ...], options: AttentionOptions
+    node: torch.autograd.graph.Node, inputs: tuple[Tensor, ...], options: SdpaOptions
 ) -> None:
     """Let the gradient of an attention's `node` on `inputs` q, k, v be differentiable."""
     while not node.name().startswith(KERNELS):

@@ -27,7 +27,7 @@ FULL_MASKS = [
 ]
 
 
-class Recording(pa.Backend):
+class RecordingLayouts(pa.Backend):
     """Computes as the reference does, and keeps the layouts that its methods get."""
 
     name = "recording"
@@ -61,7 +61,7 @@ class Recording(pa.Backend):
 
 @pytest.fixture
 def recording(only_the_reference):
-    backend = Recording()
+    backend = RecordingLayouts()
     pa.register_backend(backend)
     torch.compiler.reset()
     return backend
