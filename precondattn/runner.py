@@ -77,6 +77,10 @@ class Runner(Protocol):
     ) -> tuple[ArraySpec, ...]: ...
 
 
+LeafMethods = Any
+"""An object with methods like those of a leaf."""
+
+
 class LeafRunner:
     """Runs a piece in float32, or in float64, by methods like those of a leaf.
 
@@ -87,7 +91,7 @@ class LeafRunner:
     def __init__(
         self,
         piece: Piece,
-        methods: Any,
+        methods: LeafMethods,
         *first: object,
         algorithm: str = "",
         differentiable: bool = False,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.advice import moved_inside
@@ -48,7 +48,7 @@ class Mechanism(Verbs):
     _depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
 
-    def __new__(cls, *values: OptionValue, **options: OptionValue) -> Any:
+    def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
             return constructed_in_graph(cls, values, options)
         return super().__new__(cls)

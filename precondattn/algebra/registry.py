@@ -27,7 +27,7 @@ class Registered(Protocol):
     name: ClassVar[str]
     role: ClassVar[str]
     variants: ClassVar[tuple[str, ...]]
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
 
 _classes: dict[str, type[Registered]] = {}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -21,6 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 import precondattn.execution.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
+from precondattn.arrays import Tree
 from precondattn.execution.jax.backend import JaxRunner
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.execution.jax.independent_axes import axes_of, axes_of_results
@@ -38,12 +38,12 @@ from precondattn.execution.jax.mesh_axes import (
 GRADIENTS = ("backward", "step_backward")
 
 
-def on_shards(verb: str, runner: JaxRunner, *arrays: Any) -> Any:
+def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     """`runner.computing(verb)(*arrays)`, of which every device computes its part."""
     leaves, tree = jax.tree.flatten(arrays)
     shapes = list(map(_shape, leaves))
 
-    def function(*leaves: Any) -> Any:
+    def function(*leaves: Tree) -> Tree:
         return runner.computing(verb)(*jax.tree.unflatten(tree, leaves))
 
     # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
@@ -69,7 +69,7 @@ class ShardedCall:
     def __init__(
         self,
         owner: str,
-        function: Callable[..., Any],
+        function: Callable[..., Tree],
         shapes: Sequence[jax.ShapeDtypeStruct],
         axes: Callable[[], list[str]],
         is_gradient: bool,
@@ -86,25 +86,25 @@ class ShardedCall:
         return self._axes()
 
     @cached_property
-    def results(self) -> Any:
+    def results(self) -> Tree:
         """The axes of the results, a tree."""
         return axes_of_results(self.function, self.shapes, self.axes)
 
-    def differentiable(self) -> Any:
+    def differentiable(self) -> Tree:
         """The partitioned function, for all of JAX's transformations.
 
         Its derivative is that of the function itself, which XLA partitions as it does others.
         """
 
-        def derivative(primals: Any, tangents: Any) -> Any:
+        def derivative(primals: Tree, tangents: Tree) -> Tree:
             return jax.jvp(self.function, primals, tangents)
 
         return with_derivative(self.mappable(), derivative)
 
-    def mappable(self) -> Any:
+    def mappable(self) -> Tree:
         """The partitioned function, also under `vmap`: the mapped axis is independent too."""
 
-        def mapped(_: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
+        def mapped(_: int, is_mapped: Sequence[bool], *leaves: Tree) -> Tree:
             def axes() -> list[str]:
                 digit = next(d for d in "0123456789" if d not in "".join(self.axes))
                 each = zip(self.axes, is_mapped, strict=True)
@@ -117,19 +117,19 @@ class ShardedCall:
             out = call.mappable()(*leaves)
             return out, jax.tree.map(lambda _: True, out)
 
-        function: Any = custom_vmap(self.partitioned())
+        function: Tree = custom_vmap(self.partitioned())
         function.def_vmap(mapped)
         return function
 
-    def partitioned(self) -> Any:
+    def partitioned(self) -> Tree:
         """The function, with a rule for XLA's partitioner."""
 
-        def rule(mesh: Mesh, arguments: Any, results: Any) -> str:
+        def rule(mesh: Mesh, arguments: Tree, results: Tree) -> str:
             texts = [*self.axes, *jax.tree.leaves(self.results)]
             shapes = [tuple(each.shape) for each in (*arguments, *results)]
             return sharding_rule(texts, shapes, len(arguments))
 
-        def partition(mesh: Mesh, arguments: Any, results: Any) -> Any:
+        def partition(mesh: Mesh, arguments: Tree, results: Tree) -> Tree:
             texts = [*self.axes, *jax.tree.leaves(self.results)]
             arrays = [*arguments, *jax.tree.leaves(results)]
             if mesh.empty:
@@ -144,11 +144,11 @@ class ShardedCall:
             shardings = jax.tree.map(sharding, self.results), tuple(map(sharding, self.axes))
             return mesh, self._part(chosen), *shardings
 
-        function: Any = custom_partitioning(self.function)
+        function: Tree = custom_partitioning(self.function)
         function.def_partition(partition, sharding_rule=rule)
         return function
 
-    def on_explicit_shards(self, mesh: Any, leaves: Sequence[Any]) -> Any:
+    def on_explicit_shards(self, mesh: Mesh, leaves: Sequence[Tree]) -> Tree:
         """The results, sharded in JAX's types as the arguments are."""
         specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
         chosen = self._chosen(mesh, self.axes, leaves, specs)
@@ -168,7 +168,11 @@ class ShardedCall:
         )(*placed)
 
     def _chosen(
-        self, mesh: Any, texts: Sequence[str], arrays: Sequence[Any], specs: Sequence[PartitionSpec]
+        self,
+        mesh: Mesh,
+        texts: Sequence[str],
+        arrays: Sequence[Tree],
+        specs: Sequence[PartitionSpec],
     ) -> MeshAxes:
         """The mesh axes that divide the work; a warning if this gathers some arguments."""
         shapes = [tuple(array.shape) for array in arrays]
@@ -176,23 +180,23 @@ class ShardedCall:
         warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
         return chosen
 
-    def _part(self, chosen: MeshAxes) -> Any:
+    def _part(self, chosen: MeshAxes) -> Tree:
         """The function of one device's parts of the arguments."""
 
-        def part(*leaves: Any) -> Any:
+        def part(*leaves: Tree) -> Tree:
             results = self.function(*leaves)
             return jax.tree.map(total, results, self.results) if self.is_gradient else results
 
-        def total(gradient: Any, text: str) -> Any:
+        def total(gradient: Tree, text: str) -> Tree:
             names = missing_axes(text, chosen)
             return jax.lax.psum(gradient, names) if names else gradient
 
         return part
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: Tree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _mesh(leaf: Any) -> Any:
+def _mesh(leaf: Tree) -> Mesh:
     return jax.typeof(leaf).sharding.mesh

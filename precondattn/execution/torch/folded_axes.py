@@ -13,11 +13,13 @@ call that replaces the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from precondattn.algebra.declaration import HEADS, Pattern, Sizes
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Tree
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.torch.frames import frame_of
@@ -45,7 +47,7 @@ class MappedArrays(NamedTuple):
     """The axis of each that is mapped; None where all calls have the same array."""
 
     @classmethod
-    def of_argument(cls, argument: Any, mapped: Any) -> MappedArrays:
+    def of_argument(cls, argument: Tree, mapped: Tree) -> MappedArrays:
         """An argument, which is a list of arrays or one array."""
         return cls(argument, mapped) if isinstance(argument, list) else cls([argument], [mapped])
 
@@ -57,14 +59,14 @@ class MappedArrays(NamedTuple):
             for t, axis in zip(self.tensors, self.mapped, strict=True)
         ]
 
-    def folded(self, axes: AxesOf, count: int) -> list[Any]:
+    def folded(self, axes: AxesOf, count: int) -> list[Tree]:
         """The arrays of the call that replaces all; those without an axis as they are."""
         return [
             t if t is None or at is None else _folded(t, mapped, at, count)
             for t, mapped, at in zip(self.tensors, self.mapped, axes, strict=True)
         ]
 
-    def of_call(self, number: int) -> list[Any]:
+    def of_call(self, number: int) -> list[Tree]:
         """The arrays of one of the calls; zeros for call 0 where there is none."""
         arrays = []
         for tensor, axis, shape in zip(self.tensors, self.mapped, self.shapes, strict=True):
@@ -93,7 +95,7 @@ class OneCall:
         here or in a method, where it does not replace them.
     """
 
-    def __init__(self, piece: Any, sizes: Sizes, kind: str, count: int, layout: str) -> None:
+    def __init__(self, piece: Piece, sizes: Sizes, kind: str, count: int, layout: str) -> None:
         self.piece, self.sizes, self.kind, self.count = piece, sizes, kind, count
         self.layout = layout
         if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):

@@ -18,15 +18,16 @@ in the gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from precondattn.algebra.names import piece_named
-from precondattn.arrays import cast
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import Tree, cast
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
 from precondattn.execution.cotangents import gradients_at
@@ -40,7 +41,7 @@ from precondattn.runner import Runner
 class Named(NamedTuple):
     """What the texts of an operator name."""
 
-    piece: Any
+    piece: Piece
     runner: Runner
     is_wide: bool
     """Whether the backend has `wide_values`."""
@@ -58,11 +59,11 @@ def _named(piece: str, backend: str, discovered: Discovered) -> Named:
     return Named(found, runner_of(runs, found, "torch"), runs.wide_values, runs is REFERENCE)
 
 
-def without_autocast(operator: Any) -> Any:
+def without_autocast(operator: Callable[..., Tree]) -> Callable[..., Tree]:
     """The operator's function with autocast off, whoever calls it: autograd, or a saved graph."""
 
     @functools.wraps(operator)
-    def function(piece: str, backend: str, tensors: list[Tensor], *rest: Any) -> Any:
+    def function(piece: str, backend: str, tensors: list[Tensor], *rest: Tree) -> Tree:
         # A piece that needs no cache has no buffers, and a step has the inputs after them.
         with off(tensors[0] if tensors else rest[0][0]):
             return operator(piece, backend, tensors, *rest)
@@ -70,7 +71,7 @@ def without_autocast(operator: Any) -> Any:
     return function
 
 
-def named_inputs(piece: Any, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def named_inputs(piece: Piece, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(piece.inputs, tensors, strict=True))
 
 
@@ -139,7 +140,9 @@ def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool 
 
 
 @forward.register_fake
-def _(piece: str, backend: str, tensors: Any, frame: Any, layout: str = "") -> list[Tensor]:
+def _(
+    piece: str, backend: str, tensors: Tree, frame: Sequence[Tensor | None], layout: str = ""
+) -> list[Tensor]:
     found = named(piece, backend)
     specs = {name: ArraySpec.of(t) for name, t in named_inputs(found.piece, tensors).items()}
     residuals = found.runner.residual_shapes(specs, frame_of(layout, frame, tensors[0]))
@@ -150,10 +153,10 @@ def _(piece: str, backend: str, tensors: Any, frame: Any, layout: str = "") -> l
 
 
 @inference.register_fake
-def _(piece: str, backend: str, tensors: Any, *rest: Any) -> Tensor:
+def _(piece: str, backend: str, tensors: Tree, *rest: Tree) -> Tensor:
     return _output_like(named(piece, backend), tensors)
 
 
 @backward.register_fake
-def _(piece: str, backend: str, tensors: Any, *rest: Any) -> list[Tensor]:
+def _(piece: str, backend: str, tensors: Tree, *rest: Tree) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
