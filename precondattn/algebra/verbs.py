@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from precondattn.algebra.options import OptionValue
     from precondattn.algebra.registry import AnyMechanism
     from precondattn.dispatch.explanation import Explanation
-    from precondattn.given import Given
 
 
 def constructed_in_graph(
@@ -70,8 +69,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Given = None,
-        lengths: Given = None,
+        cu_seqlens: Array | None = None,
+        lengths: Array | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Array:
@@ -127,8 +126,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Given = None,
-        lengths: Given = None,
+        cu_seqlens: Array | None = None,
+        lengths: Array | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
@@ -181,7 +180,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Given = None,
+        lengths: Array | None = None,
         key_mask: Array | None = None,
         donate: bool = False,
         **named: Array,
@@ -240,7 +239,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Given = None,
+        lengths: Array | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Cache, ExtendPullback]:
@@ -276,8 +275,8 @@ class Verbs:
         cache: Cache | None = None,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Given = None,
-        lengths: Given = None,
+        cu_seqlens: Array | None = None,
+        lengths: Array | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:
