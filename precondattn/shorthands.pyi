@@ -384,8 +384,8 @@ def hgrn2(
     *,
     scale: float | None = None,
     segment_ids: Array | None = None,
-    cu_seqlens: Any = None,
-    lengths: Any = None,
+    cu_seqlens: Array | None = None,
+    lengths: Array | None = None,
     key_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:

@@ -127,9 +127,9 @@ def entry_of(table: Table[T], leaf: LeafProtocol) -> T | None:
 
 def key_of(table: Mapping[K, T], leaf: LeafProtocol) -> K | None:
     """The key of a table under which the entry for a leaf is; None where it has none."""
-    exact: Any = type(leaf)
+    exact = cast("K", type(leaf))
     if exact in table:
-        return cast("K", exact)
+        return exact
     return next((key for key in table if isinstance(key, Recurrences) and is_in(leaf, key)), None)
 
 

@@ -7,12 +7,11 @@ gradient is computed, or if the gradient is to be differentiated, it gets the op
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import cast, only_computes
+from precondattn.arrays import Tree, cast, only_computes
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
@@ -34,7 +33,11 @@ def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tens
 class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, planned: PlannedCall, names: tuple[str, ...], frame: Frame, *tensors: Tensor
+        ctx: FunctionCtx,
+        planned: PlannedCall,
+        names: tuple[str, ...],
+        frame: Frame,
+        *tensors: Tensor,
     ) -> Tensor:
         inputs = dict(zip(names, tensors, strict=True))
         out, residuals = planned.runner.forward_with_residuals(inputs, frame)
@@ -45,7 +48,7 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
         return outputs[0]
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tree:
         planned, saved, count = ctx.planned, ctx.saved_tensors, len(ctx.names)
         tensors, outputs = saved[:count], saved[count:]
         if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
