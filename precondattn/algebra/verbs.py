@@ -8,7 +8,7 @@ imports a package above its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
@@ -69,8 +69,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-        lengths: Array | None = None,
+        cu_seqlens: Array | Sequence[int] | None = None,
+        lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Array:
@@ -126,8 +126,8 @@ class Verbs:
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-        lengths: Array | None = None,
+        cu_seqlens: Array | Sequence[int] | None = None,
+        lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
@@ -180,7 +180,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Array | None = None,
+        lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         donate: bool = False,
         **named: Array,
@@ -239,7 +239,7 @@ class Verbs:
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
-        lengths: Array | None = None,
+        lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Cache, ExtendPullback]:
@@ -275,8 +275,8 @@ class Verbs:
         cache: Cache | None = None,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
-        cu_seqlens: Array | None = None,
-        lengths: Array | None = None,
+        cu_seqlens: Array | Sequence[int] | None = None,
+        lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:
