@@ -25,7 +25,6 @@ from typing import Annotated, Literal
 
 from precondattn.algebra.piece import BackendNames
 from precondattn.arrays import Array
-from precondattn.given import Given
 
 '''
 
