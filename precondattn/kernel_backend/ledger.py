@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.backend import Request
@@ -59,6 +60,7 @@ def family_of(mechanism: Piece, entry: str) -> str:
 
 def _named(leaf: LeafProtocol) -> str:
     """The name of a leaf, with the options that select kernels where they are no default."""
+    assert isinstance(leaf, Leaf)
     given = {
         name: value
         for name, field in fields_of(leaf).items()

@@ -16,6 +16,13 @@ LARGEST_TILE = 8192
 """The most elements of a tile of queries and the new key that fit every multiprocessor."""
 
 
+def leaves_of(group: Piece) -> tuple[LucidSolve, Softmax]:
+    solve, softmax = group.program.leaves
+    assert isinstance(solve, LucidSolve)
+    assert isinstance(softmax, Softmax)
+    return solve, softmax
+
+
 class LucidStepKernels:
     """Subclass it with `step`: one new token of every sequence, and a cache."""
 
@@ -28,9 +35,7 @@ class LucidStepKernels:
 
     def refuses(self, group: Piece, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
-        solve, softmax = group.program.leaves
-        assert isinstance(solve, LucidSolve)
-        assert isinstance(softmax, Softmax)
+        solve, softmax = leaves_of(group)
         if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
             return "its step is that of plain LUCID around causal softmax"
         shapes = dict(request.shapes)

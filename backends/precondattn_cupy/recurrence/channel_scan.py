@@ -55,7 +55,7 @@ class ChannelScan(AllTokens):
         d_last = in_one_piece(d_final)
         call.scan("scan_channels_back", states, d_o, d_last, memory, *gradients)
 
-        def total(d: Array | None) -> Array | None:
+        def total(d: Array | None) -> Array:
             return None if d is None else heads_first(xp.sum(d, axis=0))
 
         d_gates = total(d_g)[..., None]

@@ -15,12 +15,12 @@ from precondattn_cupy.recurrence.chunkwise import Chunkwise
 class RecurrenceKernels(StatefulKernels):
     """The linear family with at most one decay for each token, CCQ's query, and ATK's key."""
 
-    def form(self, leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Chunkwise:
+    def form(self, leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Chunkwise:  # type: ignore[override]
         return Chunkwise(decays=decays(leaf, frame), scale=scale_in_form(leaf, x))
 
 
 class ChannelRecurrence(StatefulKernels):
     """The linear family with a decay for each key channel: GLA, KDA."""
 
-    def form(self, leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> ChannelScan:
+    def form(self, leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> ChannelScan:  # type: ignore[override]
         return ChannelScan(scale=scale_in_form(leaf, x))

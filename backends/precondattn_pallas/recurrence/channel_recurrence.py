@@ -116,7 +116,7 @@ def vjp(
         d_k[:, :s, :d].reshape(x.k.shape),
         d_v[:, :s, :e].reshape(x.v.shape),
         d_g[:, :s, : e if is_exchanged else d].reshape(x.g.shape),
-        None if d_beta is None else d_beta[:, :s].reshape(x.beta.shape),
+        None if d_beta is None or x.beta is None else d_beta[:, :s].reshape(x.beta.shape),
         None if d_erase is None else d_erase[:, :s, :d].reshape(x.k.shape),
     )
     return StreamGradients(stream, problem.of_state(d_start, d_final))

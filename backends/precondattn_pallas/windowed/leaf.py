@@ -81,11 +81,11 @@ def _backward(
 class WindowedKernels(SoftmaxKernels):
     """Softmax within windows, and its gradient; the residuals are those of attention."""
 
-    def refuses(self, leaf: Windowed, request: Request) -> str | None:
+    def refuses(self, leaf: Windowed, request: Request) -> str | None:  # type: ignore[override]
         """The reason why the kernels do not support this call, or None."""
         return declined_windows(leaf, request) or refuses_widths("windows", request)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, leaf: Windowed, x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
         """The output (b, t, h, e) in the dtype of the values, and the residuals."""
@@ -94,7 +94,7 @@ class WindowedKernels(SoftmaxKernels):
         result: tuple[Array, Residuals] = _forward(plan, x, _masks(frame))
         return result
 
-    def backward(
+    def backward(  # type: ignore[override]
         self,
         leaf: Windowed,
         x: Mapping[str, Array],

@@ -50,7 +50,7 @@ need three times the factors, and the registers do not hold states and moments a
 class RunningCovariance(RecurrenceKernels):
     """CCQ's query of all keys so far: kernels for a full call, the recurrence for a step."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, leaf: ConditionedQuery, x: Tensors, frame: Frame
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         query = Conditioned(leaf.eps, x, frame)
@@ -59,7 +59,7 @@ class RunningCovariance(RecurrenceKernels):
         query.contract(out)
         return out, ()
 
-    def backward(
+    def backward(  # type: ignore[override]
         self,
         leaf: ConditionedQuery,
         x: Tensors,

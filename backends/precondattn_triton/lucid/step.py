@@ -11,7 +11,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
-from precondattn.kernel_backend.lucid_step import LucidStepKernels
+from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
 from precondattn_triton.lucid import decode as lucid_decode
@@ -25,7 +25,7 @@ class LucidStep(LucidStepKernels):
     def step(
         self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        solve, softmax = group.program.leaves
+        solve, softmax = leaves_of(group)
         solve_keys = group.program.slot_keys[0]
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
         rms = past[solve_keys["rms"]] if solve.normalize == "keys" else None

@@ -69,11 +69,11 @@ class SolvingChunkwise(Chunkwise):
 class SolvedQuery(StatefulKernels):
     """`MesaQuery`."""
 
-    def refuses(self, leaf: MesaQuery, request: Request) -> str | None:
+    def refuses(self, leaf: MesaQuery, request: Request) -> str | None:  # type: ignore[override]
         d = dict(request.shapes)["k"][-1]
         if d > WIDEST:
             return f"its solve supports d ≤ {WIDEST}; found d={d}"
         return super().refuses(leaf, request)
 
-    def form(self, leaf: MesaQuery, x: Mapping[str, Tensor], frame: Frame) -> SolvingChunkwise:
+    def form(self, leaf: MesaQuery, x: Mapping[str, Tensor], frame: Frame) -> SolvingChunkwise:  # type: ignore[override]
         return SolvingChunkwise(exact(), half=False, decays=decays(leaf, frame))
