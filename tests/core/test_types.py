@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TREES = ("precondattn", "backends", "conformance")
-LIMIT = 1290
+LIMIT = 20
 """Uses of `Any` without a name, in all trees together."""
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.layers.maps import Weight
 from precondattn.layers.meaning import meanings
-from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipe import Recipe, RecipeTokens
 from precondattn.layers.recipes import Learned, Positive, recipes_for
 from precondattn.layers.torch.module import fill, register
 from precondattn.limits import KEPT
@@ -79,6 +79,6 @@ def values(module: nn.Module, inputs: tuple[Input, ...]) -> dict[str, Tensor]:
         return {}
     holder = getattr(module, NAME)
     return {
-        name: cast(Tensor, recipe.make(cast(Any, None), {weight: getattr(holder, name)}))
+        name: cast(Tensor, recipe.make(cast(RecipeTokens, None), {weight: getattr(holder, name)}))
         for name, recipe, weight in inputs
     }
