@@ -38,11 +38,12 @@ CODE = "import numpy as np; from precondattn.arrays import upcast; print(upcast(
 
 
 def test_a_mutant_is_planted_in_a_process_and_no_file_is_written(tmp_path):
-    drawn = next(
-        draw.DrawnMutant("precondattn/arrays.py", mutant.key, mutant.kind)
+    *_, in_half = (
+        mutant
         for mutant in draw.python_mutants((draw.ROOT / "precondattn/arrays.py").read_text())
         if mutant.function == "upcast" and mutant.kind == "comparison"
     )
+    drawn = draw.DrawnMutant("precondattn/arrays.py", in_half.key, in_half.kind)
     mutant, before = drawn.mutant(), (draw.ROOT / drawn.file).read_text()
     plant = {"module": drawn.module, "start": mutant.start, "stop": mutant.stop, "new": mutant.new}
     assert run(tmp_path, {"plant": plant}, CODE) == "float32"

@@ -28,9 +28,10 @@ HEADS = 4
 def sizes_for(expression):
     """Fewer key/value heads, more value heads, and wider values, where the mechanism has them."""
     inputs = pa.parse(expression).inputs
-    of_k, of_v = inputs["k"].axes[2].letter, inputs["v"].axes[2].letter
+    keys = inputs["k"] if "k" in inputs else inputs["g"]  # Keys may be made of gates.
+    of_k, of_v = keys.axes[2].letter, inputs["v"].axes[2].letter
     sizes = {"width": 24, "heads": HEADS, "head_dim": 6, "value_dim": 5}
-    if inputs["v"].axes[3].letter == inputs["k"].axes[3].letter:
+    if inputs["v"].axes[3].letter == keys.axes[3].letter:
         del sizes["value_dim"]
     if of_k == "n":
         sizes["kv_heads"] = 2
