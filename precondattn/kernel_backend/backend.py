@@ -135,7 +135,10 @@ class KernelBackend(Backend):
         return Support.yes() if reason is None else Support.no(reason)
 
     def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        return KernelRunner(self, mechanism, self.kernels(mechanism))
+        kernels = self.kernels(mechanism)
+        if kernels is None:
+            raise ValueError(f"{self.name} has no kernels for {mechanism}{self.on_device()}")
+        return KernelRunner(self, mechanism, kernels)
 
 
 class KernelRunner(MethodsOf):

@@ -13,6 +13,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn_cupy.backend import KERNELS as OF_CUPY
 from precondattn_pallas.backend import KERNELS as OF_PALLAS
 from precondattn_triton.backend import KERNELS as OF_TRITON
+from precondattn_triton.backend import Triton
 
 TABLES = {"cupy": OF_CUPY, "triton": OF_TRITON, **OF_PALLAS}
 NEEDED = {"triton": ["torch", "triton"], **{device: ["jax"] for device in OF_PALLAS}}
@@ -74,3 +75,8 @@ def test_widths_are_padded_and_limited():
     assert [padded_width(width) for width in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     with pytest.raises(ValueError, match="at most 64 channels; found 65"):
         padded_width(65, 64)
+
+
+def test_a_backend_without_kernels_for_a_piece_says_so():
+    with pytest.raises(ValueError, match="triton has no kernels for softmax"):
+        Triton().runner(pa.Softmax(), "torch")
