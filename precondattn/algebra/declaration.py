@@ -79,11 +79,6 @@ class Axis(NamedTuple):
         return ("1|" if self.broadcasts else "") + multiple + self.letter
 
 
-@lru_cache(maxsize=KEPT_TEXTS)
-def _letters(axes: tuple[Axis, ...]) -> str:
-    return "".join([axis.letter for axis in axes])
-
-
 class Pattern(NamedTuple):
     """One input's symbolic shape and, optionally, the range of its entries."""
 
@@ -130,7 +125,7 @@ class Pattern(NamedTuple):
 
     @property
     def letters(self) -> str:
-        return _letters(self.axes)
+        return "".join([axis.letter for axis in self.axes])
 
     @property
     def is_pairwise(self) -> bool:

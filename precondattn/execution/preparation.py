@@ -84,6 +84,9 @@ class PreparedCall(NamedTuple):
 
 _prepared: dict[Hashable | None, PreparedCall] = {}
 
+READ_AT_ONCE = ("numpy", "torch")
+"""Libraries whose arrays on the CPU are read without waiting."""
+
 SAME_MASK = {"cu_seqlens": "segment_ids"}
 """Masks that are another way to write one that backends know."""
 
@@ -191,7 +194,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         is_direct=has_signature and not request.differentiated,
         are_on_host=has_signature
         and request.device == "cpu"
-        and request.library in ("numpy", "torch"),
+        and request.library in READ_AT_ONCE,
         is_recorded=has_signature and request.differentiated and checked.library == "torch",
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,

@@ -114,7 +114,7 @@ def test_explain_answers_for_a_device_that_is_not_here(library, device, verb, ba
     assert done.returncode == 0, done.stderr
     kind = device.partition(":")[0]
     assert done.stdout.startswith(f"lucid: {verb} of {library} float32 on {kind}\n")
-    assert f": {backend}\n" in done.stdout.partition("not chosen")[0]
+    assert f": {backend} (" in done.stdout.partition("not chosen")[0]
     assert not done.stderr
 
 
@@ -157,7 +157,7 @@ def test_kernels_that_never_ran_are_not_chosen_and_explain_says_how_to_ask_for_t
     described = ("explain", "lucid", "--library", library, "--device", "cuda")
     done = precondattn(*described, **NO_INTERPRETERS)
     chosen, _, refused = done.stdout.partition("not chosen")
-    assert f": {library}\n" in chosen
+    assert f": {library} (" in chosen
     assert kernels not in chosen
     assert f"{kernels} for lucid_solve: its kernels have not yet run" in refused
     assert "PRECONDATTN_TRUST_KERNELS=1" in refused

@@ -59,11 +59,9 @@ class OlderDelta(pa.LinearFamily):
     is_delta: ClassVar[bool] = True
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    yield
-    for each in (RenamedDelta, SlowerDelta, RenamedSlowerDelta, OtherRun, SpelledDelta, OlderDelta):
-        registry.unregister(each.name)
+# Tests of other files have all registered mechanisms.
+for each in (RenamedDelta, SlowerDelta, RenamedSlowerDelta, OtherRun, SpelledDelta, OlderDelta):
+    registry.unregister(each.name)
 
 
 @pytest.mark.parametrize("leaf", [RenamedDelta(), SpelledDelta(), OlderDelta()])

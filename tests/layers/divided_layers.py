@@ -20,6 +20,7 @@ from tests.layers.layer_cases import MECHANISMS, layer
 REFUSED = {
     "retention": "retention divides heads, and the decay of each depends on its number",
     "gsa": "gsa: the recipe of out computes all heads together, and each of 2 devices has some",
+    "hgrn2": "hgrn2: the recipe of out computes all heads together",
     "row_normalized(gsa)": "the recipe of out computes all heads together",
 }
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 1}]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import precondattn as pa
 from precondattn.cache import updates
-from precondattn.execution import arguments
+from precondattn.execution import arguments, preparation
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_gpu import call as of_gpu
 from precondattn_gpu import shipped
@@ -142,6 +142,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         patch.object(Triton, "refuses_request", lambda *_: None),
         patch.object(arguments, "host_integers", lambda _: None),
+        patch.object(preparation, "READ_AT_ONCE", ()),
         patch.object(updates, "host_integers", lambda _: None),
         compiling_for(TARGET),
     ):

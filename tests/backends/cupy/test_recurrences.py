@@ -374,7 +374,7 @@ def test_an_extension_of_sequences_of_unequal_lengths():
         ("gated_delta", {"v": (0, 20, 2, 8)}, "empty"),
         ("kda", {"k": (2, 20, 2, 264)}, "d=264"),
         ("gsa", {}, "no kernels"),
-        ("linear", {"q": (40000, 20, 2, 8)}, "65535 heads"),
+        ("linear", dict.fromkeys("qkv", (40000, 20, 2, 8)), "65535 heads"),
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
     ],
 )

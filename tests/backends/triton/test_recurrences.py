@@ -348,7 +348,7 @@ def test_a_strong_gate_costs_later_weak_gates_no_accuracy():
         ("gated_delta", {"v": (2, 20, 2, 520)}, "e=520"),
         ("gated_delta", {"v": (0, 20, 2, 8)}, "empty"),
         ("gsa", {"s": (2, 20, 2, 257)}, "m=257"),
-        ("linear", {"q": (40000, 20, 2, 8)}, "65535 heads"),
+        ("linear", dict.fromkeys("qkv", (40000, 20, 2, 8)), "65535 heads"),
         ("conditioned_query", {"k": (2, 20, 2, 300)}, "d=300"),
     ],
 )
