@@ -35,7 +35,7 @@ class LedgerEntry(NamedTuple):
     """A kernel that ran and agreed with the oracle."""
 
     family: str
-    """The leaf or group and its class of kernels: `"lucid_solve:LucidSolve"`."""
+    """The leaf or group and its class of kernels: `"lucid_solve:LucidSolveKernels"`."""
     verb: str
     dtype: str
     width: int

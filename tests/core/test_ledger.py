@@ -124,7 +124,9 @@ def test_the_file_of_a_package_is_read(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert ledger.entries("some_kernels") == frozenset()
-    entry = ledger.LedgerEntry("laser:Laser", "vjp", "float16", 64, "9.0", "NVRTC 13.0", "abc")
+    entry = ledger.LedgerEntry(
+        "laser:LaserKernels", "vjp", "float16", 64, "9.0", "NVRTC 13.0", "abc"
+    )
     (package / ledger.FILE).write_text(json.dumps([entry._asdict()]))
     ledger.entries.cache_clear()
     assert ledger.entries("some_kernels") == {entry}
@@ -143,7 +145,7 @@ def copied(tmp_path, monkeypatch):
 
     def hashed():
         code_of.cache_clear()
-        return code_of("copied_kernels.softmax.leaf:Softmax")
+        return code_of("copied_kernels.softmax.leaf:SoftmaxKernels")
 
     return folder, hashed
 

@@ -152,7 +152,9 @@ def test_winners_become_configurations_of_the_device(measured, tmp_path, monkeyp
 
 
 def entry(**changed) -> dict:
-    known = ledger.LedgerEntry("laser:Laser", "vjp", "bfloat16", 128, "9.0", "ptxas 13.1", "abc")
+    known = ledger.LedgerEntry(
+        "laser:LaserKernels", "vjp", "bfloat16", 128, "9.0", "ptxas 13.1", "abc"
+    )
     return known._replace(**changed)._asdict()
 
 
