@@ -192,9 +192,7 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,
-        are_on_host=has_signature
-        and request.device == "cpu"
-        and request.library in READ_AT_ONCE,
+        are_on_host=has_signature and request.device == "cpu" and request.library in READ_AT_ONCE,
         is_recorded=has_signature and request.differentiated and checked.library == "torch",
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
