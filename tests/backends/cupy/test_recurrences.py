@@ -386,3 +386,12 @@ def test_unsupported_calls_are_declined_with_the_reason(layer, changes, reason):
     support = Cupy().supports(leaf, request)
     assert not support.ok
     assert reason in support.reason
+
+
+@pytest.mark.thorough
+@needs_simulator
+def test_a_recurrence_is_computed_by_any_name():
+    """Comba with decayed erasing has the recurrence of the gated delta rule with another key."""
+    layer = pa.Comba(erases="decayed")
+    assert layer.recurrence == pa.ErasingGatedDelta().recurrence
+    check(layer, problem(layer, 70))
