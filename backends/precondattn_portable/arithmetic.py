@@ -256,5 +256,5 @@ IN_PLACE = InPlace()
 
 
 def arithmetic_of(library: str | None) -> Arithmetic:
-    """That of the arrays of a library."""
+    """The arithmetic of the arrays of a library."""
     return IN_PLACE if library in ("numpy", "cupy") else STANDARD

@@ -44,7 +44,7 @@ RECURRENCES = (
     ),
     Recurrences(("slots",), gate=("slot",)),
 )
-"""Those that are computed in chunks of tokens."""
+"""The recurrences that are computed in chunks of tokens."""
 
 Algorithms = Mapping[type | Recurrences, str]
 """`"module:Class"` of the algorithm of a leaf, which is imported when it is needed."""
@@ -99,7 +99,9 @@ class Portable(Backend):
 
     def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
         """The algorithm for a leaf; None where this backend has none."""
-        place = entry_of(self.algorithms, cast("LeafProtocol", leaf))  # Or a group, by its class.
+        place = entry_of(
+            self.algorithms, cast("LeafProtocol", leaf)
+        )  # A group is found by its class.
         return None if place is None else algorithm_at(place)
 
     def arithmetic(self, library: str) -> Arithmetic:

@@ -42,7 +42,10 @@ from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 class DeltaRule(ChunkGroup):
-    """With one decay for the whole state, or none: Delta, GatedDelta, Comba, DeltaProduct."""
+    """The delta rule with one decay for the whole state, or none.
+
+    Delta, GatedDelta, Comba and DeltaProduct use it.
+    """
 
     u: Array
     scores: Array

@@ -33,7 +33,8 @@ from precondattn_conformance.memory_order import constant, cotangent_axes
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
 """Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
 OF_WEIGHTS = ("q", "k", "g", "i")
-"""The same, where the weights of a state are divided by their sum, but for its ε."""
+"""Inputs whose gradients are nearly 0 for that reason where the weights of a state are divided by
+their sum, but for its ε."""
 OF_SCORES = (
     *QUERIES_AND_KEYS,
     *("q_gain", "k_gain", "per_dim", "bias", "g"),

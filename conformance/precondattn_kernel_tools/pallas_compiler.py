@@ -48,7 +48,7 @@ TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
 """The names of calls of lowered kernels, or parts of the names."""
 
 Code = bytes | str
-"""Of a lowered kernel: Triton's as bytes, a TPU's as text."""
+"""The code of a lowered kernel: Triton's is bytes, a TPU's is text."""
 Options = tuple[tuple[str, int], ...]
 
 

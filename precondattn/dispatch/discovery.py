@@ -86,13 +86,9 @@ def _checked(backend: Backend | type[Backend]) -> Backend:
     cls, inherited = type(backend), vars(Backend)
     # A method that is inherited from `Backend` is not defined.
     has_runner = getattr(cls, "runner", None) not in (None, inherited["runner"])
-    required = ("supports", *(() if has_runner else ("forward",)), *_ATTRIBUTES)
-    missing = [
-        name
-        for name in required
-        if not hasattr(backend, name)
-        or (name not in _ATTRIBUTES and getattr(cls, name, None) in (None, inherited[name]))
-    ]
+    methods = ("supports",) if has_runner else ("supports", "forward")
+    missing = [name for name in methods if getattr(cls, name, None) in (None, inherited[name])]
+    missing += [name for name in _ATTRIBUTES if not hasattr(backend, name)]
     if not isinstance(getattr(backend, "name", None), str):
         missing.insert(0, "name")
     if missing:

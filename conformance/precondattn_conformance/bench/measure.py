@@ -73,7 +73,7 @@ class MeasureOptions:
 
 
 Statistics = Any
-"""Of pytest-benchmark; the seconds of the rounds are in `stats.data`."""
+"""The statistics of pytest-benchmark; the seconds of the rounds are in `stats.data`."""
 
 
 class Benchmark(Protocol):

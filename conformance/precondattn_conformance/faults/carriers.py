@@ -154,7 +154,7 @@ def _dtype(inputs: Mapping[str, Array]) -> str:
 
 
 def _names_in_call(mechanism: Piece) -> dict[str, str]:
-    """By key of each buffer, its name in a `MethodCall`: a leaf's slot, or a group's key."""
+    """The name of each buffer in a `MethodCall`, a leaf's slot or a group's key, by its key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
     return {key: slot for slot, key in mechanism.program.slot_keys[0].items()}

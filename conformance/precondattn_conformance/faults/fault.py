@@ -29,7 +29,7 @@ STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
 Function = Callable[..., Any]
 """A function, a method or a class of the code under test, or what replaces it."""
 Owner = type | ModuleType
-"""Where a function stands."""
+"""A class or a module, in which a function stands."""
 
 
 @dataclass(frozen=True)
