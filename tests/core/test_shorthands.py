@@ -189,6 +189,7 @@ pa.lucid(q, k, v, normalize="row")
 
 @pytest.mark.thorough
 def test_a_type_checker_sees_the_parameters_of_shorthands(tmp_path):
+    pytest.importorskip("mypy")
     file = tmp_path / "user.py"
     file.write_text(USER)
     command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}", str(file)]
