@@ -84,26 +84,25 @@ LeafMethods = Any
 class LeafRunner:
     """Runs a piece in float32, or in float64, by methods like those of a leaf.
 
-    `methods` get the arguments `first` before those of a leaf. Their buffers have the leaf's own
-    names of its slots; those of a group, the group's.
+    Their buffers have the leaf's own names of its slots; those of a group, the group's.
     """
 
     def __init__(
         self,
         piece: Piece,
         methods: LeafMethods,
-        *first: object,
+        *,
         algorithm: str = "",
         differentiable: bool = False,
     ) -> None:
-        self.piece, self.methods, self.first = piece, methods, first
+        self.piece, self.methods = piece, methods
         self.algorithm, self.differentiable = algorithm, differentiable
         program = piece.program
         is_leaf = len(program.calls) == 1
         self.keys = program.slot_keys[0] if is_leaf else {key: key for key in program.slots}
 
     def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        out, residuals = self.methods.forward(*self.first, upcast_all(inputs), frame)
+        out, residuals = self.methods.forward(upcast_all(inputs), frame)
         return out, residuals
 
     def forward_with_residuals(
@@ -120,7 +119,7 @@ class LeafRunner:
         cotangent: Array,
     ) -> Arrays:
         arrays = (upcast_all(inputs), frame, upcast(out), residuals, upcast(cotangent))
-        gradients: Arrays = self.methods.backward(*self.first, *arrays)
+        gradients: Arrays = self.methods.backward(*arrays)
         return gradients
 
     def residuals_from_lse(self, lse: Array) -> Residuals | None:
@@ -130,7 +129,7 @@ class LeafRunner:
         self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         buffers = self.by_slot(past)
-        out, updates = self.methods.step(*self.first, buffers, upcast_all(inputs), frame)
+        out, updates = self.methods.step(buffers, upcast_all(inputs), frame)
         return out, dict(zip(map(self.keys.__getitem__, updates), updates.values(), strict=True))
 
     def step_backward(
@@ -142,7 +141,7 @@ class LeafRunner:
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
         arrays = (upcast_all(inputs), frame, upcast(cotangent), self.by_slot(d_buffers))
-        gradients, d_past = self.methods.step_backward(*self.first, self.by_slot(past), *arrays)
+        gradients, d_past = self.methods.step_backward(self.by_slot(past), *arrays)
         return gradients, {self.keys[slot]: d_buffer for slot, d_buffer in d_past.items()}
 
     def residual_shapes(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import precondattn as pa
 from precondattn.algebra.recurrences import Recurrences
+from precondattn.spec.recurrence import Form
+from precondattn.spec.stateful import Stateful
 from precondattn_jax.attention import AttentionBlocks
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormerBlocks
@@ -39,19 +41,32 @@ STATEFUL = (
 )
 """What is computed in chunks of tokens."""
 
-ALGORITHMS: dict[type | Recurrences, AnyAlgorithm] = {
-    pa.Softmax: AttentionBlocks(),
-    pa.Path: AttentionBlocks(),
-    pa.LucidSolve: LucidSolveBlocks(),
-    pa.SymmetricLucidSolve: SymmetricLucidSolveBlocks(),
-    pa.DeltaFormer: DeltaFormerBlocks(),
-    pa.MesaQuery: MesaQueryAlgorithm(lambda ops: SolvingChunkwise()),
-    pa.QueryWeightedQuery: QueryWeighted(),
-    pa.CrossCovariance: CrossCovarianceProducts(),
-    pa.Nystrom: NystromKernels(),
-    pa.Windowed: WindowedBlocks(),
-    **dict.fromkeys(STATEFUL, StatefulAlgorithm(lambda ops: Chunkwise(), by_pairs=False)),
-    **dict.fromkeys(TOKEN_WISE, AsDefined()),
+
+class RecurrenceInLoops(StatefulAlgorithm[Stateful]):
+    by_pairs = False
+
+    def in_chunks(self) -> Form:
+        return Chunkwise()
+
+
+class MesaInLoops(MesaQueryAlgorithm):
+    def in_chunks(self) -> Form:
+        return SolvingChunkwise()
+
+
+ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
+    pa.Softmax: AttentionBlocks,
+    pa.Path: AttentionBlocks,
+    pa.LucidSolve: LucidSolveBlocks,
+    pa.SymmetricLucidSolve: SymmetricLucidSolveBlocks,
+    pa.DeltaFormer: DeltaFormerBlocks,
+    pa.MesaQuery: MesaInLoops,
+    pa.QueryWeightedQuery: QueryWeighted,
+    pa.CrossCovariance: CrossCovarianceProducts,
+    pa.Nystrom: NystromKernels,
+    pa.Windowed: WindowedBlocks,
+    **dict.fromkeys(STATEFUL, RecurrenceInLoops),
+    **dict.fromkeys(TOKEN_WISE, AsDefined),
 }
 """The table is not derived from that of `portable`: what this backend claims, its own algorithms
 compute."""

@@ -21,7 +21,6 @@ from precondattn_jax.grouped_attention import GroupedAttention, has_groups
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_jax.transported_step import transported_step
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 
 
 def _full_call(leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> TiledAttention:
@@ -33,32 +32,17 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
     name = "tiled attention"
 
-    def forward(
-        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        out, log_total = _full_call(leaf, x, frame).forward()
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        out, log_total = _full_call(self.leaf, x, frame).forward()
         return out, (log_total,)
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        return _full_call(leaf, x, frame).backward(out, residuals[0], cotangent)
+        return _full_call(self.leaf, x, frame).backward(out, residuals[0], cotangent)
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        leaf = self.leaf
         if leaf.metric != DOT:
             step = partial(transported_step, cast("pa.Path", leaf))
             return few_tokens_at_a_time(step, leaf, past, x, frame)
@@ -67,8 +51,6 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         out = attention_step(leaf, dict(past), dict(x), frame)
         return out, {"key": Append(x["k"]), "value": Append(x["v"])}
 
-    def residual_shapes(
-        self, leaf: SoftmaxAttention, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]
         return (ArraySpec((b, t, h), dtype if dtype == "float64" else "float32"),)

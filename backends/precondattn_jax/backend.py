@@ -34,24 +34,24 @@ class Jax(JaxBackend, Portable):
 
         return JAX
 
-    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
+    def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
         return entry_of(self.algorithms, cast("LeafProtocol", leaf))
 
     @property
-    def algorithms(self) -> Mapping[type | Recurrences, AnyAlgorithm]:  # type: ignore[override]
+    def algorithms(self) -> Mapping[type | Recurrences, type[AnyAlgorithm]]:  # type: ignore[override]
         from precondattn_jax.algorithms import ALGORITHMS
 
         return ALGORITHMS
 
     def differentiable(self, mechanism: Piece) -> Output | None:
-        if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
+        if len(mechanism.program.calls) > 1 or self.algorithm_class(mechanism) is None:
             return None
         from precondattn_jax.twice_differentiable import output_of
 
         return partial(output_of(mechanism.program.leaves[0]), mechanism)
 
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
-        if len(mechanism.program.calls) > 1 or self.algorithm(mechanism) is None:
+        if len(mechanism.program.calls) > 1 or self.algorithm_class(mechanism) is None:
             return None
         return Portable.runner(self, mechanism, "jax").step
 

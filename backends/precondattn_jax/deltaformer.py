@@ -34,7 +34,6 @@ from precondattn_jax.layout import QueryBlocks, block_size, heads_first
 from precondattn_jax.masks import Mask
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 
 
 class Tiles:
@@ -80,10 +79,8 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
 
     name = "substitution in blocks"
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        tiles = Tiles(leaf, x, frame)
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        tiles = Tiles(self.leaf, x, frame)
         blocks, v = tiles.blocks, tiles.v
 
         def of_block(u: Array, a: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -121,16 +118,9 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         return o, (w, log_total[..., 0])
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.DeltaFormer,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        tiles = Tiles(leaf, x, frame)
+        tiles = Tiles(self.leaf, x, frame)
         blocks = tiles.blocks
 
         def of_tokens(array: Array, value: float = 0.0) -> Array:
@@ -187,19 +177,10 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             "beta": tiles.tokens(d_beta[..., 0]),
         }
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.DeltaFormer,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        return step_as_defined(leaf, past, x, frame)
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        return step_as_defined(self.leaf, past, x, frame)
 
-    def residual_shapes(
-        self, leaf: pa.DeltaFormer, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, s, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         width = inputs["v"].shape[3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jax import Array
 
 import precondattn as pa
@@ -17,7 +15,6 @@ from precondattn_jax.lucid_gradient import gradients
 from precondattn_jax.lucid_step import lucid_step
 from precondattn_jax.lucid_system import LucidSystem
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 
 
 class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
@@ -25,31 +22,16 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     name = "substitution in blocks"
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        return LucidSystem(leaf, x, frame).solved(), ()
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        return LucidSystem(self.leaf, x, frame).solved(), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        return gradients(LucidSystem(leaf, x, frame), out, cotangent)
+        return gradients(LucidSystem(self.leaf, x, frame), out, cotangent)
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        leaf = self.leaf
         if leaf.metric != DOT or not leaf.has_unit_diagonal:
             return step_as_defined(leaf, past, x, frame)
         y = lucid_step(leaf, dict(past), dict(x), frame)

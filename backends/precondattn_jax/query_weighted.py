@@ -30,7 +30,6 @@ from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding
 
 
@@ -95,21 +94,13 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
 
     name = "row blocks"
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        return QueryWeightedView(leaf, x, frame).output(), ()
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        return QueryWeightedView(self.leaf, x, frame).output(), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.QueryWeightedQuery,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        leaf = self.leaf
         view = QueryWeightedView(leaf, x, frame)
         blocks = view.blocks
         cotangents = view.stacked(zero_padding(cotangent, frame))
@@ -144,12 +135,5 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             "contraction": blocks.unstacked(d_contraction, view.r)[..., 0],
         }
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.QueryWeightedQuery,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        return step_as_defined(leaf, past, x, frame)
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        return step_as_defined(self.leaf, past, x, frame)

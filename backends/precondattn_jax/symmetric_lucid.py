@@ -9,7 +9,7 @@ reached is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -168,38 +168,23 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
 
     name = "Cholesky or conjugate gradients"
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        phi = Similarities(leaf, leaf.unit_keys(heads_first(x["k"])), frame)
-        return heads_first(phi.solved(ops, where_valid(heads_first(x["v"]), frame))), ()
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        phi = Similarities(self.leaf, self.leaf.unit_keys(heads_first(x["k"])), frame)
+        return heads_first(phi.solved(self.ops, where_valid(heads_first(x["v"]), frame))), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.SymmetricLucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        leaf = self.leaf
         k = heads_first(x["k"])
         phi = Similarities(leaf, leaf.unit_keys(k), frame)
         y, d_y = (where_valid(heads_first(z), frame) for z in (out, cotangent))
-        d_v = phi.solved(ops, d_y)
+        d_v = phi.solved(self.ops, d_y)
         d_k = phi.pulled(*(phi.blocks.of_keys(z) for z in (d_v, y)))[:, :, : phi.blocks.s]
         if leaf.normalize == "keys":
             d_k = rms_norm_vjp(k, leaf.eps, d_k)
         return {"k": heads_first(d_k), "v": heads_first(d_v)}
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.SymmetricLucidSolve,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        out: tuple[Array, Updates] = leaf.step(past, x, frame)
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        out: tuple[Array, Updates] = self.leaf.step(past, x, frame)
         return out

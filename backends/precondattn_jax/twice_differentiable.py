@@ -17,13 +17,14 @@ import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrences import Recurrences, entry_of
 from precondattn.frame import Frame
+from precondattn.spec.recurrence import Form
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax import (
     differentiable_deltaformer,
     differentiable_lucid,
     differentiable_symmetric_lucid,
 )
-from precondattn_jax.algorithms import ALGORITHMS, STATEFUL
+from precondattn_jax.algorithms import ALGORITHMS, STATEFUL, RecurrenceInLoops
 from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.loops import DIFFERENTIABLE, again
@@ -32,7 +33,6 @@ from precondattn_jax.query_weighted import QueryWeightedView
 from precondattn_jax.tiled_attention import TiledAttention
 from precondattn_portable.algorithm import AnyAlgorithm
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
-from precondattn_portable.stateful import StatefulAlgorithm
 
 Inputs = Mapping[str, Array]
 Output = Callable[[Any, Inputs, Frame], Array]
@@ -63,9 +63,19 @@ class DifferentiableSolvingChunkwise(SolvingChunkwise):
     body = staticmethod(again)
 
 
-def _as_computed(algorithm: AnyAlgorithm) -> Output:
+class DifferentiableRecurrence(RecurrenceInLoops):
+    def in_chunks(self) -> Form:
+        return DifferentiableChunkwise()
+
+
+class DifferentiableMesa(MesaQueryAlgorithm):
+    def in_chunks(self) -> Form:
+        return DifferentiableSolvingChunkwise()
+
+
+def _as_computed(algorithm: type[AnyAlgorithm]) -> Output:
     """The output of an algorithm whose operations can all be differentiated."""
-    return lambda leaf, x, frame: algorithm.forward(JAX, leaf, x, frame)[0]
+    return lambda leaf, x, frame: algorithm(JAX, leaf).forward(dict(x), frame)[0]
 
 
 def _as_defined(leaf: LeafProtocol, x: Inputs, frame: Frame) -> Array:
@@ -73,7 +83,7 @@ def _as_defined(leaf: LeafProtocol, x: Inputs, frame: Frame) -> Array:
     return out
 
 
-def _unless_packed(algorithm: AnyAlgorithm) -> Output:
+def _unless_packed(algorithm: type[AnyAlgorithm]) -> Output:
     """The output of an algorithm, or of the definition for a packed call, which has a loop."""
     computed = _as_computed(algorithm)
 
@@ -83,20 +93,18 @@ def _unless_packed(algorithm: AnyAlgorithm) -> Output:
     return output
 
 
-_RECURRENCE: AnyAlgorithm = StatefulAlgorithm(lambda ops: DifferentiableChunkwise(), by_pairs=False)
-
 OUTPUTS: dict[type | Recurrences, Output] = {
     pa.Softmax: _attention,
     pa.Path: _attention,
     pa.LucidSolve: differentiable_lucid.output,
     pa.SymmetricLucidSolve: differentiable_symmetric_lucid.output,
     pa.DeltaFormer: differentiable_deltaformer.output,
-    pa.MesaQuery: _as_computed(MesaQueryAlgorithm(lambda ops: DifferentiableSolvingChunkwise())),
+    pa.MesaQuery: _as_computed(DifferentiableMesa),
     pa.QueryWeightedQuery: _query_weighted,
     pa.CrossCovariance: _unless_packed(ALGORITHMS[pa.CrossCovariance]),
     pa.Nystrom: _unless_packed(ALGORITHMS[pa.Nystrom]),
     pa.Windowed: _as_computed(ALGORITHMS[pa.Windowed]),
-    **dict.fromkeys(STATEFUL, _as_computed(_RECURRENCE)),
+    **dict.fromkeys(STATEFUL, _as_computed(DifferentiableRecurrence)),
 }
 """Leaves without an entry are computed as they are defined."""
 

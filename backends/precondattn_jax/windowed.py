@@ -9,7 +9,7 @@ not partition functions that contain arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 from typing import cast
@@ -17,13 +17,11 @@ from typing import cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.grid_windows import GridWindows
 from precondattn_jax.arithmetic import full_precision
 from precondattn_portable import windowed
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import padded
 from precondattn_portable.windowed import GatheredWindows, WindowedCall
 from precondattn_portable.windows import WindowPart
@@ -148,26 +146,15 @@ class GridCall(WindowedCall):
 class WindowedBlocks(windowed.WindowedBlocks):
     """Algorithm of `Windowed`."""
 
-    def call(
-        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
-    ) -> GridCall:
-        return GridCall(ops, leaf, x, frame)
+    def call(self, x: Arrays, frame: Frame) -> GridCall:
+        return GridCall(self.ops, self.leaf, x, frame)
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         with full_precision():
-            return super().forward(ops, leaf, x, frame)
+            return super().forward(x, frame)
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Windowed,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         with full_precision():
-            return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
+            return super().backward(x, frame, out, residuals, cotangent)

@@ -1,4 +1,4 @@
-"""The interface of an algorithm: how a backend computes one type of leaf.
+"""The interface of an algorithm: how a backend computes a leaf of one type.
 
 Inputs are float32 or float64 in the user's layout, (b, t, h, d). An algorithm modifies none of
 them.
@@ -15,63 +15,43 @@ from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn_portable.arithmetic import Arithmetic
 
-L = TypeVar("L", contravariant=True)
+L = TypeVar("L")
 """The class of leaves that an algorithm computes."""
 
 
 class Algorithm(Generic[L]):
-    """How one type of leaf is computed. `ops` is the arithmetic of the arrays' library."""
+    """How `leaf` is computed. `ops` is the arithmetic of the arrays' library."""
 
     name = ""
     """What `explain` calls it."""
 
-    def forward(
-        self, ops: Arithmetic, leaf: L, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def __init__(self, ops: Arithmetic, leaf: L) -> None:
+        self.ops, self.leaf = ops, leaf
+
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         """The output, and the residuals that `backward` needs besides inputs and output."""
         raise NotImplementedError
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: L,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         """The gradient of every input, by name."""
         raise NotImplementedError
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: L,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         """The output for new tokens, and the update of every slot in `past`."""
         raise NotImplementedError
 
     def step_backward(
-        self,
-        ops: Arithmetic,
-        leaf: L,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: Arrays, x: Arrays, frame: Frame, cotangent: Array, d_buffers: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The gradients of inputs and of `past`, for leaves with a state."""
         raise NotImplementedError
 
-    def residual_shapes(self, leaf: L, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         """Shapes and dtypes of the residuals of `forward`."""
         return ()
 
 
 AnyAlgorithm = Algorithm[Any]
-"""An algorithm of some class of leaves, as a table holds it."""
+"""An algorithm of some leaf."""

@@ -164,9 +164,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
     name = "row blocks of attention"
 
-    def _view(
-        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array]
-    ) -> AttentionView:
+    def _view(self, x: Arrays) -> AttentionView:
+        ops, leaf = self.ops, self.leaf
         n, d = x["k"].shape[2:]
         h = x["q"].shape[2]
         xp = namespace(x["q"])
@@ -185,14 +184,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return AttentionView(q, k, v, w, beta, g, sink, bias)
 
     def _groups(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        view: AttentionView,
-        frame: Frame,
-        *,
-        gradient: bool = False,
+        self, view: AttentionView, frame: Frame, *, gradient: bool = False
     ) -> Iterator[HeadGroup]:
+        ops, leaf = self.ops, self.leaf
         b, n, r, t, _ = view.q.shape
         s = view.k.shape[2]
         is_transported = isinstance(leaf.metric, Transported)
@@ -244,16 +238,14 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         """Keys of the widest row block that `read` computes, for blocks of `size` queries."""
         return int(view.k.shape[2])
 
-    def forward(
-        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        x, frame, missing = _aligned(leaf, x, frame)
-        view = self._view(ops, leaf, x)
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        x, frame, missing = _aligned(self.leaf, x, frame)
+        view = self._view(x)
         b, n, r, t, _ = view.q.shape
-        o = ops.zeros((b, n, r, t, view.v.shape[3]), view.q)
-        log_total = ops.zeros((b, n, r, t, 1), view.q)
+        o = self.ops.zeros((b, n, r, t, view.v.shape[3]), view.q)
+        log_total = self.ops.zeros((b, n, r, t, 1), view.q)
         xp = namespace(o)
-        for group in self._groups(ops, leaf, view, frame):
+        for group in self._groups(view, frame):
             for i0, i1, low, high in group.rows():
                 if low == high:
                     continue
@@ -267,18 +259,12 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return out, (logs,)
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        ops, leaf = self.ops, self.leaf
         call_frame = frame
         x, frame, missing = _aligned(leaf, x, frame)
-        view = self._view(ops, leaf, x)
+        view = self._view(x)
         n = view.k.shape[1]
         logs = _without_padding(residuals[0], call_frame)[..., None]
         out, cotangent, logs = (
@@ -293,7 +279,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         bias = None if view.bias is None else ops.zeros(view.bias.shape, view.bias)
         d = AttentionView(*[*[None] * (len(view) - 1), bias])
         workspace: Scratch | None = None
-        for group in self._groups(ops, leaf, view, frame, gradient=True):
+        for group in self._groups(view, frame, gradient=True):
             size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
             workspace = workspace or ops.scratch(size, view.q)
             for i0, i1, low, high in group.rows():
@@ -305,14 +291,14 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                     row_block, rows[0], low, high, rows[1], rows[2], workspace
                 )
                 group.scores.pull(i0, i1, low, high, d_row_block)
-                self._pull_beside(ops, group, d, i0, i1, low, high, d_row_block)
+                self._pull_beside(group, d, i0, i1, low, high, d_row_block)
             of_group = {"q": group.scores.d_q, "k": group.scores.d_k, "v": group.read.finish()}
             if group.gate is not None:
                 of_group["g"] = group.gate.d_g
             if isinstance(group.scores, TransportedScores):
                 of_group["w"], of_group["beta"] = group.scores.extra_gradients()
             d = d.assigned(ops, view, group.part, of_group)
-        gradients = self._gradients(leaf, x, d, missing)
+        gradients = self._gradients(x, d, missing)
         if leaf.sink:
             d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))
             logs, d_log_total = (swap_time_and_heads(a) for a in (ungrouped(logs), d_log_total))
@@ -321,7 +307,6 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
     def _pull_beside(
         self,
-        ops: Arithmetic,
         group: HeadGroup,
         d: AttentionView,
         i0: int,
@@ -346,12 +331,10 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             here = (*where, slice(None), slice(i0, i1), slice(low, high))
             add_at(group.ops, d.bias, here, sum_to(pairs, d.bias[here].shape))
 
-    def _gradients(
-        self, leaf: SoftmaxAttention, x: Mapping[str, Array], d: AttentionView, missing: int
-    ) -> Arrays:
+    def _gradients(self, x: Arrays, d: AttentionView, missing: int) -> Arrays:
         """Gradients by input, from those of the view."""
         xp = namespace(d.q)
-        d_q = ungrouped(d.q)[:, missing:, ...] * leaf.scale_for(x["k"].shape[3])
+        d_q = ungrouped(d.q)[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
         if d.w is not None:
             gradients |= {"w": time_first(d.w), "beta": time_first(d.beta)}
@@ -361,14 +344,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             gradients["bias"] = xp.reshape(d.bias, x["bias"].shape)[:, :, missing:, :]
         return gradients
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        ops, leaf = self.ops, self.leaf
         if leaf.forget != "none" or frame.is_traced:
             return step_as_defined(leaf, past, x, frame)
         if leaf.metric != DOT:
@@ -376,11 +353,11 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         n, t = x["k"].shape[2], x["q"].shape[1]
         if t == 1 and frame.held is not None and _is_plain(leaf):
-            return self._step_of_one_token(ops, leaf, past, x, frame)
+            return self._step_of_one_token(past, x, frame)
         xp, known = namespace(x["q"]), filled(frame, past["key"].shape[1])
         if leaf.bias:
             x = {**x, "bias": bias_of_filled(x["bias"], frame, known)}
-        view = self._view(ops, leaf, x)
+        view = self._view(x)
         b, _, r, _, _ = view.q.shape
         cached_k, cached_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
@@ -404,15 +381,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 
-    def _step_of_one_token(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def _step_of_one_token(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         """A step of one token after `held` visible tokens in every sequence."""
+        leaf = self.leaf
         xp, (b, _, n, d), held = namespace(x["k"]), x["k"].shape, frame.held
         assert held is not None
         first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
@@ -422,18 +393,16 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             # First written behind those held, then one of them.
             keys[:, held : held + 1], values[:, held : held + 1] = x["k"], x["v"]
             held_keys = past_columns(keys, held + 1, first)
-            o = attention_to_held(ops, q, held_keys, past_heads(values, held + 1, first))
+            o = attention_to_held(self.ops, q, held_keys, past_heads(values, held + 1, first))
             updates: Updates = {"key": Replace(keys), "value": Replace(values)}
         else:
             k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
             held_keys = past_columns(keys, held, first)
-            o = attention_of_one(ops, q, k, v, held_keys, past_heads(values, held, first))
+            o = attention_of_one(self.ops, q, k, v, held_keys, past_heads(values, held, first))
             updates = {"key": Append(x["k"]), "value": Append(x["v"])}
         return xp.reshape(o, (b, 1, -1, o.shape[3])), updates
 
-    def residual_shapes(
-        self, leaf: SoftmaxAttention, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
@@ -467,9 +436,7 @@ def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Arra
     return xp.where(is_empty & ~xp.isfinite(cotangent), 0.0, cotangent)
 
 
-def _aligned(
-    leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame
-) -> tuple[Mapping[str, Array], Frame, int]:
+def _aligned(leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> tuple[Arrays, Frame, int]:
     """The call, and how many queries were prepended.
 
     Chunks of reflections are aligned to key positions, and need a query at every position.

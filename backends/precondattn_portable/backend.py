@@ -71,10 +71,10 @@ ALGORITHMS: Algorithms = {
 
 
 @cache
-def algorithm_at(place: str) -> AnyAlgorithm:
-    """The algorithm of a class, by its place `"module:Class"`."""
+def algorithm_at(place: str) -> type[AnyAlgorithm]:
+    """The class of an algorithm, by its place `"module:Class"`."""
     module, _, name = place.partition(":")
-    algorithm: AnyAlgorithm = getattr(import_module(module), name)()
+    algorithm: type[AnyAlgorithm] = getattr(import_module(module), name)
     return algorithm
 
 
@@ -97,12 +97,17 @@ class Portable(Backend):
 
     algorithms: Algorithms = ALGORITHMS
 
-    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
-        """The algorithm for a leaf; None where this backend has none."""
-        place = entry_of(
-            self.algorithms, cast("LeafProtocol", leaf)
-        )  # A group is found by its class.
+    def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
+        """What computes a leaf; None where this backend has nothing. A group is found by its
+        class."""
+        place = entry_of(self.algorithms, cast("LeafProtocol", leaf))
         return None if place is None else algorithm_at(place)
+
+    def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
+        """The algorithm of a leaf or group that `supports` has not declined."""
+        algorithm_class = self.algorithm_class(leaf)
+        assert algorithm_class is not None
+        return algorithm_class(self.arithmetic(library), leaf)
 
     def arithmetic(self, library: str) -> Arithmetic:
         return arithmetic_of(library)
@@ -112,7 +117,7 @@ class Portable(Backend):
             if _computes_together(mechanism.program, request):
                 return Support.yes()
             return Support.no("runs the leaves of this group one by one")
-        if self.algorithm(mechanism) is None:
+        if self.algorithm_class(mechanism) is None:
             (leaf,) = mechanism.program.leaves
             reason = lack_of(self.algorithms, leaf)
             return Support.no(f"has no algorithm for {leaf.name}{reason}")
@@ -122,23 +127,14 @@ class Portable(Backend):
         if is_lucid(mechanism.program):
             from precondattn_portable.fused import LucidStep
 
-            attention = self._claimed(mechanism.program.leaves[1])
-            algorithm: AnyAlgorithm = LucidStep(attention, mechanism.program)
+            attention = self.algorithm(mechanism.program.leaves[1], library)
+            ops, group = self.arithmetic(library), cast("Group", mechanism)
+            algorithm: AnyAlgorithm = LucidStep(ops, group, attention)
         else:
-            algorithm = self._claimed(mechanism)
+            algorithm = self.algorithm(mechanism, library)
         return self.runner_class(mechanism)(
-            mechanism,
-            algorithm,
-            self.arithmetic(library),
-            mechanism,
-            algorithm=algorithm.name,
-            differentiable=differentiable,
+            mechanism, algorithm, algorithm=algorithm.name, differentiable=differentiable
         )
-
-    def _claimed(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm:
-        algorithm = self.algorithm(leaf)
-        assert algorithm is not None  # `supports` has declined all other leaves.
-        return algorithm
 
     def runner_class(self, piece: Piece) -> type[AlgorithmRunner]:
         """The kind of runner of a piece."""
@@ -167,5 +163,5 @@ class AlgorithmRunner(LeafRunner):
     def residual_shapes(
         self, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        shapes: tuple[ArraySpec, ...] = self.methods.residual_shapes(self.piece, inputs)
+        shapes: tuple[ArraySpec, ...] = self.methods.residual_shapes(inputs)
         return shapes

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import precondattn as pa
-from precondattn.arrays import Array, Residuals, namespace, placement
+from precondattn.arrays import Array, Arrays, Residuals, namespace, placement
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, row_sum, transpose, where_valid
@@ -29,24 +29,15 @@ from precondattn_portable.stateful import StatefulAlgorithm
 class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
     """Algorithm of `ConditionedQuery`."""
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         if not is_few(x):
-            return super().forward(ops, leaf, x, frame)
-        return _of_few_tokens(ops, leaf, x, frame), ()
+            return super().forward(x, frame)
+        return _of_few_tokens(self.ops, self.leaf, x, frame), ()
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.ConditionedQuery,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         if x["k"].shape[1] > 1:
-            return super().step(ops, leaf, past, x, frame)
-        return _of_one_token(ops, leaf, past, x, frame)
+            return super().step(past, x, frame)
+        return _of_one_token(self.ops, self.leaf, past, x, frame)
 
 
 def _of_one_token(

@@ -13,7 +13,6 @@ Division by a norm is a factor of the d × d matrices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import precondattn as pa
@@ -41,32 +40,21 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
 
     name = "products over a sequence"
 
-    def attend(
-        self,
-        ops: Arithmetic,
-        leaf: pa.CrossCovariance,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-    ) -> Array:
+    def attend(self, x: Arrays, q_valid: Array | None, k_valid: Array | None) -> Array:
+        ops = self.ops
         valid, h = _both(q_valid, k_valid), x["q"].shape[2]
-        q, k = (_channels(ops, leaf, valid, x[name], h).unit for name in "qk")
+        q, k = (_channels(ops, self.leaf, valid, x[name], h).unit for name in "qk")
         v = repeat_heads(_rows(ops, valid, x["v"]), h)
         weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
         return time_first(ops.product(v, transpose(weights)))
 
     def attend_vjp(
-        self,
-        ops: Arithmetic,
-        leaf: pa.CrossCovariance,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        cotangent: Array,
+        self, x: Arrays, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
+        ops = self.ops
         xp, valid = namespace(cotangent), _both(q_valid, k_valid)
         h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
-        q, k = (_channels(ops, leaf, valid, x[name], h) for name in "qk")
+        q, k = (_channels(ops, self.leaf, valid, x[name], h) for name in "qk")
         v, d_o = repeat_heads(_rows(ops, valid, x["v"]), h), _rows(ops, valid, cotangent)
         cosines = ops.product(transpose(q.unit), k.unit)
         weights = ops.softmax(gamma * cosines)

@@ -105,23 +105,18 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
 
     name = "substitution in blocks"
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         frame = frame.among_keys(x["k"].shape[1])
-        rows = WeightRows(ops, leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
-        o, w, _, log_total = self._solved(ops, rows)
+        rows = WeightRows(self.ops, self.leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
+        o, w, _, log_total = self._solved(rows)
         out = zero_padding(time_first(o), frame)
         return out, (time_first(w), time_first(log_total[..., 0]))
 
     def _solved(
-        self,
-        ops: Arithmetic,
-        rows: WeightRows,
-        past_k: Array | None = None,
-        past_u: Array | None = None,
+        self, rows: WeightRows, past_k: Array | None = None, past_u: Array | None = None
     ) -> tuple[Array, Array, Array, Array]:
         """o, w, u and λ of all rows."""
+        ops = self.ops
         xp, (b, h, t, _) = namespace(rows.q), rows.q.shape
         u = ops.empty(rows.v.shape, rows.v)
         o, w = ops.empty(u.shape, u), ops.empty(u.shape, u)
@@ -158,18 +153,12 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         return o, w, u, log_totals
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.DeltaFormer,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        ops = self.ops
         n, t = x["k"].shape[2], x["k"].shape[1]
         frame = frame.among_keys(t)
-        rows = WeightRows(ops, leaf, x, Mask(frame, t, 0, strict=True))
+        rows = WeightRows(ops, self.leaf, x, Mask(frame, t, 0, strict=True))
         w = ops.heads_first(residuals[0])
         log_totals = ops.heads_first(residuals[1])[..., None]
         o, d_o = (ops.heads_first(zero_padding(a, frame)) for a in (out, cotangent))
@@ -214,28 +203,19 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             "beta": time_first(d_beta[..., 0]),
         }
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.DeltaFormer,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         if frame.is_traced:
-            return step_as_defined(leaf, past, x, frame)
+            return step_as_defined(self.leaf, past, x, frame)
         t, h = x["q"].shape[1:3]
         known = filled(frame, past["key"].shape[1])
         mask = Mask(known.frame.among_keys(t), known.count + t, known.offset, strict=True)
-        rows = WeightRows(ops, leaf, x, mask, known.count)
+        rows = WeightRows(self.ops, self.leaf, x, mask, known.count)
         past_k = repeat_heads(past_heads(past["key"], known.count), h)
-        o, _, u, _ = self._solved(ops, rows, past_k, past_heads(past["solved"], known.count))
+        o, _, u, _ = self._solved(rows, past_k, past_heads(past["solved"], known.count))
         out = zero_padding(time_first(o), mask.frame)
         return out, {"key": Append(x["k"]), "solved": Append(time_first(u))}
 
-    def residual_shapes(
-        self, leaf: pa.DeltaFormer, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, s, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         width = inputs["v"].shape[3]

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from precondattn.algebra.group import Group
-from precondattn.algebra.program import Program
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
@@ -42,19 +41,14 @@ class LucidStep(Algorithm[Group]):
 
     name = "solve and attention together"
 
-    def __init__(self, attention: AnyAlgorithm, program: Program) -> None:
-        self.solve, self.attention = LucidSolveBlocks(), attention
-        self.leaves = cast("tuple[LucidSolve, Softmax]", program.leaves)
-        self.keys = program.slot_keys
+    def __init__(self, ops: Arithmetic, leaf: Group, attention: AnyAlgorithm) -> None:
+        super().__init__(ops, leaf)
+        self.leaves = cast("tuple[LucidSolve, Softmax]", leaf.program.leaves)
+        self.keys = leaf.program.slot_keys
+        self.solve, self.attention = LucidSolveBlocks(ops, self.leaves[0]), attention
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: Group,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        ops = self.ops
         (solve, softmax), keys = self.leaves, self.keys
         t, n = x["k"].shape[1:3]
         solve_past = {slot: past[key] for slot, key in keys[0].items()}
@@ -65,8 +59,8 @@ class LucidStep(Algorithm[Group]):
             return token.out, _updates(keys[0], x["k"], token.y, token.rms)
         is_many = t * x["q"].shape[2] // n > block_size(t)
         if is_many or frame.is_traced:
-            y, updates = self.solve.step(ops, solve, solve_past, x, frame)
-            out, more = self.attention.step(ops, softmax, softmax_past, {**x, "v": y}, frame)
+            y, updates = self.solve.step(solve_past, x, frame)
+            out, more = self.attention.step(softmax_past, {**x, "v": y}, frame)
             solve_updates = {keys[0][slot]: update for slot, update in updates.items()}
             return out, {
                 **{keys[1][slot]: update for slot, update in more.items()},
@@ -111,7 +105,7 @@ class LucidStep(Algorithm[Group]):
         read = ops.product(weights, system.solved)
 
         right = ops.heads_first(x["v"]) - read[solving] * system.factor
-        y = self.solve.among_new(ops, solve, x, right, known, frame)
+        y = self.solve.among_new(x, right, known, frame)
         new_weights = ops.exp(ops.subtract(new_scores, shift))
         total = row_sum(weights[reading]) + row_sum(new_weights)
         if not mask.is_plain:

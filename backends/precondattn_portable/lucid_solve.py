@@ -318,12 +318,11 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     name = "substitution in blocks"
 
-    def _view(
-        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, size: int
-    ) -> LucidView:
+    def _view(self, x: Arrays, frame: Frame, size: int) -> LucidView:
+        leaf = self.leaf
         missing = -x["k"].shape[1] % size
         names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
-        inputs = {name: padded(ops.heads_first(x[name]), 0, missing) for name in names}
+        inputs = {name: padded(self.ops.heads_first(x[name]), 0, missing) for name in names}
         k = inputs["k"]
         xp = namespace(k)
         unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
@@ -336,21 +335,16 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             beta = zero_where_not(valid[:, None, :, None], one)
         return LucidView(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
 
-    def _size(self, leaf: pa.LucidSolve, s: int) -> int:
+    def _size(self, s: int) -> int:
         """Tokens of a block."""
-        return chunk_size(s) if isinstance(leaf.metric, Transported) else block_size(s)
+        return chunk_size(s) if isinstance(self.leaf.metric, Transported) else block_size(s)
 
     def _systems(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        view: LucidView,
-        frame: Frame,
-        *,
-        gradient: bool = False,
+        self, view: LucidView, frame: Frame, *, gradient: bool = False
     ) -> Iterator[tuple[Part, LucidMatrix]]:
+        leaf = self.leaf
         b, n, s, _ = view.k.shape
-        size = self._size(leaf, s)
+        size = self._size(s)
         frame = _padded_frame(frame, s)
         # Padding has β = 0. Its scores could enter only a maximum.
         keys = frame.k_valid if leaf.normalize == "rows" else None
@@ -361,19 +355,18 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         for part in head_groups(b, n, height * s, ENTRIES):
             group, group_mask = view.group(part), mask.of_sequences(part[0])
             # The first group is the largest.
-            workspace = workspace or ops.scratch(_row_block_size(group, height), view.k)
-            given = (ops, leaf, group, group_mask, size, height, workspace)
+            workspace = workspace or self.ops.scratch(_row_block_size(group, height), view.k)
+            given = (self.ops, leaf, group, group_mask, size, height, workspace)
             yield part, LucidMatrix(*given, gradient=gradient)
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        if is_one_block(leaf, x):
-            return solve_one_block(ops, leaf, x, frame), ()
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        ops = self.ops
+        if is_one_block(self.leaf, x):
+            return solve_one_block(ops, self.leaf, x, frame), ()
         s = x["k"].shape[1]
-        view = self._view(ops, leaf, x, frame, self._size(leaf, s))
+        view = self._view(x, frame, self._size(s))
         y = ops.empty(view.v.shape, view.v)
-        for part, system in self._systems(ops, leaf, view, frame):
+        for part, system in self._systems(view, frame):
             solution, v = y[part], system.view.v
             for i0, i1, low in system.rows():
                 right = v[:, :, i0:i1, :] + 0
@@ -393,18 +386,12 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         return time_first(y)[:, :s, ...], ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        ops, leaf = self.ops, self.leaf
         s = x["k"].shape[1]
-        size = self._size(leaf, s)
-        view = self._view(ops, leaf, x, frame, size)
+        size = self._size(s)
+        view = self._view(x, frame, size)
         missing = -s % size
         y = padded(ops.heads_first(out), 0, missing)
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
@@ -412,12 +399,10 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         d_beta: Array = d.beta
         d_w: Array = d.w
         d_path_beta: Array = d.path_beta
-        for part, system in self._systems(ops, leaf, view, frame, gradient=True):
+        for part, system in self._systems(view, frame, gradient=True):
             workspace = ops.scratch(_row_block_size(system.view, system.height), view.k)
             for i0, i1, low in system.rows(reverse=True):
-                solved = self._pull_rows(
-                    ops, leaf, system, i0, i1, low, y[part], right[part], workspace
-                )
+                solved = self._pull_rows(system, i0, i1, low, y[part], right[part], workspace)
                 d.v[part][:, :, i0:i1, :] = solved[0]
                 if leaf.beta:
                     d_beta[part][:, :, i0:i1, :] = solved[1]
@@ -436,8 +421,6 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
 
     def _pull_rows(
         self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
         system: LucidMatrix,
         i0: int,
         i1: int,
@@ -447,6 +430,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         workspace: Scratch,
     ) -> tuple[Array, Array]:
         """dv and dβ of a row block; updates earlier right sides and the scores' gradient."""
+        ops = self.ops
         view = system.view
         solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
@@ -464,7 +448,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         weights = system.weights(i0, i1, low, i1)
         known = y[:, :, low:i1, :]
         d_beta: Array = None
-        if leaf.beta:
+        if self.leaf.beta:
             residual = view.v[:, :, i0:i1, :] + 0
             residual = ops.add_product(residual, weights, known, -system.factor)
             d_beta = row_sum(solved * residual)
@@ -476,18 +460,12 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         )
         d_row_block = ops.multiply(d_row_block, weights)
         if system.diagonal is not None:
-            d_row_block = d_row_block + self._of_diagonal(leaf, system, i0, i1, low, d_v, y)
+            d_row_block = d_row_block + self._of_diagonal(system, i0, i1, low, d_v, y)
         system.scores.pull(i0, i1, low, i1, d_row_block)
         return d_v, d_beta
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        ops, leaf = self.ops, self.leaf
         if leaf.metric != DOT or not leaf.has_unit_diagonal or frame.is_traced:
             return step_as_defined(leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
@@ -504,37 +482,28 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
                     row_block = new.weights(part, i0, i1)
                     rhs = ops.add_product(rhs + 0, row_block, new.solved[part], -new.factor)
                 right[part][:, :, i0:i1, :] = rhs
-        y = self.among_new(ops, leaf, x, right, known, frame)
+        y = self.among_new(x, right, known, frame)
         updates: Updates = {"key": Append(x["k"]), "solved": Append(y)}
         if new.new_rms is not None:
             updates["rms"] = Append(new.new_rms[..., 0])
         return y, updates
 
-    def among_new(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        x: Mapping[str, Array],
-        right: Array,
-        known: FilledPart,
-        frame: Frame,
-    ) -> Array:
+    def among_new(self, x: Arrays, right: Array, known: FilledPart, frame: Frame) -> Array:
         """y of new tokens (b, t, n, e), from v minus the contribution of the cache (b, n, t, e)."""
         t = right.shape[2]
         right = time_first(right)
         if t > 1:
-            return self.forward(ops, leaf, {**x, "v": right}, new_tokens(frame, t))[0]
+            return self.forward({**x, "v": right}, new_tokens(frame, t))[0]
         # The matrix of one token is its diagonal.
-        y = x["lucid_beta"][..., None] * right if leaf.beta else right
+        y = x["lucid_beta"][..., None] * right if self.leaf.beta else right
         if known.offset is None:
             valid = frame.valid_keys(t)
             assert valid is not None
             y = zero_where_not(valid[:, :, None, None], y)
         return y
 
-    @staticmethod
     def _of_diagonal(
-        leaf: pa.LucidSolve, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
+        self, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
     ) -> Array:
         """The gradient of the scores through δ and through the row maximum."""
         column = arange_like(i1, y)[low:]
@@ -542,7 +511,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         assert system.diagonal is not None
         d_diagonal = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
         d_row_block = zero_where_not(is_diagonal, -d_diagonal)
-        if system.at_maximum is not None and not leaf.detach_max:
+        if system.at_maximum is not None and not self.leaf.detach_max:
             first = system.at_maximum[:, :, i0:i1, :] == column
             d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
             d_row_block = d_row_block + zero_where_not(first, d_maximum)

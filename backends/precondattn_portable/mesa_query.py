@@ -178,5 +178,7 @@ class SolvingChunkwise(Solving, Chunkwise):
 class MesaQueryAlgorithm(StatefulAlgorithm[pa.MesaQuery]):
     """Algorithm of `MesaQuery`. One token, and few tokens, are solved as defined."""
 
-    def __init__(self, in_chunks: Callable[[Arithmetic], Form] = SolvingChunkwise, **rest: bool):
-        super().__init__(in_chunks, by_pairs=False, **rest)
+    by_pairs = False
+
+    def in_chunks(self) -> Form:
+        return SolvingChunkwise(self.ops)

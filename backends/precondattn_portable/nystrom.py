@@ -36,34 +36,23 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
 
     name = "three kernels of landmarks"
 
-    def attend(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Nystrom,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-    ) -> Array:
-        call = NystromCall(ops, leaf, x, q_valid, k_valid)
+    def attend(self, x: Arrays, q_valid: Array | None, k_valid: Array | None) -> Array:
+        ops = self.ops
+        call = NystromCall(ops, self.leaf, x, q_valid, k_valid)
         outs = []
         for part in call.parts():
             read = ops.product(call.from_landmarks(part), call.v[part])
             w = ops.product(call.z[part], read)
             outs.append(ops.product(call.to_landmarks(part), w))
         out = call.joined(outs)
-        if leaf.skip:
+        if self.leaf.skip:
             out = ops.add(out, banded_convolution.convolved(ops, call.values, x["skip"]))
         return time_first(out)
 
     def attend_vjp(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Nystrom,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        cotangent: Array,
+        self, x: Arrays, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
+        ops, leaf = self.ops, self.leaf
         call, n = NystromCall(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
         d_out = swap_time_and_heads(cotangent)
         d_o = call.flat(d_out)

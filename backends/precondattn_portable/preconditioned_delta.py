@@ -17,7 +17,7 @@ import precondattn as pa
 from precondattn.algebra.group import Group
 from precondattn.algebra.program import Program
 from precondattn.algebra.recurrences import Recurrences
-from precondattn.arrays import Array, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn.limits import KEPT
@@ -46,17 +46,15 @@ class PreconditionedDelta(Algorithm[Group]):
 
     name = "keys made in the chunks that read them"
 
-    def forward(
-        self, ops: Arithmetic, leaf: Group, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        key, rule = cast("tuple[pa.PreconditionedKey, pa.LinearFamily]", leaf.program.leaves)
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        key, rule = cast("tuple[pa.PreconditionedKey, pa.LinearFamily]", self.leaf.program.leaves)
         of_key, of_rule = (
             {formal: x[name] for formal, name in call.arguments if name in x}
-            for call in leaf.program.calls
+            for call in self.leaf.program.calls
         )
         # The chunks of `k` are replaced.
         of_rule["k"] = of_rule[rule.erase_name]
-        form = _Form(ops, key, of_key, frame)
+        form = _Form(self.ops, key, of_key, frame)
         return rule.run(rule.zero_state(of_rule), of_rule, frame, form)[0], ()
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 
 import precondattn as pa
-from precondattn.arrays import Array, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.linear_family import forget_other_segments
@@ -46,9 +46,8 @@ MOST_CHUNKS = 64
 class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
     """Algorithm of `PreconditionedKey`. Gradient and extension are those of the recurrence."""
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.PreconditionedKey, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        ops = self.ops
         xp, (b, s, h, d) = namespace(x["k"]), x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
         together = min(max(budget(TOGETHER) // (b * h * d * KEY_CHUNK), 1), MOST_CHUNKS)
@@ -61,7 +60,7 @@ class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
             parts = (_chunks(array[:, :, low:high, :], size) for array in arrays)
             k, counted, written, g, beta = parts
             g, beta = (xp.reshape(array, (-1, b * h, size, 1)) for array in (g, beta))
-            chunks = PreconditionedChunks(ops, leaf, x, g, beta, together)
+            chunks = PreconditionedChunks(ops, self.leaf, x, g, beta, together)
             for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
                 here = (slice(start, stop), ...)
                 m, squares = chunks.multipliers(block, counted[here], squares)

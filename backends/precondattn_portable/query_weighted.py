@@ -9,7 +9,7 @@ Backward, with h = −λ g and u = h k̄ᵀ on the same row block (`spec/query_w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, namespace
@@ -18,7 +18,6 @@ from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum, transpose
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (
     Part,
@@ -43,9 +42,10 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     name = "row blocks"
 
     def _row_blocks(
-        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, q: Array, k: Array, frame: Frame
+        self, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
         """(part, i0, i1, high, p, s̃) of every block of queries."""
+        ops = self.ops
         xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]
@@ -56,51 +56,42 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
                 _, high = mask.columns(i0, i1)
                 rows = block_of_rows(q[part], i0, i1)
                 scores = ops.product(rows, transpose(k[part][tokens_at(0, high)]))
-                logits = xp.reshape(scores / leaf.tau, (*q[part].shape[:3], i1 - i0, high))
+                logits = xp.reshape(scores / self.leaf.tau, (*q[part].shape[:3], i1 - i0, high))
                 logits = xp.reshape(group_mask.apply(ops, logits, i0, i1, 0, high), scores.shape)
                 p, total, _ = exponentials(ops, logits)
                 p = ops.multiply(p, 1.0 / total)
                 yield part, i0, i1, high, p, ops.add(scores, -row_sum(p * scores))
 
-    @staticmethod
-    def _units(
-        ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array]
-    ) -> tuple[Array, Array, Array]:
+    def _units(self, x: Arrays) -> tuple[Array, Array, Array]:
         """q̄ (b, n, r, t, d), k̄ (b, n, s, d) and λ (b, n, r, t, 1)."""
+        ops = self.ops
         n = x["k"].shape[2]
-        q = grouped_queries(ops, l2_norm(x["q"], leaf.eps), n)
-        k = ops.heads_first(l2_norm(x["k"], leaf.eps))
+        q = grouped_queries(ops, l2_norm(x["q"], self.leaf.eps), n)
+        k = ops.heads_first(l2_norm(x["k"], self.leaf.eps))
         return q, k, grouped_queries(ops, x["contraction"][..., None], n)
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        q, k, contraction = self._units(ops, leaf, x)
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        ops = self.ops
+        q, k, contraction = self._units(x)
         xp = namespace(q)
         c = ops.empty(q.shape, q)
-        for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
+        for part, i0, i1, high, p, centred in self._row_blocks(q, k, frame):
             result = ops.product(ops.multiply(p, centred), k[part][tokens_at(0, high)])
             where = rows_at(part, i0, i1)
             c[where] = xp.reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.QueryWeightedQuery,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        q, k, contraction = self._units(ops, leaf, x)
+        ops, leaf = self.ops, self.leaf
+        q, k, contraction = self._units(x)
         xp, n = namespace(q), k.shape[1]
         g = grouped_queries(ops, zero_padding(cotangent, frame), n)
         h = -contraction * g
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)
-        for part, i0, i1, high, p, centred in self._row_blocks(ops, leaf, q, k, frame):
+        for part, i0, i1, high, p, centred in self._row_blocks(q, k, frame):
             keys, where = k[part][tokens_at(0, high)], rows_at(part, i0, i1)
             rows_q, rows_h = block_of_rows(q[part], i0, i1), block_of_rows(h[part], i0, i1)
             u = ops.product(rows_h, transpose(keys))
@@ -120,12 +111,5 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             "contraction": ungrouped(d_contraction)[..., 0],
         }
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.QueryWeightedQuery,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        return step_as_defined(leaf, past, x, frame)
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        return step_as_defined(self.leaf, past, x, frame)

@@ -17,7 +17,7 @@ solve, and with the symmetric G = −s (x yᵀ + y xᵀ) ∘ Φ off the diagonal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace
@@ -115,64 +115,50 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
 
     name = "Cholesky or conjugate gradients"
 
-    def _groups(
-        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, unit: Array, frame: Frame
-    ) -> Iterator[tuple[Part, Similarities]]:
+    def _groups(self, unit: Array, frame: Frame) -> Iterator[tuple[Part, Similarities]]:
         b, n, s, _ = unit.shape
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
         rows = s if s <= DIRECT else block_size(s)
         workspace: Scratch | None = None
         for part in head_groups(b, n, rows * s):
             group = unit[part]
-            workspace = workspace or ops.scratch(math.prod(group.shape[:3]) * rows, unit)
-            yield part, Similarities(ops, leaf, group, mask.of_sequences(part[0]), workspace)
+            workspace = workspace or self.ops.scratch(math.prod(group.shape[:3]) * rows, unit)
+            yield (
+                part,
+                Similarities(self.ops, self.leaf, group, mask.of_sequences(part[0]), workspace),
+            )
 
-    def _solved(
-        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, phi: Similarities, right: Array
-    ) -> Array:
+    def _solved(self, phi: Similarities, right: Array) -> Array:
+        leaf = self.leaf
         if right.shape[2] <= DIRECT:
             return leaf.solved(leaf.similarities(phi.unit, phi.mask.frame), right)
         tolerance = tolerance_of(leaf, right)
-        return solved(ops, phi.times, right, tolerance, leaf.iterations)
+        return solved(self.ops, phi.times, right, tolerance, leaf.iterations)
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.SymmetricLucidSolve, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
-        unit = leaf.unit_keys(ops.heads_first(x["k"]))
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        ops = self.ops
+        unit = self.leaf.unit_keys(ops.heads_first(x["k"]))
         v = where_valid(ops.heads_first(x["v"]), frame)
         y = ops.empty(v.shape, v)
-        for part, phi in self._groups(ops, leaf, unit, frame):
-            y[part] = self._solved(ops, leaf, phi, v[part])
+        for part, phi in self._groups(unit, frame):
+            y[part] = self._solved(phi, v[part])
         return time_first(y), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.SymmetricLucidSolve,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        ops, leaf = self.ops, self.leaf
         k, y = ops.heads_first(x["k"]), where_valid(ops.heads_first(out), frame)
         unit = leaf.unit_keys(k)
         d_y = where_valid(ops.heads_first(cotangent), frame)
         d_v, d_k = ops.empty(y.shape, y), ops.empty(k.shape, y)
-        for part, phi in self._groups(ops, leaf, unit, frame):
-            solution = self._solved(ops, leaf, phi, d_y[part])
+        for part, phi in self._groups(unit, frame):
+            solution = self._solved(phi, d_y[part])
             d_v[part], d_k[part] = solution, phi.pulled(solution, y[part])
         if leaf.normalize == "keys":
             d_k = rms_norm_vjp(k, leaf.eps, d_k)
         return {"k": time_first(d_k), "v": time_first(d_v)}
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: pa.SymmetricLucidSolve,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
-        out: tuple[Array, Updates] = leaf.step(past, x, frame)
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        out: tuple[Array, Updates] = self.leaf.step(past, x, frame)
         return out

@@ -7,7 +7,6 @@ from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, Residuals, Tree
 from precondattn.cache import Updates
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 
 TOKEN_WISE = frozenset(
     {
@@ -34,18 +33,14 @@ class AsDefined(Algorithm[LeafProtocol]):
 
     name = "as defined"
 
-    def forward(
-        self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree
-    ) -> tuple[Array, Residuals]:
-        return leaf.forward(*arrays)
+    def forward(self, *arrays: Tree) -> tuple[Array, Residuals]:
+        return self.leaf.forward(*arrays)
 
-    def backward(self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree) -> Arrays:
-        return leaf.backward(*arrays)
+    def backward(self, *arrays: Tree) -> Arrays:
+        return self.leaf.backward(*arrays)
 
-    def step(self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree) -> tuple[Array, Updates]:
-        return leaf.step(*arrays)
+    def step(self, *arrays: Tree) -> tuple[Array, Updates]:
+        return self.leaf.step(*arrays)
 
-    def step_backward(
-        self, ops: Arithmetic, leaf: LeafProtocol, *arrays: Tree
-    ) -> tuple[Arrays, Arrays]:
-        return leaf.step_backward(*arrays)
+    def step_backward(self, *arrays: Tree) -> tuple[Arrays, Arrays]:
+        return self.leaf.step_backward(*arrays)

@@ -18,7 +18,7 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import zero_padding
 
-W = TypeVar("W", bound=LeafProtocol, contravariant=True)
+W = TypeVar("W", bound=LeafProtocol)
 
 
 class WholeSequenceAlgorithm(Algorithm[W]):
@@ -27,63 +27,41 @@ class WholeSequenceAlgorithm(Algorithm[W]):
     Both are given the frame's validity, and may return anything for masked tokens.
     """
 
-    def attend(
-        self,
-        ops: Arithmetic,
-        leaf: W,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-    ) -> Array:
+    def attend(self, x: Arrays, q_valid: Array | None, k_valid: Array | None) -> Array:
         """The output."""
         raise NotImplementedError
 
     def attend_vjp(
-        self,
-        ops: Arithmetic,
-        leaf: W,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-        cotangent: Array,
+        self, x: Arrays, q_valid: Array | None, k_valid: Array | None, cotangent: Array
     ) -> Arrays:
         """The gradient of every input."""
         raise NotImplementedError
 
-    def forward(
-        self, ops: Arithmetic, leaf: W, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         if frame.k_segment is None:
-            out = self.attend(ops, leaf, x, frame.q_valid, frame.k_valid)
+            out = self.attend(x, frame.q_valid, frame.k_valid)
             return zero_padding(out, frame), ()
 
         def one(part: _Segment) -> Arrays:
-            out = self.attend(ops, leaf, part.inputs(leaf, x), *part.valid(frame))
+            out = self.attend(part.inputs(self.leaf, x), *part.valid(frame))
             return {"out": part.only(out)}
 
-        return zero_padding(_summed(ops, frame.k_segment, one)["out"], frame), ()
+        return zero_padding(_summed(self.ops, frame.k_segment, one)["out"], frame), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: W,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         cotangent = zero_padding(cotangent, frame)
         if frame.k_segment is None:
-            return self.attend_vjp(ops, leaf, x, frame.q_valid, frame.k_valid, cotangent)
+            return self.attend_vjp(x, frame.q_valid, frame.k_valid, cotangent)
 
         def one(part: _Segment) -> Arrays:
             gradients = self.attend_vjp(
-                ops, leaf, part.inputs(leaf, x), *part.valid(frame), part.only(cotangent)
+                part.inputs(self.leaf, x), *part.valid(frame), part.only(cotangent)
             )
-            return part.inputs(leaf, gradients)
+            return part.inputs(self.leaf, gradients)
 
-        return _summed(ops, frame.k_segment, one)
+        return _summed(self.ops, frame.k_segment, one)
 
 
 class _Segment:

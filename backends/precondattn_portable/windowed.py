@@ -90,32 +90,29 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
     entries_together = ROW_BLOCK_ENTRIES
     """Scores that are computed together, or terms of LASER's read."""
 
-    def call(
-        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
-    ) -> WindowedCall:
+    def call(self, x: Arrays, frame: Frame) -> WindowedCall:
         """The arrays of a call, gathered by window."""
-        return WindowedCall(ops, leaf, x, frame)
+        return WindowedCall(self.ops, self.leaf, x, frame)
 
-    def read(self, ops: Arithmetic, leaf: pa.Windowed, windows: GatheredWindows) -> Array:
+    def read(self, windows: GatheredWindows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
-        if leaf.read != MEAN:
-            out: Array = leaf.read.forward(*log_softmax(masked_scores(ops, windows)), windows.v)
+        ops = self.ops
+        if self.leaf.read != MEAN:
+            out: Array = self.leaf.read.forward(
+                *log_softmax(masked_scores(ops, windows)), windows.v
+            )
             return out
         return ops.product(weights(ops, windows), windows.v)
 
     def pull(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Windowed,
-        windows: GatheredWindows,
-        out: Array | None,
-        cotangent: Array,
+        self, windows: GatheredWindows, out: Array | None, cotangent: Array
     ) -> tuple[Array, Array, Array, Array]:
         """The gradients of scores, queries, keys and values of some windows."""
+        ops = self.ops
         v = windows.v
-        if leaf.read != MEAN:
+        if self.leaf.read != MEAN:
             log_weights, _ = log_softmax(masked_scores(ops, windows))
-            d_scores, d_v = leaf.read.backward(log_weights, v, out, cotangent)
+            d_scores, d_v = self.leaf.read.backward(log_weights, v, out, cotangent)
         else:
             a = weights(ops, windows)
             d_v = ops.product(transpose(a), cotangent)
@@ -123,36 +120,27 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         d_q = ops.multiply(ops.product(d_scores, windows.k), windows.scale)
         return d_scores, d_q, ops.product(transpose(d_scores), windows.q), d_v
 
-    def forward(
-        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         if frame.k_segment is not None:
-            out, residuals = leaf.forward(x, frame)
+            out, residuals = self.leaf.forward(x, frame)
             return out, residuals
         b = x["q"].shape[0]
-        call = self.call(ops, leaf, x, frame)
+        call = self.call(x, frame)
         outs = [
-            _as_slots(self.read(ops, leaf, each), b)
-            for each in call.windows(budget(self.entries_together))
+            _as_slots(self.read(each), b) for each in call.windows(budget(self.entries_together))
         ]
         out = call.by_token(outs)
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Windowed,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
+        self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        leaf = self.leaf
         if frame.k_segment is not None:
             gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
         b, n = x["k"].shape[0], x["k"].shape[2]
-        call = self.call(ops, leaf, x, frame)
+        call = self.call(x, frame)
         out, cotangent = (
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )
@@ -163,7 +151,7 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         for each in call.windows(budget(self.entries_together)):
             o = None if leaf.read == MEAN else call.gathered(out, each.part)
             d_o = call.gathered(cotangent, each.part)
-            d_scores, *d_rows = self.pull(ops, leaf, each, o, d_o)
+            d_scores, *d_rows = self.pull(each, o, d_o)
             heads = (d_rows[0].shape[1], n, n)
             for total, rows, count in zip((d_q, d_k, d_v), d_rows, heads, strict=True):
                 total.append(_as_slots(sum_heads(rows, count), b))

@@ -66,15 +66,19 @@ class Torch(Portable):
         pa.Path: "precondattn_torch.path:PathAttention",
     }
 
-    def algorithm(self, leaf: Piece | LeafProtocol) -> AnyAlgorithm | None:
+    def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
         if type(leaf) is pa.Path and leaf.read != MEAN:
             return algorithm_at(ALGORITHMS[pa.Path])
-        algorithm = super().algorithm(leaf)
-        if algorithm is None or key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
-            return algorithm
-        from precondattn_torch.by_heads import by_heads
+        return super().algorithm_class(leaf)
 
-        return by_heads(algorithm)
+    def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
+        algorithm = super().algorithm(leaf, library)
+        is_whole_path = type(leaf) is pa.Path and leaf.read != MEAN
+        if is_whole_path or key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
+            return algorithm
+        from precondattn_torch.by_heads import ByHeads
+
+        return ByHeads(algorithm)
 
     def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
         """Whether it consists of PyTorch's own differentiable calls."""

@@ -30,7 +30,6 @@ from precondattn.backend import ArraySpec
 from precondattn.frame import Frame
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import SHARING, chunk_size
 
 R = TypeVar("R")
@@ -63,60 +62,46 @@ class Division(NamedTuple):
         return array.narrow(axis, part * size, size)
 
 
-@cache
-def by_heads(algorithm: AnyAlgorithm) -> ByHeads:
-    """The algorithm, applied to some of the heads by each thread."""
-    return ByHeads(algorithm)
-
-
 class ByHeads(Algorithm[Piece]):
     """An algorithm, applied to some of the heads by each thread."""
 
     def __init__(self, whole: AnyAlgorithm) -> None:
+        super().__init__(whole.ops, whole.leaf)
         self.whole, self.name = whole, whole.name
         for method in ("step", "step_backward", "residual_shapes"):
             setattr(self, method, getattr(whole, method))
 
-    def forward(
-        self, ops: Arithmetic, leaf: Piece, x: Mapping[str, Tensor], frame: Frame
-    ) -> tuple[Tensor, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
+        leaf = self.leaf
         division = division_of(leaf, x)
         if division is None:
-            return self.whole.forward(ops, leaf, x, frame)
+            return self.whole.forward(x, frame)
 
         def forward(part: int) -> tuple[Tensor, Residuals]:
-            return self.whole.forward(ops, leaf, division.part(x, part), frame)
+            return self.whole.forward(division.part(x, part), frame)
 
         results = _in_threads(forward, division.count)
         of_out = _head_axis(leaf.program.output)
         out = torch.cat([out for out, _ in results], of_out)
         kept = zip(*(residuals for _, residuals in results), strict=True)
-        of_residuals = self._axes_of_residuals(leaf, x, division)
+        of_residuals = self._axes_of_residuals(x, division)
         return out, tuple(
             torch.cat(parts, axis) for parts, axis in zip(kept, of_residuals, strict=True)
         )
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: Piece,
-        x: Mapping[str, Tensor],
-        frame: Frame,
-        out: Tensor,
-        residuals: Residuals,
-        cotangent: Tensor,
+        self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
+        leaf = self.leaf
         division = None if _is_large(leaf, x) else division_of(leaf, x)
         if division is None:
-            return self.whole.backward(ops, leaf, x, frame, out, residuals, cotangent)
+            return self.whole.backward(x, frame, out, residuals, cotangent)
         of_out = _head_axis(leaf.program.output)
         # PyTorch's own attention has kept none.
-        of_residuals = self._axes_of_residuals(leaf, x, division) if residuals else ()
+        of_residuals = self._axes_of_residuals(x, division) if residuals else ()
 
         def backward(part: int) -> Arrays:
             return self.whole.backward(
-                ops,
-                leaf,
                 division.part(x, part),
                 frame,
                 division.slice(out, of_out, part),
@@ -134,14 +119,12 @@ class ByHeads(Algorithm[Piece]):
             for name in [*results[0]]
         }
 
-    def _axes_of_residuals(
-        self, leaf: Piece, x: Mapping[str, Tensor], division: Division
-    ) -> tuple[int, ...]:
+    def _axes_of_residuals(self, x: Mapping[str, Tensor], division: Division) -> tuple[int, ...]:
         """The axis of the heads of each residual: the one that is shorter with fewer heads."""
         found = []
         for whole, part in zip(
-            self.residual_shapes(leaf, _specs(x)),
-            self.residual_shapes(leaf, _specs(division.part(x, 0))),
+            self.residual_shapes(_specs(x)),
+            self.residual_shapes(_specs(division.part(x, 0))),
             strict=True,
         ):
             (axis,) = (i for i, n in enumerate(whole.shape) if n != part.shape[i])

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precondattn.arrays import Array
+from precondattn.arrays import Array, Arrays
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.linear_family import LinearFamily
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_torch.arithmetic import stacked
 
@@ -27,20 +26,13 @@ from precondattn_torch.arithmetic import stacked
 class InPlaceToken(StatefulAlgorithm[LinearFamily]):
     """The algorithm of leaves that are one recurrence, with a decay that is an input if any is."""
 
-    def step(
-        self,
-        ops: Arithmetic,
-        leaf: LinearFamily,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-    ) -> tuple[Array, Updates]:
+    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         state = past["state"]
         if frame.may_overwrite and frame.held is not None and x["k"].shape[1] == 1:
             states = stacked(state)
             if states is not None:
-                return one_token(leaf, x, states), {"state": Replace(state)}
-        return super().step(ops, leaf, past, x, frame)
+                return one_token(self.leaf, x, states), {"state": Replace(state)}
+        return super().step(past, x, frame)
 
 
 def one_token(leaf: LinearFamily, x: Mapping[str, Tensor], states: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ class FusedRunner(AttentionRunner):
         super().__init__(
             runner.piece,
             runner.methods,
-            *runner.first,
             algorithm="scaled_dot_product_attention",
             differentiable=True,
         )

@@ -33,7 +33,6 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.sink import sink_vjp
 from precondattn.spec.softmax import SoftmaxAttention
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.attention import AttentionBlocks
 from precondattn_portable.layout import zero_padding
 from precondattn_torch.arithmetic import TORCH
@@ -129,26 +128,19 @@ class KernelAttention(AttentionBlocks):
 
     name = "PyTorch's kernel or row blocks"
 
-    def forward(
-        self, ops: Arithmetic, leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame
-    ) -> tuple[Tensor, Residuals]:
+    def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
+        leaf = self.leaf
         if not _returns_sums(leaf, x, frame):
-            return super().forward(ops, leaf, x, frame)
+            return super().forward(x, frame)
         o, residuals = (_laser if leaf.read == LOG_MEAN_EXP else _mean)(leaf, x)
         return zero_padding(o, frame), residuals
 
     def backward(
-        self,
-        ops: Arithmetic,
-        leaf: SoftmaxAttention,
-        x: Mapping[str, Tensor],
-        frame: Frame,
-        out: Tensor,
-        residuals: Residuals,
-        cotangent: Tensor,
+        self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
+        leaf = self.leaf
         if residuals and not _returns_sums(leaf, x, frame):
-            return super().backward(ops, leaf, x, frame, out, residuals, cotangent)
+            return super().backward(x, frame, out, residuals, cotangent)
         cotangent = zero_padding(cotangent, frame)
         if residuals:
             backward = _laser_backward if leaf.read == LOG_MEAN_EXP else _mean_backward

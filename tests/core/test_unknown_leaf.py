@@ -274,8 +274,8 @@ def test_every_backend_declines_it_on_every_device(leaf):
 def test_jax_declines_leaves_that_are_added_to_portable(leaves, monkeypatch):
     leaf, table = leaves["leaky_integrator"], precondattn_portable.backend.ALGORITHMS
     monkeypatch.setitem(table, type(leaf), table[pa.Softmax])
-    assert Portable().algorithm(leaf) is not None
+    assert Portable().algorithm_class(leaf) is not None
     reload(precondattn_jax.algorithms)
-    assert Jax().algorithm(leaf) is None
+    assert Jax().algorithm_class(leaf) is None
     monkeypatch.undo()
     reload(precondattn_jax.algorithms)

@@ -237,17 +237,17 @@ class BlockedCarrier(Carrier):
 
 def _result(runner: LeafRunner, call: MethodCall) -> MethodResult:
     """The result of the methods that a runner has, whose buffers have the names of the call's."""
-    run, first, x, frame = runner.methods, runner.first, call.inputs, call.frame
+    run, x, frame = runner.methods, call.inputs, call.frame
     if call.stage == FORWARD:
-        return MethodResult(*run.forward(*first, x, frame))
+        return MethodResult(*run.forward(x, frame))
     if call.stage == BACKWARD:
         given = (call.out, call.residuals, call.cotangent)
-        return MethodResult(gradients=run.backward(*first, x, frame, *given))
+        return MethodResult(gradients=run.backward(x, frame, *given))
     if call.stage == STEP:
-        out, updates = run.step(*first, call.past, x, frame)
+        out, updates = run.step(call.past, x, frame)
         return MethodResult(out, updates=updates)
     of_step = (call.past, x, frame, call.cotangent, call.d_buffers)
-    gradients, d_past = run.step_backward(*first, *of_step)
+    gradients, d_past = run.step_backward(*of_step)
     return MethodResult(gradients=gradients, d_past=d_past)
 
 

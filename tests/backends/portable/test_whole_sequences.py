@@ -37,13 +37,13 @@ def test_a_packed_call_is_that_of_the_definition(expression, mask, ops):
     q_valid, k_valid = (valid if mask == name else None for name in ("queries", "keys"))
     cotangent = np.where(VALID[:, None, None], cotangent, 0) if mask == "queries" else cotangent
     frame = Frame(at, at, q_valid, k_valid, SEGMENTS, SEGMENTS)
-    algorithm = algorithm_at(ALGORITHMS[type(m)])
+    algorithm = algorithm_at(ALGORITHMS[type(m)])(ops, m)
     given = {name: array.copy() for name, array in x.items()}
-    out, residuals = algorithm.forward(ops, m, given, frame)
+    out, residuals = algorithm.forward(given, frame)
     expected, _ = m.forward(x, frame)
     seen = VALID if mask == "queries" else slice(None)
     assert_close(out[:, seen], expected[:, seen])
-    found = algorithm.backward(ops, m, given, frame, out, residuals, cotangent)
+    found = algorithm.backward(given, frame, out, residuals, cotangent)
     for name, gradient in m.backward(x, frame, expected, (), cotangent).items():
         assert_close(found[name], gradient)
         np.testing.assert_array_equal(given[name], x[name])
