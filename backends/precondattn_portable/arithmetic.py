@@ -45,6 +45,9 @@ class FlatScratch(Scratch):
 class Arithmetic:
     """Operations of the array-API standard alone: nothing is written in place."""
 
+    writes = False
+    """Whether `array[index] = update` is allowed."""
+
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """An uninitialized array for results, with like's dtype and device."""
         return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
@@ -175,6 +178,8 @@ class Arithmetic:
 
 class InPlace(Arithmetic):
     """Operations of NumPy and CuPy, whose functions support `out=`."""
+
+    writes = True
 
     def scratch(self, size: int, like: Array) -> Scratch:
         return FlatScratch(self, size, like)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, cast
 
-from precondattn.arrays import Array, Arrays, Residuals, namespace, writes_in_place
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Replace, Updates
 from precondattn.frame import Frame, has_lengths_only
@@ -389,7 +389,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
         q = queries_by_key_head(x["q"], n) * leaf.scale_for(d)
         keys, values = past["key"], past["value"]
-        if frame.may_overwrite and writes_in_place(keys):
+        if frame.may_overwrite and self.ops.writes:
             # First written behind those held, then one of them.
             keys[:, held : held + 1], values[:, held : held + 1] = x["k"], x["v"]
             held_keys = past_columns(keys, held + 1, first)

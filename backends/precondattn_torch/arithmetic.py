@@ -18,6 +18,8 @@ MANY = 2**14
 class TorchArithmetic(Arithmetic):
     """Stacks of matrices are passed to `bmm`, without a copy wherever their strides allow it."""
 
+    writes = True
+
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
 
