@@ -8,10 +8,18 @@
 
 from precondattn.algebra import options
 from precondattn.algebra.declaration import Inputs, ShapeError
-from precondattn.algebra.expression import mechanisms, parse
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.group import group_of
-from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, TokenWise, step
+from precondattn.algebra.mechanism import (
+    Leaf,
+    Mechanism,
+    Preconditioner,
+    Step,
+    TokenWise,
+    mechanisms,
+    parse,
+    step,
+)
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.recurrence import Recurrence
 from precondattn.algebra.registry import unregister as unregister_mechanism

@@ -24,6 +24,9 @@ Array = Any
 Arrays = dict[str, Array]
 """Arrays by name."""
 
+ByName = Mapping[str, Array]
+"""Arrays by name, which are only read."""
+
 Residuals = tuple[Array, ...]
 """The arrays that a forward pass saves for its gradient, besides inputs and output."""
 

@@ -45,8 +45,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.group import Group
-from precondattn.algebra.leaf_call import LeafCall
-from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
 from precondattn.execution import run

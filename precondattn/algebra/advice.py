@@ -38,7 +38,6 @@ def with_base(
     if unchecked.refuses() is not None:
         return None
     try:
-        changed = dataclasses.replace(outer, base=base, **options)
+        return dataclasses.replace(outer, base=base, **options)
     except (TypeError, ValueError):  # Names of inputs clash.
         return None
-    return changed

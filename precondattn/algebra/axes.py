@@ -20,7 +20,7 @@ from math import lcm
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import FIXED, Axis, Pattern
-from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafCall
 
 CallLetter = tuple[int, str]
 """The index of a call, and a letter of its leaf."""

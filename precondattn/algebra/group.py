@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.leaf_call import LeafCall
-from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.piece import Piece

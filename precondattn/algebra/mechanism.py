@@ -15,32 +15,27 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.advice import moved_inside
-from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs, Pattern
+from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import Described, LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import OptionValue, check_options
 from precondattn.algebra.program import Program
-from precondattn.algebra.recurrence import Recurrence
-from precondattn.algebra.text import text_of_mechanism
+from precondattn.algebra.text import read, text_of_mechanism
 from precondattn.algebra.unfolding import program_of
-from precondattn.algebra.verbs import Verbs, constructed_in_graph
-from precondattn.arrays import Array, Arrays, Residuals, is_traced_by_dynamo
-from precondattn.cache import Slot, Updates
+from precondattn.algebra.verbs import Verbs, constructed_in_graph, parsed_in_graph
+from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.limits import NESTED
 
 M = TypeVar("M", bound="Mechanism")
 
 
-class Mechanism(Verbs):
+class Mechanism(Described, Verbs):
     """The base class of leaves and preconditioners."""
 
-    name: ClassVar[str]
-    """Its name in an expression."""
-    role: ClassVar[str] = "piece"
-    """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Expressions with other options, which tests, conformance and benchmarks run too."""
     if TYPE_CHECKING:  # Every class that is registered is a dataclass.
@@ -78,7 +73,7 @@ class Mechanism(Verbs):
         check_options(self)
         self.check_together()
         self._check_base()
-        object.__setattr__(self, "_text", self._expression())
+        object.__setattr__(self, "_text", text_of_mechanism(self))
         object.__setattr__(self, "_name", name_of(self))
         # Reading `inputs` unfolds the program, which raises for names that clash.
         object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
@@ -89,29 +84,8 @@ class Mechanism(Verbs):
     def _check_base(self) -> None:
         """Raise a TypeError for a base that is refused."""
 
-    def _expression(self) -> str:
-        return text_of_mechanism(self)
-
     def __str__(self) -> str:
         return self._text
-
-    @property
-    def inputs(self) -> Inputs:
-        """The tensor inputs: name and symbolic shape, in order."""
-        raise NotImplementedError
-
-    @property
-    def offers(self) -> Offers:
-        return Offers()
-
-    @property
-    def recurrence(self) -> Recurrence | None:
-        """The recurrence that it is, by which backends find an algorithm.
-
-        None for every other mechanism, and for a subclass of a recurrence that defines mathematics
-        of its own and declares none: it runs as it is written, on the reference.
-        """
-        return None
 
     @cached_property
     def program(self) -> Program:
@@ -128,10 +102,6 @@ class Mechanism(Verbs):
         """Whether an output depends on the other sequences of its batch."""
         return self.program.mixes_sequences
 
-    def meaning(self, name: str) -> object:
-        """The meaning of the input `name`. Inputs of one name must have the same meaning."""
-        raise NotImplementedError
-
     def with_read(self: M, read: OptionValue) -> M:
         """The same mechanism with another read of the values."""
         raise NotImplementedError
@@ -142,119 +112,52 @@ def _constructed(cls: type[Mechanism], fields: dict[str, OptionValue]) -> Mechan
     return built
 
 
-def missing_method(leaf: Mechanism, name: str, why: str) -> NotImplementedError:
-    """The error of a method that a leaf's class does not define."""
-    return NotImplementedError(
-        f"the class {type(leaf).__name__} of the mechanism {leaf.name!r} defines no method "
-        f"`{name}`, which {why}"
-    )
+def parse(text: str) -> Mechanism:
+    """The mechanism that an expression names.
+
+    Raises
+    ------
+    ValueError
+        for text that is not an expression, an unknown name or option, or an option out of range.
+    TypeError
+        for a composition that is refused, with the reason.
+
+    Examples
+    --------
+    >>> import precondattn as pa
+    >>> pa.parse("lucid[eps=0](laser)") == pa.Lucid(pa.Laser(), eps=0)
+    True
+    >>> str(pa.Lucid(pa.Softmax(window=128)))
+    'lucid(softmax[window=128])'
+    """
+    if is_traced_by_dynamo():
+        constant: Mechanism = parsed_in_graph(text)
+        return constant
+    mechanism: Mechanism = read(text)
+    return mechanism
 
 
-class Leaf(Mechanism):
+def mechanisms() -> dict[str, type[Mechanism]]:
+    """The bases and preconditioners that an expression can name, by name.
+
+    Examples
+    --------
+    >>> import precondattn as pa
+    >>> pa.mechanisms()["lucid"].__name__
+    'Lucid'
+    """
+    known = cast("dict[str, type[Mechanism]]", registry.registered())
+    return {n: c for n, c in known.items() if c.role in ("base", "preconditioner")}
+
+
+class Leaf(LeafProtocol, Mechanism):
     """One piece of mathematics: forward, closed-form gradient, and its part of `extend`.
 
     Subclasses are frozen dataclasses with a `name`, declared `inputs`, the pattern of their
-    `output`, and the methods below. `x` holds the inputs by name.
+    `output`, and the methods `forward`, `backward` and `step`. `x` holds the inputs by name.
     """
 
     role: ClassVar[str] = "base"
-    output: ClassVar[str]
-    allows_any_length: ClassVar[frozenset[str]] = frozenset()
-    """Inputs whose rows may have any length because of it, also where another leaf that reads them
-    declares length 1."""
-
-    @property
-    def is_base(self) -> bool:
-        """Whether it computes attention from queries, keys and values: a base, or what a
-        preconditioner makes of one."""
-        return self.role == "base"
-
-    @property
-    def hides_later_keys(self) -> bool:
-        """Whether NaN in a later key can not reach an output, because scores are masked by −∞.
-
-        Otherwise bad keys are set to 0 before a call (`execution/containment.py`).
-        """
-        return False
-
-    @property
-    def relates_tokens(self) -> bool:
-        """Whether an output depends on other tokens."""
-        return True
-
-    @property
-    def reads_all_queries(self) -> bool:
-        """Whether a query has an effect on the outputs of other tokens."""
-        return False
-
-    @property
-    def mixes_sequences(self) -> bool:
-        """Whether an output depends on the other sequences of its batch."""
-        return False
-
-    def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """FLOPs for one sequence, from the size of every letter of its patterns; None if unknown.
-
-        Benchmarks divide by it. A leaf that declares none is measured in seconds only.
-        """
-        return None
-
-    def meaning(self, name: str) -> object:
-        return "attention" if name in ATTENTION_INPUTS else self.name
-
-    def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
-        """Raise a ValueError for sizes, by letter, or masks of a full call that it can not have."""
-
-    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        """The output, and the residuals: what the gradient needs besides inputs and output."""
-        raise missing_method(self, "forward", "every call needs")
-
-    def backward(
-        self,
-        x: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        """The gradient of every input, by name."""
-        raise missing_method(self, "backward", "gradients need")
-
-    @property
-    def numbers_heads(self) -> bool:
-        return False
-
-    def slots(self) -> tuple[Slot, ...]:
-        """The buffers it keeps in a cache."""
-        return ()
-
-    @property
-    def reach(self) -> int | None:
-        """How many of the last cached tokens a new token reads; None for all of them.
-
-        Such a leaf may be given the last tokens only, at positions counted from the first of them.
-        """
-        return None
-
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        """The output for new tokens after those in `past`, and the update of each buffer."""
-        raise missing_method(self, "step", "`extend` needs")
-
-    def step_backward(
-        self,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        """The gradients of the inputs and of `past`, from those of `step`'s output and buffers.
-
-        Leaves that cache tokens do not have it: a buffer of tokens is not differentiated.
-        """
-        raise missing_method(self, "step_backward", "`extend_vjp` needs")
 
 
 def leaf_of(call: LeafCall) -> Leaf:
@@ -284,18 +187,11 @@ class TokenWise(Leaf):
         one_token = elements if axis is None else elements / pattern.axes[axis].size(sizes)
         return Flops(elements, elements, one_token)
 
-    def step(
-        self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         return self.forward(x, frame)[0], {}
 
     def step_backward(
-        self,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        self, past: ByName, x: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
         out, residuals = self.forward(x, frame)
         return self.backward(x, frame, out, residuals, cotangent), {}
@@ -335,11 +231,10 @@ class Preconditioner(Mechanism):
                 f"{self.base._depth}"
             )
         object.__setattr__(self, "_depth", self.base._depth + 1)
-        reason = self.refuses()
-        if reason is not None:
+        if (reason := self.refuses()) is not None:
             instead = self._instead()
             advice = "" if instead is None else f"; write {instead}"
-            raise TypeError(f"{self._expression()} makes no sense: {reason}{advice}")
+            raise TypeError(f"{text_of_mechanism(self)} makes no sense: {reason}{advice}")
 
     def refuses(self) -> str | None:
         """The reason why this base is refused, or None if it is accepted."""

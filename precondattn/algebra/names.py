@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import count
 
 from precondattn.algebra import registry
 from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism
-from precondattn.limits import KEPT
 
 _pieces: dict[str, Piece] = {}
 """Those that are not of this package, by name."""
@@ -46,30 +44,25 @@ def _owns(name: str, piece: Piece) -> bool:
 
 def _is_ours(piece: Piece) -> bool:
     """Whether all its classes are of this package."""
-    return all(cls.__module__.startswith("precondattn.") for cls in _classes(piece))
-
-
-def _classes(piece: Piece) -> Iterator[type]:
-    calls, base = getattr(piece, "calls", None), getattr(piece, "base", None)
-    if calls is None:
-        yield type(piece)
-    for part in () if calls is None else calls.leaves:
-        yield from _classes(part)
-    if base is not None:
-        yield from _classes(base)
+    return all(type(m).__module__.startswith("precondattn.") for m in _mechanisms(piece))
 
 
 def parses_back(piece: Piece) -> bool:
     """Whether the piece is determined by its text: by registered classes and their options."""
+    for each in _mechanisms(piece):
+        fields = {field.name for field in dataclasses.fields(each)} - {"base"}
+        if registry.known(each.name) is not type(each) or fields != set(fields_of(each)):
+            return False
+    return True
+
+
+def _mechanisms(piece: AnyMechanism) -> Iterator[AnyMechanism]:
+    """A mechanism and its bases, or those of a group's leaves."""
     calls = getattr(piece, "calls", None)
-    if calls is not None:
-        return all(parses_back(leaf) for leaf in calls.leaves)
-    described: AnyMechanism = piece
-    if registry.known(described.name) is not type(described):
-        return False
-    base = getattr(piece, "base", None)
-    fields = {field.name for field in dataclasses.fields(described)} - {"base"}
-    return fields == set(fields_of(described)) and (base is None or parses_back(base))
+    for mechanism in (piece,) if calls is None else calls.leaves:
+        while mechanism is not None:
+            yield mechanism
+            mechanism = getattr(mechanism, "base", None)
 
 
 def piece_named(name: str) -> Piece:
@@ -88,12 +81,7 @@ def piece_named(name: str) -> Piece:
             f"{text}: this graph was saved by another process, with a class that is not "
             f"registered there by a name of its own; give the class a `name`, and save again"
         )
-    piece = _read(name)
-    return piece if _is_ours(piece) else _pieces.setdefault(name, piece)
-
-
-@lru_cache(KEPT)
-def _read(name: str) -> Piece:
     from precondattn.algebra.group import read_mechanism
 
-    return read_mechanism(name)
+    piece = read_mechanism(name)
+    return piece if _is_ours(piece) else _pieces.setdefault(name, piece)

@@ -8,22 +8,15 @@ text of an expression.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from precondattn.algebra.registry import Registered
 from precondattn.arrays import is_finite_number
 
 OptionValue = Any
 """What an option of a mechanism is set to."""
-
-
-class HasOptions(Protocol):
-    """A mechanism, or its class, as those see it that know its options."""
-
-    name: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[OptionValue]]]
 
 
 class OptionKind(NamedTuple):
@@ -44,16 +37,17 @@ def option(default: OptionValue, kind: OptionKind) -> OptionValue:
     return dataclasses.field(default=default, metadata={"kind": kind})
 
 
-def _reject(_: OptionValue) -> OptionValue:
-    raise ValueError
+def _accepted(value: OptionValue, is_valid: object) -> OptionValue:
+    if not is_valid:
+        raise ValueError
+    return value
 
 
-def _flag(value: OptionValue) -> bool:
-    return value if isinstance(value, bool) else _reject(value)
-
-
-def _read_flag(text: str) -> OptionValue:
-    return {"true": True, "false": False}.get(text, text)
+def _read_as(convert: Callable[[str], OptionValue], text: str) -> OptionValue:
+    try:
+        return convert(text)
+    except ValueError:
+        return text
 
 
 def _python_number(value: OptionValue) -> OptionValue:
@@ -61,37 +55,44 @@ def _python_number(value: OptionValue) -> OptionValue:
     return value.item() if type(value).__module__ == "numpy" and not value.shape else value
 
 
-def _number(lowest: float, *, inclusive: bool) -> Callable[[OptionValue], float]:
+def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
     def accept(value: OptionValue) -> float:
         value = _python_number(value)
-        if not is_finite_number(value) or value < lowest or (value == lowest and not inclusive):
-            raise ValueError
-        return float(value) + 0.0  # Turns −0.0 into 0.0, so that equal options have equal text.
+        is_valid = is_finite_number(value) and is_in_range(value)
+        # The sum turns −0.0 into 0.0, so that equal options have equal text.
+        return float(_accepted(value, is_valid)) + 0.0
 
-    return accept
-
-
-def _read_number(text: str) -> OptionValue:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return OptionKind(expected, accept, partial(_read_as, float))
 
 
-def _count(value: OptionValue, highest: int | None = None) -> int:
-    value = _python_number(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    if highest is not None and value > highest:
-        raise ValueError
-    return value
+def _is_count(value: OptionValue, lowest: int, highest: int | None) -> bool:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and value >= lowest and (highest is None or value <= highest)
 
 
-def _read_count(text: str) -> OptionValue:
-    try:
-        return int(text)
-    except ValueError:
-        return text
+def _count(highest: int | None = None) -> OptionKind:
+    def accept(value: OptionValue) -> int:
+        value = _python_number(value)
+        count: int = _accepted(value, _is_count(value, 1, highest))
+        return count
+
+    expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
+    return OptionKind(expected, accept, partial(_read_as, int))
+
+
+def _few_counts(lowest: int) -> OptionKind:
+    def accept(value: OptionValue) -> tuple[int, ...]:
+        given = value if isinstance(value, tuple | list) else (value,)
+        numbers = tuple(map(_python_number, given))
+        are_counts = all(_is_count(number, lowest, LONGEST) for number in numbers)
+        return tuple(_accepted(numbers, are_counts and len(numbers) in (1, 2)))
+
+    def read(text: str) -> OptionValue:
+        words = text.split("/")
+        return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
+
+    expected = f"a whole number, {lowest} or above, or two of them such as 7/8"
+    return OptionKind(expected, accept, read)
 
 
 def _or_none(kind: OptionKind) -> OptionKind:
@@ -102,63 +103,49 @@ def _or_none(kind: OptionKind) -> OptionKind:
     )
 
 
+_POSITIVE = _number("a finite number above 0", lambda value: value > 0)
+
+
 def flag(default: bool) -> OptionValue:
     """True or False."""
-    return option(default, OptionKind("true or false", _flag, _read_flag, (True, False)))
+    settings = {"true": True, "false": False}
+    kind = OptionKind(
+        "true or false",
+        lambda value: _accepted(value, isinstance(value, bool)),
+        lambda text: settings.get(text, text),
+        tuple(settings.values()),
+    )
+    return option(default, kind)
 
 
 def number(default: float) -> OptionValue:
     """A finite number."""
-    return option(
-        default, OptionKind("a finite number", _number(-math.inf, inclusive=True), _read_number)
-    )
-
-
-def positive_or_none(default: float | None = None) -> OptionValue:
-    """A finite number above 0, or None."""
-    return option(default, _or_none(positive(1.0).metadata["kind"]))
+    return option(default, _number("a finite number", lambda value: True))
 
 
 def positive(default: float) -> OptionValue:
     """A finite number above 0."""
-    kind = OptionKind("a finite number above 0", _number(0.0, inclusive=False), _read_number)
-    return option(default, kind)
+    return option(default, _POSITIVE)
+
+
+def positive_or_none(default: float | None = None) -> OptionValue:
+    """A finite number above 0, or None."""
+    return option(default, _or_none(_POSITIVE))
 
 
 def non_negative(default: float) -> OptionValue:
     """A finite number, 0 or above."""
-    kind = OptionKind("a finite number, 0 or above", _number(0.0, inclusive=True), _read_number)
-    return option(default, kind)
+    return option(default, _number("a finite number, 0 or above", lambda value: value >= 0))
 
 
 def count(default: int, highest: int | None = None) -> OptionValue:
     """A whole number, 1 or above, and at most `highest` if that is given."""
-    expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
-    return option(default, OptionKind(expected, partial(_count, highest=highest), _read_count))
+    return option(default, _count(highest))
 
 
 def count_or_none(default: int | None = None) -> OptionValue:
     """A whole number, 1 or above, or None."""
-    return option(default, _or_none(OptionKind("a whole number, 1 or above", _count, _read_count)))
-
-
-def _few_counts(lowest: int) -> OptionKind:
-    def accept(value: OptionValue) -> tuple[int, ...]:
-        numbers = value if isinstance(value, tuple | list) else (value,)
-        numbers = [_python_number(number) for number in numbers]
-        are_counts = all(
-            isinstance(n, int) and not isinstance(n, bool) and lowest <= n <= LONGEST
-            for n in numbers
-        )
-        return tuple(numbers) if are_counts and len(numbers) in (1, 2) else _reject(value)
-
-    def read(text: str) -> OptionValue:
-        words = text.split("/")
-        return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
-
-    return OptionKind(
-        f"a whole number, {lowest} or above, or two of them such as 7/8", accept, read
-    )
+    return option(default, _or_none(_count()))
 
 
 def counts(default: tuple[int, ...]) -> OptionValue:
@@ -182,7 +169,7 @@ LONGEST = 2**30
 
 def window_or_none() -> OptionValue:
     """A whole number of tokens, 1 or above, or None. A window above every sequence is None."""
-    kind = _or_none(count(1).metadata["kind"])
+    kind = _or_none(_count())
 
     def accept(value: OptionValue) -> int | None:
         tokens: int | None = kind.accept(value)
@@ -195,8 +182,8 @@ def choice(default: str, *others: str) -> OptionValue:
     """One of the given words."""
     words = (default, *others)
 
-    def accept(value: OptionValue) -> str:
-        return value if isinstance(value, str) and value in words else str(_reject(value))
+    def accept(value: OptionValue) -> OptionValue:
+        return _accepted(value, isinstance(value, str) and value in words)
 
     return option(default, OptionKind("one of " + ", ".join(map(repr, words)), accept, str, words))
 
@@ -206,14 +193,14 @@ def one_of(default: OptionValue, *others: OptionValue) -> OptionValue:
     objects = {each.name: each for each in (default, *others)}
 
     def accept(value: OptionValue) -> OptionValue:
-        value = objects.get(value, value) if isinstance(value, str) else value
-        return value if value in objects.values() else _reject(value)
+        value = read(value) if isinstance(value, str) else value
+        return _accepted(value, value in objects.values())
 
-    expected = "one of " + ", ".join(objects)
-    return option(
-        default,
-        OptionKind(expected, accept, lambda text: objects.get(text, text), tuple(objects.values())),
-    )
+    def read(text: str) -> OptionValue:
+        return objects.get(text, text)
+
+    kind = OptionKind("one of " + ", ".join(objects), accept, read, tuple(objects.values()))
+    return option(default, kind)
 
 
 def names(default: tuple[str, ...]) -> OptionValue:
@@ -224,20 +211,17 @@ def names(default: tuple[str, ...]) -> OptionValue:
         are_names = isinstance(value, tuple | list) and all(
             isinstance(name, str) and name.isidentifier() for name in value
         )
-        is_valid = are_names and value and len(set(value)) == len(value)
-        return tuple(value) if is_valid else _reject(value)
+        return tuple(_accepted(value, are_names and value and len(set(value)) == len(value)))
 
     return option(default, OptionKind("different names, such as q/k", accept, str))
 
 
-def fields_of(
-    mechanism: HasOptions | type[HasOptions],
-) -> dict[str, dataclasses.Field[OptionValue]]:
+def fields_of(mechanism: Registered | type[Registered]) -> dict[str, dataclasses.Field[Any]]:
     """The option fields of a mechanism or a mechanism class, by name."""
     return {f.name: f for f in dataclasses.fields(mechanism) if "kind" in f.metadata}
 
 
-def check_options(mechanism: HasOptions) -> None:
+def check_options(mechanism: Registered) -> None:
     """Convert every option to canonical form, or raise a ValueError that names it."""
     for name, field in fields_of(mechanism).items():
         kind: OptionKind = field.metadata["kind"]

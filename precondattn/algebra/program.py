@@ -14,28 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 from precondattn.algebra.axes import letters_of
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.cache import Slot
-
-if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
 
 
 class Program:
     """Leaf calls in order, and the name `out` of the result. Hashable by its text."""
 
     def __init__(
-        self,
-        calls: Iterable[LeafCall],
-        out: str,
-        meanings: Mapping[str, object] | None = None,
+        self, calls: Iterable[LeafCall], out: str, meanings: Mapping[str, object] | None = None
     ) -> None:
-        self.calls = tuple(calls)
-        self.out = out
+        self.calls, self.out = tuple(calls), out
         patterns, self.axes = letters_of(self.calls)
         outputs = {call.out for call in self.calls}
         used = dict.fromkeys([value for call in self.calls for _, value in call.arguments])
@@ -94,11 +86,11 @@ class Program:
     @cached_property
     def readers(self) -> dict[str, frozenset[int]]:
         """The calls that read each value."""
-        readers: dict[str, set[int]] = {}
+        readers: dict[str, frozenset[int]] = {}
         for number, call in enumerate(self.calls):
             for value in call.reads:
-                readers.setdefault(value, set()).add(number)
-        return {value: frozenset(numbers) for value, numbers in readers.items()}
+                readers[value] = readers.get(value, frozenset()) | {number}
+        return readers
 
     @property
     def leaves(self) -> tuple[LeafProtocol, ...]:
@@ -125,16 +117,14 @@ class Program:
         calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
         names: dict[str, str] = {}
         outputs = {call.out for call in calls}
-        taken: set[str] = set()
         for call in calls:
             for formal, value in call.arguments:
                 if value in outputs or value in names:
                     continue
                 name, number = formal, 1
-                while name in taken:
+                while name in names.values():
                     number += 1
                     name = f"{formal}{number}"
-                taken.add(name)
                 names[value] = name
         for i, call in enumerate(calls):
             names[call.out] = "out" if i == len(calls) - 1 else f"y{i + 1}"
@@ -164,9 +154,8 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
     while waiting:
         pending = {call.out for call in waiting}
         ready = [call for call in waiting if not call.reads & pending]
-        next_call = min(ready, key=lambda call: uses[call.out])
-        ordered.append(next_call)
-        waiting.remove(next_call)
+        ordered.append(min(ready, key=lambda call: uses[call.out]))
+        waiting.remove(ordered[-1])
     return ordered
 
 

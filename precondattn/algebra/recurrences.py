@@ -73,8 +73,13 @@ class Recurrences:
             return None
         if "rule" in missing:
             return f"{RULES[recurrence.rule]} are not computed"
-        what = " and ".join(_in_words(recurrence, name) for name in missing)
-        return f"{RULES[recurrence.rule]} are not computed with {what}"
+        in_words = [
+            f"an axis of {recurrence.steps} steps"
+            if name == "steps"
+            else WORDS[name, getattr(recurrence, name)]
+            for name in missing
+        ]
+        return f"{RULES[recurrence.rule]} are not computed with {' and '.join(in_words)}"
 
 
 LISTED = [field.name for field in fields(Recurrences) if field.name != "several_steps"]
@@ -107,11 +112,6 @@ WORDS: dict[tuple[str, object], str] = {
 }
 
 
-def _in_words(recurrence: Recurrence, name: str) -> str:
-    value = getattr(recurrence, name)
-    return f"an axis of {value} steps" if name == "steps" else WORDS[name, value]
-
-
 def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:
     """Whether a leaf is of this class, or has one of these recurrences."""
     if isinstance(key, Recurrences):
@@ -138,10 +138,6 @@ def lack_of(table: Table[object], leaf: LeafProtocol) -> str:
     recurrence = leaf.recurrence
     if recurrence is None:
         return ""
-    reasons = [key.lacks(recurrence) or "" for key in _sets(table)]
+    reasons = [key.lacks(recurrence) or "" for key in table if isinstance(key, Recurrences)]
     with_rule = [reason for reason in reasons if " with " in reason]
     return "".join(f": {reason}" for reason in sorted(with_rule or reasons, key=len)[:1])
-
-
-def _sets(table: Iterable[object]) -> Iterable[Recurrences]:
-    return (key for key in table if isinstance(key, Recurrences))

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from precondattn.algebra import registry
-from precondattn.algebra.options import HasOptions, OptionValue, fields_of, text_of
+from precondattn.algebra.options import OptionValue, fields_of, text_of
 from precondattn.algebra.registry import AnyMechanism, Registered
 from precondattn.limits import NESTED
 
@@ -25,7 +25,7 @@ SHOWN = 60
 """Characters of a long text that a message shows, before and after a position."""
 
 
-def text_of_mechanism(mechanism: HasOptions) -> str:
+def text_of_mechanism(mechanism: Registered) -> str:
     """The expression that `parse` turns back into an equal mechanism."""
     options = [
         f"{name}={text_of(getattr(mechanism, name))}"
@@ -37,7 +37,7 @@ def text_of_mechanism(mechanism: HasOptions) -> str:
     return text if base is None or base == _default_base(type(mechanism)) else f"{text}({base})"
 
 
-def _default_base(cls: type[HasOptions]) -> OptionValue:
+def _default_base(cls: type[Registered]) -> OptionValue:
     return next((f.default for f in dataclasses.fields(cls) if f.name == "base"), None)
 
 
@@ -56,8 +56,8 @@ class _Reader:
     """A recursive-descent parser over the text of one expression."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
+        self.text, self.at = text, 0
+        self.shown = _quoted(text)
 
     def fail(self, expected: str) -> NoReturn:
         start, end = max(0, self.at - SHOWN), self.at + SHOWN
@@ -65,11 +65,6 @@ class _Reader:
         pointer = " " * (len(before) + self.at - start) + "^"
         part = f"{before}{self.text[start:end]}{after}"
         raise ValueError(f"expected {expected} here:\n  {part}\n  {pointer}")
-
-    @property
-    def shown(self) -> str:
-        """The text, or the beginning of a long one, in quotes."""
-        return _quoted(self.text)
 
     def accept(self, mark: str) -> bool:
         if not self.text.startswith(mark, self.at):
@@ -131,6 +126,7 @@ class _Reader:
 
 
 def _quoted(text: str) -> str:
+    """The text, or the beginning of a long one, in quotes."""
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
 
 

@@ -6,12 +6,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS
-from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.program import Program
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.leaf_protocol import LeafProtocol
     from precondattn.algebra.mechanism import Mechanism, Preconditioner
 
 
@@ -28,8 +27,7 @@ def program_of(mechanism: Mechanism) -> Program:
     if not callable(getattr(mechanism, "steps", None)):  # A leaf may have an option of this name.
         leaf = cast("LeafProtocol", mechanism)
         call = LeafCall("out", leaf, tuple([(name, name) for name in leaf.inputs]))
-        meanings = {name: leaf.meaning(name) for name in leaf.inputs}
-        return Program([call], "out", meanings)
+        return Program([call], "out", {name: leaf.meaning(name) for name in leaf.inputs})
     return _unfold(mechanism)  # type: ignore[arg-type]
 
 
@@ -62,15 +60,14 @@ def _unfold(mechanism: Preconditioner) -> Program:
             value_of[name] = values[outer]
         for call in inner.calls:
             arguments = tuple((formal, value_of[value]) for formal, value in call.arguments)
-            is_result = call.out == inner.out
-            name = step.out if is_result else f"{step.out}.{call.out}"
+            name = step.out if call.out == inner.out else f"{step.out}.{call.out}"
             if (call.leaf, arguments) not in known:
                 known[call.leaf, arguments] = name
                 calls.append(LeafCall(name, call.leaf, arguments))
             value_of[call.out] = known[call.leaf, arguments]
-        outputs.add(step.out)
         if step.out in meanings:
             raise TypeError(f"{mechanism.name}: {step.out!r} is both a step and an input")
+        outputs.add(step.out)
         values[step.out] = value_of[inner.out]
     return Program(calls, values[steps[-1].out], meanings)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.leaf_call import LeafCall
+from precondattn.algebra.leaf_protocol import LeafCall
 from precondattn.algebra.program import Program
 
 

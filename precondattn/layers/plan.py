@@ -8,8 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern
-from precondattn.algebra.expression import parse
-from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.arrays import Shape
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call

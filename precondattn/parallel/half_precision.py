@@ -14,7 +14,7 @@ from precondattn.arrays import Array, DType, cast, upcast_all
 from precondattn.dispatch.discovery import discover
 
 if TYPE_CHECKING:
-    from precondattn.algebra.leaf_call import LeafCall
+    from precondattn.algebra.leaf_protocol import LeafCall
     from precondattn.algebra.piece import BackendNames
 
 

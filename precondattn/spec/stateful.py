@@ -13,7 +13,8 @@ from functools import cached_property, lru_cache
 
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.flops import Flops, state_flops, state_heads
-from precondattn.algebra.mechanism import Leaf, missing_method
+from precondattn.algebra.leaf_protocol import missing_method
+from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.recurrence import Recurrence
 from precondattn.arrays import Array, Arrays, Residuals, Shape, namespace
 from precondattn.cache import Replace, Slot, Updates, new_buffer

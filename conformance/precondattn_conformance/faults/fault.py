@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from precondattn.algebra.declaration import Inputs, Pattern
-from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import parse
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays
 from precondattn.cache import Slot, Update

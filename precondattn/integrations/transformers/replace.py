@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from precondattn.algebra.expression import parse
-from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (
     NAME,

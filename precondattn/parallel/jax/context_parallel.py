@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import parse
 from precondattn.parallel.advised_layouts import advice
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.jax import heads

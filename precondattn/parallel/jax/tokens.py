@@ -48,8 +48,7 @@ from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
-    from precondattn.algebra.leaf_call import LeafCall
-    from precondattn.algebra.leaf_protocol import LeafProtocol
+    from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 
 WAYS: Mapping[type[Leaf], ModuleType] = {
     TokenWise: local,

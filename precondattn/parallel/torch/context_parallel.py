@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from precondattn.algebra.expression import parse
+from precondattn.algebra.mechanism import parse
 from precondattn.cache import Cache
 from precondattn.parallel.advised_layouts import advice
 from precondattn.parallel.heads import HeadAxes

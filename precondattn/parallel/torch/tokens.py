@@ -40,8 +40,7 @@ from precondattn.spec.path import Path
 from precondattn.spec.softmax import Softmax
 
 if TYPE_CHECKING:
-    from precondattn.algebra.leaf_call import LeafCall
-    from precondattn.algebra.leaf_protocol import LeafProtocol
+    from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
     from precondattn.algebra.mechanism import Mechanism
 
 HALF = (torch.float16, torch.bfloat16)

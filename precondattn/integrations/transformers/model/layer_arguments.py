@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from precondattn.algebra.expression import parse
-from precondattn.algebra.mechanism import Mechanism
+from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import HFConfig
 from precondattn.integrations.transformers.model.recipes import from_json, to_json
