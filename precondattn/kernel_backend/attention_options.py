@@ -11,13 +11,12 @@ from precondattn.spec.softmax import SoftmaxAttention
 
 def declined_option(leaf: SoftmaxAttention, kernels: str) -> str | None:
     """Why kernels for plain scores and weights decline `leaf`, a `Softmax` or `Path`; or None."""
-    for option, is_used in (
-        ("a bias", leaf.bias),
-        ("a forget gate", leaf.forget != "none"),
-        ("a soft cap", leaf.softcap is not None),
-        ("a sink", leaf.sink),
-        ("the logarithms of its sums", leaf.read == MEAN_AND_LOG_SUM),
-    ):
-        if is_used:
-            return f"has no kernel for {kernels} with {option}"
-    return None
+    is_used = {
+        "a bias": leaf.bias,
+        "a forget gate": leaf.forget != "none",
+        "a soft cap": leaf.softcap is not None,
+        "a sink": leaf.sink,
+        "the logarithms of its sums": leaf.read == MEAN_AND_LOG_SUM,
+    }
+    used = [f"has no kernel for {kernels} with {option}" for option in is_used if is_used[option]]
+    return used[0] if used else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Tree
+from precondattn.arrays import ByName, Tree
 from precondattn.backend import Backend, MethodsOf, Request, Support
 from precondattn.kernel_backend.code_hash import code_of
 from precondattn.kernel_backend.kernel_table import (
@@ -62,15 +62,12 @@ class KernelBackend(Backend):
 
     def refusal(self, mechanism: Piece, request: Request) -> str | None:
         """The reason why the backend does not support a request; None where it does."""
-        reason = self.refuses_request(request)
-        if reason is not None:
+        if (reason := self.refuses_request(request)) is not None:
             return reason
-        kernels = self.kernels(mechanism)
-        if kernels is None:
-            reason = lack_in(self.table, mechanism)
-            return f"has no kernels for {mechanism}{self.on_device()}{reason}"
-        reason = self.refuses_kernels(kernels, request)
-        if reason is not None:
+        if (kernels := self.kernels(mechanism)) is None:
+            lack = lack_in(self.table, mechanism)
+            return f"has no kernels for {mechanism}{self.on_device()}{lack}"
+        if (reason := self.refuses_kernels(kernels, request)) is not None:
             return reason
         if not hasattr(kernels, VERBS[request.verb]):
             return f"has no {VERBS[request.verb]} of {mechanism}"
@@ -85,13 +82,9 @@ class KernelBackend(Backend):
         """What makes machine code of the kernels here, with its version: "ptxas 13.1"."""
         return ""
 
-    def kernel_class(self, mechanism: Piece) -> str | None:
-        """`"module:Class"` of a leaf or group; None where the backend has none."""
-        return entry_in(self.table, mechanism)
-
     def ledger_entry(self, mechanism: Piece, request: Request) -> LedgerEntry:
         """What the ledger must have for these kernels to be chosen by default."""
-        kernel_class = self.kernel_class(mechanism)
+        kernel_class = entry_in(self.table, mechanism)
         assert kernel_class is not None
         return LedgerEntry(
             family_of(mechanism, kernel_class),
@@ -126,7 +119,7 @@ class KernelBackend(Backend):
             return "extend", "extend_vjp"
         return (request.verb,)
 
-    def launching(self, inputs: Mapping[str, Array]) -> AbstractContextManager[object]:
+    def launching(self, inputs: ByName) -> AbstractContextManager[object]:
         """The context in which kernels are launched on these inputs."""
         return nullcontext()
 

@@ -66,10 +66,9 @@ class Configurations(Generic[C]):
     @contextmanager
     def forced(self, **configurations: C) -> Iterator[None]:
         """These configurations by kernel, on every device: for tests, and for tuning."""
-        before = dict(self._forced)
-        self._forced.update(configurations)
+        before = self._forced
+        self._forced = {**before, **configurations}
         try:
             yield
         finally:
-            self._forced.clear()
-            self._forced.update(before)
+            self._forced = before

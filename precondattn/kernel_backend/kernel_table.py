@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
@@ -64,11 +63,4 @@ def lack_in(table: KernelTable, mechanism: Piece) -> str:
 def kernels_in(table: KernelTable, mechanism: Piece) -> type[Kernels] | None:
     """The class for a leaf or group; None where the table has none."""
     entry = entry_in(table, mechanism)
-    return None if entry is None else _imported(entry)
-
-
-@cache
-def _imported(entry: str) -> type[Kernels]:
-    module, _, name = entry.partition(":")
-    kernel_class: type[Kernels] = getattr(import_module(module), name)
-    return kernel_class
+    return None if entry is None else resolve_name(entry)

@@ -61,12 +61,11 @@ def family_of(mechanism: Piece, entry: str) -> str:
 def _named(leaf: LeafProtocol) -> str:
     """The name of a leaf, with the options that select kernels where they are no default."""
     assert isinstance(leaf, Leaf)
-    given = {
-        name: value
+    options = ",".join(
+        f"{name}={getattr(leaf, name)}"
         for name, field in fields_of(leaf).items()
-        if name in SELECTING and (value := getattr(leaf, name)) != field.default
-    }
-    options = ",".join(f"{name}={value}" for name, value in given.items())
+        if name in SELECTING and getattr(leaf, name) != field.default
+    )
     return f"{leaf.name}[{options}]" if options else str(leaf.name)
 
 

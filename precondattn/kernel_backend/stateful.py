@@ -8,13 +8,13 @@ outputs of the linear family by its scale, which would round the queries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeGuard
 
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     DType,
     Residuals,
     cast,
@@ -56,11 +56,13 @@ def computes_rows(leaf: Stateful) -> bool:
     """Whether its recurrence has rows that it computes first: products of inputs, more steps, or
     queries of other tokens."""
     r = leaf.declares
-    if r is None:
-        return False
-    of_inputs = "before, with a bonus", "of the gate", "channel", "low rank"
-    declared = {r.reads, r.keys, r.strength, r.rule}
-    return not declared.isdisjoint(of_inputs) or r.steps is not None
+    return r is not None and (
+        r.reads == "before, with a bonus"
+        or r.keys == "of the gate"
+        or r.strength == "channel"
+        or r.rule == "low rank"
+        or r.steps is not None
+    )
 
 
 def decays(leaf: Stateful, frame: Frame) -> bool:
@@ -68,7 +70,7 @@ def decays(leaf: Stateful, frame: Frame) -> bool:
     return frame.k_segment is not None or bool(leaf.has_decay)
 
 
-def scale_in_form(leaf: Stateful, x: Mapping[str, Array]) -> float:
+def scale_in_form(leaf: Stateful, x: ByName) -> float:
     """The scale that the form multiplies by: that of the linear family."""
     return float(leaf.scale_for(x["q"].shape[3])) if is_linear(leaf) else 1.0
 
@@ -78,7 +80,7 @@ def unscaled(leaf: Stateful) -> Stateful:
     return replace(leaf, scale=1.0) if is_linear(leaf) else leaf
 
 
-def stream_of(leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Stream:
+def stream_of(leaf: LinearFamily, x: ByName, frame: Frame) -> Stream:
     """The stream of a plain leaf, without its scale and without repeating heads."""
     m = leaf.state_heads(x)
     q, k = x["q"], x["k"]
@@ -87,32 +89,28 @@ def stream_of(leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Strea
         q,
         where_valid(swap_time_and_heads(k), frame),
         swap_time_and_heads(x["v"]),
-        _gates(leaf, x, frame) if decays(leaf, frame) else _no_gates(k, m),
+        _gates(leaf, x, frame),
         swap_time_and_heads(x["beta"]) if leaf.declares.strength == "scalar" else None,
         **leaf.erased(x, frame),
     )
 
 
-def _gates(leaf: LinearFamily, x: Mapping[str, Array], frame: Frame) -> Array:
-    """(b, m, s, 1 or d, 1) in float32."""
+def _gates(leaf: LinearFamily, x: ByName, frame: Frame) -> Array:
+    """(b, m, s, 1 or d, 1) in float32; one 0, broadcast, where nothing decays."""
+    k = x["k"]
+    if not decays(leaf, frame):
+        xp = namespace(k)
+        zero = xp.zeros((), dtype=xp.float32, **placement(k))
+        return xp.broadcast_to(zero, (k.shape[0], leaf.state_heads(x), k.shape[1], 1, 1))
     # A fixed decay takes the number of keys and its dtype from k: one channel of k is enough.
-    small = {**x, "k": upcast(x["k"][..., :1])}
+    small = {**x, "k": upcast(k[..., :1])}
     if "g" in x:
         small["g"] = upcast(x["g"])
     return forget_other_segments(leaf.log_decay(small, frame), frame)
 
 
-def _no_gates(k: Array, m: int) -> Array:
-    xp, (b, s) = namespace(k), k.shape[:2]
-    zero = xp.zeros((), dtype=xp.float32, **placement(k))
-    return xp.broadcast_to(zero, (b, m, s, 1, 1))
-
-
-def gradients_of(leaf: LinearFamily, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:
-    """The gradients of a plain leaf's inputs, from those of its stream.
-
-    The form has multiplied by the scale.
-    """
+def gradients_of(leaf: LinearFamily, x: ByName, d: Stream, frame: Frame) -> Arrays:
+    """The gradients of a plain leaf's inputs, from those of its stream, which has its scale."""
     return replace(leaf, scale=1.0).gradients(x, d, frame)
 
 
@@ -137,7 +135,7 @@ class Rounded:
 class StatefulKernels:
     """Subclass it with `form`."""
 
-    def form(self, leaf: Stateful, x: Mapping[str, Array], frame: Frame) -> Form:
+    def form(self, leaf: Stateful, x: ByName, frame: Frame) -> Form:
         """The recurrence in chunks, as a leaf and its inputs need it.
 
         It multiplies by `scale_in_form`, and has gates where `decays`.
@@ -164,16 +162,12 @@ class StatefulKernels:
             return f"its recurrence supports at most {MOST_HEADS} heads of all sequences together"
         return None
 
-    def _form(self, leaf: Stateful, x: Mapping[str, Array], frame: Frame) -> Form:
+    def _form(self, leaf: Stateful, x: ByName, frame: Frame) -> Form:
         form = self.form(leaf, x, frame)
         return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
     def run(
-        self,
-        leaf: Stateful,
-        state: Mapping[str, Array] | None,
-        x: Mapping[str, Array],
-        frame: Frame,
+        self, leaf: Stateful, state: ByName | None, x: ByName, frame: Frame
     ) -> tuple[Array, Arrays]:
         """The output and the new state, from a state, or from zeros where it is None."""
         form = self._form(leaf, x, frame)
@@ -182,16 +176,16 @@ class StatefulKernels:
             o, final = form.forward(stream_of(leaf, x, frame), state["state"])
             return rows_of_states(o), {"state": final}
         out, finals = unscaled(leaf).run(state, upcast_all(x), frame, form)
-        return cast(out, _dtype_of_output(x)), finals
+        return cast(out, next(x[name].dtype for name in "vqk" if name in x)), finals
 
     def run_vjp(
         self,
         leaf: Stateful,
-        state: Mapping[str, Array] | None,
-        x: Mapping[str, Array],
+        state: ByName | None,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_state: Mapping[str, Array] | None,
+        d_state: ByName | None,
     ) -> tuple[Arrays, Arrays]:
         """The gradients of inputs and state, from those of the output and the new state."""
         form = self._form(leaf, x, frame)
@@ -207,15 +201,13 @@ class StatefulKernels:
             )
         return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
 
-    def forward(
-        self, leaf: Stateful, x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Residuals]:
+    def forward(self, leaf: Stateful, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         return self.run(leaf, None, x, frame)[0], ()
 
     def backward(
         self,
         leaf: Stateful,
-        x: Mapping[str, Array],
+        x: ByName,
         frame: Frame,
         out: Array,
         residuals: Residuals,
@@ -223,9 +215,7 @@ class StatefulKernels:
     ) -> Arrays:
         return self.run_vjp(leaf, None, x, frame, cotangent, None)[0]
 
-    def step(
-        self, leaf: Stateful, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
+    def step(self, leaf: Stateful, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
         out, final = self.run(leaf, state, x, _without_masks_if_uniform(frame))
@@ -234,28 +224,21 @@ class StatefulKernels:
     def step_backward(
         self,
         leaf: Stateful,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
+        past: ByName,
+        x: ByName,
         frame: Frame,
         cotangent: Array,
-        d_buffers: Mapping[str, Array],
+        d_buffers: ByName,
     ) -> tuple[Arrays, Arrays]:
         keys = leaf.program.slot_keys[0]
-        state, d_state = (
-            {slot: buffers[key] for slot, key in keys.items()} for buffers in (past, d_buffers)
-        )
+        state = {slot: past[key] for slot, key in keys.items()}
+        d_state = {slot: d_buffers[key] for slot, key in keys.items()}
         frame = _without_masks_if_uniform(frame)
         gradients, d_past = self.run_vjp(leaf, state, x, frame, cotangent, d_state)
         return gradients, {keys[slot]: d_slot for slot, d_slot in d_past.items()}
 
-    def residual_shapes(
-        self, leaf: Stateful, inputs: Mapping[str, ArraySpec]
-    ) -> tuple[ArraySpec, ...]:
+    def residual_shapes(self, leaf: Stateful, inputs: ByName) -> tuple[ArraySpec, ...]:
         return ()
-
-
-def _dtype_of_output(x: Mapping[str, Array]) -> DType:
-    return next(x[name].dtype for name in "vqk" if name in x)
 
 
 def _without_masks_if_uniform(frame: Frame) -> Frame:
