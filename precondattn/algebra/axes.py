@@ -14,7 +14,7 @@ the letter of the last call that has one, and its smallest member has no factor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import lcm
 from typing import NamedTuple
@@ -25,10 +25,14 @@ from precondattn.algebra.leaf_protocol import LeafCall
 CallLetter = tuple[int, str]
 """The index of a call, and a letter of its leaf."""
 
-ONE = Fraction(1)
+Factor = int | Fraction
+"""How often a letter is in another one. Most factors are the integer 1: fractions are slow."""
 
 UNIT: CallLetter = (-1, FIXED)
 """The size 1; every fixed size is a multiple of it."""
+
+Declarations = dict[str, list[tuple[int, Pattern]]]
+"""By value, (call number, pattern) of its calls: last reader first, the producer last."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
 """Letters that mean no axis of a leaf, for families whose letters are all taken."""
@@ -38,36 +42,27 @@ class _Families:
     """Union-find over letters, each of which is a multiple of its family's root."""
 
     def __init__(self) -> None:
-        self.parent: dict[CallLetter, tuple[CallLetter, Fraction]] = {}
+        self.parent: dict[CallLetter, tuple[CallLetter, Factor]] = {}
 
-    def root(self, letter: CallLetter) -> tuple[CallLetter, Fraction]:
+    def root(self, letter: CallLetter) -> tuple[CallLetter, Factor]:
         """(root, factor) with letter = factor · root."""
-        parent, factor = self.parent.setdefault(letter, (letter, ONE))
+        parent, factor = self.parent.setdefault(letter, (letter, 1))
         if parent == letter:
             return letter, factor
         root, parent_factor = self.root(parent)
         if root == parent:
             return root, factor
-        self.parent[letter] = root, _product(factor, parent_factor)
+        self.parent[letter] = root, factor * parent_factor
         return self.parent[letter]
 
     def equate(self, a: CallLetter, multiple_a: int, b: CallLetter, multiple_b: int) -> bool:
         """Record multiple_a · a = multiple_b · b; False where this is a contradiction."""
         (root_a, factor_a), (root_b, factor_b) = self.root(a), self.root(b)
+        times_a, times_b = multiple_a * factor_a, multiple_b * factor_b
         if root_a == root_b:
-            return multiple_a * factor_a == multiple_b * factor_b
-        multiple = ONE if multiple_a == multiple_b else Fraction(multiple_b, multiple_a)
-        self.parent[root_a] = root_b, _product(multiple, _quotient(factor_b, factor_a))
+            return times_a == times_b
+        self.parent[root_a] = root_b, 1 if times_a == times_b else Fraction(times_b, times_a)
         return True
-
-
-def _product(a: Fraction, b: Fraction) -> Fraction:
-    """a · b. Most factors are 1, and fractions are slow."""
-    return b if a is ONE else a if b is ONE else a * b
-
-
-def _quotient(a: Fraction, b: Fraction) -> Fraction:
-    return a if b is ONE else a / b
 
 
 class Letters(NamedTuple):
@@ -91,8 +86,30 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         where two calls contradict each other about the shape of a value.
     """
     declarations = _declarations(calls)
+    axes: tuple[dict[str, Axis], ...]
     if len(calls) == 1 and max(map(len, declarations.values())) == 1:
-        return _own_letters(calls[0], {v: declared[0][1] for v, declared in declarations.items()})
+        patterns = {value: declared[0][1] for value, declared in declarations.items()}
+        axes = ({letter: Axis(letter) for letter in _letters(patterns.values())},)
+    else:
+        axes = _program_axes(calls, declarations, _equated(calls, declarations))
+        patterns = {
+            value: declared[0][1].substituted(axes[declared[0][0]])
+            for value, declared in declarations.items()
+        }
+    for call in calls:
+        for formal, value in call.arguments:
+            if formal in call.leaf.allows_any_length:
+                patterns[value] = patterns[value]._replace(unit=False, row=False)
+    return Letters(patterns, axes)
+
+
+def _letters(patterns: Iterable[Pattern]) -> dict[str, None]:
+    """The letters of the patterns in order, each once."""
+    return dict.fromkeys("".join([pattern.letters for pattern in patterns]).replace(FIXED, ""))
+
+
+def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families:
+    """The families of the letters that mean the same size."""
     families = _Families()
     for value, declared in declarations.items():
         first_number, first = declared[0]
@@ -109,27 +126,7 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
                     f"and what {calls[number].leaf} declares ({pattern})"
                 )
     _equate_bases(calls, families)
-    axes = _program_axes(calls, declarations, families)
-    patterns = {
-        value: declared[0][1].substituted(axes[declared[0][0]])
-        for value, declared in declarations.items()
-    }
-    for call in calls:
-        _allow_any_length(call, patterns)
-    return Letters(patterns, axes)
-
-
-def _own_letters(call: LeafCall, patterns: dict[str, Pattern]) -> Letters:
-    """Those of one leaf."""
-    letters = dict.fromkeys("".join([p.letters for p in patterns.values()]).replace(FIXED, ""))
-    _allow_any_length(call, patterns)
-    return Letters(patterns, ({letter: Axis(letter) for letter in letters},))
-
-
-def _allow_any_length(call: LeafCall, patterns: dict[str, Pattern]) -> None:
-    for formal, value in call.arguments:
-        if formal in call.leaf.allows_any_length:
-            patterns[value] = patterns[value]._replace(unit=False, row=False)
+    return families
 
 
 def _call_letter(number: int, axis: Axis) -> CallLetter:
@@ -145,15 +142,13 @@ def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
     for number, call in enumerate(calls):
         if not call.leaf.is_base:
             continue
-        patterns = (Pattern.read(call.leaf.output), *call.leaf.inputs.values())
-        for letter in dict.fromkeys("".join(p.letters for p in patterns).replace(FIXED, "")):
+        for letter in _letters((Pattern.read(call.leaf.output), *call.leaf.inputs.values())):
             other = first.setdefault(letter, number)
             families.equate((other, letter), 1, (number, letter), 1)
 
 
-def _declarations(calls: Sequence[LeafCall]) -> dict[str, list[tuple[int, Pattern]]]:
-    """By value, (call number, pattern) of its calls: last reader first, the producer last."""
-    declarations: dict[str, list[tuple[int, Pattern]]] = {}
+def _declarations(calls: Sequence[LeafCall]) -> Declarations:
+    declarations: Declarations = {}
     for number in reversed(range(len(calls))):
         call = calls[number]
         output = Pattern.read(call.leaf.output)
@@ -164,9 +159,7 @@ def _declarations(calls: Sequence[LeafCall]) -> dict[str, list[tuple[int, Patter
 
 
 def _program_axes(
-    calls: Sequence[LeafCall],
-    declarations: dict[str, list[tuple[int, Pattern]]],
-    families: _Families,
+    calls: Sequence[LeafCall], declarations: Declarations, families: _Families
 ) -> tuple[dict[str, Axis], ...]:
     """For every call, the program's axis for each letter of its leaf."""
     members: dict[CallLetter, list[CallLetter]] = {}
@@ -175,8 +168,7 @@ def _program_axes(
         for number, pattern in declared:
             patterns_of[number].append(pattern)
     for number in sorted(range(len(calls)), key=lambda i: (not calls[i].leaf.is_base, -i)):
-        letters = "".join(pattern.letters for pattern in patterns_of[number])
-        for letter in dict.fromkeys(letters.replace(FIXED, "")):
+        for letter in _letters(patterns_of[number]):
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))
     axes: tuple[dict[str, Axis], ...] = tuple({} for _ in calls)
     taken: set[str] = set()
@@ -185,7 +177,7 @@ def _program_axes(
         factors = {member: families.root(member)[1] for member in family}
         if root == fixed_root:
             for (number, letter), factor in factors.items():
-                size = factor / unit_factor
+                size = Fraction(factor, unit_factor)
                 if size.denominator != 1:
                     raise TypeError(f"{letter} of {calls[number].leaf} can not be {size}")
                 axes[number][letter] = Axis(FIXED, int(size))
@@ -194,8 +186,7 @@ def _program_axes(
         name = next(letter for letter in candidates if letter not in taken)
         taken.add(name)
         # The smallest member has no factor.
-        unit = Fraction(lcm(*(factor.denominator for factor in factors.values())))
-        same = Axis(name, int(unit))
+        unit = lcm(*(factor.denominator for factor in factors.values()))
         for (number, letter), factor in factors.items():
-            axes[number][letter] = same if factor is ONE else Axis(name, int(factor * unit))
+            axes[number][letter] = Axis(name, int(factor * unit))
     return axes

@@ -1,24 +1,9 @@
 """Declared inputs: name and symbolic shape, declared once, used for checks, cases and docs.
 
-A pattern is a list of axes, one letter each:
-
-===  ======================================================================
-b    batch
-t    query time
-s    key time
-c    capacity of a cache
-h    query heads
-n    key/value heads, a divisor of h
-u    value heads, a multiple of h
-d    key width
-e    value width
-m    slots
-===  ======================================================================
-
-An axis may be a multiple (`2*d`), a fixed size (`64`), or may broadcast (`1|b`: either b or 1). A
-pattern without axes is a single number. After the axes a pattern may declare that rows have length
-1 (`"b s n d unit"` for directions, `"b s h d unit row"` for keys), or the range of the entries:
-`"b s n in [0, 2]"`, `"h in (0, inf)"`.
+A pattern is a list of axes, one letter each (`LETTERS`). An axis may be a multiple (`2*d`), a fixed
+size (`64`), or may broadcast (`1|b`: either b or 1). A pattern without axes is a single number.
+After the axes a pattern may declare that rows have length 1 (`"b s n d unit"` for directions,
+`"b s h d unit row"` for keys), or the range of the entries: `"b s n in [0, 2]"`, `"h in (0, inf)"`.
 """
 
 from __future__ import annotations
@@ -50,7 +35,6 @@ MAY_BE_EMPTY = "bts"
 """There may be no sequences, no queries and no keys (`dispatch/empty.py`)."""
 
 Sizes = dict[str, int]
-
 
 ATTENTION_INPUTS = frozenset({"q", "k", "v", "g"})
 """Inputs that mean the same in every mechanism."""
@@ -231,10 +215,7 @@ class Inputs(Mapping[str, Pattern]):
     def extending(self) -> Inputs:
         """The inputs of `extend`: as many new keys as queries; pairs span the cache's capacity."""
         return Inputs(
-            **{
-                name: pattern.renamed({"s": "c"} if pattern.is_pairwise else {"s": "t"})
-                for name, pattern in self.items()
-            }
+            **{n: p.renamed({"s": "c" if p.is_pairwise else "t"}) for n, p in self.items()}
         )
 
     def sizes(

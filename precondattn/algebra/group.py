@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
-from precondattn.algebra.offers import Offers
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
 from precondattn.algebra.text import read
@@ -17,7 +16,7 @@ from precondattn.limits import KEPT
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Piece):
     """Leaf calls of a program, under names that do not depend on that program."""
 
     calls: Program
@@ -30,24 +29,12 @@ class Group:
     def inputs(self) -> Inputs:
         return Inputs(**self.calls.inputs)
 
-    @property
-    def offers(self) -> Offers:
-        return Offers()
-
-    @property
-    def numbers_heads(self) -> bool:
-        return self.calls.numbers_heads
-
-    @property
-    def mixes_sequences(self) -> bool:
-        return self.calls.mixes_sequences
-
     @cached_property
-    def _name(self) -> str:
+    def _name(self) -> str:  # type: ignore[override]
         return name_of(self)
 
     @property
-    def _positional(self) -> tuple[str, ...]:
+    def _positional(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.inputs)[:3]
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from precondattn.limits import KEPT_TEXTS
 
 
 class Described:
-    """What every mechanism says of itself."""
+    """What every mechanism, and a group of leaf calls, says of itself."""
 
     name: ClassVar[str]
     """Its name in an expression."""

@@ -17,7 +17,7 @@ from precondattn.algebra import registry
 from precondattn.algebra.advice import moved_inside
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
-from precondattn.algebra.leaf_protocol import Described, LeafCall, LeafProtocol
+from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import OptionValue, check_options
@@ -33,7 +33,7 @@ from precondattn.limits import NESTED
 M = TypeVar("M", bound="Mechanism")
 
 
-class Mechanism(Described, Verbs):
+class Mechanism(Verbs):
     """The base class of leaves and preconditioners."""
 
     variants: ClassVar[tuple[str, ...]] = ()
@@ -91,16 +91,6 @@ class Mechanism(Described, Verbs):
     def program(self) -> Program:
         """Its leaf calls, in order."""
         return program_of(self)
-
-    @property
-    def numbers_heads(self) -> bool:
-        """Whether the output of a head depends on its number among all heads."""
-        return self.program.numbers_heads
-
-    @property
-    def mixes_sequences(self) -> bool:
-        """Whether an output depends on the other sequences of its batch."""
-        return self.program.mixes_sequences
 
     def with_read(self: M, read: OptionValue) -> M:
         """The same mechanism with another read of the values."""

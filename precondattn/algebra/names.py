@@ -2,13 +2,11 @@
 
 The name is the piece's own text where that parses back to an equal piece. A graph with such names
 can be saved and loaded in another process. Any other piece gets its text and a number: it has a
-class that is not registered, such as a subclass without a `name` of its own, or its text was the
-name of another piece before its class was defined again. Such a name is valid in this process only.
-A name never changes its meaning.
+class without a `name` of its own, or its text was the name of another piece before its class was
+defined again. Such a name is valid in this process only. A name never changes its meaning.
 
 Pieces of this package are read back from their text, and those used last are kept. All other pieces
-are kept for the life of the process, about 1 KB each: a text does not give back a class without a
-name, and a class with one may be defined again while a graph has the name of its pieces.
+are kept for the life of the process, about 1 KB each, because their text may not give them back.
 """
 
 from __future__ import annotations

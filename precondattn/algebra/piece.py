@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.offers import Offers
+from precondattn.algebra.leaf_protocol import Described
 from precondattn.algebra.program import Program
 from precondattn.arrays import Array
 
@@ -16,24 +14,25 @@ ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 """From the cotangents of an extension to the gradients of its inputs and of the old cache."""
 
 
-class Piece(Protocol):
+class Piece(Described):
     """A piece, as those see it that neither construct nor compose one. Hashable."""
 
-    def __hash__(self) -> int: ...
-    @property
-    def inputs(self) -> Inputs: ...
-    @property
-    def program(self) -> Program: ...
-    @property
-    def offers(self) -> Offers: ...
-    @property
-    def numbers_heads(self) -> bool: ...
-    @property
-    def mixes_sequences(self) -> bool: ...
-    @property
-    def _name(self) -> str:
-        """Its name in PyTorch's operators (`names.py`)."""
+    _name: str
+    """Its name in PyTorch's operators (`names.py`). Dynamo reads it as a constant."""
+    _positional: tuple[str, ...]
+    """The inputs that a call may give by position; also read by Dynamo."""
 
     @property
-    def _positional(self) -> tuple[str, ...]:
-        """The inputs that a call may give by position."""
+    def program(self) -> Program:
+        """Its leaf calls, in order."""
+        raise NotImplementedError
+
+    @property
+    def numbers_heads(self) -> bool:
+        """Whether the output of a head depends on its number among all heads."""
+        return self.program.numbers_heads
+
+    @property
+    def mixes_sequences(self) -> bool:
+        """Whether an output depends on the other sequences of its batch."""
+        return self.program.mixes_sequences

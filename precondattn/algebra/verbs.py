@@ -53,19 +53,15 @@ class _SignatureOfCall:
         return signature_of_call(mechanism)
 
 
-class Verbs:
+class Verbs(Piece):
     """The public methods of every mechanism."""
 
     __signature__ = _SignatureOfCall()
     _text: str
     """The mechanism's expression."""
-    _name: str
-    """Its name in PyTorch's operators. A plain attribute, because Dynamo reads it as a constant."""
-    _positional: tuple[str, ...]
-    """The inputs that may be given by position; also read by Dynamo."""
 
     def __call__(
-        self: Piece,
+        self,
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
@@ -122,7 +118,7 @@ class Verbs:
         return call(self, arrays, named, backend, masks)
 
     def vjp(
-        self: Piece,
+        self,
         *arrays: Array,
         backend: BackendNames = None,
         segment_ids: Array | None = None,
@@ -159,7 +155,7 @@ class Verbs:
         return vjp(self, arrays, named, backend, masks)
 
     def init_cache(
-        self: Piece,
+        self,
         *arrays: Array,
         capacity: int | None = None,
         key_mask: bool = False,
@@ -176,7 +172,7 @@ class Verbs:
         return empty_cache(self, arrays, named, capacity, key_mask)
 
     def extend(
-        self: Piece,
+        self,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
@@ -235,7 +231,7 @@ class Verbs:
         return extend(self, cache, arrays, named, backend, masks, donate=donate)
 
     def extend_vjp(
-        self: Piece,
+        self,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
@@ -269,7 +265,7 @@ class Verbs:
         return extend_vjp(self, cache, arrays, named, backend, masks)
 
     def explain(
-        self: Piece,
+        self,
         *arrays: Array,
         verb: str = "forward",
         cache: Cache | None = None,
