@@ -14,7 +14,6 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 from precondattn.algebra import registry
-from precondattn.algebra.advice import moved_inside
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
@@ -31,6 +30,9 @@ from precondattn.frame import Frame
 from precondattn.limits import NESTED
 
 M = TypeVar("M", bound="Mechanism")
+
+SEARCHED = 4
+"""Preconditioners around a base, up to which another place for a refused one is looked for."""
 
 
 class Mechanism(Verbs):
@@ -120,10 +122,7 @@ def parse(text: str) -> Mechanism:
     >>> str(pa.Lucid(pa.Softmax(window=128)))
     'lucid(softmax[window=128])'
     """
-    if is_traced_by_dynamo():
-        constant: Mechanism = parsed_in_graph(text)
-        return constant
-    mechanism: Mechanism = read(text)
+    mechanism: Mechanism = parsed_in_graph(text) if is_traced_by_dynamo() else read(text)
     return mechanism
 
 
@@ -232,7 +231,7 @@ class Preconditioner(Mechanism):
 
     def _instead(self) -> Mechanism | None:
         """A mechanism to advise where the base is refused: this preconditioner further inside."""
-        return moved_inside(self, self.base)
+        return _moved_inside(self, self.base)
 
     def steps(self) -> tuple[Step, ...]:
         """Its steps, in order; the last step computes the output."""
@@ -255,3 +254,32 @@ class Preconditioner(Mechanism):
     def with_read(self: M, read: OptionValue) -> M:
         base: Mechanism = self.base  # type: ignore[attr-defined]
         return dataclasses.replace(self, base=base.with_read(read))
+
+
+def _moved_inside(outer: Preconditioner, base: Mechanism) -> Preconditioner | None:
+    """The outer preconditioner inside those of the base, as little as possible.
+
+    None where it is accepted in no such place.
+    """
+    if not isinstance(base, Preconditioner) or base._depth > SEARCHED:
+        return None
+    inner = with_base(outer, base.base) or _moved_inside(outer, base.base)
+    return None if inner is None else with_base(base, inner)
+
+
+def with_base(
+    outer: Preconditioner, base: Mechanism, **options: OptionValue
+) -> Preconditioner | None:
+    """A preconditioner around another base, with some other options; None where it is refused."""
+    # Its constructor would look for advice too.
+    unchecked = object.__new__(type(outer))
+    for field in dataclasses.fields(outer):
+        object.__setattr__(unchecked, field.name, getattr(outer, field.name))
+    for name, value in {**options, "base": base}.items():
+        object.__setattr__(unchecked, name, value)
+    if unchecked.refuses() is not None:
+        return None
+    try:
+        return dataclasses.replace(outer, base=base, **options)
+    except (TypeError, ValueError):  # Names of inputs clash.
+        return None

@@ -71,10 +71,9 @@ def _is_count(value: OptionValue, lowest: int, highest: int | None) -> bool:
 
 
 def _count(highest: int | None = None) -> OptionKind:
-    def accept(value: OptionValue) -> int:
+    def accept(value: OptionValue) -> OptionValue:
         value = _python_number(value)
-        count: int = _accepted(value, _is_count(value, 1, highest))
-        return count
+        return _accepted(value, _is_count(value, 1, highest))
 
     expected = f"a whole number, {'1 or above' if highest is None else f'1 to {highest}'}"
     return OptionKind(expected, accept, partial(_read_as, int))

@@ -20,6 +20,9 @@ from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.cache import Slot
 
+LONGEST_USE = 2000
+"""Characters of a text that two calls are ordered by."""
+
 
 class Program:
     """Leaf calls in order, and the name `out` of the result. Hashable by its text."""
@@ -148,7 +151,10 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
             for formal, value in reader.arguments
             if value == call.out
         )
-        uses[call.out] = _shortened(f"{call.leaf} for [{', '.join(readers)}]")
+        text = f"{call.leaf} for [{', '.join(readers)}]"
+        if len(text) > LONGEST_USE:  # A value that is read twice has its uses twice.
+            text = text[:LONGEST_USE] + sha256(text.encode()).hexdigest()
+        uses[call.out] = text
     ordered: list[LeafCall] = []
     waiting = list(calls)
     while waiting:
@@ -157,15 +163,3 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
         ordered.append(min(ready, key=lambda call: uses[call.out]))
         waiting.remove(ordered[-1])
     return ordered
-
-
-LONGEST_USE = 2000
-"""Characters of a text that two calls are ordered by."""
-
-
-def _shortened(text: str) -> str:
-    """A text of bounded length: the text of a value that is read twice has that of its uses twice,
-    so in a long program it would grow without limit."""
-    if len(text) <= LONGEST_USE:
-        return text
-    return text[:LONGEST_USE] + sha256(text.encode()).hexdigest()

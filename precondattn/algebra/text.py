@@ -100,8 +100,7 @@ class _Reader:
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
-        built: AnyMechanism = cls(**arguments)
-        return built
+        return cls(**arguments)
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
         known, options = fields_of(cls), dict[str, Any]()

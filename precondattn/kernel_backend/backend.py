@@ -149,7 +149,6 @@ class KernelRunner(MethodsOf):
 
             return launch
 
-        for name in ("forward", "forward_with_residuals", "backward"):
-            setattr(self, name, launched(getattr(self, name), 0))
-        for name in ("step", "step_backward"):  # Their first argument are the buffers.
-            setattr(self, name, launched(getattr(self, name), 1))
+        for name in ("forward", "forward_with_residuals", "backward", "step", "step_backward"):
+            at = 1 if name.startswith("step") else 0  # The first argument of a step are buffers.
+            setattr(self, name, launched(getattr(self, name), at))

@@ -49,9 +49,7 @@ def entry_in(table: KernelTable, mechanism: Piece) -> str | None:
 
 
 def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: tuple[LeafProtocol, ...]) -> bool:
-    if not isinstance(key, tuple) or len(key) != len(leaves):
-        return False
-    return all(map(is_in, leaves, key))
+    return isinstance(key, tuple) and len(key) == len(leaves) and all(map(is_in, leaves, key))
 
 
 def lack_in(table: KernelTable, mechanism: Piece) -> str:

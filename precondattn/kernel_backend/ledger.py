@@ -26,7 +26,6 @@ TRUST = "PRECONDATTN_TRUST_KERNELS"
 """Environment variable: 1 chooses kernels that the ledger does not have too. It is read when a call
 is first planned."""
 
-
 SELECTING = ("metric", "decay")
 """Options of leaves for which a class has other kernels."""
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from precondattn.algebra.advice import with_base
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse, with_base
 from precondattn.arrays import Array
 from precondattn.execution.array_checks import check_stored
 from precondattn.given import Arguments, Given

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.advice import with_base
-from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner, Step, step, with_base
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, non_negative, positive
 from precondattn.preconditioners.qk_norm import QKNorm
