@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import lcm
-from typing import NamedTuple
 
 from precondattn.algebra.declaration import FIXED, Axis, Pattern
 from precondattn.algebra.leaf_protocol import LeafCall
@@ -33,6 +32,9 @@ UNIT: CallLetter = (-1, FIXED)
 
 Declarations = dict[str, list[tuple[int, Pattern]]]
 """By value, (call number, pattern) of its calls: last reader first, the producer last."""
+
+Axes = tuple[dict[str, Axis], ...]
+"""For every call, the program's axis for each letter of its leaf."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
 """Letters that mean no axis of a leaf, for families whose letters are all taken."""
@@ -65,17 +67,8 @@ class _Families:
         return True
 
 
-class Letters(NamedTuple):
-    """Patterns and axes in the letters of the program."""
-
-    patterns: dict[str, Pattern]
-    """The pattern of every value."""
-    axes: tuple[dict[str, Axis], ...]
-    """For every call, the program's axis for each letter of its leaf."""
-
-
-def letters_of(calls: Sequence[LeafCall]) -> Letters:
-    """The letters of a program, which have the same meaning in all of its patterns.
+def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
+    """The pattern of every value, and the axes of every call, in the letters of the program.
 
     The range of a value, and whether its rows have length 1, are those that its last reader
     declares; where a reader makes any length harmless, rows have no length.
@@ -86,7 +79,7 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         where two calls contradict each other about the shape of a value.
     """
     declarations = _declarations(calls)
-    axes: tuple[dict[str, Axis], ...]
+    axes: Axes
     if len(calls) == 1 and max(map(len, declarations.values())) == 1:
         patterns = {value: declared[0][1] for value, declared in declarations.items()}
         axes = ({letter: Axis(letter) for letter in _letters(patterns.values())},)
@@ -100,7 +93,7 @@ def letters_of(calls: Sequence[LeafCall]) -> Letters:
         for formal, value in call.arguments:
             if formal in call.leaf.allows_any_length:
                 patterns[value] = patterns[value]._replace(unit=False, row=False)
-    return Letters(patterns, axes)
+    return patterns, axes
 
 
 def _letters(patterns: Iterable[Pattern]) -> dict[str, None]:
@@ -160,8 +153,7 @@ def _declarations(calls: Sequence[LeafCall]) -> Declarations:
 
 def _program_axes(
     calls: Sequence[LeafCall], declarations: Declarations, families: _Families
-) -> tuple[dict[str, Axis], ...]:
-    """For every call, the program's axis for each letter of its leaf."""
+) -> Axes:
     members: dict[CallLetter, list[CallLetter]] = {}
     patterns_of: list[list[Pattern]] = [[] for _ in calls]
     for declared in declarations.values():
@@ -170,7 +162,7 @@ def _program_axes(
     for number in sorted(range(len(calls)), key=lambda i: (not calls[i].leaf.is_base, -i)):
         for letter in _letters(patterns_of[number]):
             members.setdefault(families.root((number, letter))[0], []).append((number, letter))
-    axes: tuple[dict[str, Axis], ...] = tuple({} for _ in calls)
+    axes: Axes = tuple({} for _ in calls)
     taken: set[str] = set()
     fixed_root, unit_factor = families.root(UNIT)
     for root, family in members.items():

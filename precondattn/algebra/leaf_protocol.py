@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import Field
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS, Inputs
 from precondattn.algebra.flops import Flops
@@ -26,6 +27,10 @@ class Described:
     """Its name in an expression."""
     role: ClassVar[str] = "piece"
     """`"base"`, `"preconditioner"` or `"piece"`."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Expressions with other options, which tests, conformance and benchmarks run too."""
+    if TYPE_CHECKING:  # Every piece is a dataclass.
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def inputs(self) -> Inputs:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs, Pattern
@@ -38,10 +38,6 @@ SEARCHED = 4
 class Mechanism(Verbs):
     """The base class of leaves and preconditioners."""
 
-    variants: ClassVar[tuple[str, ...]] = ()
-    """Expressions with other options, which tests, conformance and benchmarks run too."""
-    if TYPE_CHECKING:  # Every class that is registered is a dataclass.
-        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[OptionValue]]]
     _depth: ClassVar[int] = 0
     """The number of preconditioners around its base; an instance has its own."""
 

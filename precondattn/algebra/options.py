@@ -147,19 +147,13 @@ def count_or_none(default: int | None = None) -> OptionValue:
     return option(default, _or_none(_count()))
 
 
-def counts(default: tuple[int, ...]) -> OptionValue:
-    """One or two whole numbers, 1 or above, separated by a slash in an expression: `7/8`."""
-    return option(default, _few_counts(1))
+def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
+    """One or two whole numbers, separated by a slash in an expression: `7/8`.
 
-
-def counts_or_none() -> OptionValue:
-    """One or two whole numbers, 1 or above, or None."""
-    return option(None, _or_none(_few_counts(1)))
-
-
-def non_negative_counts(default: tuple[int, ...]) -> OptionValue:
-    """One or two whole numbers, 0 or above."""
-    return option(default, _few_counts(0))
+    None is accepted where it is the default.
+    """
+    kind = _few_counts(lowest)
+    return option(default, _or_none(kind) if default is None else kind)
 
 
 LONGEST = 2**30

@@ -30,9 +30,9 @@ class Piece(Described):
     @property
     def numbers_heads(self) -> bool:
         """Whether the output of a head depends on its number among all heads."""
-        return self.program.numbers_heads
+        return any(leaf.numbers_heads for leaf in self.program.leaves)
 
     @property
     def mixes_sequences(self) -> bool:
         """Whether an output depends on the other sequences of its batch."""
-        return self.program.mixes_sequences
+        return any(leaf.mixes_sequences for leaf in self.program.leaves)

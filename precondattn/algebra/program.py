@@ -99,16 +99,6 @@ class Program:
     def leaves(self) -> tuple[LeafProtocol, ...]:
         return tuple([call.leaf for call in self.calls])
 
-    @cached_property
-    def numbers_heads(self) -> bool:
-        """Whether the output of a head depends on its number among all heads."""
-        return any(leaf.numbers_heads for leaf in self.leaves)
-
-    @cached_property
-    def mixes_sequences(self) -> bool:
-        """Whether an output depends on the other sequences of its batch."""
-        return any(leaf.mixes_sequences for leaf in self.leaves)
-
     def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
         """The chosen calls as a program, and its name for each value of this program.
 

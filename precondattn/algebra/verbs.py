@@ -110,7 +110,8 @@ class Verbs(Piece):
         if is_compiling():
             from precondattn.execution.torch.compile import captured_call
 
-            names, tensors = (*self._positional[: len(arrays)], *named), (*arrays, *named.values())
+            names = (*self._positional[: len(arrays)], *named)
+            tensors = (*arrays, *named.values())
             return captured_call(self._name, backend, names, tensors, masks)
         from precondattn.execution.run import call
 
@@ -210,14 +211,21 @@ class Verbs(Piece):
             # A graph does not write in place; the compiler reuses memory that is free.
             from precondattn.execution.torch.compile import captured_extend
 
-            keys, buffers = tuple(cache.store), tuple(cache.store.values())
-            names, tensors = (*self._positional[: len(arrays)], *named), (*arrays, *named.values())
-            out, length, *extended = captured_extend(
-                self._name, backend, cache.length, keys, buffers, names, tensors, masks
+            keys = tuple(cache.store)
+            names = (*self._positional[: len(arrays)], *named)
+            out, length, *buffers = captured_extend(
+                self._name,
+                backend,
+                cache.length,
+                keys,
+                tuple(cache.store.values()),
+                names,
+                (*arrays, *named.values()),
+                masks,
             )
             if donate:
                 cache.store.clear()
-            return out, holding(cache, length, dict(zip(keys, extended, strict=True)))
+            return out, holding(cache, length, dict(zip(keys, buffers, strict=True)))
         from precondattn.execution.run import extend
 
         return extend(self, cache, arrays, named, backend, masks, donate=donate)

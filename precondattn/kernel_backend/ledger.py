@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.backend import Request
@@ -59,13 +58,12 @@ def family_of(mechanism: Piece, entry: str) -> str:
 
 def _named(leaf: LeafProtocol) -> str:
     """The name of a leaf, with the options that select kernels where they are no default."""
-    assert isinstance(leaf, Leaf)
     options = ",".join(
         f"{name}={getattr(leaf, name)}"
         for name, field in fields_of(leaf).items()
         if name in SELECTING and getattr(leaf, name) != field.default
     )
-    return f"{leaf.name}[{options}]" if options else str(leaf.name)
+    return f"{leaf.name}[{options}]" if options else leaf.name
 
 
 def width_of(request: Request) -> int:

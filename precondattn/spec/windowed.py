@@ -27,14 +27,7 @@ from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops, pair_flops
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import (
-    counts,
-    counts_or_none,
-    flag,
-    non_negative_counts,
-    one_of,
-    positive_or_none,
-)
+from precondattn.algebra.options import counts, flag, one_of, positive_or_none
 from precondattn.arrays import Array, Arrays, Namespace, Residuals, as_index, namespace
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -101,8 +94,8 @@ class Windowed(Leaf):
     )
 
     size: tuple[int, ...] = counts((4,))
-    shift: tuple[int, ...] = non_negative_counts((0,))
-    grid: tuple[int, ...] | None = counts_or_none()
+    shift: tuple[int, ...] = counts((0,), lowest=0)
+    grid: tuple[int, ...] | None = counts(None)
     scale: float | None = positive_or_none()
     bias: bool = flag(False)
     read: Read = one_of(MEAN, LOG_MEAN_EXP)
