@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from precondattn.algebra.declaration import FIXED, ShapeError
-from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
+from precondattn.algebra.declaration import FIXED, ShapeError, Sizes
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    dtype_name,
+    is_distributed,
+    namespace,
+    placement,
+    traceable,
+)
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.windows import FIRST, rows_of
-from precondattn.execution.arguments import bind_shapes
+from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
+from precondattn.execution.input_names import (
+    INIT_OPTIONS,
+    extending_inputs,
+    inputs_by_name,
+    shapes_of,
+)
+from precondattn.execution.torch.autocast import cast_inputs
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 
 def empty_cache(
-    mechanism: Piece,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    capacity: int | None,
-    key_mask: bool,
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, capacity: int | None, key_mask: bool
 ) -> Cache:
     """A cache of length 0, with buffers of zeros for `capacity` tokens per sequence."""
     if is_distributed(arrays, named):
@@ -44,7 +55,7 @@ def empty_cache(
             f"{mechanism}: key_mask must be true or false, whether the cache stores one; "
             f"found {type(key_mask).__name__}"
         )
-    like, sizes = bind_shapes(mechanism, arrays, named)
+    like, sizes = _like_and_sizes(mechanism, arrays, named)
     sizes["c"] = capacity or 0
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):
@@ -71,3 +82,18 @@ def empty_cache(
         store[FIRST] = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
         kinds[FIRST] = {str(Kind(WINDOW, window=reach + 1)): ()}
     return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store, kinds)
+
+
+def _like_and_sizes(
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays
+) -> tuple[Array, Sizes]:
+    """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
+    owner, declared = str(mechanism), traceable(extending_inputs)(mechanism)
+    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
+    if not inputs:
+        raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
+    inputs, _ = cast_inputs(declared, inputs)
+    check_arrays(owner, declared, inputs)
+    of_tokens = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
+    like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
+    return like, declared.sizes(owner, shapes_of(of_tokens))

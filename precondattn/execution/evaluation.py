@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from types import ModuleType
 
 from precondattn.arrays import (
     Array,
     Arrays,
     Residuals,
-    Tree,
     cast,
     counts_flops,
     dtype_name,
@@ -32,7 +31,8 @@ from precondattn.dispatch.plan import CallPlan, PlannedCall
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
-from precondattn.frame import Frame
+
+BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
 def forward(plan: CallPlan, call: BoundCall) -> Array:
@@ -40,20 +40,25 @@ def forward(plan: CallPlan, call: BoundCall) -> Array:
     values, is_direct = dict(call.inputs), call.prepared.is_direct
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
-        if is_direct:
+        bridge = None if is_direct else _bridge(planned, call)
+        if bridge is None:
             values[planned.out] = planned.runner.forward(inputs, call.frame)[0]
         else:
-            values[planned.out] = _bridge(planned, call)(planned, inputs, call.frame)
+            values[planned.out] = bridge(planned, inputs, call.frame)
     return finished(values[plan.out], call)
 
 
 def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the function from its cotangent to the gradients by input name."""
-    values = dict(call.inputs)
+    values, frame, is_direct = dict(call.inputs), call.frame, call.prepared.is_direct
     trace: list[tuple[PlannedCall, Arrays, Array, Residuals]] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
-        out, residuals = _with_residuals(planned, inputs, call)
+        operators = None if is_direct else _operators_of_vmap(planned, *inputs.values())
+        if operators is None:
+            out, residuals = planned.runner.forward(inputs, frame)
+        else:
+            out, residuals = operators.with_residuals(planned, inputs, frame)
         values[planned.out] = out
         # The private copy would hide that a backend writes to it.
         trace.append((planned, inputs, read_only(out), residuals))
@@ -63,12 +68,15 @@ def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Array
         for planned, inputs, out, residuals in reversed(trace):
             if planned.out not in cotangents:
                 continue
-            gradients = _gradients(
-                planned, inputs, call.frame, out, residuals, cotangents[planned.out]
-            )
+            d_out = cotangents[planned.out]
+            operators = _operators_of_vmap(planned, d_out, out)
+            if operators is None:
+                gradients = gradients_at(d_out, planned.runner, inputs, frame, out, residuals)
+            else:
+                gradients = operators.gradients(planned, inputs, frame, out, residuals, d_out)
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
-        return _apart(_input_gradients(cotangents, call), cotangent)
+        return _input_gradients(cotangents, call, cotangent)
 
     out = finished(values[plan.out], call)
     # The caller may write to what is returned, and the pullback reads it.
@@ -86,39 +94,37 @@ def gradients_from_lse(
     residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:
         return None
-    inputs = _inputs(planned, call.inputs, call)
-    cotangent = used_part(cotangent, call)
-    gradients = gradients_at(cotangent, planned.runner, inputs, call.frame, out, residuals)
-    return _input_gradients({value: gradients[n] for n, value in planned.arguments}, call)
+    inputs, used = _inputs(planned, call.inputs, call), used_part(cotangent, call)
+    gradients = gradients_at(used, planned.runner, inputs, call.frame, out, residuals)
+    by_value = {value: gradients[name] for name, value in planned.arguments}
+    return _input_gradients(by_value, call, cotangent)
 
 
-class ExecutedStep(NamedTuple):
-    """A planned call of an extension, with its arguments and output."""
-
-    planned: PlannedCall
-    past: Arrays
-    inputs: Arrays
-    out: Array
+Step = tuple[PlannedCall, Arrays, Arrays, Array]
+"""A planned call of an extension with its buffers and inputs, and its output."""
 
 
 def _steps(
-    plan: CallPlan, call: BoundCall, cache: Cache, run: Callable[..., tuple[Array, Tree]] | None
-) -> tuple[Array, dict[str, Update], list[ExecutedStep]]:
-    """The output, the update of every buffer, and the executed steps; None runs them directly."""
+    plan: CallPlan, call: BoundCall, cache: Cache, bridge_of: Callable[..., BridgeOfStep | None]
+) -> tuple[Array, dict[str, Update], list[Step]]:
+    """The output, the update of every buffer, and the steps."""
     values, frame = dict(call.inputs), call.frame
     updates: dict[str, Update] = {}
-    trace: list[ExecutedStep] = []
+    trace: list[Step] = []
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
-        if run is None:
+        bridge = None
+        if not call.prepared.is_direct:
+            bridge = bridge_of(planned, *past.values(), *inputs.values())
+        if bridge is None:
             out, step_updates = planned.runner.step(past, inputs, frame)
         else:
-            out, step_updates = run(planned, past, inputs, frame)
+            out, step_updates = bridge(planned, past, inputs, frame)
         values[planned.out] = out
         for name, key in planned.owned:
             updates[key] = step_updates[name]
-        trace.append(ExecutedStep(planned, past, inputs, out))
+        trace.append((planned, past, inputs, out))
     return values[plan.out], updates, trace
 
 
@@ -126,25 +132,14 @@ def extend(
     plan: CallPlan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
 ) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
-    run = None
     if call.prepared.is_direct:
         call.frame.may_overwrite = donate and not plan.shares_buffers
-    else:
-        run = partial(_bridged_step, call=call, length=cache.length, count=count)
-    out, updates, _ = _steps(plan, call, cache, run)
-    store = _updated_store(updates, call, cache, count, donate=donate)
-    if KEY_MASK in cache.store:
-        old_mask, new_mask = cache.store[KEY_MASK], Append(call.frame.valid_keys(call.sizes["t"]))
-        store[KEY_MASK] = updated(old_mask, new_mask, cache.length, count, donate=donate)
-    extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
+    bridge_of = partial(_bridge_of_step, call, cache.length, count)
+    out, updates, _ = _steps(plan, call, cache, bridge_of)
+    extended = _extended(updates, call, cache, count, donate=donate)
     if donate:
         cache.store.clear()
     return finished(out, call), extended
-
-
-def _new_length(length: Array, count: Array, held: int | None) -> Array:
-    # Where the lengths are known to be equal, PyTorch makes an array faster than it adds to one.
-    return length + count if held is None else namespace(length).full_like(length, held + count)
 
 
 def extend_vjp(
@@ -155,9 +150,8 @@ def extend_vjp(
     The pullback maps the cotangents of output and new buffers to the gradients of the inputs and
     of the old buffers, by name.
     """
-    dtypes = {key: buffer.dtype for key, buffer in cache.store.items()}
-    run = None if call.prepared.is_direct else _mapped_step
-    output, updates, trace = _steps(plan, call, cache, run)
+    dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
+    output, updates, trace = _steps(plan, call, cache, _bridge_of_mapped_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
         cotangents: Arrays = {plan.out: used_part(cotangent, call)}
@@ -167,67 +161,76 @@ def extend_vjp(
         for planned, past, inputs, out in reversed(trace):
             keys, used = dict(planned.buffers), dict(planned.owned)
             d_out = cotangents.get(planned.out)
-            gradients, d_buffers = _step_gradients(
-                planned,
-                past,
-                inputs,
-                call.frame,
-                out,
-                namespace(out).zeros_like(out) if d_out is None else d_out,
-                {
-                    name: d_store[key]
-                    if name in used
-                    else namespace(past[name]).zeros_like(past[name])
-                    for name, key in keys.items()
-                },
-            )
+            d_out = namespace(out).zeros_like(out) if d_out is None else d_out
+            d_new = {
+                name: d_store[key] if name in used else namespace(past[name]).zeros_like(past[name])
+                for name, key in keys.items()
+            }
+            operators = _operators_of_vmap(planned, d_out, out, *d_new.values())
+            if operators is None:
+                gradients, d_old = step_gradients_at(
+                    d_out, d_new, planned.runner, past, inputs, frame, out
+                )
+            else:
+                gradients, d_old = operators.step_gradients(
+                    planned, past, inputs, frame, d_out, d_new
+                )
             for name, value in planned.arguments:
                 _accumulate(cotangents, value, gradients[name])
-            for name, d_buffer in d_buffers.items():
+            for name, d_buffer in d_old.items():
                 _accumulate(d_past, keys[name], d_buffer)
         d_old_store = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
-        return _apart(_input_gradients(cotangents, call), cotangent), d_old_store
+        return _input_gradients(cotangents, call, cotangent), d_old_store
 
-    store = _updated_store(updates, call, cache, count, donate=False)
-    extended = holding(cache, _new_length(cache.length, count, call.frame.held), store)
+    extended = _extended(updates, call, cache, count, donate=False)
     return finished(output, call), extended, pullback
 
 
-def _updated_store(
+def _extended(
     updates: Mapping[str, Update], call: BoundCall, cache: Cache, count: Array, *, donate: bool
-) -> Arrays:
-    """The updated buffers; the state of a sequence with arguments out of range is NaN."""
-    store = {}
+) -> Cache:
+    """The cache with updated buffers; the state of a sequence with bad arguments is NaN."""
+    length, held, store = cache.length, call.frame.held, {}
     for key, update in updates.items():
         if call.invalid is not None and isinstance(update, Replace):
             update = Replace(nan_where_invalid(update.value, call.invalid))
         if call.non_finite is not None:
             update = call.non_finite.marked_update(key, update)
-        store[key] = updated(
-            cache.store[key],
-            update,
-            cache.length,
-            count,
-            donate=donate,
-            held=call.frame.held,
-        )
-    return store
+        old = cache.store[key]
+        store[key] = updated(old, update, length, count, donate=donate, held=held)
+    if KEY_MASK in cache.store:
+        old, new = cache.store[KEY_MASK], Append(call.frame.valid_keys(call.sizes["t"]))
+        store[KEY_MASK] = updated(old, new, length, count, donate=donate)
+    if held is None:
+        return holding(cache, length + count, store)
+    # PyTorch makes an array of equal entries faster than it adds to one.
+    return holding(cache, namespace(length).full_like(length, held + count), store)
 
 
 def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
+    """Add to a cotangent in the wider dtype: they differ if two backends computed them."""
     known = cotangents.get(name)
-    cotangents[name] = gradient if known is None else _sum(known, gradient)
+    if known is not None:
+        xp = namespace(known, gradient)
+        dtype = xp.result_type(known.dtype, gradient.dtype)
+        gradient = cast(known, dtype) + cast(gradient, dtype)
+    cotangents[name] = gradient
 
 
-def _input_gradients(cotangents: Arrays, call: BoundCall) -> Arrays:
-    """The gradient of every input, in its own dtype; 0 where the output does not depend on it."""
+def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Arrays:
+    """The gradient of every input, in its own dtype; 0 where the output does not depend on it.
+
+    A caller may write to them: one that is the cotangent given is copied.
+    """
     before = call.dtypes_before or {name: array.dtype for name, array in call.inputs.items()}
-    return {
-        name: cast(cotangents[name], before[name])
-        if name in cotangents
-        else namespace(array).zeros_like(array, dtype=before[name])
-        for name, array in call.inputs.items()
-    }
+    gradients = {}
+    for name, array in call.inputs.items():
+        if name in cotangents:
+            gradient = cast(cotangents[name], before[name])
+            gradients[name] = fresh(gradient) if gradient is given else gradient
+        else:
+            gradients[name] = namespace(array).zeros_like(array, dtype=before[name])
+    return gradients
 
 
 def finished(out: Array, call: BoundCall) -> Array:
@@ -244,7 +247,7 @@ def used_part(cotangent: Array, call: BoundCall) -> Array:
 
 def _without_padding(out: Array, call: BoundCall) -> Array:
     """An output or its cotangent, 0 at padding, and NaN where arguments were out of range."""
-    if dtype_name(out) != call.prepared.dtype:
+    if dtype_name(out) != call.prepared.request.dtype:
         out = _in_call_dtype(out, call)
     valid = call.frame.q_valid
     if valid is not None:
@@ -261,80 +264,59 @@ def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) 
 
 
 def _in_call_dtype(array: Array, call: BoundCall) -> Array:
-    if dtype_name(array) == call.dtype:
+    name = call.prepared.request.dtype
+    if dtype_name(array) == name:
         return array
     # Taken from an input, because not every namespace has bfloat16.
-    dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == call.dtype)
+    dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == name)
     return namespace(array).astype(array, dtype)
 
 
-def _apart(gradients: Arrays, cotangent: Array) -> Arrays:
-    """The gradients, which a caller may write to: a copy where one is the cotangent itself."""
-    return {n: fresh(d) if d is cotangent else d for n, d in gradients.items()}
-
-
-def _sum(a: Array, b: Array) -> Array:
-    """a + b in the wider of their dtypes, which differ if two backends computed them."""
-    xp = namespace(a, b)
-    dtype = xp.result_type(a.dtype, b.dtype)
-    return cast(a, dtype) + cast(b, dtype)
-
-
-def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array]:
-    """The function that runs a call and registers its gradient with the framework's autograd."""
-    is_differentiable = planned.runner.differentiable
+def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
+    """What runs a call and registers its gradient with the framework; None where nothing has to."""
+    is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
     if planned.backend is EMPTY or (call.prepared.is_recorded and is_differentiable):
-        return _plain
+        return None
     if call.prepared.is_recorded:
         from precondattn.execution.torch.recorded import apply
 
         return apply
-    if call.library == "torch" and (not is_differentiable or _is_counted(call)):
+    if library == "torch" and (
+        not is_differentiable or (counts_flops() and not transforms_of(*call.inputs.values()))
+    ):  # PyTorch counts the FLOPs of operators, and a transform can not use them.
         from precondattn.execution.torch.autograd import apply
 
         return apply
-    if call.library == "jax" and not is_differentiable:
+    if library == "jax" and not is_differentiable:
         from precondattn.execution.jax.autograd import apply
 
         return apply
-    return _plain
+    return None
 
 
-def _is_counted(call: BoundCall) -> bool:
-    """Whether PyTorch counts FLOPs, which operators have; a transform can not use operators."""
-    return counts_flops() and not transforms_of(*call.inputs.values())
-
-
-def _bridged_step(
-    planned: PlannedCall,
-    past: Arrays,
-    inputs: Arrays,
-    frame: Frame,
-    *,
-    call: BoundCall,
-    length: Array,
-    count: int,
-) -> tuple[Array, Updates]:
-    arrays = (*past.values(), *inputs.values())
+def _bridge_of_step(
+    call: BoundCall, length: Array, count: Array, planned: PlannedCall, *arrays: Array
+) -> BridgeOfStep | None:
+    """As `_bridge`, for a step with these buffers and inputs."""
+    is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
     if planned.backend is EMPTY:
-        return _plain_step(planned, past, inputs, frame)
-    if call.library == "torch":
-        if wants_gradient(*arrays):
-            if not planned.runner.differentiable:
-                from precondattn.execution.torch.autograd import apply_step
+        return None
+    if library == "jax" and _has_gradient_of_step(planned, call):
+        from precondattn.execution.jax.autograd import apply_step
 
-                return apply_step(planned, past, inputs, frame)
-        elif _is_mapped(planned, *arrays) or (
-            (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
-        ):
-            from precondattn.execution.torch.autograd import apply_extension
+        return apply_step
+    if library == "torch" and wants_gradient(*arrays):
+        if is_differentiable:
+            return None
+        from precondattn.execution.torch.autograd import apply_step
 
-            return apply_extension(planned, past, inputs, frame, length, count)
-    elif call.library == "jax" and _has_gradient_of_step(planned, call):
-        from precondattn.execution.jax import autograd
+        return apply_step
+    is_operator = (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
+    if library == "torch" and (is_operator or _operators_of_vmap(planned, *arrays)):
+        from precondattn.execution.torch.autograd import apply_extension
 
-        return autograd.apply_step(planned, past, inputs, frame)
-    return _plain_step(planned, past, inputs, frame)
+        return partial(apply_extension, length=length, count=count)
+    return None
 
 
 def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
@@ -342,75 +324,23 @@ def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
     kernel, or where cotangents in float16 have to be divided."""
     from precondattn.execution.jax.second_derivative import differentiates_step
 
-    is_narrow = call.dtype == "float16" and not planned.backend.wide_values
+    is_narrow = call.prepared.request.dtype == "float16" and not planned.backend.wide_values
     is_differentiable = planned.runner.differentiable or differentiates_step(
         planned.backend, planned.piece
     )
     return planned.has_gradient_of_step and (is_narrow or not is_differentiable)
 
 
-def _is_mapped(planned: PlannedCall, *arrays: Array) -> bool:
-    """Whether `torch.vmap` maps a call as an operator: the reference is mapped by itself."""
-    return planned.backend is not REFERENCE and transforms_of(*arrays) == {"vmap"}
+def _bridge_of_mapped_step(planned: PlannedCall, *arrays: Array) -> BridgeOfStep | None:
+    operators = _operators_of_vmap(planned, *arrays)
+    return None if operators is None else operators.apply_step
 
 
-def _with_residuals(
-    planned: PlannedCall, inputs: Arrays, call: BoundCall
-) -> tuple[Array, Residuals]:
-    if not call.prepared.is_direct and _is_mapped(planned, *inputs.values()):
-        from precondattn.execution.torch import autograd
+def _operators_of_vmap(planned: PlannedCall, *arrays: Array) -> ModuleType | None:
+    """The operators that `torch.vmap` maps; None outside it, and for the reference, which it maps
+    without them."""
+    if planned.backend is REFERENCE or transforms_of(*arrays) != {"vmap"}:
+        return None
+    from precondattn.execution.torch import autograd
 
-        return autograd.with_residuals(planned, inputs, call.frame)
-    return planned.runner.forward(inputs, call.frame)
-
-
-def _gradients(
-    planned: PlannedCall,
-    inputs: Arrays,
-    frame: Frame,
-    out: Array,
-    residuals: Tree,
-    cotangent: Array,
-) -> Arrays:
-    if _is_mapped(planned, cotangent, out):
-        from precondattn.execution.torch import autograd
-
-        return autograd.gradients(planned, inputs, frame, out, residuals, cotangent)
-    return gradients_at(cotangent, planned.runner, inputs, frame, out, residuals)
-
-
-def _mapped_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
-) -> tuple[Array, Updates]:
-    if _is_mapped(planned, *past.values(), *inputs.values()):
-        from precondattn.execution.torch.autograd import apply_step
-
-        return apply_step(planned, past, inputs, frame)
-    return _plain_step(planned, past, inputs, frame)
-
-
-def _step_gradients(
-    planned: PlannedCall,
-    past: Arrays,
-    inputs: Arrays,
-    frame: Frame,
-    out: Array,
-    cotangent: Array,
-    d_buffers: Arrays,
-) -> tuple[Arrays, Arrays]:
-    if _is_mapped(planned, cotangent, out, *d_buffers.values()):
-        from precondattn.execution.torch import autograd
-
-        return autograd.step_gradients(planned, past, inputs, frame, cotangent, d_buffers)
-    return step_gradients_at(cotangent, d_buffers, planned.runner, past, inputs, frame, out)
-
-
-def _plain_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
-) -> tuple[Array, Updates]:
-    return planned.runner.step(past, inputs, frame)
-
-
-def _plain(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Array:
-    out: Array = planned.runner.forward(inputs, frame)[0]
-    return out
+    return autograd

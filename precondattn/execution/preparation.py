@@ -26,12 +26,7 @@ from precondattn.dispatch.discovery import Discovered, allowed_backends, discove
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
-from precondattn.execution.cache_checks import (
-    check_buffers,
-    check_cache,
-    check_cacheable,
-    keeps_tokens,
-)
+from precondattn.execution.cache_checks import check_buffers, check_cache, check_cacheable
 from precondattn.execution.containment import examined
 from precondattn.execution.input_names import (
     CALL_OPTIONS,
@@ -60,8 +55,6 @@ class PreparedCall(NamedTuple):
     numbers: tuple[int, ...] | None
     """The number of each among the arguments; None where these have the same order."""
     sizes: Sizes
-    library: str
-    dtype: str
     is_cast: bool
     """Whether autocast casts the inputs."""
     examined: Mapping[str, Pattern]
@@ -102,9 +95,7 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     known = _prepared.get(signature)  # Read once: another thread may clear the dict.
     if known is not None:
         return known
-    is_full = call.verb in ("forward", "vjp")
-    checked = _checked_call(call) if is_full else _checked_extension(call)
-    known = _planned(call, checked, has_signature=signature is not None)
+    known = _planned(call, has_signature=signature is not None)
     if signature is not None:
         if len(_prepared) >= KEPT_SIGNATURES:
             _prepared.clear()
@@ -112,71 +103,42 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     return known
 
 
-class _Checked(NamedTuple):
-    """The inputs of a call in the declared order, as autocast casts them, and what they show."""
-
-    inputs: Arrays
-    library: str
-    sizes: Sizes
-    masks: set[str]
-    """The names of the masks that matter to backends."""
-    others: tuple[Array, ...]
-    """The cached arrays, which a derivative may be taken of too."""
-    examined: Mapping[str, Pattern]
-
-
-def _checked_call(call: GivenCall) -> _Checked:
-    """A full call."""
-    mechanism, owner = call.mechanism, str(call.mechanism)
-    declared = declared_inputs(mechanism)
-    inputs = inputs_by_name(owner, declared, call.arrays, call.named, CALL_OPTIONS)
-    inputs, _ = cast_inputs(declared, inputs)
-    library = check_arrays(owner, declared, inputs)
-    check_masks_stored(owner, call.masks)
-    sizes = declared.sizes(owner, shapes_of(inputs))
-    _check_times(mechanism, sizes, call.masks)
-    masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
-    _check_leaves(mechanism, sizes, frozenset(masks))
-    patterns: Mapping[str, Pattern] = {}
-    if not is_empty(shapes_of(inputs).values()):
-        patterns = examined(mechanism, is_packed="segment_ids" in masks)
-    return _Checked(inputs, library, sizes, masks, (), patterns)
-
-
-def _checked_extension(call: GivenCall) -> _Checked:
-    """An extension of a cache."""
+def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     mechanism, owner, cache = call.mechanism, str(call.mechanism), call.cache
-    if not isinstance(cache, Cache):
+    is_full = call.verb in ("forward", "vjp")
+    if not is_full and not isinstance(cache, Cache):
         raise TypeError(
             f"{owner}: the first argument of extend must be a Cache from init_cache; "
             f"found {type(cache).__name__}"
         )
-    declared = extending_inputs(mechanism)
-    inputs = inputs_by_name(owner, declared, call.arrays, call.named, EXTEND_OPTIONS)
+    declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
+    options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
+    inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
     inputs, _ = cast_inputs(declared, inputs)
-    check_cacheable(mechanism)
+    if not is_full:
+        check_cacheable(mechanism)
     library = check_arrays(owner, declared, inputs)
     check_masks_stored(owner, call.masks)
-    capacity = check_cache(owner, mechanism, cache, inputs)
-    known = {"c": capacity, "b": cache.length.shape[0]}
-    sizes = declared.sizes(owner, shapes_of(inputs), known)
-    like = next(iter(inputs.values()))
-    check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
-    masks = _masks_of_extension(mechanism, cache, call.masks)
-    past = tuple(cache.store.values()) if call.verb == "extend" else ()
-    patterns: Mapping[
-        str, Pattern
-    ] = {}  # After one token there is no later one, which its NaN could reach.
-    if sizes["t"] != 1 and not is_empty(shapes_of(inputs).values()):
+    shapes, like = shapes_of(inputs), next(iter(inputs.values()))
+    masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
+    past: tuple[Array, ...] = ()
+    if is_full:
+        sizes = declared.sizes(owner, shapes)
+        _check_times(mechanism, sizes, call.masks)
+        _check_leaves(mechanism, sizes, frozenset(masks))
+    else:
+        capacity = check_cache(owner, mechanism, cache, inputs)
+        sizes = declared.sizes(owner, shapes, {"c": capacity, "b": cache.length.shape[0]})
+        check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
+        masks |= cache.store.keys() & {KEY_MASK}
+        if call.verb == "extend":  # Its derivative may be taken of the cached arrays too.
+            past = tuple(cache.store.values())
+    is_one_step = not is_full and sizes["t"] == 1  # No later token is there for its NaN to reach.
+    patterns: Mapping[str, Pattern] = {}
+    if not is_one_step and not is_empty(shapes.values()):
         patterns = examined(mechanism, is_packed="segment_ids" in masks)
-    return _Checked(inputs, library, sizes, masks, past, patterns)
-
-
-def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> PreparedCall:
-    mechanism, inputs, sizes = call.mechanism, checked.inputs, checked.sizes
-    masks = [mask for mask in call.masks.values() if mask is not None]
-    others = (*checked.others, *[m for m in masks if library_of(m) == checked.library])
-    request = _request(call.verb, checked.library, inputs, checked.masks, others)
+    others = (*past, *[mask for mask in call.masks.values() if library_of(mask) == library])
+    request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed, discovered = allowed_backends(call.backend), discover()
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
@@ -185,15 +147,13 @@ def _planned(call: GivenCall, checked: _Checked, *, has_signature: bool) -> Prep
         names=tuple(inputs),
         numbers=None if order == tuple(range(len(order))) else order,
         sizes=sizes,
-        library=checked.library,
-        dtype=request.dtype,
-        is_cast=autocast.target(next(iter(inputs.values()))) is not None,
-        examined=checked.examined,
+        is_cast=autocast.target(like) is not None,
+        examined=patterns,
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
         is_direct=has_signature and not request.differentiated,
-        are_on_host=has_signature and request.device == "cpu" and request.library in READ_AT_ONCE,
-        is_recorded=has_signature and request.differentiated and checked.library == "torch",
+        are_on_host=has_signature and request.device == "cpu" and library in READ_AT_ONCE,
+        is_recorded=has_signature and request.differentiated and library == "torch",
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
         discovered=discovered,
@@ -240,40 +200,25 @@ def _check_leaves(mechanism: Piece, sizes: Sizes, masks: frozenset[str]) -> None
         call.leaf.check_call(own, masks)
 
 
-def _masks_of_extension(mechanism: Piece, cache: Cache, masks: Mapping[str, Given]) -> set[str]:
-    """The masks that matter: masked keys are not written to a state, but are to a row of tokens."""
-    has_key_mask = masks[KEY_MASK] is not None
-    if keeps_tokens(mechanism):
-        has_key_mask = KEY_MASK in cache.store
-    given = {n for n in ("lengths", "segment_ids") if masks.get(n) is not None}
-    return given | ({KEY_MASK} if has_key_mask else set())
-
-
 def _request(
-    verb: str,
-    library: str,
-    inputs: Arrays,
-    masks: set[str],
-    others: tuple[Array, ...],
+    verb: str, library: str, inputs: Arrays, masks: frozenset[str], others: tuple[Array, ...]
 ) -> Request:
     """The description for backends; `others` are the masks and the cached arrays."""
-    first = next(iter(inputs.values()))
+    first, shapes = next(iter(inputs.values())), tuple(shapes_of(inputs).items())
     arrays = (*inputs.values(), *others)
     differentiated, transforms = wants_gradient(*arrays), transforms_of(*arrays)
-    shapes = tuple(shapes_of(inputs).items())
-    is_torch_traced = library == "torch" and is_traced(first)
+    traced = library == "torch" and is_traced(first) and not transforms
+    has_symbols = any(not isinstance(size, int) for _, shape in shapes for size in shape)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=library,
         device=device_of(first),
         dtype=call_dtype(inputs),
         shapes=shapes,
-        masks=frozenset(masks),
+        masks=masks,
         differentiated=differentiated,
         transformed="grad" in transforms,
         mapped="vmap" in transforms,
-        traced=is_torch_traced and not transforms,
-        is_symbolic=is_torch_traced
-        and not transforms
-        and any(not isinstance(size, int) for _, shape in shapes for size in shape),
+        traced=traced,
+        is_symbolic=traced and has_symbols,
     )

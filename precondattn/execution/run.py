@@ -26,18 +26,13 @@ from precondattn.execution.unchanged import UnchangedArguments, countable
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-    from precondattn.given import Given
 
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
 
 
 def call(
-    mechanism: Piece,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
 ) -> Array:
     """A full call."""
     given = GivenCall("forward", mechanism, arrays, named, masks, backend)
@@ -46,7 +41,7 @@ def call(
         from precondattn.execution.torch import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    bound = bind(given, prepared(given, signature), **masks)
+    bound = bind(given, prepared(given, signature))
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
     check_context_parallel(mechanism, bound.prepared.plan, bound)
@@ -64,11 +59,7 @@ def _evaluated(bound: BoundCall) -> Array:
 
 
 def vjp(
-    mechanism: Piece,
-    arrays: tuple[Array, ...],
-    named: Arrays,
-    backend: BackendNames,
-    masks: Masks,
+    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
 ) -> tuple[Array, Callable[[Array], Arrays]]:
     """A full call and its pullback."""
     check_context_parallel(mechanism)
@@ -81,7 +72,7 @@ def vjp(
     given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
     unchanged = UnchangedArguments.of_call(given)
-    divided = None if bound.segments is None else packed.divided(mechanism, bound)
+    divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
             out, pull = evaluation.vjp(bound.prepared.plan, bound)
@@ -93,15 +84,16 @@ def vjp(
         unchanged.check(str(mechanism))
         with autocast.off(cotangent):
             gradients = pull(cotangent)
-        return _of_valid(gradients, mechanism, bound)
+        return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
 
     return out, pullback
 
 
-def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall) -> Arrays:
+def _of_valid(
+    gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Array | None
+) -> Arrays:
     """The gradients, 0 at padding and where an input can not be used."""
-    frame = bound.frame
-    gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, frame.k_valid)
+    gradients = zero_padding(gradients, mechanism.inputs, bound.frame.q_valid, k_valid)
     return gradients if bound.non_finite is None else bound.non_finite.cleaned(gradients)
 
 
@@ -125,7 +117,9 @@ def gradients_from_lse(
     with autocast.off(cotangent):
         plan = bound.prepared.plan
         gradients = evaluation.gradients_from_lse(plan, bound, out, lse, cotangent)
-    return None if gradients is None else _of_valid(gradients, mechanism, bound)
+    if gradients is None:
+        return None
+    return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
 
 
 def extend(
@@ -150,16 +144,13 @@ def extend(
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
     if windows.is_window(cache):
         plain = windows.ordinary(mechanism, cache, arrays, named)
-
-        def of_ordinary(plain: Cache) -> tuple[Array, Cache]:
-            return extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
-
-        return windows.extended(mechanism, cache, plain, of_ordinary, donate=donate)
+        out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
+        return out, windows.moved_on(mechanism, cache, plain, donate=donate)
     ready = prepared(given, signature)
-    bound = bind_extension(given, ready, **masks)
+    bound = bind_extension(given, ready)
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
-    if donate and ready.library == "torch" and ready.request.differentiated:
+    if donate and ready.request.library == "torch" and ready.request.differentiated:
         raise ValueError(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
             f"call it under torch.no_grad(), or without donate"
@@ -201,12 +192,18 @@ def extend_vjp(
     unchanged, count = UnchangedArguments.of_call(given), new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
-    new_store, non_finite = dict(extended.store), bound.non_finite
+    new_store = dict(extended.store)
 
     def pullback(
         cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
     ) -> tuple[Arrays, Arrays]:
-        given = _cotangents_of_buffers(str(mechanism), d_store)
+        d_store = d_store.store if isinstance(d_store, Cache) else d_store
+        if d_store is not None and not isinstance(d_store, Mapping):
+            raise TypeError(
+                f"{mechanism}: the cotangents of buffers must be a dict by buffer name, or a "
+                f"Cache; found {type(d_store).__name__}"
+            )
+        given = dict(d_store or {})
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         for name, array in given.items():
             if name not in new_store:
@@ -219,10 +216,8 @@ def extend_vjp(
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
         with autocast.off(cotangent):
             gradients, d_past = pull(cotangent, {**given, **zeros})
-        frame = bound.frame
-        new_valid = frame.valid_keys(bound.sizes["t"])
-        gradients = zero_padding(gradients, mechanism.inputs, frame.q_valid, new_valid)
-        return gradients if non_finite is None else non_finite.cleaned(gradients), d_past
+        k_valid = bound.frame.valid_keys(bound.sizes["t"])
+        return _of_valid(gradients, mechanism, bound, k_valid), d_past
 
     return out, extended, pullback
 
@@ -260,7 +255,7 @@ def explain(
         given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     bound = _bound(given, None)
     ready = bound.prepared
-    divided = None if bound.segments is None else packed.divided(mechanism, bound)
+    divided = packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared
     text, program = str(mechanism), mechanism.program
@@ -271,7 +266,7 @@ def explain(
 def _bound(given: GivenCall, signature: Hashable | None) -> BoundCall:
     """The call with its arguments checked."""
     bind_arguments = bind if given.cache is None else bind_extension
-    return bind_arguments(given, prepared(given, signature), **given.masks)
+    return bind_arguments(given, prepared(given, signature))
 
 
 def _is_distributed(given: GivenCall) -> bool:
@@ -286,13 +281,3 @@ def _refuse_segments(mechanism: Piece, named: Arrays) -> None:
             raise TypeError(
                 f"{mechanism}: {name} belong to a full call; each sequence has its own cache"
             )
-
-
-def _cotangents_of_buffers(owner: str, given: Given) -> Arrays:
-    given = given.store if isinstance(given, Cache) else given
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(
-            f"{owner}: the cotangents of buffers must be a dict by buffer name, or a Cache; "
-            f"found {type(given).__name__}"
-        )
-    return dict(given or {})

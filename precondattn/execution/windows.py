@@ -8,7 +8,7 @@ are those of the cache itself; otherwise it is a copy with more rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from precondattn.arrays import Array, cast, fresh, is_traced, namespace, writes_in_place
@@ -76,37 +76,27 @@ def _token_count(mechanism: Piece, arrays: tuple[Array, ...], named: Mapping[str
     return 0
 
 
-def extended(
-    mechanism: Piece,
-    cache: Cache,
-    plain: Cache,
-    extend: Callable[[Cache], tuple[Array, Cache]],
-    *,
-    donate: bool,
-) -> tuple[Array, Cache]:
-    """`extend` of a cache of a window, by that of the ordinary cache for it."""
+def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> Cache:
+    """The cache of a window after its ordinary cache was extended to `plain`."""
     reach, kinds = mechanism.program.reach, _kinds(mechanism)
-    buffers, first = dict(cache.store), cache.store[FIRST]
-    out, new = extend(plain)
     assert reach is not None  # `ordinary` has checked it.
-    rows = rows_of(reach)
-    store, length = dict(new.store), new.length
-    store[FIRST] = first if donate else fresh(first)
-    capacity = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
+    length, first, rows = plain.length, cache.store[FIRST], rows_of(reach)
+    store = {**plain.store, FIRST: first if donate else fresh(first)}
+    capacity = next(a.shape[1] for name, a in plain.store.items() if kinds[name].has_tokens)
     xp = namespace(length)
     is_invalid = (length < 0) | (length > capacity)
     position = cast(xp.where(is_invalid, -1, length + cast(first, length.dtype)), length.dtype)
     if capacity > rows:
         drop = dropped(length, reach)
-        for name, buffer in new.store.items():
+        for name, buffer in plain.store.items():
             if kinds[name].has_tokens:  # A state beside them, such as CCQ's, has no rows.
                 store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
         store[FIRST] = first + cast(drop, first.dtype)
         if donate and writes_in_place(length, *store.values()):
             for name, buffer in store.items():
-                buffers[name][...] = buffer
-            store = buffers
+                cache.store[name][...] = buffer
+            store = cache.store
+    extended = cache._replace(length=position, store={name: store[name] for name in cache.store})
     if donate:
         cache.store.clear()
-    store = {name: store[name] for name in buffers}
-    return out, cache._replace(length=position, store=store)
+    return extended
