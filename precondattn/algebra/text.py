@@ -90,7 +90,7 @@ class _Reader:
                 f"\n  {entry} could not be imported: {e}" for entry, e in registry.broken.items()
             )
             raise ValueError(
-                f"{self.shown}: unknown mechanism {_quoted(name)}{_nearest(name, known)}; "
+                f"{self.shown}: unknown mechanism {_quoted(name)}{nearest(name, known)}; "
                 f"known are {', '.join(known)}{errors}"
             )
         arguments = self.options(cls)
@@ -111,7 +111,7 @@ class _Reader:
             if name not in known:
                 raise ValueError(
                     f"{self.shown}: {cls.name} has no option {_quoted(name)}"
-                    f"{_nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                    f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
                 )
             if name in options:
                 raise ValueError(f"{self.shown}: option {name} is given twice")
@@ -129,6 +129,6 @@ def _quoted(text: str) -> str:
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name[:SHOWN], list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

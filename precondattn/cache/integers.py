@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from precondattn.arrays import (
@@ -39,10 +41,7 @@ def integers(name: str, given: Given, like: Array, count: int | None = None) -> 
     xp = namespace(like)
     known: list[int] | None
     if isinstance(given, (list, tuple, range)):
-        try:
-            known = [whole_number(n) for n in given]
-        except TypeError:
-            raise TypeError(f"{name} must be whole numbers; found {given!r}") from None
+        known = whole_numbers(name, given)
         array = xp.asarray(known, dtype=xp.int32, **placement(like))
     else:
         array = _checked(name, given, like)
@@ -63,11 +62,12 @@ def entries(array: Array) -> list[int]:
     return [int(array[i]) for i in range(array.shape[0])]
 
 
-def whole_number(value: Given) -> int:
-    """An integer of any type; a boolean is none, nor is 1.0."""
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
+def whole_numbers(name: str, given: Sequence[Given]) -> list[int]:
+    """Integers of any type as Python's, which do not overflow. A boolean is none, nor is 1.0."""
+    if not any(isinstance(value, bool) for value in given):
+        with suppress(TypeError):
+            return [operator.index(value) for value in given]
+    raise TypeError(f"{name} must be whole numbers; found {given!r}")
 
 
 def _checked(name: str, array: Array, like: Array) -> Array:

@@ -7,15 +7,17 @@ computed. All others were raised when the call was prepared (`preparation.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from precondattn.algebra.declaration import Sizes
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, DType, host_array, host_integers, namespace
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.kinds import invalid_length
 from precondattn.execution.cache_checks import keeps_tokens
+from precondattn.execution.containment import NonFiniteRows
 from precondattn.execution.cu_seqlens import Packed, packed_by
 from precondattn.execution.input_names import CALL_OPTIONS, declared_inputs
 from precondattn.execution.masks import (
@@ -30,11 +32,7 @@ from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame, held_by_all
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
-    from precondattn.execution.containment import NonFiniteRows
-    from precondattn.given import Given
+from precondattn.given import Given
 
 
 class BoundCall(NamedTuple):

@@ -87,6 +87,13 @@ def check_stored(what: str, array: Array, *, of_nested: str = "give a dense tens
         )
 
 
+def check_device(what: str, array: Array, like: Array, hint: str = "") -> None:
+    """Raise a ValueError for an array on another device than the inputs, where both are known."""
+    device, expected = exact_device(array), exact_device(like)
+    if None not in (device, expected) and device != expected:
+        raise ValueError(f"{what} is on {device}; the inputs are on {expected}{hint}")
+
+
 def check_masks_stored(owner: str, masks: Mapping[str, Given]) -> None:
     """Raise a TypeError for a nested or sparse mask."""
     for name, mask in masks.items():

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import Field
 from functools import cache
-from typing import NamedTuple
 
 from precondattn.algebra.declaration import Inputs
-from precondattn.algebra.options import OptionKind, OptionValue, fields_of
+from precondattn.algebra.options import OptionValue, fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
+from precondattn.algebra.text import nearest
 from precondattn.arrays import Array, Arrays
 from precondattn.execution.input_names import CALL_OPTIONS
 from precondattn.given import Given
 from precondattn.limits import KEPT
 
+Settings = tuple[tuple[str, OptionValue], ...]
+"""Options, each with a value."""
 
-class Switch(NamedTuple):
-    """The setting of an option that declares an input."""
-
-    option: str
-    value: OptionValue
-
-
-Switches = Mapping[str, Mapping[int, tuple[Switch, ...]]]
-"""For each optional input, by its number of axes: the switches, any of which declares it."""
+Switches = Mapping[str, Mapping[int, Settings]]
+"""For each optional input, by its number of axes: the settings, any of which declares it."""
 
 
-def options_of(cls: MechanismClass) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The options of the mechanism, and those of the softmax that is its base."""
-    return _options_of(cls)
+Options = dict[str, Field[OptionValue]]
 
 
 @cache
-def _options_of(cls: MechanismClass) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    own = tuple(fields_of(cls))
-    base = _base_of(cls)
+def options_of(cls: MechanismClass) -> tuple[Options, Options]:
+    """The options of the mechanism, and those of the softmax that is its base, by name."""
+    own, base = fields_of(cls), _base_of(cls)
     if getattr(base, "name", None) != "softmax":
-        return own, ()
-    return own, tuple(name for name in fields_of(base) if name not in own)
+        return own, {}
+    return own, {name: field for name, field in fields_of(base).items() if name not in own}
 
 
 def _base_of(cls: MechanismClass) -> MechanismClass:
@@ -61,31 +54,25 @@ def with_options(cls: MechanismClass, options: Mapping[str, OptionValue]) -> Any
 def switches_of(cls: MechanismClass) -> Switches:
     """The inputs that an option adds or gives other axes, found by setting each option in turn."""
     default = cls().inputs
-    switches: dict[str, dict[int, tuple[Switch, ...]]] = {}
+    switches: dict[str, dict[int, Settings]] = {}
     for option, value, inputs in declared_by_options(cls):
         for name, pattern in inputs.items():
             axes = len(pattern.axes)
             if name not in default or len(default[name].axes) != axes:
                 known = switches.setdefault(name, {})
-                known[axes] = (*known.get(axes, ()), Switch(option, value))
+                known[axes] = (*known.get(axes, ()), (option, value))
     return switches
 
 
 def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue, Inputs]]:
     """Each option with each of its few settings, and the inputs that are declared then."""
     own, of_base = options_of(cls)
-    for name in (*own, *of_base):
-        kind: OptionKind = fields_of(owner_of(cls, name))[name].metadata["kind"]
-        for value in kind.settings:
+    for name, field in {**own, **of_base}.items():
+        for value in field.metadata["kind"].settings:
             try:
                 yield name, value, with_options(cls, {name: value}).inputs
             except (TypeError, ValueError):  # It is refused with the defaults of the others.
                 continue
-
-
-def owner_of(cls: MechanismClass, option: str) -> MechanismClass:
-    """The class that has an option: that of the mechanism, or of the softmax that is its base."""
-    return cls if option in options_of(cls)[0] else _base_of(cls)
 
 
 def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
@@ -111,9 +98,10 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
             matching = switches[name].get(value.ndim, ())
             if not matching and name not in cls().inputs:  # The call then refuses its shape.
                 matching = next(iter(switches[name].values()))
-            option = matching[0].option if len(matching) == 1 else None
-            if option is not None and (option == name or option not in named):
-                options[option] = matching[0].value
+            if len(matching) == 1:
+                ((option, setting),) = matching
+                if option == name or option not in named:
+                    options[option] = setting
         elif is_option:
             options[name] = value
         else:
@@ -129,8 +117,7 @@ def _check_keywords(cls: MechanismClass, mechanism: Piece, named: Mapping[str, G
     for name in named:
         if name in known:
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = nearest(name, known)
         switches = [each for group in switches_of(cls).get(name, {}).values() for each in group]
         if switches:
             belongs = " or ".join(f"{option}={value!r}" for option, value in switches)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import ShapeError, Sizes
-from precondattn.arrays import HALF, Array, dtype_name, exact_device, library_of
+from precondattn.algebra.piece import Piece
+from precondattn.arrays import HALF, Array, dtype_name, library_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.windows import FIRST
+from precondattn.execution.array_checks import check_device
 from precondattn.execution.masks import INTEGERS
 from precondattn.limits import KEPT
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 
 @lru_cache(maxsize=KEPT)
@@ -53,18 +51,13 @@ def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: Mapping[str,
             f"{sorted(cache.store)}, and {sorted(keys)} are needed"
         )
     like = next(iter(inputs.values()))
-    device = exact_device(like)
     for name, array in {"length": cache.length, **cache.store}.items():
         if library_of(array) != library_of(like):
             raise TypeError(
                 f"{owner}: the cache's {name!r} is an array of {library_of(array)}; the inputs are "
                 f"of {library_of(like)}"
             )
-        buffer_device = exact_device(array)
-        if None not in (buffer_device, device) and buffer_device != device:
-            raise ValueError(
-                f"{owner}: the cache's {name!r} is on {buffer_device}; the inputs are on {device}"
-            )
+        check_device(f"{owner}: the cache's {name!r}", array, like)
     if cache.length.ndim != 1 or dtype_name(cache.length) not in INTEGERS:
         raise TypeError(
             f"{owner}: the cache's 'length' must be integers of shape (b); found "

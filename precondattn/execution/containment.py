@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -49,7 +50,6 @@ from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
     from precondattn.execution.arguments import BoundCall
 
 HEADS = ("h", "n", "u")
@@ -116,13 +116,9 @@ class NonFiniteRows(NamedTuple):
 
 def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
     """The call with its bad rows set to 0, and what they reach."""
-    patterns = call.prepared.examined
-    is_read = not patterns or call.prepared.request.device == "cpu"
-    if is_read and all(
-        _is_finite(call.inputs[name], pattern) for name, pattern in patterns.items()
-    ):
+    if _are_finite(call.inputs, call.prepared.examined, call):
         return call
-    non_finite = _non_finite_rows(mechanism, call, patterns)
+    non_finite = _non_finite_rows(mechanism, call)
     return call._replace(inputs=non_finite.cleaned(call.inputs), non_finite=non_finite)
 
 
@@ -134,52 +130,56 @@ def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[Bo
     call, segment = contained(mechanism, call), call.frame.k_segment
     if segment is None:
         return call, cache
-    is_read = call.prepared.request.device == "cpu"
-    patterns = {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
-    if is_read and all(_is_finite(cache.store[key], p) for key, p in patterns.items()):
+    patterns = _patterns_of_buffers(mechanism)
+    if _are_finite(cache.store, patterns, call):
         return call, cache
-    output, store = mechanism.program.output, dict(cache.store)
-    heads, first = _heads(output, call), (segment == segment[:, :1])[:, :, None]
+    store, first = dict(cache.store), (segment == segment[:, :1])[:, :, None]
     reached = first & ~first
     for key, pattern in patterns.items():
-        rows = _rows(_is_good(store[key], pattern), pattern)
-        store[key] = zero_where_not(_as_declared(rows, pattern), store[key])
-        reached = reached | (first & _to_heads(namespace(rows).logical_not(rows), heads))
-    by_keys, outputs, good = reached, reached, {}
-    if call.non_finite is not None:
-        good, outputs = call.non_finite.good, reached | call.non_finite.outputs
-        by_keys = reached if call.non_finite.by_keys is None else reached | call.non_finite.by_keys
-    non_finite = NonFiniteRows(good, by_keys, outputs, output, patterns)
+        good, bad = _good_and_bad(store[key], pattern, mechanism, call)
+        store[key] = zero_where_not(good, store[key])
+        reached = reached | (first & bad)
+    known = call.non_finite or NonFiniteRows({}, None, None, mechanism.program.output, patterns)
+    by_keys, outputs = _either(known.by_keys, reached), _either(known.outputs, reached)
+    non_finite = known._replace(by_keys=by_keys, outputs=outputs)
     return call._replace(non_finite=non_finite), cache._replace(store=store)
 
 
-def _heads(output: Pattern, call: BoundCall) -> int:
-    axis = _row_axes(output)[2]
-    return 1 if axis is None else output.axes[axis].size(call.sizes)
-
-
-def _non_finite_rows(
-    mechanism: Piece, call: BoundCall, patterns: Mapping[str, Pattern]
-) -> NonFiniteRows:
-    output = mechanism.program.output
-    heads = _heads(output, call)
+def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
     good: Arrays = {}
-    bad: dict[str, Array] = {}
+    bad: dict[str, Array | None] = {"s": None, "t": None}
     mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
-    for name, pattern in patterns.items():
-        rows = _rows(_is_good(call.inputs[name], pattern), pattern)
-        good[name] = _as_declared(rows, pattern)
-        of_heads = _to_heads(namespace(rows).logical_not(rows), heads)
+    for name, pattern in call.prepared.examined.items():
+        good[name], of_heads = _good_and_bad(call.inputs[name], pattern, mechanism, call)
         axis = "s" if mixes_queries or "s" in pattern.letters else "t"
-        bad[axis] = bad[axis] | of_heads if axis in bad else of_heads
-    by_keys = _reached(mechanism, bad["s"], call) if "s" in bad else None
-    by_queries = bad.get("t")
-    outputs = by_queries if by_keys is None else by_keys
-    if by_keys is not None and by_queries is not None:
-        outputs = by_keys | by_queries
-    assert outputs is not None
-    buffers = {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
-    return NonFiniteRows(good, by_keys, outputs, output, buffers)
+        bad[axis] = _either(bad[axis], of_heads)
+    by_keys = None if bad["s"] is None else _reached(mechanism, bad["s"], call)
+    buffers, output = _patterns_of_buffers(mechanism), mechanism.program.output
+    return NonFiniteRows(good, by_keys, _either(by_keys, bad["t"]), output, buffers)
+
+
+def _either(a: Array | None, b: Array | None) -> Array | None:
+    """Rows that one of two masks has, either of which may be none."""
+    return a if b is None else b if a is None else a | b
+
+
+def _patterns_of_buffers(mechanism: Piece) -> dict[str, Pattern]:
+    return {key: pattern for key, (_, pattern) in mechanism.program.slots.items()}
+
+
+def _good_and_bad(
+    array: Array, pattern: Pattern, mechanism: Piece, call: BoundCall
+) -> tuple[Array, Array]:
+    """The good rows, of size 1 along the other axes, and the bad ones (b, tokens, heads)."""
+    axes, output = _row_axes(pattern), mechanism.program.output
+    xp, good = namespace(array), _is_good(array, pattern)
+    others = tuple(axis for axis in range(array.ndim) if axis not in axes)
+    good = xp.all(good, axis=others, keepdims=True) if others else good
+    rows = xp.permute_dims(good, (*[axis for axis in axes if axis is not None], *others))
+    rows = xp.reshape(rows, tuple(1 if axis is None else good.shape[axis] for axis in axes))
+    axis = _row_axes(output)[2]
+    heads = 1 if axis is None else output.axes[axis].size(call.sizes)
+    return good, _to_heads(xp.logical_not(rows), heads)
 
 
 @lru_cache(maxsize=KEPT)
@@ -203,8 +203,15 @@ def _relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
+def _are_finite(
+    arrays: Mapping[str, Array], patterns: Mapping[str, Pattern], call: BoundCall
+) -> bool:
+    """Whether all entries are known to be good: those on the CPU are read."""
+    is_read = not patterns or call.prepared.request.device == "cpu"
+    return is_read and all(_is_finite(arrays[name], p) for name, p in patterns.items())
+
+
 def _is_finite(array: Array, pattern: Pattern) -> bool:
-    """Whether all entries, on the CPU, are known to be good."""
     if is_traced(array):
         return False
     if library_of(array) == "torch":
@@ -232,30 +239,15 @@ def _row_axes(pattern: Pattern) -> list[int | None]:
     return [next((i for i, x in enumerate(pattern.letters) if x in g), None) for g in groups]
 
 
-def _rows(entries: Array, pattern: Pattern) -> Array:
-    """Whether all entries of a row hold, as (b or 1, tokens, heads or 1)."""
-    xp = namespace(entries)
-    axes = _row_axes(pattern)
-    known = [axis for axis in axes if axis is not None]
-    others = tuple(axis for axis in range(entries.ndim) if axis not in known)
-    rows = xp.all(entries, axis=others) if others else entries
-    rows = xp.permute_dims(rows, tuple(sorted(known).index(axis) for axis in known))
-    for position, axis in enumerate(axes):
-        rows = xp.expand_dims(rows, axis=position) if axis is None else rows
-    return rows
-
-
 def _as_declared(rows: Array, pattern: Pattern) -> Array:
     """(b or 1, tokens, heads or 1) in the order of a pattern's axes, of size 1 along the others."""
+    axes, shape = _row_axes(pattern), [1] * len(pattern.axes)
+    for axis, size in zip(axes, rows.shape, strict=True):
+        if axis is not None:
+            shape[axis] = size
     xp = namespace(rows)
-    axes = _row_axes(pattern)
-    for position in (2, 1, 0):
-        rows = xp.squeeze(rows, axis=position) if axes[position] is None else rows
-    known = [axis for axis in axes if axis is not None]
-    rows = xp.permute_dims(rows, tuple(known.index(axis) for axis in sorted(known)))
-    for axis in range(len(pattern.axes)):
-        rows = rows if axis in known else xp.expand_dims(rows, axis=axis)
-    return rows
+    order = sorted(range(3), key=lambda i: -1 if axes[i] is None else axes[i])
+    return xp.reshape(xp.permute_dims(rows, tuple(order)), tuple(shape))
 
 
 def _replaced(array: Array, rows: Array, pattern: Pattern, value: float) -> Array:

@@ -21,14 +21,14 @@ from precondattn.arrays import (
     cast,
     device_of,
     dtype_name,
-    exact_device,
     host_array,
     is_traced,
     library_of,
     namespace,
     on_device_of,
 )
-from precondattn.cache.integers import whole_number
+from precondattn.cache.integers import whole_numbers
+from precondattn.execution.array_checks import check_device
 from precondattn.execution.masks import INTEGERS, ValueChecks
 from precondattn.given import Given
 
@@ -85,10 +85,7 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
 def _checked(owner: str, given: Given, like: Array) -> Array:
     """The bounds: a NumPy array, or an array of the inputs' library. Type and shape are right."""
     if isinstance(given, list | tuple):
-        try:  # As Python's integers, which do not overflow.
-            given = np.asarray([whole_number(n) for n in given], dtype=object)
-        except TypeError:
-            raise TypeError(f"{owner}: {NAME} must be whole numbers; found {given!r}") from None
+        given = np.asarray(whole_numbers(f"{owner}: {NAME}", given), dtype=object)
     library = library_of(given)
     if library not in ("numpy", library_of(like)):
         known = " or ".join(dict.fromkeys(("numpy", str(library_of(like)))))
@@ -103,12 +100,7 @@ def _checked(owner: str, given: Given, like: Array) -> Array:
             f"{owner}: {NAME} must have shape (n + 1,) for n sequences; found {tuple(given.shape)}"
         )
     if library != "numpy" and not is_traced(given) and device_of(given) != "cpu":
-        device, expected = exact_device(given), exact_device(like)
-        if None not in (device, expected) and device != expected:
-            raise ValueError(
-                f"{owner}: {NAME} is on {device}; the inputs are on {expected} (or give it on the "
-                f"CPU)"
-            )
+        check_device(f"{owner}: {NAME}", given, like, " (or give it on the CPU)")
     return given
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from precondattn.algebra.declaration import FIXED, ShapeError, Sizes
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -26,9 +25,6 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.torch.autocast import cast_inputs
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 
 def empty_cache(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.piece import Piece
+from precondattn.algebra.text import nearest
 from precondattn.arrays import Array
 from precondattn.limits import KEPT
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 
 @lru_cache(maxsize=KEPT)
@@ -54,8 +51,7 @@ def inputs_by_name(
         if name in given:
             raise TypeError(f"{owner}: {name} is given by position and by name")
         if name not in declared:
-            near = difflib.get_close_matches(name, [*declared, *options], n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = nearest(name, [*declared, *options])
             raise TypeError(
                 f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
             )

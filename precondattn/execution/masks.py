@@ -14,14 +14,14 @@ from precondattn.arrays import (
     Array,
     cast,
     dtype_name,
-    exact_device,
     is_traced,
     library_of,
     namespace,
     placement,
     zero_where_not,
 )
-from precondattn.cache.integers import whole_number
+from precondattn.cache.integers import whole_numbers
+from precondattn.execution.array_checks import check_device
 from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -52,23 +52,14 @@ class ValueChecks:
 
 
 def check_lengths(
-    owner: str,
-    lengths: Given,
-    like: Array,
-    b: int,
-    longest: int,
-    letter: str,
-    checks: ValueChecks,
+    owner: str, lengths: Given, like: Array, b: int, longest: int, letter: str, checks: ValueChecks
 ) -> Array | None:
     if lengths is None:
         return None
     xp = namespace(like)
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
-        try:
-            lengths = [whole_number(n) for n in lengths]
-        except TypeError:
-            raise TypeError(f"{owner}: lengths must be whole numbers; found {lengths!r}") from None
+        lengths = whole_numbers(f"{owner}: lengths", lengths)
         outside = [i for i, n in enumerate(lengths) if not 0 <= n <= longest]
         if outside:
             raise ValueError(f"{owner}: {within} (sequence {outside[0]} of the batch)")
@@ -104,9 +95,7 @@ def check_mask(
     if dtype_name(mask) not in dtypes:
         expected = "dtype bool" if dtypes == ("bool",) else "an integer dtype"
         raise TypeError(f"{owner}: {name} must have {expected}; found {dtype_name(mask)}")
-    device, expected_device = exact_device(mask), exact_device(like)
-    if None not in (device, expected_device) and device != expected_device:
-        raise ValueError(f"{owner}: {name} is on {device}; the inputs are on {expected_device}")
+    check_device(f"{owner}: {name}", mask, like)
     return mask
 
 
@@ -121,10 +110,7 @@ def is_contiguous(segment_ids: Array) -> Array:
 
 
 def zero_padding(
-    inputs: Mapping[str, Array],
-    declared: Inputs,
-    q_valid: Array | None,
-    k_valid: Array | None,
+    inputs: Mapping[str, Array], declared: Inputs, q_valid: Array | None, k_valid: Array | None
 ) -> dict[str, Array]:
     """The inputs (or their gradients) with padding set to 0, so that NaN padding does not spread.
 

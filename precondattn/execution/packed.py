@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -36,15 +37,12 @@ from precondattn.arrays import (
 )
 from precondattn.dispatch.plan import CallPlan
 from precondattn.execution import evaluation
+from precondattn.execution.arguments import BoundCall
 from precondattn.execution.moved_rows import MovedRows, moved
-from precondattn.execution.preparation import prepared_part
+from precondattn.execution.preparation import prepared_part, times
 from precondattn.execution.torch import autocast
 from precondattn.frame import full_frame, runs
 from precondattn.limits import KEPT
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
-    from precondattn.execution.arguments import BoundCall
 
 SIMILAR = 0.8
 """Segments of a batch have at least this part of the longest one's tokens …"""
@@ -69,29 +67,21 @@ class Batch(NamedTuple):
         return bool((self.lengths == self.longest).all())
 
 
-class Split(NamedTuple):
-    """The batches of a packed call, one after another, and which token each of their slots has."""
-
-    batches: tuple[Batch, ...]
-    tokens: MovedRows | None
-    """From tokens (b s) to slots; None where both have the same order."""
-
-
 def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
     """The batches of a call; None where it is computed as it is."""
     segments, plan = call.segments, call.prepared.plan
     if segments is None or not _wants_batches(plan) or not _is_divisible(mechanism):
         return None
-    t, s = call.sizes.get("t"), call.sizes.get("s")
-    if None not in (t, s) and t != s:
+    t, s = times(call.sizes)
+    if t != s:
         return None  # The first segments have fewer queries than keys.
     if any(map(is_traced, call.inputs.values())):
         return None
     valid = None if call.lengths is None else host_array(call.lengths)
     if call.lengths is not None and valid is None:
         return None
-    split = _split(segments, valid)
-    return None if split is None else DividedPacking(mechanism, call, split)
+    batches, moves = _split(segments, valid)
+    return DividedPacking(mechanism, call, batches, moves) if batches else None
 
 
 def _wants_batches(plan: CallPlan) -> bool:
@@ -120,15 +110,18 @@ def _is_of_tokens(pattern: Pattern) -> bool:
     return is_first and not any(axis.broadcasts or axis.multiple > 1 for axis in pattern.axes[:2])
 
 
-def _split(segments: np.ndarray, valid: np.ndarray | None) -> Split | None:
-    """The batches for segment ids (b, s), of which `valid` (b,) tokens are no padding."""
+def _split(segments: np.ndarray, valid: np.ndarray | None) -> tuple[list[Batch], MovedRows | None]:
+    """The batches for segment ids (b, s), of which `valid` (b,) tokens are no padding.
+
+    With them how tokens (b s) are moved to the slots of all batches; None where they are in order.
+    """
     b, s = segments.shape
     starts, lengths = runs(segments)
     if valid is not None:
         lengths = np.minimum(lengths, valid[starts // s] - starts % s)
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     if not len(starts):
-        return None
+        return [], None
     batches: list[Batch] = []
     tokens, are_tokens = [], []
     for members in _similar(lengths):
@@ -138,8 +131,7 @@ def _split(segments: np.ndarray, valid: np.ndarray | None) -> Split | None:
         tokens.append((starts[members][:, None] + np.minimum(offset, last)).ravel())
         are_tokens.append((offset <= last).ravel())
         batches.append(batch)
-    moves = _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
-    return Split(tuple(batches), moves)
+    return batches, _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:
@@ -177,10 +169,12 @@ def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows 
 class DividedPacking:
     """A packed call and its batches, each of which is an ordinary bound call."""
 
-    def __init__(self, mechanism: Piece, call: BoundCall, split: Split) -> None:
-        self.mechanism, self.call, self.batches = mechanism, call, split.batches
+    def __init__(
+        self, mechanism: Piece, call: BoundCall, batches: list[Batch], moves: MovedRows | None
+    ) -> None:
+        self.mechanism, self.call, self.batches = mechanism, call, batches
         like = next(iter(call.inputs.values()))
-        self.rows = None if split.tokens is None else split.tokens.on_device_of(like)
+        self.moves = None if moves is None else moves.on_device_of(like)
         patterns = mechanism.inputs
         self.of_tokens = [name for name in call.inputs if _is_of_tokens(patterns[name])]
 
@@ -197,17 +191,13 @@ class DividedPacking:
     def calls(self) -> list[BoundCall]:
         """The bound calls of the batches."""
         inputs = {name: self.gathered(self.call.inputs[name]) for name in self.of_tokens}
-        masks = self._key_masks()
+        masks: Sequence[Array | None] = [None] * len(self.batches)
+        if "key_mask" in self.call.masks:  # Padding is masked in it too, as it is in the batches.
+            masks = self.gathered(self.call.frame.k_valid)
         return [
             self._bound(batch, {**self.call.inputs, **{n: a[i] for n, a in inputs.items()}}, mask)
             for i, (batch, mask) in enumerate(zip(self.batches, masks, strict=True))
         ]
-
-    def _key_masks(self) -> Sequence[Array | None]:
-        if "key_mask" not in self.call.masks:
-            return [None] * len(self.batches)
-        # Padding is masked in it too, which it is in the batches anyway.
-        return self.gathered(self.call.frame.k_valid)
 
     def _bound(self, batch: Batch, inputs: Arrays, key_mask: Array | None) -> BoundCall:
         like = next(iter(inputs.values()))
@@ -215,26 +205,19 @@ class DividedPacking:
         lengths = None
         if not batch.is_full:
             lengths = on_device_of(like, batch.lengths.astype(np.int32))
-        frame = full_frame(t, t, like, lengths=lengths, key_mask=key_mask)
         named = {"lengths": lengths, "key_mask": key_mask}
-        sizes = {**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": count}
         masks = frozenset(name for name, mask in named.items() if mask is not None)
-        return self.call._replace(
-            prepared=prepared_part(self.mechanism, self.call.prepared, inputs, sizes, masks),
-            inputs=inputs,
-            frame=frame,
-            lengths=lengths,
-            invalid=None,
-            non_finite=None,
-            segments=None,
-        )
+        sizes = {**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": count}
+        ready = prepared_part(self.mechanism, self.call.prepared, inputs, sizes, masks)
+        frame, before = full_frame(t, t, like, **named), self.call.dtypes_before
+        return BoundCall(ready, inputs, frame, lengths, dtypes_before=before)
 
     def gathered(self, array: Array) -> list[Array]:
         """The part (segments, longest, …) of each batch, from (b, s, …)."""
         xp, rest = namespace(array), array.shape[2:]
         slots = xp.reshape(array, (-1, *rest))
-        if self.rows is not None:
-            slots = moved(slots, self.rows)
+        if self.moves is not None:
+            slots = moved(slots, self.moves)
         parts = split_rows(slots, [batch.slots for batch in self.batches])
         return [
             xp.reshape(part, (len(batch.lengths), batch.longest, *rest))
@@ -246,8 +229,8 @@ class DividedPacking:
         xp, rest = namespace(parts[0]), parts[0].shape[2:]
         flat = [xp.reshape(part, (-1, *rest)) for part in parts]
         tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
-        if self.rows is not None:
-            tokens = moved(tokens, self.rows.back)
+        if self.moves is not None:
+            tokens = moved(tokens, self.moves.back)
         b = self.call.sizes["b"]
         return xp.reshape(tokens, (b, tokens.shape[0] // b, *rest))
 
@@ -259,12 +242,10 @@ def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> 
         return evaluation.finished(out, divided.call)
 
 
-def vjp(
-    divided: DividedPacking,
-    evaluate: Callable[[BoundCall], tuple[Array, Callable[[Array], Arrays]]],
-) -> tuple[Array, Callable[[Array], Arrays]]:
+def vjp(divided: DividedPacking) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of the packed call and its pullback, by those of each batch."""
-    outputs, pulls = zip(*(evaluate(call) for call in divided.calls()), strict=True)
+    calls = divided.calls()
+    outputs, pulls = zip(*(evaluation.vjp(call.prepared.plan, call) for call in calls), strict=True)
 
     def pullback(cotangent: Array) -> Arrays:
         cotangents = divided.gathered(evaluation.used_part(cotangent, divided.call))

@@ -11,12 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from inspect import Parameter
-from itertools import chain
 
-from precondattn.algebra.options import OptionValue, fields_of
+from precondattn.algebra.options import OptionValue
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import MechanismClass
-from precondattn.execution.build import declared_by_options, options_of, owner_of
+from precondattn.execution.build import declared_by_options, options_of
 from precondattn.execution.input_names import CALL_OPTIONS
 
 
@@ -54,8 +53,9 @@ def signature_of_shorthand(cls: MechanismClass) -> inspect.Signature:
         is_needed = all(name in each for each in declared)
         inputs[name] = _input(name, patterns, Parameter.empty if is_needed else OPTIONAL)
     options = []
-    for name in chain(*options_of(cls)):
-        option = _option(fields_of(owner_of(cls, name))[name])
+    own, of_base = options_of(cls)
+    for name, field in {**own, **of_base}.items():
+        option = _option(field)
         if name in inputs:  # An array for the input of an option's name sets the option.
             array = inputs.pop(name).annotation
             option = option.replace(annotation=f"{option.annotation} | {array}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern, ShapeError, Sizes
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -40,11 +41,8 @@ from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.frame import FULL, Layout
+from precondattn.given import Given
 from precondattn.limits import KEPT_SIGNATURES
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
-    from precondattn.given import Given
 
 
 class PreparedCall(NamedTuple):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
 from precondattn.dispatch.explanation import Explanation
@@ -22,10 +23,7 @@ from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import check_context_parallel
-from precondattn.execution.unchanged import UnchangedArguments, countable
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
+from precondattn.execution.unchanged import check_unchanged, countable
 
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
@@ -71,17 +69,17 @@ def vjp(
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
     given = countable(given)
     bound = contained(mechanism, _bound(given, signature))
-    unchanged = UnchangedArguments.of_call(given)
+    check_arguments = check_unchanged(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
             out, pull = evaluation.vjp(bound.prepared.plan, bound)
         else:
-            out, pull = packed.vjp(divided, lambda part: evaluation.vjp(part.prepared.plan, part))
+            out, pull = packed.vjp(divided)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
-        unchanged.check(str(mechanism))
+        check_arguments()
         with autocast.off(cotangent):
             gradients = pull(cotangent)
         return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
@@ -189,7 +187,7 @@ def extend_vjp(
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     given = countable(given)
     bound, cache = contained_after(mechanism, _bound(given, signature), given.cache)
-    unchanged, count = UnchangedArguments.of_call(given), new_token_count(bound, cache)
+    check_arguments, count = check_unchanged(given), new_token_count(bound, cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
     new_store = dict(extended.store)
@@ -212,7 +210,7 @@ def extend_vjp(
                 )
             description = f"the cotangent of {name!r}"
             check_cotangent(str(mechanism), description, array, "that buffer", new_store[name])
-        unchanged.check(str(mechanism))
+        check_arguments()
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
         with autocast.off(cotangent):
             gradients, d_past = pull(cotangent, {**given, **zeros})

@@ -15,15 +15,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from precondattn.algebra.piece import BackendNames, Piece
 from precondattn.arrays import Array, exact_device, library_of, only_computes
 from precondattn.cache import Cache
 from precondattn.dispatch.discovery import selection
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import BackendNames, Piece
-    from precondattn.given import Given
+from precondattn.given import Given
 
 
 class GivenCall(NamedTuple):
@@ -39,14 +37,6 @@ class GivenCall(NamedTuple):
     backend: BackendNames
     cache: Given = None
     """For extensions."""
-
-
-class ArgumentKind(NamedTuple):
-    """What can be read of the arguments of one type."""
-
-    describe: Callable[[Given], Hashable]
-    state: Callable[[Given], Hashable | None] = lambda array: True
-    """The state of the library for calls with this array; None where there is no signature."""
 
 
 def signature_of(call: GivenCall) -> Hashable | None:
@@ -65,15 +55,16 @@ def signature_of(call: GivenCall) -> Hashable | None:
         if argument is None:  # A mask that is not given.
             described.append(None)
             continue
-        kind = _kinds.get(type(argument)) or _learned(argument)
-        if kind is None:
+        cls = type(argument)
+        describe = _described_by[cls] if cls in _described_by else _learned(argument)
+        if describe is None:
             return None
         if state is None:  # That of the first argument; a call has arrays of one library.
-            state = kind.state(argument)
+            state = _state_of_torch(argument) if describe is _of_torch else True
             if state is None:
                 return None
         try:
-            described.append(kind.describe(argument))
+            described.append(describe(argument))
         except RuntimeError:  # A nested tensor has no shape. It is refused by every call.
             described.append("no shape")
     # The name of a mechanism never changes its meaning, and its hash is that of a text.
@@ -92,7 +83,9 @@ def _state_of_torch(tensor: Array) -> Hashable | None:
     return torch.is_grad_enabled(), autocast
 
 
-_of_torch = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
+Describe = Callable[[Given], Hashable]
+
+_of_torch: Describe = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
 _of_numpy = attrgetter("dtype", "shape")
 _of_jax = attrgetter("dtype", "shape", "sharding")
 
@@ -106,28 +99,20 @@ def _of_sequence(numbers: Sequence[int]) -> Hashable:
     return "numbers"
 
 
-_kinds: dict[type, ArgumentKind | None] = {
-    list: ArgumentKind(_of_sequence),
-    tuple: ArgumentKind(_of_sequence),
-}
+_described_by: dict[type, Describe | None] = {list: _of_sequence, tuple: _of_sequence}
+"""What is read of the arguments of a type; None for calls without a signature."""
 
 
-def _learned(argument: Given) -> ArgumentKind | None:
-    """The kind of a type that is seen for the first time; None for calls without a signature."""
-    cls = type(argument)
-    if cls not in _kinds:
-        _kinds[cls] = _kind_of(argument)
-    return _kinds[cls]
-
-
-def _kind_of(argument: Given) -> ArgumentKind | None:
+def _learned(argument: Given) -> Describe | None:
+    """That of a type that is seen for the first time."""
     library, cls = library_of(argument), type(argument)
+    describe: Describe | None = None if library is None else _of_any
     if library == "torch":
         torch = sys.modules["torch"]
-        is_plain = cls in (torch.Tensor, torch.nn.Parameter)
-        return ArgumentKind(_of_torch, _state_of_torch) if is_plain else None
-    if library == "jax":
-        return ArgumentKind(_of_jax) if cls.__name__ == "ArrayImpl" else None
-    if library == "numpy":
-        return ArgumentKind(_of_numpy)
-    return None if library is None else ArgumentKind(_of_any)
+        describe = _of_torch if cls in (torch.Tensor, torch.nn.Parameter) else None
+    elif library == "jax":
+        describe = _of_jax if cls.__name__ == "ArrayImpl" else None
+    elif library == "numpy":
+        describe = _of_numpy
+    _described_by[cls] = describe
+    return describe

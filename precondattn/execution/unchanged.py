@@ -7,8 +7,7 @@ copied. Other libraries count no writes: there the caller has to leave the argum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from precondattn.arrays import Array, Arrays, copied, library_of, writes_in_place
 from precondattn.cache import Cache
@@ -52,37 +51,29 @@ def _arguments(call: GivenCall) -> Arrays:
     return arguments
 
 
-class UnchangedArguments(NamedTuple):
-    """What is known of the arguments at the time of the call."""
+def check_unchanged(call: GivenCall) -> Callable[[], None]:
+    """A check that raises an error where a pullback would read something else than the call did."""
+    owner, cache = call.mechanism, call.cache
+    writes = [
+        (name, tensor, tensor._version)
+        for name, tensor in _arguments(call).items()
+        if library_of(tensor) == "torch" and not tensor.is_inference()
+    ]
+    store = None
+    if cache is not None and cache.store and writes_in_place(cache.length):
+        store = cache.store  # It is emptied where it is donated.
 
-    tensors: Arrays
-    writes: tuple[int, ...]
-    """The number of writes to each tensor by then."""
-    donatable: Mapping[str, Array] | None
-    """The buffers of the cache, which are removed from it where it is donated in place."""
-
-    @classmethod
-    def of_call(cls, call: GivenCall) -> UnchangedArguments:
-        tensors = {
-            name: array
-            for name, array in _arguments(call).items()
-            if library_of(array) == "torch" and not array.is_inference()
-        }
-        cache = call.cache
-        is_donatable = cache is not None and cache.store and writes_in_place(cache.length)
-        writes = tuple(tensor._version for tensor in tensors.values())
-        return cls(tensors, writes, cache.store if is_donatable else None)
-
-    def check(self, owner: str) -> None:
-        """Raise an error where the pullback would read something else than the call did."""
-        if self.donatable is not None and not self.donatable:
+    def check() -> None:
+        if store is not None and not store:
             raise ValueError(
                 f"{owner}: the old cache was donated before the pullback has run, which reads it; "
                 f"extend it without donate, or pull back first"
             )
-        for (name, tensor), before in zip(self.tensors.items(), self.writes, strict=True):
+        for name, tensor, before in writes:
             if tensor._version != before:
                 raise RuntimeError(
                     f"{owner}: {name} was written to in place before the pullback has run, which "
                     f"reads it; write to a copy of it, or pull back first"
                 )
+
+    return check

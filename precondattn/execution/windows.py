@@ -9,17 +9,14 @@ are those of the cache itself; otherwise it is a copy with more rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.integers import entries
 from precondattn.cache.kinds import TOKENS, Kind
 from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 
 def is_window(cache: Cache) -> bool:
