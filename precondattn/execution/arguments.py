@@ -6,26 +6,24 @@ computed. All others were raised when the call was prepared (`preparation.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from precondattn.algebra.declaration import Sizes
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, DType, host_array, host_integers, namespace
-from precondattn.cache import KEY_MASK, Cache
+from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
+from precondattn.cache import KEY_MASK
 from precondattn.cache.kinds import invalid_length
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.containment import NonFiniteRows
-from precondattn.execution.cu_seqlens import Packed, packed_by
 from precondattn.execution.input_names import CALL_OPTIONS, declared_inputs
 from precondattn.execution.masks import (
-    INTEGERS,
     ValueChecks,
     check_lengths,
     check_mask,
-    is_contiguous,
+    segments_of,
     zero_padding,
 )
 from precondattn.execution.preparation import PreparedCall, prepared, times
@@ -51,6 +49,9 @@ class BoundCall(NamedTuple):
     """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
     segments: np.ndarray | None = None
     """The segment ids (b, s) of a packed call, where they can be read."""
+    count: Array = None
+    """In an extension, the tokens (b,) by which each sequence grows; an int where all caches are
+    equally long."""
 
     @property
     def sizes(self) -> Sizes:
@@ -65,8 +66,9 @@ class BoundCall(NamedTuple):
 EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit"
 
 
-def bind(call: GivenCall, ready: PreparedCall) -> BoundCall:
+def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
     """The arguments of a full call, with its masks."""
+    ready = prepared(call, signature)
     inputs, before = _inputs(call, ready)
     like = next(iter(inputs.values()))
     if not ready.request.masks:
@@ -77,7 +79,7 @@ def bind(call: GivenCall, ready: PreparedCall) -> BoundCall:
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, masks["lengths"], like, b, s, "s", checks)
     key_mask = check_mask(owner, KEY_MASK, masks[KEY_MASK], like, (b, s), ("bool",), "(b s)")
-    segment_ids, segments, end = _segments(owner, masks, like, (b, s), checks)
+    segment_ids, segments, end = segments_of(owner, masks, like, b, s, checks)
     if end is not None:
         if lengths is None:  # Only now it is known that there is padding, which changes the plan.
             padded = call._replace(masks={**masks, "lengths": end})
@@ -94,34 +96,16 @@ def check_call(
     """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
     masks = {name: options.get(name) for name in CALL_OPTIONS if name != "backend"}
     call = GivenCall("forward", mechanism, arrays, named, masks, options.get("backend"))
-    bind(call, prepared(call, signature_of(call)))
+    bind(call, signature_of(call))
 
 
-def _segments(
-    owner: str, masks: Mapping[str, Given], like: Array, shape: tuple[int, int], checks: ValueChecks
-) -> Packed:
-    segment_ids, cu_seqlens = masks["segment_ids"], masks["cu_seqlens"]
-    if cu_seqlens is None:
-        ids = check_mask(owner, "segment_ids", segment_ids, like, shape, INTEGERS, "(b s)")
-        if ids is None:
-            return Packed(None, None, None)
-        on_host = host_array(ids)
-        checks.require(
-            is_contiguous(ids if on_host is None else on_host),
-            "segment_ids must be contiguous: each id in one run",
-        )
-        return Packed(ids, on_host, None)
-    if segment_ids is not None:
-        raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
-    return packed_by(owner, cu_seqlens, like, *shape, checks)
-
-
-def bind_extension(call: GivenCall, ready: PreparedCall) -> BoundCall:
+def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
     """The arguments of `extend`, with its masks.
 
     `segment_ids` (b, t) are for caches of states only, and not of the public verbs: states before
     the new tokens are those of the segment that the first one is of.
     """
+    ready = prepared(call, signature)
     inputs, before = _inputs(call, ready)
     masks, length, sizes = call.masks, call.cache.length, ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
@@ -130,7 +114,8 @@ def bind_extension(call: GivenCall, ready: PreparedCall) -> BoundCall:
         held = held_by_all(old_lengths, t, capacity)
         if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
             layout = Layout(EXTENSION, t, capacity, held=held, longest=held)
-            return BoundCall(ready, inputs, Frame.of(layout, length), dtypes_before=before)
+            frame = Frame.of(layout, length)
+            return BoundCall(ready, inputs, frame, dtypes_before=before, count=t)
     owner, like = str(call.mechanism), next(iter(inputs.values()))
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, masks["lengths"], like, b, t, "t", checks)
@@ -160,7 +145,11 @@ def bind_extension(call: GivenCall, ready: PreparedCall) -> BoundCall:
     if lengths is not None or key_mask is not None:
         valid = frame.valid_keys(t)
         inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, valid)
-    return BoundCall(ready, inputs, frame, lengths, checks.invalid, before)
+    xp = namespace(length)
+    count = xp.full_like(length, t) if lengths is None else lengths
+    if checks.invalid is not None:  # Such a sequence has an invalid length from now on.
+        count = xp.where(checks.invalid, invalid_length(capacity) - length, count)
+    return BoundCall(ready, inputs, frame, lengths, checks.invalid, before, count=count)
 
 
 def _inputs(call: GivenCall, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType] | None]:
@@ -172,20 +161,3 @@ def _inputs(call: GivenCall, ready: PreparedCall) -> tuple[Arrays, Mapping[str, 
     if not ready.is_cast:
         return inputs, None
     return cast_inputs(declared_inputs(call.mechanism), inputs)
-
-
-def new_token_count(bound: BoundCall, cache: Cache) -> Array:
-    """The tokens (b,) by which each sequence grows; an int where all caches are equally long.
-
-    An invalid sequence stays invalid: its length becomes greater than the capacity, or negative
-    where there is no capacity.
-    """
-    t, count = bound.sizes["t"], bound.lengths
-    if bound.frame.held is not None:
-        return t
-    xp = namespace(cache.length)
-    if count is None:
-        count = xp.full_like(cache.length, t)
-    if bound.invalid is None:
-        return count
-    return xp.where(bound.invalid, invalid_length(bound.sizes["c"]) - cache.length, count)

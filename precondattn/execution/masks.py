@@ -1,22 +1,37 @@
-"""The masks of a call: `lengths`, `key_mask` and `segment_ids` are checked, and padding is zeroed.
+"""The masks of a call: lengths, key masks and segments are checked, and padding is zeroed.
 
 Some conditions depend on the entries of arrays: a length out of range, segments that are not
 contiguous. They raise an error, unless the arrays are traced. Then these sequences are marked
 invalid, and their output is NaN, so that it can not be mistaken for a result.
+
+`cu_seqlens` is another way to write `segment_ids`, for calls with b = 1, as in flash-attention:
+
+    cu_seqlens = (0, n_1, n_1 + n_2, …):    sequence i has the tokens c_i … c_{i+1} − 1.
+
+Tokens after the last sequence are padding, as those after `lengths` are. Given as whole numbers, as
+a NumPy array or as a tensor on the CPU, it is read without waiting for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
     Array,
+    arange_like,
     cast,
+    device_of,
     dtype_name,
+    host_array,
     is_traced,
     library_of,
     namespace,
+    on_device_of,
     placement,
     zero_where_not,
 )
@@ -25,6 +40,7 @@ from precondattn.execution.array_checks import check_device
 from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+NARROW = ("int8", "int16", "uint8", "uint16")
 
 
 class ValueChecks:
@@ -139,3 +155,98 @@ def nan_where_invalid(out: Array, invalid: Array | None) -> Array:
     xp = namespace(out)
     is_invalid = xp.reshape(invalid, (-1,) + (1,) * (out.ndim - 1))
     return out * xp.where(is_invalid, float("nan"), xp.ones_like(out))
+
+
+class Packed(NamedTuple):
+    """The segments of a packed call."""
+
+    segment_ids: Array
+    """(b, s). Padding after `cu_seqlens` has an id of its own. None for a call without segments."""
+    on_host: np.ndarray | None = None
+    """The same, where they can be read."""
+    lengths: Array | None = None
+    """The number of tokens before that padding (1,), int32; None where there is known to be
+    none."""
+
+
+def segments_of(
+    owner: str, masks: Mapping[str, Given], like: Array, b: int, s: int, checks: ValueChecks
+) -> Packed:
+    """The segments of s keys, by one of two masks."""
+    segment_ids, cu_seqlens = masks["segment_ids"], masks["cu_seqlens"]
+    if cu_seqlens is None:
+        ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
+        if ids is None:
+            return Packed(None)
+        on_host = host_array(ids)
+        is_good = is_contiguous(ids if on_host is None else on_host)
+        checks.require(is_good, "segment_ids must be contiguous: each id in one run")
+        return Packed(ids, on_host)
+    if segment_ids is not None:
+        raise ValueError(f"{owner}: segment_ids and cu_seqlens mean the same: give one of them")
+    return packed_by(owner, cu_seqlens, like, b, s, checks)
+
+
+def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
+    """The segments by `cu_seqlens`: integers (n + 1,) from 0 to at most s that never decrease."""
+    name = f"{owner}: cu_seqlens"
+    if b != 1:
+        raise ShapeError(
+            f"{name} divides one row of tokens, so b = 1 is expected; found b = {b} "
+            f"(use segment_ids)"
+        )
+    bounds = _checked_bounds(name, given, like)
+    known = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
+    if known is not None:
+        numbers = known.tolist()  # As Python's integers, which do not overflow.
+        _check_values(name, numbers, s)
+        end, lengths = numbers[-1], None
+        if end < s:
+            lengths = on_device_of(like, np.asarray([end], dtype=np.int32))
+        counts = np.diff([*numbers, s])
+        ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, :]
+        return Packed(on_device_of(like, ids), ids, lengths)
+    xp = namespace(bounds)
+    if dtype_name(bounds) in NARROW:  # Which s may not fit into.
+        bounds = cast(bounds, xp.int32)
+    good = (bounds[0] == 0) & (bounds[-1] <= s) & xp.all(bounds[1:] >= bounds[:-1])
+    message = f"cu_seqlens must go from 0 to s = {s} and never decrease"
+    checks.require(xp.reshape(good, (1,)), message)
+    bounds = cast(bounds, xp.int32)
+    ids = xp.searchsorted(bounds[1:], arange_like(s, bounds), side="right")
+    segment_ids = on_device_of(like, cast(ids, xp.int32)[None, :])
+    return Packed(segment_ids, None, on_device_of(like, bounds[-1:]))
+
+
+def _checked_bounds(name: str, given: Given, like: Array) -> Array:
+    """A NumPy array, or an array of the inputs' library. Type and shape are right."""
+    if isinstance(given, list | tuple):
+        given = np.asarray(whole_numbers(name, given), dtype=object)
+    library = library_of(given)
+    if library not in ("numpy", library_of(like)):
+        known = " or ".join(dict.fromkeys(("numpy", str(library_of(like)))))
+        found = type(given).__name__ if library is None else f"one of {library}"
+        raise TypeError(
+            f"{name} must be a list of whole numbers or an array of {known}; found {found}"
+        )
+    if dtype_name(given) not in (*INTEGERS, "object"):
+        raise TypeError(f"{name} must have an integer dtype; found {dtype_name(given)}")
+    if given.ndim != 1 or given.shape[0] < 2:
+        raise ShapeError(
+            f"{name} must have shape (n + 1,) for n sequences; found {tuple(given.shape)}"
+        )
+    if library != "numpy" and not is_traced(given) and device_of(given) != "cpu":
+        check_device(name, given, like, " (or give it on the CPU)")
+    return given
+
+
+def _check_values(name: str, bounds: list[int], s: int) -> None:
+    if bounds[0] != 0:
+        raise ValueError(f"{name} must start at 0; found {bounds[0]}")
+    for i, (start, stop) in enumerate(pairwise(bounds)):
+        if stop < start:
+            raise ValueError(
+                f"{name} must not decrease; found {stop} after {start} (entry {i + 1})"
+            )
+    if bounds[-1] > s:
+        raise ValueError(f"{name} must end at s = {s} or before; found {bounds[-1]}")

@@ -23,7 +23,7 @@ from precondattn.arrays import (
 )
 from precondattn.backend import Request
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.dispatch.discovery import Discovered, allowed_backends, discover
+from precondattn.dispatch.discovery import allowed_backends
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
@@ -70,7 +70,6 @@ class PreparedCall(NamedTuple):
     """That of a full call without masks; None where sizes are symbols."""
     allowed: tuple[str, ...] | None
     """The backends allowed, in order of preference; None for all."""
-    discovered: Discovered
 
 
 _prepared: dict[Hashable | None, PreparedCall] = {}
@@ -137,7 +136,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         patterns = examined(mechanism, is_packed="segment_ids" in masks)
     others = (*past, *[mask for mask in call.masks.values() if library_of(mask) == library])
     request = _request(call.verb, library, inputs, frozenset(masks), others)
-    allowed, discovered = allowed_backends(call.backend), discover()
+    allowed = allowed_backends(call.backend)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
     order = tuple([numbers[name] for name in inputs])
@@ -154,7 +153,6 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         is_recorded=has_signature and request.differentiated and library == "torch",
         layout=None if request.is_symbolic else Layout(FULL, *times(sizes)),
         allowed=allowed,
-        discovered=discovered,
     )
 
 

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
+from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import evaluation, packed, windows
-from precondattn.execution.arguments import BoundCall, bind, bind_extension, new_token_count
+from precondattn.execution.arguments import BoundCall, bind, bind_extension
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.containment import contained, contained_after
 from precondattn.execution.masks import zero_padding
-from precondattn.execution.preparation import prepared
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import check_context_parallel
@@ -39,7 +38,7 @@ def call(
         from precondattn.execution.torch import dtensor
 
         return dtensor.call(mechanism, arrays, named, backend, masks)
-    bound = bind(given, prepared(given, signature))
+    bound = bind(given, signature)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
     check_context_parallel(mechanism, bound.prepared.plan, bound)
@@ -68,7 +67,7 @@ def vjp(
 
         return dtensor.vjp(mechanism, arrays, named, backend, masks)
     given = countable(given)
-    bound = contained(mechanism, _bound(given, signature))
+    bound = contained(mechanism, bind(given, signature))
     check_arguments = check_unchanged(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
@@ -109,7 +108,7 @@ def gradients_from_lse(
     None where that is needed.
     """
     given = GivenCall("vjp", mechanism, (), inputs, masks, backend)
-    bound = contained(mechanism, _bound(given, signature_of(given)))
+    bound = contained(mechanism, bind(given, signature_of(given)))
     if packed.divided(mechanism, bound) is not None:
         return None
     with autocast.off(cotangent):
@@ -144,8 +143,8 @@ def extend(
         plain = windows.ordinary(mechanism, cache, arrays, named)
         out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
         return out, windows.moved_on(mechanism, cache, plain, donate=donate)
-    ready = prepared(given, signature)
-    bound = bind_extension(given, ready)
+    bound = bind_extension(given, signature)
+    ready = bound.prepared
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
     if donate and ready.request.library == "torch" and ready.request.differentiated:
@@ -153,14 +152,12 @@ def extend(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
             f"call it under torch.no_grad(), or without donate"
         )
-    count = new_token_count(bound, cache)
+    plan, count = ready.plan, bound.count
     if bound.dtypes_before is not None:
         from precondattn.execution.torch import autograd_autocast
 
-        return autograd_autocast.extend(
-            ready.plan, bound, ready.request, cache, count, donate=donate
-        )
-    return evaluation.extend(ready.plan, bound, cache, count, donate=donate)
+        return autograd_autocast.extend(plan, bound, ready.request, cache, count, donate=donate)
+    return evaluation.extend(plan, bound, cache, count, donate=donate)
 
 
 def extend_vjp(
@@ -186,10 +183,10 @@ def extend_vjp(
 
         return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
     given = countable(given)
-    bound, cache = contained_after(mechanism, _bound(given, signature), given.cache)
-    check_arguments, count = check_unchanged(given), new_token_count(bound, cache)
+    bound, cache = contained_after(mechanism, bind_extension(given, signature), given.cache)
+    check_arguments, plan = check_unchanged(given), bound.prepared.plan
     with autocast.off(cache.length):
-        out, extended, pull = evaluation.extend_vjp(bound.prepared.plan, bound, cache, count)
+        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, bound.count)
     new_store = dict(extended.store)
 
     def pullback(
@@ -246,25 +243,24 @@ def explain(
     if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)
-        verb = "extend_vjp" if verb == "vjp" else "extend"
         if windows.is_window(cache):
             cache = windows.ordinary(mechanism, cache, arrays, named)
         masks = {name: masks[name] for name in ("lengths", "key_mask")}
-        given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
-    bound = _bound(given, None)
+        verb = "extend_vjp" if verb == "vjp" else "extend"
+        given = given._replace(verb=verb, masks=masks, cache=cache)
+    bound = (bind if cache is None else bind_extension)(given, None)
     ready = bound.prepared
     divided = packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared
-    text, program = str(mechanism), mechanism.program
-    explanation = Explanation(text, program, ready.request, ready.plan, ready.discovered)
-    return explanation if divided is None else replace(explanation, batches=divided.sizes)
-
-
-def _bound(given: GivenCall, signature: Hashable | None) -> BoundCall:
-    """The call with its arguments checked."""
-    bind_arguments = bind if given.cache is None else bind_extension
-    return bind_arguments(given, prepared(given, signature))
+    return Explanation(
+        str(mechanism),
+        mechanism.program,
+        ready.request,
+        ready.plan,
+        discover(),
+        batches=() if divided is None else divided.sizes,
+    )
 
 
 def _is_distributed(given: GivenCall) -> bool:

@@ -18,8 +18,13 @@ from precondattn.arrays import (
     on_device_of,
     take_tokens,
 )
-from precondattn.execution.cu_seqlens import packed_by
-from precondattn.execution.masks import INTEGERS, ValueChecks, check_mask, is_contiguous
+from precondattn.execution.masks import (
+    INTEGERS,
+    ValueChecks,
+    check_mask,
+    is_contiguous,
+    packed_by,
+)
 from precondattn.given import Given
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.declaration import Inputs, Pattern
-from precondattn.execution.cu_seqlens import packed_by
-from precondattn.execution.masks import ValueChecks, is_contiguous, zero_padding
+from precondattn.execution.masks import ValueChecks, is_contiguous, packed_by, zero_padding
 from precondattn.parallel.layouts import TokenPart
 from precondattn.parallel.torch.call import DividedCall, MeshProcesses
 from precondattn.parallel.torch.exchange import gathered
