@@ -1,4 +1,4 @@
 """Execution: a user's call is checked, bound, planned, and passed to backends and autograd.
 
-Imported by the first call (`algebra/verbs.py`), except `build.py`, which the shorthands need.
+Imported by the first call (`algebra/verbs.py`), except `shorthand.py`.
 """

@@ -18,7 +18,7 @@ from precondattn.cache import KEY_MASK
 from precondattn.cache.kinds import invalid_length
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.containment import NonFiniteRows
-from precondattn.execution.input_names import CALL_OPTIONS, declared_inputs
+from precondattn.execution.input_names import MASKS, declared_inputs
 from precondattn.execution.masks import (
     ValueChecks,
     check_lengths,
@@ -94,7 +94,7 @@ def check_call(
     mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Given]
 ) -> None:
     """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
-    masks = {name: options.get(name) for name in CALL_OPTIONS if name != "backend"}
+    masks = {name: options.get(name) for name in MASKS}
     call = GivenCall("forward", mechanism, arrays, named, masks, options.get("backend"))
     bind(call, signature_of(call))
 
@@ -132,16 +132,9 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
     checks.require(now >= 0, "the cache's length is negative")
     if capacity:
         checks.require(now + new <= capacity, EXCEEDED.format(capacity))
-    frame = extending_frame(
-        length,
-        capacity,
-        t,
-        lengths=lengths,
-        key_mask=key_mask,
-        past_mask=cached_mask,
-        segment_ids=masks.get("segment_ids"),
-        longest=None if old_lengths is None else max(old_lengths, default=0),
-    )
+    longest = None if old_lengths is None else max(old_lengths, default=0)
+    given = {"lengths": lengths, KEY_MASK: key_mask, "segment_ids": masks.get("segment_ids")}
+    frame = extending_frame(length, capacity, t, longest=longest, past_mask=cached_mask, **given)
     if lengths is not None or key_mask is not None:
         valid = frame.valid_keys(t)
         inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, valid)

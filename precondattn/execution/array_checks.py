@@ -16,7 +16,6 @@ from precondattn.arrays import (
     storage_of,
 )
 from precondattn.backend import UnsupportedError
-from precondattn.given import Given
 
 
 def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
@@ -51,9 +50,9 @@ def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> s
     known = {name: device for name, device in devices.items() if device is not None}
     # Compared without a set, because CuPy's devices are not hashable.
     first = next(iter(known.values()), None)
-    if [device for device in known.values() if device != first]:
-        device_names = {name: str(device) for name, device in known.items()}
-        raise ValueError(f"{owner}: inputs on one device expected; found {device_names}")
+    if any(device != first for device in known.values()):
+        names = {name: str(device) for name, device in known.items()}
+        raise ValueError(f"{owner}: inputs on one device expected; found {names}")
     dtypes = {name: dtype_name(array) for name, array in inputs.items()}
     for name, dtype in dtypes.items():
         if dtype not in FLOATING:
@@ -92,13 +91,6 @@ def check_device(what: str, array: Array, like: Array, hint: str = "") -> None:
     device, expected = exact_device(array), exact_device(like)
     if None not in (device, expected) and device != expected:
         raise ValueError(f"{what} is on {device}; the inputs are on {expected}{hint}")
-
-
-def check_masks_stored(owner: str, masks: Mapping[str, Given]) -> None:
-    """Raise a TypeError for a nested or sparse mask."""
-    for name, mask in masks.items():
-        if mask is not None:
-            check_stored(f"{owner}: {name}", mask)
 
 
 def call_dtype(inputs: Mapping[str, Array]) -> str:

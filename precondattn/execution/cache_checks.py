@@ -43,9 +43,7 @@ def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: Mapping[str,
         raise ValueError(
             f"{owner}: this cache was donated by extend(..., donate=True) and can not be used again"
         )
-    missing = sorted(keys - set(cache.store))
-    surplus = sorted(set(cache.store) - keys - {KEY_MASK, FIRST})
-    if missing or surplus:
+    if not keys <= set(cache.store) <= keys | {KEY_MASK, FIRST}:
         raise ValueError(
             f"{owner}: the cache is of another mechanism: it has the buffers "
             f"{sorted(cache.store)}, and {sorted(keys)} are needed"

@@ -97,21 +97,19 @@ class NonFiniteRows(NamedTuple):
             heads = namespace(self.by_keys).any(self.by_keys, axis=1, keepdims=True)
             past, tokens = (_replaced(a, heads, pattern, NAN) for a in update)
             return Rewrite(past, tokens)
-        return Replace(_replaced(update.value, self._bad_states(), pattern, NAN))
+        return Replace(_replaced(update.value, self.by_keys[:, -1:, :], pattern, NAN))
 
     def without_states(self, d_states: Mapping[str, Array]) -> Arrays:
-        """The cotangents of new states, 0 in the heads whose state is NaN."""
+        """The cotangents of new states, 0 in the heads whose state is NaN.
+
+        In these the last token depends on a bad one, which is of its segment.
+        """
         if self.by_keys is None:
             return dict(d_states)
-        heads = self._bad_states()
+        heads = self.by_keys[:, -1:, :]
         return {
             key: _replaced(array, heads, self.buffers[key], 0.0) for key, array in d_states.items()
         }
-
-    def _bad_states(self) -> Array:
-        """Heads in which the last token depends on a bad one, which is of its segment."""
-        assert self.by_keys is not None
-        return self.by_keys[:, -1:, :]
 
 
 def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
@@ -246,7 +244,8 @@ def _as_declared(rows: Array, pattern: Pattern) -> Array:
         if axis is not None:
             shape[axis] = size
     xp = namespace(rows)
-    order = sorted(range(3), key=lambda i: -1 if axes[i] is None else axes[i])
+    places = [-1 if axis is None else axis for axis in axes]
+    order = sorted(range(3), key=places.__getitem__)
     return xp.reshape(xp.permute_dims(rows, tuple(order)), tuple(shape))
 
 

@@ -14,8 +14,6 @@ gradients are multiplied by c in float32. Values are not scaled: beyond 65504 th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.arrays import Array, Arrays, Residuals, cast, dtype_name, namespace, upcast
 from precondattn.frame import Frame
 from precondattn.runner import Runner
@@ -25,12 +23,7 @@ LARGEST = 8192.0
 
 
 def gradients_at(
-    cotangent: Array,
-    runner: Runner,
-    inputs: Mapping[str, Array],
-    frame: Frame,
-    out: Array,
-    residuals: Residuals,
+    cotangent: Array, runner: Runner, inputs: Arrays, frame: Frame, out: Array, residuals: Residuals
 ) -> Arrays:
     """The gradients of a piece at a cotangent that may be wider than its output."""
     c = _divisor(cotangent, out)
@@ -40,10 +33,10 @@ def gradients_at(
 
 def step_gradients_at(
     cotangent: Array,
-    d_buffers: Mapping[str, Array],
+    d_buffers: Arrays,
     runner: Runner,
-    past: Mapping[str, Array],
-    inputs: Mapping[str, Array],
+    past: Arrays,
+    inputs: Arrays,
     frame: Frame,
     like: Array,
 ) -> tuple[Arrays, Arrays]:

@@ -32,6 +32,10 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 
+Traced = tuple[PlannedCall, Arrays, Array, Residuals]
+"""A planned call with its inputs, its output and what it saved."""
+Step = tuple[PlannedCall, Arrays, Arrays, Array]
+"""A planned call of an extension with its buffers and inputs, and its output."""
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
@@ -50,37 +54,39 @@ def forward(plan: CallPlan, call: BoundCall) -> Array:
 
 def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the function from its cotangent to the gradients by input name."""
-    values, frame, is_direct = dict(call.inputs), call.frame, call.prepared.is_direct
-    trace: list[tuple[PlannedCall, Arrays, Array, Residuals]] = []
+    values, is_direct = dict(call.inputs), call.prepared.is_direct
+    trace: list[Traced] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
         operators = None if is_direct else _operators_of_vmap(planned, *inputs.values())
         if operators is None:
-            out, residuals = planned.runner.forward(inputs, frame)
+            out, residuals = planned.runner.forward(inputs, call.frame)
         else:
-            out, residuals = operators.with_residuals(planned, inputs, frame)
+            out, residuals = operators.with_residuals(planned, inputs, call.frame)
         values[planned.out] = out
         # The private copy would hide that a backend writes to it.
         trace.append((planned, inputs, read_only(out), residuals))
 
-    def pullback(cotangent: Array) -> Arrays:
-        cotangents: Arrays = {plan.out: used_part(cotangent, call)}
-        for planned, inputs, out, residuals in reversed(trace):
-            if planned.out not in cotangents:
-                continue
-            d_out = cotangents[planned.out]
-            operators = _operators_of_vmap(planned, d_out, out)
-            if operators is None:
-                gradients = gradients_at(d_out, planned.runner, inputs, frame, out, residuals)
-            else:
-                gradients = operators.gradients(planned, inputs, frame, out, residuals, d_out)
-            for name, value in planned.arguments:
-                _accumulate(cotangents, value, gradients[name])
-        return _input_gradients(cotangents, call, cotangent)
-
     out = finished(values[plan.out], call)
     # The caller may write to what is returned, and the pullback reads it.
-    return fresh(out) if out is values[plan.out] else out, pullback
+    out = fresh(out) if out is values[plan.out] else out
+    return out, partial(_pulled_back, plan, call, trace)
+
+
+def _pulled_back(plan: CallPlan, call: BoundCall, trace: list[Traced], cotangent: Array) -> Arrays:
+    cotangents: Arrays = {plan.out: used_part(cotangent, call)}
+    for planned, inputs, out, residuals in reversed(trace):
+        if planned.out not in cotangents:
+            continue
+        d_out = cotangents[planned.out]
+        operators = _operators_of_vmap(planned, d_out, out)
+        if operators is None:
+            gradients = gradients_at(d_out, planned.runner, inputs, call.frame, out, residuals)
+        else:
+            gradients = operators.gradients(planned, inputs, call.frame, out, residuals, d_out)
+        for name, value in planned.arguments:
+            _accumulate(cotangents, value, gradients[name])
+    return _input_gradients(cotangents, call, cotangent)
 
 
 def gradients_from_lse(
@@ -94,14 +100,8 @@ def gradients_from_lse(
     residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:
         return None
-    inputs, used = _inputs(planned, call.inputs, call), used_part(cotangent, call)
-    gradients = gradients_at(used, planned.runner, inputs, call.frame, out, residuals)
-    by_value = {value: gradients[name] for name, value in planned.arguments}
-    return _input_gradients(by_value, call, cotangent)
-
-
-Step = tuple[PlannedCall, Arrays, Arrays, Array]
-"""A planned call of an extension with its buffers and inputs, and its output."""
+    traced = planned, _inputs(planned, call.inputs, call), out, residuals
+    return _pulled_back(plan, call, [traced], cotangent)
 
 
 def _steps(
@@ -325,9 +325,8 @@ def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
     from precondattn.execution.jax.second_derivative import differentiates_step
 
     is_narrow = call.prepared.request.dtype == "float16" and not planned.backend.wide_values
-    is_differentiable = planned.runner.differentiable or differentiates_step(
-        planned.backend, planned.piece
-    )
+    backend, piece = planned.backend, planned.piece
+    is_differentiable = planned.runner.differentiable or differentiates_step(backend, piece)
     return planned.has_gradient_of_step and (is_narrow or not is_differentiable)
 
 

@@ -23,7 +23,8 @@ def extending_inputs(mechanism: Piece) -> Inputs:
     return mechanism.inputs.extending()
 
 
-CALL_OPTIONS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "backend")
+MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
+CALL_OPTIONS = (*MASKS, "backend")
 """Keywords of a call that are not inputs."""
 
 EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")

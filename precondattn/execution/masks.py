@@ -53,12 +53,11 @@ class ValueChecks:
     def require(self, good: Array, message: str) -> None:
         """`good` (b,) must hold for every sequence."""
         xp = namespace(good)
-        if not is_traced(good):
-            if not bool(xp.all(good)):
-                self.require_now((bool(good[i, ...]) for i in range(good.shape[0])), message)
-            return
-        invalid = xp.logical_not(good)
-        self.invalid = invalid if self.invalid is None else self.invalid | invalid
+        if is_traced(good):
+            invalid = xp.logical_not(good)
+            self.invalid = invalid if self.invalid is None else self.invalid | invalid
+        elif not bool(xp.all(good)):
+            self.require_now((bool(good[i, ...]) for i in range(good.shape[0])), message)
 
     def require_now(self, good: Iterable[bool], message: str) -> None:
         """As `require`, for Python booleans."""
@@ -76,9 +75,7 @@ def check_lengths(
     within = f"lengths must lie between 0 and {letter} = {longest}"
     if isinstance(lengths, list | tuple):
         lengths = whole_numbers(f"{owner}: lengths", lengths)
-        outside = [i for i, n in enumerate(lengths) if not 0 <= n <= longest]
-        if outside:
-            raise ValueError(f"{owner}: {within} (sequence {outside[0]} of the batch)")
+        checks.require_now([0 <= n <= longest for n in lengths], within)
         lengths = xp.asarray(lengths, dtype=xp.int32, **placement(like))
     lengths = check_mask(owner, "lengths", lengths, like, (b,), INTEGERS, "(b)")
     assert lengths is not None
@@ -145,13 +142,11 @@ def zero_padding(
     return zeroed
 
 
-def nan_where_invalid(out: Array, invalid: Array | None) -> Array:
+def nan_where_invalid(out: Array, invalid: Array) -> Array:
     """The output, NaN for sequences whose traced arguments were out of range.
 
     NaN is multiplied in, so that the gradients of those sequences are NaN too.
     """
-    if invalid is None:
-        return out
     xp = namespace(out)
     is_invalid = xp.reshape(invalid, (-1,) + (1,) * (out.ndim - 1))
     return out * xp.where(is_invalid, float("nan"), xp.ones_like(out))

@@ -31,14 +31,16 @@ from precondattn.arrays import (
     Arrays,
     host_array,
     is_traced,
+    library_of,
     namespace,
     on_device_of,
     split_rows,
+    wants_gradient,
+    zero_where_not,
 )
-from precondattn.dispatch.plan import CallPlan
+from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
-from precondattn.execution.moved_rows import MovedRows, moved
 from precondattn.execution.preparation import prepared_part, times
 from precondattn.execution.torch import autocast
 from precondattn.frame import full_frame, runs
@@ -51,51 +53,29 @@ FEW = 16
 """… or at most so many tokens less."""
 
 
-class Batch(NamedTuple):
-    """Segments of similar lengths."""
-
-    longest: int
-    lengths: np.ndarray
-    """(segments,)"""
-
-    @property
-    def slots(self) -> int:
-        return len(self.lengths) * self.longest
-
-    @property
-    def is_full(self) -> bool:
-        return bool((self.lengths == self.longest).all())
-
-
 def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
     """The batches of a call; None where it is computed as it is."""
-    segments, plan = call.segments, call.prepared.plan
-    if segments is None or not _wants_batches(plan) or not _is_divisible(mechanism):
+    segments, (t, s) = call.segments, times(call.sizes)
+    if segments is None or t != s:  # Then the first segments have fewer queries than keys.
         return None
-    t, s = times(call.sizes)
-    if t != s:
-        return None  # The first segments have fewer queries than keys.
-    if any(map(is_traced, call.inputs.values())):
+    if not any(map(_wants_batches, call.prepared.plan.calls)) or not _is_divisible(mechanism):
         return None
     valid = None if call.lengths is None else host_array(call.lengths)
-    if call.lengths is not None and valid is None:
+    if any(map(is_traced, call.inputs.values())) or (call.lengths is not None and valid is None):
         return None
-    batches, moves = _split(segments, valid)
-    return DividedPacking(mechanism, call, batches, moves) if batches else None
+    lengths, moves = _split(segments, valid)
+    return DividedPacking(mechanism, call, lengths, moves) if lengths else None
 
 
-def _wants_batches(plan: CallPlan) -> bool:
-    """Whether a piece that relates pairs of tokens runs on a backend that does not skip any."""
-    return any(
-        getattr(planned.backend, "segments_as_batch", False) and _relates_pairs(planned.piece)
-        for planned in plan.calls
-    )
+def _wants_batches(planned: PlannedCall) -> bool:
+    """Whether a piece that relates pairs of tokens runs on a backend that does not skip any.
 
-
-def _relates_pairs(piece: Piece) -> bool:
-    """Whether it keeps tokens, or would if it were causal."""
-    keeps = any(pattern.keeps_tokens for _, pattern in piece.program.slots.values())
-    return keeps or any(not leaf.offers.causal for leaf in piece.program.leaves)
+    Such a piece keeps tokens, or would if it were causal.
+    """
+    program = planned.piece.program
+    keeps = any(pattern.keeps_tokens for _, pattern in program.slots.values())
+    relates_pairs = keeps or any(not leaf.offers.causal for leaf in program.leaves)
+    return relates_pairs and getattr(planned.backend, "segments_as_batch", False)
 
 
 @lru_cache(maxsize=KEPT)
@@ -110,10 +90,12 @@ def _is_of_tokens(pattern: Pattern) -> bool:
     return is_first and not any(axis.broadcasts or axis.multiple > 1 for axis in pattern.axes[:2])
 
 
-def _split(segments: np.ndarray, valid: np.ndarray | None) -> tuple[list[Batch], MovedRows | None]:
-    """The batches for segment ids (b, s), of which `valid` (b,) tokens are no padding.
+def _split(
+    segments: np.ndarray, valid: np.ndarray | None
+) -> tuple[list[np.ndarray], MovedRows | None]:
+    """The lengths of the segments of each batch, and how tokens (b s) are moved to their slots.
 
-    With them how tokens (b s) are moved to the slots of all batches; None where they are in order.
+    Of the segment ids (b, s) `valid` (b,) are of no padding.
     """
     b, s = segments.shape
     starts, lengths = runs(segments)
@@ -122,16 +104,14 @@ def _split(segments: np.ndarray, valid: np.ndarray | None) -> tuple[list[Batch],
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     if not len(starts):
         return [], None
-    batches: list[Batch] = []
+    groups = _similar(lengths)
     tokens, are_tokens = [], []
-    for members in _similar(lengths):
-        batch = Batch(int(lengths[members].max()), lengths[members])
-        offset = np.arange(batch.longest)
-        last = batch.lengths[:, None] - 1
+    for members in groups:
+        offset, last = np.arange(lengths[members].max()), lengths[members][:, None] - 1
         tokens.append((starts[members][:, None] + np.minimum(offset, last)).ravel())
         are_tokens.append((offset <= last).ravel())
-        batches.append(batch)
-    return batches, _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
+    moves = _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
+    return [lengths[members] for members in groups], moves
 
 
 def _similar(lengths: np.ndarray) -> list[np.ndarray]:
@@ -149,65 +129,99 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows | None:
-    """Slot i has token `tokens[i]`, or padding where `are_tokens[i]` is false."""
+    """Slot i has token `tokens[i]`, or padding where `are_tokens[i]` is false; None if in order."""
     if len(tokens) == count and (tokens == np.arange(count)).all():
         return None
     slots, is_moved = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
     slots[tokens[are_tokens]] = np.flatnonzero(are_tokens)
     is_moved[tokens[are_tokens]] = True
-    return MovedRows(
-        tokens,
-        None if are_tokens.all() else are_tokens,
-        slots,
-        None if is_moved.all() else is_moved,
-    )
+    has_source = None if are_tokens.all() else are_tokens
+    return MovedRows(tokens, has_source, slots, None if is_moved.all() else is_moved)
 
 
-# ------------------------------------------------------------------------------------ calls
+# ------------------------------------------------------------------------------------- moves
+
+
+class MovedRows(NamedTuple):
+    """Where each row comes from. No row is moved to two places that have a source."""
+
+    sources: Array
+    has_source: Array
+    """None where all have."""
+    slots: Array
+    """Where each row goes to."""
+    is_moved: Array
+    """None where all are."""
+
+    @property
+    def back(self) -> MovedRows:
+        return MovedRows(self.slots, self.is_moved, self.sources, self.has_source)
+
+    def on_device_of(self, like: Array) -> MovedRows:
+        return MovedRows(*(None if a is None else on_device_of(like, a) for a in self))
+
+
+def moved(array: Array, rows: MovedRows) -> Array:
+    """The rows (first axis) of an array, moved."""
+    if library_of(array) == "torch" and wants_gradient(array):
+        from precondattn.execution.torch.moved_rows import differentiable
+
+        return differentiable(array, rows)
+    return taken(array, rows)
+
+
+def taken(array: Array, rows: MovedRows) -> Array:
+    xp = namespace(array)
+    result = xp.take(array, rows.sources, axis=0)
+    if rows.has_source is None:
+        return result
+    shape = (-1, *(1,) * (array.ndim - 1))
+    has_source = xp.reshape(rows.has_source, shape)
+    if result.dtype == xp.bool:
+        return result & has_source
+    return zero_where_not(has_source, result)
+
+
+# ------------------------------------------------------------------------------------- calls
 
 
 class DividedPacking:
     """A packed call and its batches, each of which is an ordinary bound call."""
 
     def __init__(
-        self, mechanism: Piece, call: BoundCall, batches: list[Batch], moves: MovedRows | None
+        self, mechanism: Piece, call: BoundCall, lengths: list[np.ndarray], moves: MovedRows | None
     ) -> None:
-        self.mechanism, self.call, self.batches = mechanism, call, batches
+        self.mechanism, self.call, self.lengths = mechanism, call, lengths
+        self.sizes = tuple((len(each), int(each.max())) for each in lengths)
+        """The numbers of sequences and of tokens of each batch."""
         like = next(iter(call.inputs.values()))
         self.moves = None if moves is None else moves.on_device_of(like)
         patterns = mechanism.inputs
         self.of_tokens = [name for name in call.inputs if _is_of_tokens(patterns[name])]
 
     @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        """The numbers of sequences and of tokens of each batch."""
-        return tuple((len(batch.lengths), batch.longest) for batch in self.batches)
-
-    @property
     def largest(self) -> BoundCall:
-        slots = [batch.slots for batch in self.batches]
+        slots = [b * t for b, t in self.sizes]
         return self.calls()[slots.index(max(slots))]
 
     def calls(self) -> list[BoundCall]:
         """The bound calls of the batches."""
         inputs = {name: self.gathered(self.call.inputs[name]) for name in self.of_tokens}
-        masks: Sequence[Array | None] = [None] * len(self.batches)
+        masks: Sequence[Array | None] = [None] * len(self.lengths)
         if "key_mask" in self.call.masks:  # Padding is masked in it too, as it is in the batches.
             masks = self.gathered(self.call.frame.k_valid)
         return [
-            self._bound(batch, {**self.call.inputs, **{n: a[i] for n, a in inputs.items()}}, mask)
-            for i, (batch, mask) in enumerate(zip(self.batches, masks, strict=True))
+            self._bound(i, {**self.call.inputs, **{n: a[i] for n, a in inputs.items()}}, mask)
+            for i, mask in enumerate(masks)
         ]
 
-    def _bound(self, batch: Batch, inputs: Arrays, key_mask: Array | None) -> BoundCall:
-        like = next(iter(inputs.values()))
-        count, t = len(batch.lengths), batch.longest
-        lengths = None
-        if not batch.is_full:
-            lengths = on_device_of(like, batch.lengths.astype(np.int32))
+    def _bound(self, batch: int, inputs: Arrays, key_mask: Array | None) -> BoundCall:
+        like, lengths, (b, t) = next(iter(inputs.values())), None, self.sizes[batch]
+        if (self.lengths[batch] < t).any():
+            lengths = on_device_of(like, self.lengths[batch].astype(np.int32))
         named = {"lengths": lengths, "key_mask": key_mask}
         masks = frozenset(name for name, mask in named.items() if mask is not None)
-        sizes = {**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": count}
+        sizes = {**self.call.sizes, **{n: t for n in "ts" if n in self.call.sizes}, "b": b}
         ready = prepared_part(self.mechanism, self.call.prepared, inputs, sizes, masks)
         frame, before = full_frame(t, t, like, **named), self.call.dtypes_before
         return BoundCall(ready, inputs, frame, lengths, dtypes_before=before)
@@ -218,10 +232,9 @@ class DividedPacking:
         slots = xp.reshape(array, (-1, *rest))
         if self.moves is not None:
             slots = moved(slots, self.moves)
-        parts = split_rows(slots, [batch.slots for batch in self.batches])
+        parts = split_rows(slots, [b * t for b, t in self.sizes])
         return [
-            xp.reshape(part, (len(batch.lengths), batch.longest, *rest))
-            for part, batch in zip(parts, self.batches, strict=True)
+            xp.reshape(part, (*size, *rest)) for part, size in zip(parts, self.sizes, strict=True)
         ]
 
     def returned(self, parts: Sequence[Array]) -> Array:

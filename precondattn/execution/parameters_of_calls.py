@@ -9,14 +9,15 @@ to the stub `shorthands.pyi`.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from inspect import Parameter
 
 from precondattn.algebra.options import OptionValue
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import MechanismClass
-from precondattn.execution.build import declared_by_options, options_of
 from precondattn.execution.input_names import CALL_OPTIONS
+from precondattn.execution.shorthand import declared_by_options, options_of
 
 
 class _Optional:
@@ -27,12 +28,6 @@ class _Optional:
 
 
 OPTIONAL = _Optional()
-
-ALSO_ACCEPTED = {
-    "tuple[int, ...]": "int | Sequence[int]",
-    "tuple[str, ...]": "str | Sequence[str]",
-}
-"""What may be given for an option of which a tuple is kept."""
 
 
 def signature_of_call(mechanism: Piece) -> inspect.Signature:
@@ -81,10 +76,9 @@ def _input(name: str, patterns: Iterable[str], default: OptionValue = Parameter.
 
 def _option(field: OptionValue) -> Parameter:
     settings, default = field.metadata["kind"].settings, field.default
-    annotation = str(field.type)
+    # Of a sequence, or of one number or name, a tuple is kept.
+    annotation = re.sub(r"tuple\[(int|str), \.\.\.\]", r"\1 | Sequence[\1]", str(field.type))
     if settings and not isinstance(default, bool):
         names = ", ".join(f'"{getattr(each, "name", each)}"' for each in settings)
         annotation, default = f"Literal[{names}]", getattr(default, "name", default)
-    for kept, given in ALSO_ACCEPTED.items():
-        annotation = annotation.replace(kept, given)
     return Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

@@ -26,7 +26,7 @@ from precondattn.cache import KEY_MASK, Cache
 from precondattn.dispatch.discovery import allowed_backends
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
-from precondattn.execution.array_checks import call_dtype, check_arrays, check_masks_stored
+from precondattn.execution.array_checks import call_dtype, check_arrays, check_stored
 from precondattn.execution.cache_checks import check_buffers, check_cache, check_cacheable
 from precondattn.execution.containment import examined
 from precondattn.execution.input_names import (
@@ -84,10 +84,7 @@ SAME_MASK = {"cu_seqlens": "segment_ids"}
 def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     """The preparation of a call, found by its signature or made; it is made where that is None.
 
-    Raises
-    ------
-    TypeError, ValueError
-        for a bad argument, unless only the entries of an array are bad.
+    A bad argument is an error here, unless only the entries of an array are bad.
     """
     known = _prepared.get(signature)  # Read once: another thread may clear the dict.
     if known is not None:
@@ -115,14 +112,19 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     if not is_full:
         check_cacheable(mechanism)
     library = check_arrays(owner, declared, inputs)
-    check_masks_stored(owner, call.masks)
+    given_masks = {name: mask for name, mask in call.masks.items() if mask is not None}
+    for name, mask in given_masks.items():
+        check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
-    masks = {SAME_MASK.get(n, n) for n, mask in call.masks.items() if mask is not None}
+    masks = {SAME_MASK.get(name, name) for name in given_masks}
     past: tuple[Array, ...] = ()
     if is_full:
         sizes = declared.sizes(owner, shapes)
         _check_times(mechanism, sizes, call.masks)
-        _check_leaves(mechanism, sizes, frozenset(masks))
+        program = mechanism.program
+        for leaf_call, axes in zip(program.calls, program.axes, strict=True):
+            own = {x: axis.size(sizes) for x, axis in axes.items() if axis.letter in sizes}
+            leaf_call.leaf.check_call(own, frozenset(masks))  # In the leaf's own letters.
     else:
         capacity = check_cache(owner, mechanism, cache, inputs)
         sizes = declared.sizes(owner, shapes, {"c": capacity, "b": cache.length.shape[0]})
@@ -134,7 +136,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     patterns: Mapping[str, Pattern] = {}
     if not is_one_step and not is_empty(shapes.values()):
         patterns = examined(mechanism, is_packed="segment_ids" in masks)
-    others = (*past, *[mask for mask in call.masks.values() if library_of(mask) == library])
+    others = (*past, *[mask for mask in given_masks.values() if library_of(mask) == library])
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
@@ -186,14 +188,6 @@ def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> 
                     f"{mechanism}: {name} of a non-causal call needs as many queries as keys; "
                     f"found t = {t} and s = {s}; use key_mask"
                 )
-
-
-def _check_leaves(mechanism: Piece, sizes: Sizes, masks: frozenset[str]) -> None:
-    """Raise for sizes or masks that a leaf refuses, each in the leaf's own letters."""
-    program = mechanism.program
-    for call, axes in zip(program.calls, program.axes, strict=True):
-        own = {letter: axis.size(sizes) for letter, axis in axes.items() if axis.letter in sizes}
-        call.leaf.check_call(own, masks)
 
 
 def _request(

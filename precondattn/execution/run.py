@@ -140,7 +140,7 @@ def extend(
 
         return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
     if windows.is_window(cache):
-        plain = windows.ordinary(mechanism, cache, arrays, named)
+        plain = windows.ordinary(given)
         out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
         return out, windows.moved_on(mechanism, cache, plain, donate=donate)
     bound = bind_extension(given, signature)
@@ -192,21 +192,21 @@ def extend_vjp(
     def pullback(
         cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
     ) -> tuple[Arrays, Arrays]:
-        d_store = d_store.store if isinstance(d_store, Cache) else d_store
-        if d_store is not None and not isinstance(d_store, Mapping):
+        given = d_store.store if isinstance(d_store, Cache) else d_store
+        given = {} if given is None else given
+        if not isinstance(given, Mapping):
             raise TypeError(
                 f"{mechanism}: the cotangents of buffers must be a dict by buffer name, or a "
                 f"Cache; found {type(d_store).__name__}"
             )
-        given = dict(d_store or {})
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
         for name, array in given.items():
             if name not in new_store:
                 raise ValueError(
                     f"{mechanism}: the cache has no buffer {name!r}; it has {', '.join(new_store)}"
                 )
-            description = f"the cotangent of {name!r}"
-            check_cotangent(str(mechanism), description, array, "that buffer", new_store[name])
+            what = f"the cotangent of {name!r}"
+            check_cotangent(str(mechanism), what, array, "that buffer", new_store[name])
         check_arguments()
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
         with autocast.off(cotangent):
@@ -244,7 +244,7 @@ def explain(
         if verb == "vjp":
             check_has_states(mechanism)
         if windows.is_window(cache):
-            cache = windows.ordinary(mechanism, cache, arrays, named)
+            cache = windows.ordinary(given)
         masks = {name: masks[name] for name in ("lengths", "key_mask")}
         verb = "extend_vjp" if verb == "vjp" else "extend"
         given = given._replace(verb=verb, masks=masks, cache=cache)
@@ -253,14 +253,9 @@ def explain(
     divided = packed.divided(mechanism, bound)
     if divided is not None:
         ready = divided.largest.prepared
-    return Explanation(
-        str(mechanism),
-        mechanism.program,
-        ready.request,
-        ready.plan,
-        discover(),
-        batches=() if divided is None else divided.sizes,
-    )
+    batches = () if divided is None else divided.sizes
+    plan, program = ready.plan, mechanism.program
+    return Explanation(str(mechanism), program, ready.request, plan, discover(), batches)
 
 
 def _is_distributed(given: GivenCall) -> bool:

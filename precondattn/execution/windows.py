@@ -8,31 +8,23 @@ are those of the cache itself; otherwise it is a copy with more rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, cast, fresh, is_traced, namespace, writes_in_place
+from precondattn.arrays import cast, fresh, is_traced, namespace, writes_in_place
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.capacity import grown
 from precondattn.cache.integers import entries
 from precondattn.cache.kinds import TOKENS, Kind
 from precondattn.cache.windows import FIRST, dropped, moved_to_front, rows_of
+from precondattn.execution.signature import GivenCall
 
 
 def is_window(cache: Cache) -> bool:
     return isinstance(cache, Cache) and FIRST in cache.store
 
 
-def ordinary(
-    mechanism: Piece, cache: Cache, arrays: tuple[Array, ...], named: Mapping[str, Array]
-) -> Cache:
-    """An ordinary cache of the tokens held, with room for the new ones.
-
-    Raises
-    ------
-    ValueError
-        for the cache of a mechanism with another window, or without one.
-    """
+def ordinary(call: GivenCall) -> Cache:
+    """An ordinary cache of the tokens held, with room for the new ones."""
+    mechanism, cache = call.mechanism, call.cache
     length, first = cache.length, cache.store[FIRST]
     # An invalid sequence has a negative length, and stays invalid.
     local = namespace(length).where(length < 0, length, length - cast(first, length.dtype))
@@ -48,10 +40,9 @@ def ordinary(
             f"{mechanism}: the cache is of another mechanism: it holds the last tokens only, in "
             f"{held} rows, and this mechanism has {window}"
         )
-    plain = Cache(
-        cast(local, length.dtype), store, {name: {str(kinds[name]): ()} for name in store}
-    )
-    new = _token_count(mechanism, arrays, named)
+    own_kinds = {name: {str(kinds[name]): ()} for name in store}
+    plain = Cache(cast(local, length.dtype), store, own_kinds)
+    new = _token_count(call)
     fits = not is_traced(local) and max(entries(local), default=0) + new <= held
     return plain if fits else grown(plain, held + new)
 
@@ -62,10 +53,10 @@ def _kinds(mechanism: Piece) -> dict[str, Kind]:
     return {**slots, KEY_MASK: Kind(TOKENS)}
 
 
-def _token_count(mechanism: Piece, arrays: tuple[Array, ...], named: Mapping[str, Array]) -> int:
+def _token_count(call: GivenCall) -> int:
     """The number of new tokens; 0 if the inputs have none, which the extension then refuses."""
-    given = {**dict(zip(mechanism.inputs, arrays, strict=False)), **named}
-    for name, pattern in mechanism.inputs.items():
+    given = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
+    for name, pattern in call.mechanism.inputs.items():
         shape = getattr(given.get(name), "shape", ())
         if pattern.time_axis is not None and len(shape) == len(pattern.axes):
             count: int = shape[pattern.time_axis]

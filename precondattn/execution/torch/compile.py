@@ -23,7 +23,7 @@ from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
 from precondattn.cache import Cache
 from precondattn.execution import run
-from precondattn.execution.build import build_and_call
+from precondattn.execution.shorthand import build_and_call
 from precondattn.given import Given
 
 Names = tuple[str, ...]

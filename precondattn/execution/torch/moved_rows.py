@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import Tree
-from precondattn.execution.moved_rows import MovedRows, taken
+from precondattn.execution.packed import MovedRows, taken
 
 
 def differentiable(tensor: Tensor, rows: MovedRows) -> Tensor:
