@@ -1,9 +1,8 @@
 """PyTorch's autograd: a planned call as operators that have a gradient.
 
-`operators.py` has the operators of full calls, `steps.py` those of extensions,
-`second_derivative.py` the derivatives of their gradients, and `vmap.py` their rule for vmap.
-Transforms for which operators have no rule (torch.func.grad, forward-mode differentiation)
-are planned on the reference.
+`operators.py` has the operators, `second_derivative.py` the derivatives of their gradients, and
+`vmap.py` their rule for vmap. Transforms for which operators have no rule (torch.func.grad,
+forward-mode differentiation) are planned on the reference.
 """
 
 from __future__ import annotations
@@ -11,116 +10,107 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.arrays import Tree, counts_flops, has_tangent, wants_gradient
+from precondattn.arrays import Arrays, Tree, counts_flops, has_tangent, wants_gradient
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.torch import second_derivative, vmap  # noqa: F401
-from precondattn.execution.torch.frames import no_gradient_of, text_of
-from precondattn.execution.torch.operators import backward, forward, inference
-from precondattn.execution.torch.steps import extension, step, step_backward
+from precondattn.execution.torch.frames import text_of
+from precondattn.execution.torch.operators import (
+    backward,
+    extension,
+    forward,
+    inference,
+    step,
+    step_backward,
+)
+from precondattn.execution.torch.saved import no_gradient, save, save_arguments, saved
 from precondattn.frame import Frame
 
 
-def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
+def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:
     """The output of a planned call, differentiable in its inputs."""
-    piece, backend = planned.piece._name, planned.backend.name
-    tensors = list(inputs.values())
-    _register_flops()
-    if wants_gradient(*tensors):
-        return forward(piece, backend, tensors, *_parts(frame))[0]
-    return inference(piece, backend, tensors, *_parts(frame))
+    if wants_gradient(*inputs.values()):
+        return _called(forward, planned, frame, [inputs])[0]
+    return _called(inference, planned, frame, [inputs])
 
 
 def apply_step(
-    planned: PlannedCall, past: dict[str, Tensor], inputs: dict[str, Tensor], frame: Frame
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
 ) -> tuple[Tensor, Updates]:
     """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    piece, backend = planned.piece._name, planned.backend.name
-    states, tensors = list(past.values()), list(inputs.values())
-    _register_flops()
-    out, *new = step(piece, backend, states, tensors, *_parts(frame))
+    out, *new = _called(step, planned, frame, [past, inputs])
     return out, {name: Replace(state) for name, state in zip(past, new, strict=True)}
 
 
 def apply_extension(
     planned: PlannedCall,
-    past: dict[str, Tensor],
-    inputs: dict[str, Tensor],
+    past: Arrays,
+    inputs: Arrays,
     frame: Frame,
     length: Tensor,
     count: Tensor | int,
 ) -> tuple[Tensor, Updates]:
     """A step as one operator without gradient, which returns the whole updated buffers."""
-    piece, backend = planned.piece._name, planned.backend.name
-    buffers, tensors = list(past.values()), list(inputs.values())
     counts = count if isinstance(count, Tensor) else length.new_full(length.shape, count)
-    _register_flops()
-    masks, layout = _parts(frame)
-    out, *new = extension(piece, backend, buffers, tensors, masks, length, counts, layout)
+    out, *new = _called(extension, planned, frame, [past, inputs], length, counts)
     return out, {name: Replace(buffer) for name, buffer in zip(past, new, strict=True)}
 
 
 def with_residuals(
-    planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame
+    planned: PlannedCall, inputs: Arrays, frame: Frame
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output of a planned call and the residuals, under vmap."""
-    tensors = list(inputs.values())
-    out, *residuals = forward(planned.piece._name, planned.backend.name, tensors, *_parts(frame))
+    out, *residuals = _called(forward, planned, frame, [inputs])
     return out, tuple(residuals)
 
 
 def gradients(
     planned: PlannedCall,
-    inputs: dict[str, Tensor],
+    inputs: Arrays,
     frame: Frame,
     out: Tensor,
     residuals: tuple[Tensor, ...],
     cotangent: Tensor,
-) -> dict[str, Tensor]:
+) -> Arrays:
     """The gradients of a planned call, under vmap."""
     if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
         out, residuals = with_residuals(planned, inputs, frame)
-    piece, backend = planned.piece._name, planned.backend.name
-    tensors, (masks, layout) = list(inputs.values()), _parts(frame)
-    found = backward(piece, backend, tensors, masks, [out, *residuals], cotangent, layout)
+    found = _called(backward, planned, frame, [inputs], [out, *residuals], cotangent)
     return dict(zip(inputs, found, strict=True))
 
 
 def recorded_gradients(
-    planned: PlannedCall,
-    tensors: list[Tensor],
-    frame: Frame,
-    outputs: list[Tensor],
-    cotangent: Tensor,
+    planned: PlannedCall, inputs: Arrays, frame: Frame, outputs: list[Tensor], cotangent: Tensor
 ) -> list[Tensor]:
     """The gradients of a planned call that was called without operators (`recorded.py`)."""
     _check_tangents([cotangent])
-    _register_flops()
-    piece, backend, (masks, layout) = planned.piece._name, planned.backend.name, _parts(frame)
-    found: list[Tensor] = backward(piece, backend, tensors, masks, outputs, cotangent, layout)
+    found: list[Tensor] = _called(backward, planned, frame, [inputs], outputs, cotangent)
     return found
 
 
 def step_gradients(
     planned: PlannedCall,
-    past: dict[str, Tensor],
-    inputs: dict[str, Tensor],
+    past: Arrays,
+    inputs: Arrays,
     frame: Frame,
     cotangent: Tensor,
-    d_buffers: dict[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    d_buffers: Arrays,
+) -> tuple[Arrays, Arrays]:
     """The gradients of a step, of its inputs and of the old states, under vmap."""
-    piece, backend = planned.piece._name, planned.backend.name
-    states, tensors, (masks, layout) = list(past.values()), list(inputs.values()), _parts(frame)
     cotangents = [cotangent, *(d_buffers[name] for name in past)]
-    found = step_backward(piece, backend, states, tensors, masks, cotangents, layout)
-    d_past, d_inputs = found[: len(states)], found[len(states) :]
+    found = _called(step_backward, planned, frame, [past, inputs], cotangents)
+    d_past, d_inputs = found[: len(past)], found[len(past) :]
     return dict(zip(inputs, d_inputs, strict=True)), dict(zip(past, d_past, strict=True))
 
 
-def _parts(frame: Frame) -> tuple[list[Tensor | None], str]:
-    """A frame as arguments of an operator."""
-    return list(frame.sources), text_of(frame.layout)
+def _called(
+    operator: Tree, planned: PlannedCall, frame: Frame, arrays: list[Arrays], *others: Tree
+) -> Tree:
+    """The results of an operator, whose arguments are texts, arrays, the frame, and others."""
+    _register_flops()
+    lists = [list(each.values()) for each in arrays]
+    masks, layout = list(frame.sources), text_of(frame.layout)
+    return operator(planned.piece._name, planned.backend.name, *lists, masks, *others, layout)
 
 
 def _register_flops() -> None:
@@ -129,14 +119,6 @@ def _register_flops() -> None:
         from precondattn.execution.torch import flops
 
         flops.register()
-
-
-def _no_gradient(tensors: Tree) -> Tree:
-    """The gradients of a list of masks.
-
-    Autograd treats a list that contains None as one argument, and a list of tensors as many.
-    """
-    return None if any(each is None for each in tensors) else [None] * len(tensors)
 
 
 def _check_tangents(cotangents: Tree) -> None:
@@ -148,37 +130,28 @@ def _check_tangents(cotangents: Tree) -> None:
 
 
 def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
-    ctx.piece, ctx.backend, tensors, frame, ctx.layout = inputs
-    ctx.split = len(tensors), len(tensors) + len(frame)
-    ctx.save_for_backward(*tensors, *frame, *output)
+    save(ctx, inputs, *inputs[2:-1], output)
 
 
 def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     _check_tangents(cotangents)
     _register_flops()
-    saved, (end, split) = list(ctx.saved_tensors), ctx.split
-    tensors, frame, outputs = saved[:end], saved[end:split], saved[split:]
+    tensors, frame, outputs = saved(ctx)
     arguments = tensors, frame, outputs, cotangents[0], ctx.layout
     gradients = backward(ctx.piece, ctx.backend, *arguments)
-    return None, None, gradients, _no_gradient(frame), *no_gradient_of(ctx.layout)
-
-
-def _remember_step(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
-    ctx.piece, ctx.backend, past, tensors, frame, ctx.layout = inputs
-    ctx.split = len(past), len(past) + len(tensors)
-    ctx.save_for_backward(*past, *tensors, *frame)
+    of_frame, of_layout = no_gradient(ctx, frame)
+    return None, None, gradients, of_frame, *of_layout
 
 
 def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     _check_tangents(cotangents)
     _register_flops()
-    saved, (end, split) = list(ctx.saved_tensors), ctx.split
-    past, tensors, frame = saved[:end], saved[end:split], saved[split:]
+    past, tensors, frame = saved(ctx)
     arguments = past, tensors, frame, list(cotangents), ctx.layout
     gradients = step_backward(ctx.piece, ctx.backend, *arguments)
-    of_frame = _no_gradient(frame), *no_gradient_of(ctx.layout)
-    return None, None, gradients[:end], gradients[end:], *of_frame
+    of_frame, of_layout = no_gradient(ctx, frame)
+    return None, None, gradients[: len(past)], gradients[len(past) :], of_frame, *of_layout
 
 
 forward.register_autograd(_differentiate, setup_context=_remember)
-step.register_autograd(_differentiate_step, setup_context=_remember_step)
+step.register_autograd(_differentiate_step, setup_context=save_arguments)

@@ -12,7 +12,8 @@ call that replaces the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -86,23 +87,31 @@ def _folded(tensor: Tensor, mapped: int | None, at: int, count: int) -> Tensor:
     return stacked.reshape(*before, count * stacked.shape[at + 1], *after)
 
 
+@dataclass
 class OneCall:
     """The call that replaces `count` calls of a piece, along axes of one kind.
 
     Raises
     ------
-    Apart
+    SeparateCallsError
         here or in a method, where it does not replace them.
     """
 
-    def __init__(self, piece: Piece, sizes: Sizes, kind: str, count: int, layout: str) -> None:
-        self.piece, self.sizes, self.kind, self.count = piece, sizes, kind, count
-        self.layout = layout
-        if piece.mixes_sequences or (kind == HEADS and piece.numbers_heads):
+    piece: Piece
+    sizes: Sizes
+    kind: str
+    count: int
+    backend: str
+    tensors: MappedArrays
+    frame: MappedArrays
+    layout: str
+
+    def __post_init__(self) -> None:
+        if self.piece.mixes_sequences or (self.kind == HEADS and self.piece.numbers_heads):
             raise SeparateCallsError
 
     def axes_of(
-        self, patterns: Sequence[Pattern], arrays: MappedArrays, *, each: bool = False
+        self, patterns: Iterable[Pattern], arrays: MappedArrays, *, each: bool = False
     ) -> AxesOf:
         """The axes of arrays; `each` where every call has its own, as of a gradient."""
         axes = [self._axis(p, s) for p, s in zip(patterns, arrays.shapes, strict=True)]
@@ -111,43 +120,41 @@ class OneCall:
                 raise SeparateCallsError
         return axes
 
-    def of_result(self, pattern: Pattern) -> int:
-        """The axis of a result, which every call has."""
-        axis = self._axis(pattern, None)
+    def of_inputs(self, *, each: bool = False) -> AxesOf:
+        return self.axes_of(self.piece.inputs.values(), self.tensors, each=each)
+
+    def of_buffers(self, past: MappedArrays) -> AxesOf:
+        patterns = [pattern for _, pattern in self.piece.program.slots.values()]
+        return self.axes_of(patterns, past, each=True)
+
+    def of_output(self) -> int:
+        axis = self._axis(self.piece.program.output)
         if axis is None:
             raise SeparateCallsError
         return axis
 
-    def of_frame(self, frame: MappedArrays) -> AxesOf:
+    def of_frame(self) -> AxesOf:
         """The axes of a frame's arrays: the first one, where sequences do not share it."""
         axes: AxesOf = []
-        for i, (shape, mapped) in enumerate(zip(frame.shapes, frame.mapped, strict=True)):
+        for i, (shape, mapped) in enumerate(zip(self.frame.shapes, self.frame.mapped, strict=True)):
             is_shared = self.kind != BATCH or (i < POSITIONS and shape[:1] == (1,))
             if is_shared and mapped is not None:
                 raise SeparateCallsError
             axes.append(None if is_shared else 0)
         return axes
 
-    def of_residuals(self, backend: str, tensors: MappedArrays, frame: MappedArrays) -> AxesOf:
-        """The axes of the residuals of a forward pass."""
-        shapes = self._declared(backend, tensors, tensors.shapes, frame)
-        return self.of_saved(backend, tensors, frame, shapes)
-
-    def of_saved(
-        self, backend: str, tensors: MappedArrays, frame: MappedArrays, shapes: Shapes
-    ) -> AxesOf:
-        """The axes of residuals that have these shapes in one of the calls."""
-        if not shapes:
+    def of_residuals(self, shapes: Shapes | None = None) -> AxesOf:
+        """The axes of residuals, which have these shapes in one of the calls, or declared ones."""
+        before = self._declared(self.tensors.shapes) if shapes is None else shapes
+        if not before:
             return []
-        axes = self.axes_of(list(self.piece.inputs.values()), tensors)
         longer = [
             tuple(n * self.count if i == axis else n for i, n in enumerate(shape))
-            for shape, axis in zip(tensors.shapes, axes, strict=True)
+            for shape, axis in zip(self.tensors.shapes, self.of_inputs(), strict=True)
         ]
-        grown = self._declared(backend, tensors, longer, frame)
-        return [self._grown(*pair) for pair in zip(shapes, grown, strict=True)]
+        return [self._grown(*pair) for pair in zip(before, self._declared(longer), strict=True)]
 
-    def _axis(self, pattern: Pattern, shape: Sequence[int] | None) -> int | None:
+    def _axis(self, pattern: Pattern, shape: Sequence[int] | None = None) -> int | None:
         """The axis of an array; None where it has none, or one of size 1 that broadcasts."""
         axes = [i for i, axis in enumerate(pattern.axes) if axis.letter in self.kind]
         if not axes:
@@ -157,16 +164,17 @@ class OneCall:
             raise SeparateCallsError
         return at if shape is None or shape[at] == pattern.axes[at].size(self.sizes) else None
 
-    def _declared(
-        self, backend: str, tensors: MappedArrays, shapes: Shapes, frame: MappedArrays
-    ) -> Shapes:
-        dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors.tensors if t is not None)
+    def _declared(self, shapes: Shapes) -> Shapes:
+        """The shapes of the residuals for inputs of these shapes."""
+        tensors = self.tensors.tensors
+        dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors if t is not None)
         described = zip(self.piece.inputs, shapes, dtypes, strict=True)
         specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
-        runner = runner_of(discover().named(backend), self.piece, "torch")
-        of_one = frame_of(self.layout, frame.of_call(0), tensors.tensors[0])
+        runner = runner_of(discover().named(self.backend), self.piece, "torch")
         try:
-            residuals = runner.residual_shapes(specs, of_one)
+            residuals = runner.residual_shapes(
+                specs, frame_of(self.layout, self.frame.of_call(0), tensors[0])
+            )
         except NotImplementedError:  # A backend needs it only to be compiled.
             raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]

@@ -60,8 +60,3 @@ def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
         return layout
     held = None if layout.masks else held_by_all(lengths, t, s)
     return layout._replace(held=held, longest=max(lengths, default=0))
-
-
-def no_gradient_of(layout: str) -> tuple[None, ...]:
-    """The gradient of that text: autograd is not given an argument that equals its default."""
-    return (None,) if layout else ()

@@ -52,11 +52,10 @@ def mapped(function: Callable[..., Tree], tensors: Sequence[Tensor]) -> Tree:
         if not any(map(is_mapped, plain)):
             break
         axes = tuple(0 if _is_mapped_at(level, tensor) else None for tensor in plain)
-        if any(axis == 0 for axis in axes):
-            pairs = zip(plain, axes, strict=True)
-            plain = [
-                t if axis is None else torch._remove_batch_dim(t, level, 0, 0) for t, axis in pairs
-            ]
+        if 0 in axes:
+            for i, axis in enumerate(axes):
+                if axis == 0:
+                    plain[i] = torch._remove_batch_dim(plain[i], level, 0, 0)
             function = torch.vmap(function, axes)
             levels.append(level)
     results = function(*plain)

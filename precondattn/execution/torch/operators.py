@@ -1,9 +1,14 @@
-"""PyTorch: a backend's forward and backward as custom operators, and their shapes.
+"""PyTorch: the methods of a runner as custom operators, and the shapes of their results.
 
 Three operators serve every backend and every piece in full calls: `forward` with residuals for the
-gradient, `backward`, and `inference` without residuals. A piece is passed by its name
-(`algebra/names.py`), a backend by its own and a frame as its layout's text and its arrays, so that
-compiled and exported graphs contain only strings and tensors.
+gradient, `backward`, and `inference` without residuals. `step` and `step_backward` serve
+differentiated steps of caches that are states. `extension` serves a step of any cache without a
+gradient, where a compiler traces it with symbolic sizes: its loops over blocks of tokens would
+otherwise be unrolled, and compiled again for every length. With sizes that are numbers, such as one
+token, the step itself is traced, and the compiler can fuse it.
+
+A piece is passed by its name (`algebra/names.py`), a backend by its own and a frame as its layout's
+text and its arrays, so that compiled and exported graphs contain only strings and tensors.
 
 Under a compiler sizes may be symbols. An operator is not traced into, so the loops of an algorithm
 over blocks of tokens do not appear in the graph, and its choices that depend on a length are made
@@ -19,7 +24,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,15 +31,21 @@ from torch import Tensor
 
 from precondattn.algebra.names import piece_named
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Tree, cast
+from precondattn.arrays import Arrays, Tree, cast
 from precondattn.backend import ArraySpec, runner_of
+from precondattn.cache import updated
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
-from precondattn.execution.cotangents import gradients_at
+from precondattn.execution.cotangents import gradients_at, step_gradients_at
+from precondattn.execution.input_names import shapes_of
 from precondattn.execution.torch.autocast import off
 from precondattn.execution.torch.frames import frame_of
 from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
 from precondattn.limits import KEPT
 from precondattn.runner import Runner
+
+Tensors = list[Tensor]
+Masks = list[Tensor | None]
+"""The arrays of a frame."""
 
 
 class Named(NamedTuple):
@@ -47,104 +57,163 @@ class Named(NamedTuple):
     """Whether the backend has `wide_values`."""
     is_reference: bool
 
+    def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.piece.inputs, tensors, strict=True))
+
+    def buffers(self, past: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.piece.program.slots, past, strict=True))
+
 
 def named(piece: str, backend: str) -> Named:
     """The piece and what runs it, found once for the backends that are known."""
     return _named(piece, backend, discover())
 
 
-@lru_cache(KEPT)
+@functools.lru_cache(KEPT)
 def _named(piece: str, backend: str, discovered: Discovered) -> Named:
     found, runs = piece_named(piece), discovered.named(backend)
     return Named(found, runner_of(runs, found, "torch"), runs.wide_values, runs is REFERENCE)
 
 
-def without_autocast(operator: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The operator's function with autocast off, whoever calls it: autograd, or a saved graph."""
+def _operator(function: Callable[..., Tree]) -> Tree:
+    """An operator, with autocast off inside, whoever calls it: autograd, or a saved graph."""
 
-    @functools.wraps(operator)
-    def function(piece: str, backend: str, tensors: list[Tensor], *rest: Tree) -> Tree:
+    @functools.wraps(function)
+    def without_autocast(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tree:
         # A piece that needs no cache has no buffers, and a step has the inputs after them.
         with off(tensors[0] if tensors else rest[0][0]):
-            return operator(piece, backend, tensors, *rest)
+            return function(piece, backend, tensors, *rest)
 
-    return function
-
-
-def named_inputs(piece: Piece, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(piece.inputs, tensors, strict=True))
+    name = f"precondattn::{function.__name__}"
+    return torch.library.custom_op(name, without_autocast, mutates_args=())
 
 
-@torch.library.custom_op("precondattn::forward", mutates_args=())
-@without_autocast
-def forward(
-    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None], layout: str = ""
-) -> list[Tensor]:
+@_operator
+def forward(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensors:
     """The output, followed by the residuals."""
-    found = named(piece, backend)
-    inputs = named_inputs(found.piece, tensors)
-    out, residuals = found.runner.forward_with_residuals(
-        inputs, frame_of(layout, frame, tensors[0])
-    )
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
+    inputs = found.inputs(tensors)
+    out, residuals = found.runner.forward_with_residuals(inputs, masks)
     out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
     kept = () if found.is_reference else residuals
     return unaliased([out, *kept], [*tensors, *frame])
 
 
-@torch.library.custom_op("precondattn::inference", mutates_args=())
-@without_autocast
-def inference(
-    piece: str, backend: str, tensors: list[Tensor], frame: list[Tensor | None], layout: str = ""
-) -> Tensor:
+@_operator
+def inference(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensor:
     """The output alone."""
-    found = named(piece, backend)
-    inputs = named_inputs(found.piece, tensors)
-    out, _ = found.runner.forward(inputs, frame_of(layout, frame, tensors[0]))
-    dtype = output_dtype(inputs, is_wide=found.is_wide)
-    return unaliased([cast(out, dtype)], [*tensors, *frame])[0]
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
+    inputs = found.inputs(tensors)
+    out = cast(found.runner.forward(inputs, masks)[0], output_dtype(inputs, is_wide=found.is_wide))
+    return unaliased([out], [*tensors, *frame])[0]
 
 
-@torch.library.custom_op("precondattn::backward", mutates_args=())
-@without_autocast
+@_operator
 def backward(
     piece: str,
     backend: str,
-    tensors: list[Tensor],
-    frame: list[Tensor | None],
-    outputs: list[Tensor],
+    tensors: Tensors,
+    frame: Masks,
+    outputs: Tensors,
     cotangent: Tensor,
     layout: str = "",
-) -> list[Tensor]:
+) -> Tensors:
     """The gradient of every tensor."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
-    inputs = named_inputs(found.piece, tensors)
+    inputs = found.inputs(tensors)
     out, residuals = outputs[0], tuple(outputs[1:])
     if found.is_reference:
         out, residuals = found.runner.forward(inputs, masks)
     if not found.is_wide:
         out = cast(out, values_of(inputs).dtype)
     gradients = gradients_at(cotangent, found.runner, inputs, masks, out, residuals)
-    in_order = [gradients[name].to(tensor.dtype) for name, tensor in inputs.items()]
+    in_order = [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*tensors, *frame, *outputs, cotangent])
+
+
+@_operator
+def step(
+    piece: str, backend: str, past: Tensors, tensors: Tensors, frame: Masks, layout: str = ""
+) -> Tensors:
+    """The output, followed by the new states."""
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
+    states, inputs = found.buffers(past), found.inputs(tensors)
+    out, updates = found.runner.step(states, inputs, masks)
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide, has_gradient=True))
+    replaced: Arrays = dict(updates)
+    new = [cast(replaced[name].value, old.dtype) for name, old in states.items()]
+    return unaliased([out, *new], [*past, *tensors, *frame])
+
+
+@_operator
+def step_backward(
+    piece: str,
+    backend: str,
+    past: Tensors,
+    tensors: Tensors,
+    frame: Masks,
+    cotangents: Tensors,
+    layout: str = "",
+) -> Tensors:
+    """The gradients of the old states, followed by those of every tensor."""
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
+    states, inputs = found.buffers(past), found.inputs(tensors)
+    d_out, d_states = cotangents[0], found.buffers(cotangents[1:])
+    like = d_out if found.is_wide else values_of(inputs)
+    gradients, d_past = step_gradients_at(
+        d_out, d_states, found.runner, states, inputs, masks, like
+    )
+    in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
+    in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
+    return unaliased(in_order, [*past, *tensors, *frame, *cotangents])
+
+
+@_operator
+def extension(
+    piece: str,
+    backend: str,
+    past: Tensors,
+    tensors: Tensors,
+    frame: Masks,
+    length: Tensor,
+    count: Tensor,
+    layout: str = "",
+) -> Tensors:
+    """The output, followed by the updated buffers, in the memory layout of the old ones."""
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
+    buffers, inputs = found.buffers(past), found.inputs(tensors)
+    out, updates = found.runner.step(buffers, inputs, masks)
+    out = cast(out, output_dtype(inputs, is_wide=found.is_wide))
+    results = unaliased([out], [*past, *tensors, *frame])
+    for name, old in buffers.items():
+        new = updated(old, updates[name], length, count, donate=False)
+        results.append(torch.empty_like(old).copy_(new))
+    return results
 
 
 # ------------------------------------------------------------------------- shapes, for tracing
 
 
-def _output_like(found: Named, tensors: Sequence[Tensor], *, has_gradient: bool = False) -> Tensor:
-    mechanism, inputs = found.piece, named_inputs(found.piece, tensors)
-    shapes = {n: tuple(t.shape) for n, t in inputs.items()}
-    shape = mechanism.program.output.shape(mechanism.inputs.sizes(str(mechanism), shapes))
+def _output_like(
+    found: Named, tensors: Tensors, *, of_step: bool = False, has_gradient: bool = False
+) -> Tensor:
+    inputs, declared = found.inputs(tensors), found.piece.inputs
+    pattern = found.piece.program.output
+    if of_step:
+        declared, pattern = declared.extending(), pattern.renamed({"s": "t"})
+    shape = pattern.shape(declared.sizes(str(found.piece), shapes_of(inputs)))
     dtype = output_dtype(inputs, is_wide=found.is_wide, has_gradient=has_gradient)
     return tensors[0].new_empty(shape, dtype=dtype)
 
 
+def _like(tensors: Tensors) -> Tensors:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+
+
 @forward.register_fake
-def _(
-    piece: str, backend: str, tensors: Tree, frame: Sequence[Tensor | None], layout: str = ""
-) -> list[Tensor]:
+def _(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensors:
     found = named(piece, backend)
-    specs = {name: ArraySpec.of(t) for name, t in named_inputs(found.piece, tensors).items()}
+    specs = {name: ArraySpec.of(t) for name, t in found.inputs(tensors).items()}
     residuals = found.runner.residual_shapes(specs, frame_of(layout, frame, tensors[0]))
     return [
         _output_like(found, tensors, has_gradient=True),
@@ -153,10 +222,27 @@ def _(
 
 
 @inference.register_fake
-def _(piece: str, backend: str, tensors: Tree, *rest: Tree) -> Tensor:
+def _(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tensor:
     return _output_like(named(piece, backend), tensors)
 
 
 @backward.register_fake
-def _(piece: str, backend: str, tensors: Tree, *rest: Tree) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+def _(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tensors:
+    return _like(tensors)
+
+
+@step.register_fake
+def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
+    found = named(piece, backend)
+    return [_output_like(found, tensors, of_step=True, has_gradient=True), *_like(past)]
+
+
+@step_backward.register_fake
+def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
+    return _like([*past, *tensors])
+
+
+@extension.register_fake
+def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
+    found = named(piece, backend)
+    return [_output_like(found, tensors, of_step=True), *map(torch.empty_like, past)]

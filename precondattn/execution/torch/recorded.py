@@ -51,17 +51,17 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tree:
         planned, saved, count = ctx.planned, ctx.saved_tensors, len(ctx.names)
         tensors, outputs = saved[:count], saved[count:]
+        inputs = dict(zip(ctx.names, tensors, strict=True))
         if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
             from precondattn.execution.torch.autograd import recorded_gradients
 
-            given = list(tensors), ctx.frame, list(outputs), cotangent
-            return None, None, None, *recorded_gradients(planned, *given)
-        inputs, (out, *residuals) = dict(zip(ctx.names, tensors, strict=True)), outputs
+            gradients = recorded_gradients(planned, inputs, ctx.frame, list(outputs), cotangent)
+            return None, None, None, *gradients
+        out, *residuals = outputs
         if not planned.backend.wide_values:
             out = cast(out, values_of(inputs).dtype)
+        arguments = inputs, ctx.frame, out, tuple(residuals)
         with off(cotangent):
-            found = gradients_at(
-                cotangent, planned.runner, inputs, ctx.frame, out, tuple(residuals)
-            )
+            found = gradients_at(cotangent, planned.runner, *arguments)
         gradients = [found[name].to(tensor.dtype) for name, tensor in inputs.items()]
         return None, None, None, *unaliased(gradients, [*tensors, *outputs, cotangent])

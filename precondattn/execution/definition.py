@@ -1,0 +1,39 @@
+"""What a piece computes by the definitions of its leaves, in calls that a framework differentiates.
+
+Second derivatives of PyTorch and of JAX are those of these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from precondattn.arrays import Array, upcast_all
+from precondattn.cache import Update, Updates
+from precondattn.frame import Frame
+
+if TYPE_CHECKING:
+    from precondattn.algebra.piece import Piece
+
+
+def output(piece: Piece, inputs: Mapping[str, Array], frame: Frame) -> Array:
+    values = dict(inputs)
+    for call in piece.program.calls:
+        x = upcast_all({formal: values[value] for formal, value in call.arguments})
+        values[call.out] = call.leaf.forward(x, frame)[0]
+    return values[piece.program.out]
+
+
+def step(
+    piece: Piece, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
+) -> tuple[Array, Updates]:
+    """The output for new tokens, and the update of every buffer."""
+    values, updates = dict(inputs), dict[str, Update]()
+    for call in piece.program.calls:
+        keys = call.slot_keys()
+        x = upcast_all({formal: values[value] for formal, value in call.arguments})
+        buffers = upcast_all({slot: past[key] for slot, key in keys.items()})
+        values[call.out], new = call.leaf.step(buffers, x, frame)
+        for slot, key in keys.items():
+            updates.setdefault(key, new[slot])
+    return values[piece.program.out], updates
