@@ -11,13 +11,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 
 from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
+from precondattn.execution.jax.derivative import no_tangent
 from precondattn.execution.jax.second_derivative import with_derivatives
 from precondattn.frame import Frame, rebuilt
 
@@ -28,26 +28,57 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
-    """The output of a planned call, differentiable in its inputs."""
-    return _apply(planned, inputs, frame)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Array:
+def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Array:
+    """The output of a planned call, differentiable in its inputs."""
     return _wide(planned.runner.forward(inputs, frame)[0])
 
 
-def _forward(planned: PlannedCall, inputs: dict[str, Array], frame: Frame) -> Tree:
+def _forward(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tree:
     out, residuals = _methods(planned).forward(inputs, frame)
     return _wide(out), (inputs, frame, out, residuals)
 
 
 def _backward(planned: PlannedCall, saved: Tree, cotangent: Array) -> Tree:
-    inputs, frame, out, residuals = saved
-    gradients = gradients_at(cotangent, _methods(planned), inputs, frame, out, residuals)
-    cotangents = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
-    return cotangents, jax.tree.map(_no_cotangent, frame)
+    inputs, frame, *_ = saved
+    gradients = gradients_at(cotangent, _methods(planned), *saved)
+    return _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
+
+
+apply.defvjp(_forward, _backward)
+
+
+def apply_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
+) -> tuple[Array, Updates]:
+    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
+    out, new = _step(planned, past, inputs, frame)
+    return out, {name: Replace(state) for name, state in new.items()}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
+    return _output_and_states(planned.runner.step(past, inputs, frame))
+
+
+def _output_and_states(result: tuple[Array, Tree]) -> tuple[Array, Arrays]:
+    out, updates = result
+    return _wide(out), {name: update.value for name, update in updates.items()}
+
+
+def _step_forward(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
+    result = _methods(planned).step(past, inputs, frame)
+    return _output_and_states(result), (past, inputs, frame)
+
+
+def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
+    past, inputs, frame = saved
+    like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
+    gradients, d_past = step_gradients_at(*cotangents, _methods(planned), *saved, like)
+    return _cast_as(past, d_past), _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
+
+
+_step.defvjp(_step_forward, _step_backward)
 
 
 def _methods(planned: PlannedCall) -> Tree:
@@ -66,49 +97,5 @@ def _wide(out: Array) -> Array:
     return upcast(out) if dtype_name(out) == "float16" else out
 
 
-def _no_cotangent(array: Array) -> Tree:
-    """The cotangent of an integer or boolean array, which has dtype float0."""
-    return np.zeros(array.shape, dtype=jax.dtypes.float0)
-
-
-_apply.defvjp(_forward, _backward)
-
-
-def apply_step(
-    planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
-) -> tuple[Array, Updates]:
-    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    out, new = _step(planned, past, inputs, frame)
-    return out, {name: Replace(state) for name, state in new.items()}
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(
-    planned: PlannedCall, past: dict[str, Array], inputs: dict[str, Array], frame: Frame
-) -> tuple[Array, Arrays]:
-    return _output_and_states(planned.runner.step(past, inputs, frame))
-
-
-def _output_and_states(result: tuple[Array, Tree]) -> tuple[Array, Arrays]:
-    out, updates = result
-    return _wide(out), {name: update.value for name, update in updates.items()}
-
-
-def _step_forward(planned: PlannedCall, past: Tree, inputs: Tree, frame: Frame) -> Tree:
-    result = _methods(planned).step(past, inputs, frame)
-    return _output_and_states(result), (past, inputs, frame)
-
-
-def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
-    past, inputs, frame = saved
-    d_out, d_states = cotangents
-    like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
-    gradients, d_past = step_gradients_at(
-        d_out, d_states, _methods(planned), past, inputs, frame, like
-    )
-    d_inputs = {name: gradients[name].astype(array.dtype) for name, array in inputs.items()}
-    d_before = {name: d_past[name].astype(array.dtype) for name, array in past.items()}
-    return d_before, d_inputs, jax.tree.map(_no_cotangent, frame)
-
-
-_step.defvjp(_step_forward, _step_backward)
+def _cast_as(arrays: Arrays, gradients: Arrays) -> Arrays:
+    return {name: gradients[name].astype(array.dtype) for name, array in arrays.items()}

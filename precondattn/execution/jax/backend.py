@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, Residuals, Tree
-from precondattn.backend import ArraySpec, Backend
+from precondattn.backend import Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.runner import Runner
@@ -54,10 +55,19 @@ class JaxRunner:
     """Runs a piece as a backend's `run` does. Runners of one piece are equal, and compiled once."""
 
     differentiable = False
+    forward: Callable[..., tuple[Array, Residuals]]
+    backward: Callable[..., Arrays]
+    step: Callable[..., tuple[Array, Updates]]
+    step_backward: Callable[..., tuple[Arrays, Arrays]]
 
     def __init__(self, backend: JaxBackend, piece: Piece, plain: Runner) -> None:
         self.backend, self.piece, self.plain = backend, piece, plain
-        self.algorithm = plain.algorithm
+        self._key, self.algorithm = (backend, piece), plain.algorithm
+        for verb in ("forward", "backward", "step", "step_backward"):
+            setattr(self, verb, partial(backend.run, verb, self))
+        self.forward_with_residuals = self.forward
+        self.residuals_from_lse = plain.residuals_from_lse
+        self.residual_shapes = plain.residual_shapes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JaxRunner) and self._key == other._key
@@ -65,57 +75,9 @@ class JaxRunner:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    @property
-    def _key(self) -> tuple[JaxBackend, Piece]:
-        return self.backend, self.piece
-
     def computing(self, verb: str) -> Callable[..., Tree]:
         """The method of that name of what computes, with its derivatives."""
         from precondattn.execution.jax.second_derivative import with_derivatives
 
         function = getattr(self.plain, verb)
         return lambda *arrays: with_derivatives(verb, self.backend, function, self.piece)(*arrays)
-
-    def forward(self, inputs: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
-        out, residuals = self.backend.run("forward", self, dict(inputs), frame)
-        return out, residuals
-
-    forward_with_residuals = forward
-
-    def backward(
-        self,
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        out: Array,
-        residuals: Residuals,
-        cotangent: Array,
-    ) -> Arrays:
-        arrays = (dict(inputs), frame, out, tuple(residuals), cotangent)
-        gradients: Arrays = self.backend.run("backward", self, *arrays)
-        return gradients
-
-    def residuals_from_lse(self, lse: Array) -> Residuals | None:
-        return self.plain.residuals_from_lse(lse)
-
-    def step(
-        self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
-    ) -> tuple[Array, Updates]:
-        out, updates = self.backend.run("step", self, dict(past), dict(inputs), frame)
-        return out, updates
-
-    def step_backward(
-        self,
-        past: Mapping[str, Array],
-        inputs: Mapping[str, Array],
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: Mapping[str, Array],
-    ) -> tuple[Arrays, Arrays]:
-        arrays = (dict(past), dict(inputs), frame, cotangent, dict(d_buffers))
-        gradients, d_past = self.backend.run("step_backward", self, *arrays)
-        return gradients, d_past
-
-    def residual_shapes(
-        self, inputs: Mapping[str, ArraySpec], frame: Frame
-    ) -> tuple[ArraySpec, ...]:
-        return self.plain.residual_shapes(inputs, frame)

@@ -10,6 +10,7 @@ here, which JAX keeps whole. What it computes is traced once. JAX 0.12 keeps the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,13 +45,15 @@ def with_derivative(
 
         def flat(primals: Arrays, moving: Arrays) -> tuple[Arrays, Arrays]:
             given = iter(moving)
-            tangents = [next(given) if _is_real(x) else _no_tangent(x) for x in primals]
+            tangents = [next(given) if _is_real(x) else no_tangent(x) for x in primals]
             trees = (jax.tree.unflatten(tree, each) for each in (primals, tangents))
             results, d_results = (jax.tree.leaves(each) for each in derivative(*trees))
             each = zip(results, d_results, strict=True)
             return results, [d_result for result, d_result in each if _is_real(result)]
 
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        # JAX keeps what it traced of a function, and constants of modules may have changed.
+        new = partial(function)
+        traced, shapes = jax.make_jaxpr(new, return_shape=True)(*arguments)
         results = call_p.bind(*leaves, traced=traced, derivative=flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -61,7 +64,8 @@ def _is_real(array: Tree) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
-def _no_tangent(array: Tree) -> Tree:
+def no_tangent(array: Tree) -> Tree:
+    """The tangent, and the cotangent, of an array of integers or booleans."""
     return np.zeros(array.shape, dtype=jax.dtypes.float0)
 
 
