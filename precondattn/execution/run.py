@@ -37,7 +37,7 @@ def call(
     if signature is None and _is_distributed(given):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.call(mechanism, arrays, named, backend, masks)
+        return dtensor.call(given)
     bound = bind(given, signature)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
@@ -65,7 +65,7 @@ def vjp(
     if signature is None and _is_distributed(given):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.vjp(mechanism, arrays, named, backend, masks)
+        return dtensor.vjp(given)
     given = countable(given)
     bound = contained(mechanism, bind(given, signature))
     check_arguments = check_unchanged(given)
@@ -138,7 +138,7 @@ def extend(
     if signature is None and _is_distributed(given):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.extend(mechanism, cache, arrays, named, backend, masks, donate=donate)
+        return dtensor.extend(given, donate=donate)
     if windows.is_window(cache):
         plain = windows.ordinary(given)
         out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
@@ -181,7 +181,7 @@ def extend_vjp(
     if signature is None and _is_distributed(given):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.extend_vjp(mechanism, cache, arrays, named, backend, masks)
+        return dtensor.extend_vjp(given)
     given = countable(given)
     bound, cache = contained_after(mechanism, bind_extension(given, signature), given.cache)
     check_arguments, plan = check_unchanged(given), bound.prepared.plan
@@ -239,7 +239,7 @@ def explain(
     if _is_distributed(given):
         from precondattn.execution.torch import dtensor
 
-        return dtensor.explain(mechanism, verb, cache, arrays, named, backend, masks)
+        return dtensor.explain(given)
     if cache is not None:
         if verb == "vjp":
             check_has_states(mechanism)

@@ -7,8 +7,8 @@ Nothing is communicated. `dtensor_sharding.py` has the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,6 +26,7 @@ from precondattn.execution.input_names import (
     INIT_OPTIONS,
     inputs_by_name,
 )
+from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.dtensor_sharding import (
     MASKS,
     MeshSharding,
@@ -36,100 +37,82 @@ from precondattn.execution.torch.dtensor_sharding import (
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
-    from precondattn.given import Given
 
 
-def call(
-    mechanism: Piece,
-    arrays: Tensor,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Mapping[str, Given],
-) -> DTensor:
+class DividedCall(NamedTuple):
+    """A call by DTensors, and what this device has of it."""
+
+    mechanism: Piece
+    sharding: MeshSharding
+    inputs: dict[str, DTensor]
+    backend: BackendNames
+    masks: dict[str, Tensor | None]
+    """This device's parts, as of the cache."""
+    cache: Cache | None
+
+    @property
+    def arguments(self) -> tuple[tuple[()], dict[str, Tensor], BackendNames, Arrays]:
+        """Those of a verb of `run` after the mechanism and the cache."""
+        return (), self.sharding.parts(self.inputs), self.backend, self.masks
+
+    def whole(self, out: Tensor) -> DTensor:
+        """The output, of which this device has computed a part."""
+        placements = self.sharding.placements(self.mechanism.program.output)
+        return self.sharding.whole(out, placements)
+
+    def whole_cache(self, cache: Cache) -> Cache:
+        return self.sharding.whole_cache(self.mechanism, cache)
+
+
+def call(given: GivenCall) -> DTensor:
     """`run.call`."""
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
-    out = run.call(mechanism, (), sharding.parts(inputs), backend, given)
-    return _whole(mechanism, sharding, out)
+    divided = _divided(given)
+    return divided.whole(run.call(given.mechanism, *divided.arguments))
 
 
-def vjp(
-    mechanism: Piece,
-    arrays: Tensor,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Mapping[str, Given],
-) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
+def vjp(given: GivenCall) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
     """`run.vjp`."""
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, CALL_OPTIONS)
-    out, pull = run.vjp(mechanism, (), sharding.parts(inputs), backend, given)
-    whole = _whole(mechanism, sharding, out)
+    divided = _divided(given)
+    out, pull = run.vjp(given.mechanism, *divided.arguments)
+    whole = divided.whole(out)
 
     def pullback(cotangent: DTensor) -> dict[str, DTensor]:
-        _check_cotangent(mechanism, "the cotangent", cotangent, whole)
-        return sharding.whole_gradients(pull(cotangent.to_local()), inputs)
+        _check_cotangent(given.mechanism, "the cotangent", cotangent, whole)
+        return divided.sharding.whole_gradients(pull(cotangent.to_local()), divided.inputs)
 
     return whole, pullback
 
 
-def explain(
-    mechanism: Piece,
-    verb: str,
-    cache: Cache | None,
-    arrays: Tensor,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Mapping[str, Given],
-) -> Explanation:
+def explain(given: GivenCall) -> Explanation:
     """`run.explain` of the call on one device."""
-    options = CALL_OPTIONS if cache is None else EXTEND_OPTIONS
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, options, cache)
-    part = None if cache is None else _part_of_cache(sharding, cache)
-    parts = sharding.parts(inputs)
-    return run.explain(mechanism, verb, part, (), parts, backend, given)
+    divided = _divided(given)
+    return run.explain(given.mechanism, given.verb, divided.cache, *divided.arguments)
 
 
 def init_cache(
     mechanism: Piece, arrays: Tensor, named: Arrays, capacity: int | None, key_mask: bool
 ) -> Cache:
     """`empty_cache`."""
-    inputs, _, sharding = _bound(mechanism, arrays, named, {}, INIT_OPTIONS)
-    cache = empty_cache(mechanism, (), sharding.parts(inputs), capacity, key_mask)
-    return sharding.whole_cache(mechanism, cache)
+    divided = _divided(GivenCall("init_cache", mechanism, arrays, named, {}, None))
+    parts = divided.sharding.parts(divided.inputs)
+    return divided.whole_cache(empty_cache(mechanism, (), parts, capacity, key_mask))
 
 
-def extend(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: Tensor,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Mapping[str, Given],
-    *,
-    donate: bool,
-) -> tuple[DTensor, Cache]:
+def extend(given: GivenCall, *, donate: bool) -> tuple[DTensor, Cache]:
     """`run.extend`."""
-    part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
-    parts = sharding.parts(inputs)
-    out, extended = run.extend(mechanism, part, (), parts, backend, given, donate=donate)
+    divided = _divided(given)
+    out, extended = run.extend(given.mechanism, divided.cache, *divided.arguments, donate=donate)
     if donate:
-        cache.store.clear()
-    return _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
+        given.cache.store.clear()
+    return divided.whole(out), divided.whole_cache(extended)
 
 
-def extend_vjp(
-    mechanism: Piece,
-    cache: Cache,
-    arrays: Tensor,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Mapping[str, Given],
-) -> tuple[DTensor, Cache, ExtendPullback]:
+def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
     """`run.extend_vjp`."""
-    part, inputs, given, sharding = _extension(mechanism, cache, arrays, named, masks)
-    parts = sharding.parts(inputs)
-    out, extended, pull = run.extend_vjp(mechanism, part, (), parts, backend, given)
-    whole, whole_cache = _whole(mechanism, sharding, out), sharding.whole_cache(mechanism, extended)
-    buffers = dict(cache.store)
+    divided, mechanism = _divided(given), given.mechanism
+    out, extended, pull = run.extend_vjp(mechanism, divided.cache, *divided.arguments)
+    whole, whole_cache = divided.whole(out), divided.whole_cache(extended)
+    sharding, buffers = divided.sharding, dict(given.cache.store)
 
     def pullback(cotangent: DTensor, d_store: Tensor = None) -> tuple[Tree, Tree]:
         d_store = d_store.store if isinstance(d_store, Cache) else dict(d_store or {})
@@ -139,52 +122,34 @@ def extend_vjp(
             _check_cotangent(mechanism, what, d_store[name], whole_cache.store[name])
         d_parts = {name: d.to_local() for name, d in d_store.items()}
         gradients, d_past = pull(cotangent.to_local(), d_parts)
-        return (
-            sharding.whole_gradients(gradients, inputs),
-            sharding.whole_gradients(d_past, buffers),
-        )
+        whole_gradients = sharding.whole_gradients(gradients, divided.inputs)
+        return whole_gradients, sharding.whole_gradients(d_past, buffers)
 
     return whole, whole_cache, pullback
 
 
-def _extension(
-    mechanism: Piece, cache: Cache, arrays: Tensor, named: Arrays, masks: Mapping[str, Given]
-) -> tuple[Cache, dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
-    """This device's part of the cache, and `_bound`."""
-    inputs, given, sharding = _bound(mechanism, arrays, named, masks, EXTEND_OPTIONS, cache)
-    return _part_of_cache(sharding, cache), inputs, given, sharding
-
-
-def _whole(mechanism: Piece, sharding: MeshSharding, out: Tensor) -> DTensor:
-    """The output, of which this device has computed a part."""
-    return sharding.whole(out, sharding.placements(mechanism.program.output))
-
-
-def _bound(
-    mechanism: Piece,
-    arrays: Tensor,
-    named: Arrays,
-    masks: Mapping[str, Given],
-    options: tuple[str, ...],
-    cache: Cache | None = None,
-) -> tuple[dict[str, DTensor], dict[str, Tensor | None], MeshSharding]:
-    """The inputs by name, this device's part of the masks, and how all of them are sharded."""
-    owner, declared = str(mechanism), mechanism.inputs
-    is_complete = options is not INIT_OPTIONS
+def _divided(call: GivenCall) -> DividedCall:
+    """The inputs by name, how all arrays are sharded, and this device's parts."""
+    mechanism, cache = call.mechanism, call.cache
+    owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
+    options, is_complete = CALL_OPTIONS if cache is None else EXTEND_OPTIONS, True
+    if call.verb == "init_cache":
+        options, is_complete = INIT_OPTIONS, False
+    arrays, named = call.arrays, call.named
     inputs = inputs_by_name(owner, declared, arrays, named, options, complete=is_complete)
     bounds = masks.get("cu_seqlens")
     if bounds is not None and not isinstance(bounds, DTensor):
-        masks = {**masks, "cu_seqlens": None}  # Every device has it.
+        masks["cu_seqlens"] = None  # Every device has it.
     given = {name: mask for name, mask in masks.items() if mask is not None}
     patterns: Patterns = {**declared, **{name: MASKS[name] for name in given}}
     everything: dict[str, Tensor] = {**inputs, **given}
     if cache is not None:
         check_cacheable(mechanism)
         check_cache(owner, mechanism, cache, inputs)
-        buffers = {"length": cache.length, **cache.store}
         of_cache = patterns_of_cache(mechanism)
-        patterns |= {f"the cache's {name!r}": of_cache[name] for name in buffers}
-        everything |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
+        for name, buffer in {"length": cache.length, **cache.store}.items():
+            patterns[f"the cache's {name!r}"] = of_cache[name]
+            everything[f"the cache's {name!r}"] = buffer
     sharding = sharding_of(owner, patterns, everything)
     if "h" in sharding.divided and mechanism.numbers_heads:
         raise ValueError(
@@ -204,11 +169,10 @@ def _bound(
     parts = {name: None if mask is None else sharding.part(mask) for name, mask in masks.items()}
     if bounds is not None and parts["cu_seqlens"] is None:
         parts["cu_seqlens"] = bounds
-    return inputs, parts, sharding
-
-
-def _part_of_cache(sharding: MeshSharding, cache: Cache) -> Cache:
-    return cache._replace(length=sharding.part(cache.length), store=sharding.parts(cache.store))
+    if cache is not None:
+        length, store = sharding.part(cache.length), sharding.parts(cache.store)
+        cache = cache._replace(length=length, store=store)
+    return DividedCall(mechanism, sharding, inputs, call.backend, parts, cache)
 
 
 def _check_cotangent(mechanism: Piece, what: str, cotangent: Tree, output: DTensor) -> None:

@@ -9,6 +9,7 @@ same way beside sharded query heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -26,13 +27,10 @@ Patterns = dict[str, Pattern]
 Placements = tuple[Placement, ...]
 
 MASKS = {
-    name: Pattern.read(text)
-    for name, text in {
-        "lengths": "b",
-        "key_mask": "b s",
-        "segment_ids": "b s",
-        "cu_seqlens": "s",
-    }.items()
+    "lengths": Pattern.read("b"),
+    "key_mask": Pattern.read("b s"),
+    "segment_ids": Pattern.read("b s"),
+    "cu_seqlens": Pattern.read("s"),
 }
 ROW = MASKS["lengths"]
 NAMES = {"b": "the batch", "h": "the heads"}
@@ -116,8 +114,7 @@ def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) ->
                 f"{owner}: DTensors on one mesh expected; {name} is on {array.device_mesh}, "
                 f"{next(iter(arrays))} on {mesh}"
             )
-        axes = zip(patterns[name].axes, array.shape, strict=False)
-        for axis, size in axes:
+        for axis, size in zip(patterns[name].axes, array.shape, strict=False):
             if axis.letter == "b" or axis.letter in HEADS:
                 counts[axis.letter] = max(counts.get(axis.letter, 1), size // axis.multiple)
         for i, placement in enumerate(array.placements):
@@ -157,26 +154,22 @@ def _divided_by(
         return "b"
     if letter in HEADS and pattern.axes[placement.dim].multiple == 1:
         return "h"
+    reason, way_out = "every element of the output depends on all of it", ""
+    if letter in "tsc":
+        reason = "every token depends on those before it"
+        way_out = ", or use precondattn.parallel.torch.context_parallel"
     raise ValueError(
         f"{where}, which divides its axis {placement.dim} ({pattern.axes[placement.dim]}), "
         f"{LETTERS.get(letter, 'of fixed size')}: only batch and heads can be sharded, because "
-        + (
-            "every token depends on those before it"
-            if letter in "tsc"
-            else "every element of the output depends on all of it"
-        )
-        + "; redistribute it first"
-        + (", or use precondattn.parallel.torch.context_parallel" if letter in "tsc" else "")
+        f"{reason}; redistribute it first{way_out}"
     )
 
 
 def _check_divisible(owner: str, name: str, array: DTensor) -> None:
-    devices: dict[int, int] = {}
-    for i, placement in enumerate(array.placements):
-        if placement.is_shard():
-            devices[placement.dim] = devices.get(placement.dim, 1) * array.device_mesh.size(i)
-    for axis, number in devices.items():
-        if array.shape[axis] % number:
+    for axis, size in enumerate(array.shape):
+        shards = (i for i, placement in enumerate(array.placements) if placement.is_shard(axis))
+        number = prod(map(array.device_mesh.size, shards))
+        if size % number:
             raise ValueError(
                 f"{owner}: {name} of shape {tuple(array.shape)} is sharded over {number} devices "
                 f"along axis {axis}: a multiple of {number} expected"
