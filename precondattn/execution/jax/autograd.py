@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import jax
 
 from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
-from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
@@ -48,37 +47,28 @@ def _backward(planned: PlannedCall, saved: Tree, cotangent: Array) -> Tree:
 apply.defvjp(_forward, _backward)
 
 
-def apply_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
-) -> tuple[Array, Updates]:
-    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    out, new = _step(planned, past, inputs, frame)
-    return out, {name: Replace(state) for name, state in new.items()}
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
-    return _output_and_states(planned.runner.step(past, inputs, frame))
+def apply_step(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
+    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
+    out, updates = planned.runner.step(past, inputs, frame)
+    return _wide(out), updates
 
 
-def _output_and_states(result: tuple[Array, Tree]) -> tuple[Array, Arrays]:
-    out, updates = result
-    return _wide(out), {name: update.value for name, update in updates.items()}
-
-
-def _step_forward(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
-    result = _methods(planned).step(past, inputs, frame)
-    return _output_and_states(result), (past, inputs, frame)
+def _step_forward(planned: PlannedCall, *saved: Tree) -> Tree:
+    out, updates = _methods(planned).step(*saved)
+    return (_wide(out), updates), saved
 
 
 def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
     past, inputs, frame = saved
+    d_out, d_updates = cotangents
+    d_states = {name: d_update.value for name, d_update in d_updates.items()}
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
-    gradients, d_past = step_gradients_at(*cotangents, _methods(planned), *saved, like)
+    gradients, d_past = step_gradients_at(d_out, d_states, _methods(planned), *saved, like)
     return _cast_as(past, d_past), _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
 
 
-_step.defvjp(_step_forward, _step_backward)
+apply_step.defvjp(_step_forward, _step_backward)
 
 
 def _methods(planned: PlannedCall) -> Tree:

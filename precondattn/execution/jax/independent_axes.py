@@ -62,21 +62,13 @@ class _DeclaredAxes:
         mixes = mechanism.mixes_sequences
         self.batch = NUMBERED if mixes else BATCH
         self.heads = NUMBERED if mixes or mechanism.numbers_heads else HEADS
-        self.sequences = max(
-            (
-                size
-                for name, array in inputs.items()
-                for axis, size in zip(mechanism.inputs[name].axes, array.shape, strict=True)
-                if axis.letter == BATCH
-            ),
-            default=1,
-        )
+        self.sequences = 1
+        for name, array in inputs.items():
+            sizes = dict(zip(mechanism.inputs[name].letters, array.shape, strict=True))
+            self.sequences = max(self.sequences, sizes.get(BATCH, 1))
 
     def axes(self, pattern: Pattern, array: Array) -> str:
-        return "".join(
-            self._letter(axis.letter, size)
-            for axis, size in zip(pattern.axes, array.shape, strict=True)
-        )
+        return "".join(map(self._letter, pattern.letters, array.shape))
 
     def _letter(self, letter: str, size: int) -> str:
         if letter == BATCH:
@@ -102,11 +94,8 @@ def axes_of_results(function: Callable[..., Tree], arrays: Tree, axes: Tree) -> 
     def of_result(result: Array, *others: Array) -> str:
         letters = ""
         for axis, size in enumerate(result.shape):
-            by = [
-                letter
-                for letter, other in zip(grown, others, strict=True)
-                if other.shape[axis] == 2 * size
-            ]
+            each = zip(grown, others, strict=True)
+            by = [letter for letter, other in each if other.shape[axis] == 2 * size]
             letters += by[0] if by else OTHER
         return letters
 

@@ -83,13 +83,11 @@ def spec_in(mesh: Mesh, sharding: Sharding, shape: Shape) -> PartitionSpec:
         return sharding.spec
     wanted = sharding.devices_indices_map(shape)
     for places in product((None, *range(len(shape))), repeat=len(mesh.axis_names)):
-        named = [
-            tuple(
-                name for name, place in zip(mesh.axis_names, places, strict=True) if place == axis
-            )
-            for axis in range(len(shape))
-        ]
-        spec = PartitionSpec(*(names or None for names in named))
+        names: list[tuple[str, ...]] = [() for _ in shape]
+        for name, axis in zip(mesh.axis_names, places, strict=True):
+            if axis is not None:
+                names[axis] += (name,)
+        spec = PartitionSpec(*(each or None for each in names))
         try:
             found = NamedSharding(mesh, spec).devices_indices_map(shape)
         except ValueError:  # Not divisible.
@@ -134,20 +132,16 @@ def warn_of_gathering(
     """Warn of arguments that are sharded in another way, once for each kind of axis."""
     for text, spec in zip(texts, specs, strict=True):
         for letter, names in zip(text, _names(spec, text), strict=True):
-            if not set(names) <= set(chosen.get(letter, ())):
-                _warn_once(owner, "t" if letter in TIME else letter)
+            kind = "t" if letter in TIME else letter
+            if kind in _warned or set(names) <= set(chosen.get(letter, ())):
+                continue
+            _warned.add(kind)
+            warnings.warn(
+                f"{owner}: an array is sharded over {NAMES.get(kind, 'another axis')}, and is "
+                f"gathered on every device: {REASONS.get(kind, OTHER_REASON)}",
+                GatheredWarning,
+                stacklevel=1,
+            )
 
 
 _warned: set[str] = set()
-
-
-def _warn_once(owner: str, letter: str) -> None:
-    if letter in _warned:
-        return
-    _warned.add(letter)
-    warnings.warn(
-        f"{owner}: an array is sharded over {NAMES.get(letter, 'another axis')}, and is gathered "
-        f"on every device: {REASONS.get(letter, OTHER_REASON)}",
-        GatheredWarning,
-        stacklevel=2,
-    )

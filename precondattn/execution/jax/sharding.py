@@ -12,6 +12,7 @@ Where JAX knows the shardings of arrays when it traces (mesh axes of type `Expli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import jax
@@ -34,6 +35,8 @@ from precondattn.execution.jax.mesh_axes import (
     spec_of,
     warn_of_gathering,
 )
+
+Specs = Sequence[PartitionSpec]
 
 GRADIENTS = ("backward", "step_backward")
 
@@ -63,32 +66,33 @@ def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     return call.differentiable()(*leaves)
 
 
+@dataclass(eq=False)
 class ShardedCall:
     """A function of arrays, whose arguments and results have independent axes."""
 
-    def __init__(
-        self,
-        owner: str,
-        function: Callable[..., Tree],
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        axes: Callable[[], list[str]],
-        is_gradient: bool,
-    ) -> None:
-        self.owner, self.function, self.is_gradient = owner, function, is_gradient
-        self.shapes, self._axes = shapes, axes
-        self.context = jax.sharding.get_abstract_mesh()
+    owner: str
+    function: Callable[..., Tree]
+    shapes: Sequence[jax.ShapeDtypeStruct]
+    find_axes: Callable[[], list[str]]
+    is_gradient: bool
+    context: Tree = field(default_factory=jax.sharding.get_abstract_mesh)
 
     # Axes are found when several devices need them.
 
     @cached_property
     def axes(self) -> list[str]:
         """The axes of every argument."""
-        return self._axes()
+        return self.find_axes()
 
     @cached_property
     def results(self) -> Tree:
         """The axes of the results, a tree."""
         return axes_of_results(self.function, self.shapes, self.axes)
+
+    @property
+    def texts(self) -> list[str]:
+        """The axes of every argument, and of every result."""
+        return [*self.axes, *jax.tree.leaves(self.results)]
 
     def differentiable(self) -> Tree:
         """The partitioned function, for all of JAX's transformations.
@@ -117,7 +121,7 @@ class ShardedCall:
             out = call.mappable()(*leaves)
             return out, jax.tree.map(lambda _: True, out)
 
-        function: Tree = custom_vmap(self.partitioned())
+        function = custom_vmap(self.partitioned())
         function.def_vmap(mapped)
         return function
 
@@ -125,18 +129,16 @@ class ShardedCall:
         """The function, with a rule for XLA's partitioner."""
 
         def rule(mesh: Mesh, arguments: Tree, results: Tree) -> str:
-            texts = [*self.axes, *jax.tree.leaves(self.results)]
             shapes = [tuple(each.shape) for each in (*arguments, *results)]
-            return sharding_rule(texts, shapes, len(arguments))
+            return sharding_rule(self.texts, shapes, len(arguments))
 
         def partition(mesh: Mesh, arguments: Tree, results: Tree) -> Tree:
-            texts = [*self.axes, *jax.tree.leaves(self.results)]
             arrays = [*arguments, *jax.tree.leaves(results)]
             if mesh.empty:
                 first = arguments[0]
                 mesh = mesh_of(first.sharding, first.shape, self.context)
             specs = [spec_in(mesh, a.sharding, a.shape) for a in arrays]
-            chosen = self._chosen(mesh, texts, arrays, specs)
+            chosen = self._chosen(mesh, self.texts, arrays, specs)
 
             def sharding(text: str) -> NamedSharding:
                 return NamedSharding(mesh, spec_of(text, chosen))
@@ -144,7 +146,7 @@ class ShardedCall:
             shardings = jax.tree.map(sharding, self.results), tuple(map(sharding, self.axes))
             return mesh, self._part(chosen), *shardings
 
-        function: Tree = custom_partitioning(self.function)
+        function = custom_partitioning(self.function)
         function.def_partition(partition, sharding_rule=rule)
         return function
 
@@ -168,11 +170,7 @@ class ShardedCall:
         )(*placed)
 
     def _chosen(
-        self,
-        mesh: Mesh,
-        texts: Sequence[str],
-        arrays: Sequence[Tree],
-        specs: Sequence[PartitionSpec],
+        self, mesh: Mesh, texts: Sequence[str], arrays: Sequence[Tree], specs: Specs
     ) -> MeshAxes:
         """The mesh axes that divide the work; a warning if this gathers some arguments."""
         shapes = [tuple(array.shape) for array in arrays]

@@ -26,10 +26,9 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 def forward(plan: CallPlan, call: BoundCall, request: Request) -> Tensor:
     """`evaluation.forward` of a call whose inputs autocast has cast."""
-    names = tuple(call.inputs)
 
     def evaluated(*inputs: Tensor) -> tuple[Tensor, ...]:
-        bound = call._replace(inputs=dict(zip(names, inputs, strict=True)))
+        bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
         return (evaluation.forward(plan, bound),)
 
     (out,) = _without(plan, request, evaluated, tuple(call.inputs.values()))
@@ -40,14 +39,14 @@ def extend(
     plan: CallPlan, call: BoundCall, request: Request, cache: Cache, count: Tensor, *, donate: bool
 ) -> tuple[Tensor, Cache]:
     """`evaluation.extend` of a call whose inputs autocast has cast."""
-    names, keys = tuple(call.inputs), tuple(cache.store)
+    keys, count_of_inputs = tuple(cache.store), len(call.inputs)
     if donate:  # Not differentiated, and the cache itself is to be emptied.
         with off(cache.length):
             return evaluation.extend(plan, call, cache, count, donate=True)
 
     def evaluated(*arrays: Tensor) -> tuple[Tensor, ...]:
-        inputs, buffers = arrays[: len(names)], arrays[len(names) :]
-        bound = call._replace(inputs=dict(zip(names, inputs, strict=True)))
+        inputs, buffers = arrays[:count_of_inputs], arrays[count_of_inputs:]
+        bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
         past = cache._replace(store=dict(zip(keys, buffers, strict=True)))
         out, extended = evaluation.extend(plan, bound, past, count, donate=False)
         return (out, extended.length, *(extended.store[key] for key in keys))
@@ -58,10 +57,7 @@ def extend(
 
 
 def _without(
-    plan: CallPlan,
-    request: Request,
-    function: Function,
-    arrays: tuple[Tensor, ...],
+    plan: CallPlan, request: Request, function: Function, arrays: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """`function(*arrays)` without autocast, and its gradient too."""
     is_plain = any(planned.runner.differentiable for planned in plan.calls)

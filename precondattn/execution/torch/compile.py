@@ -81,8 +81,7 @@ def _described(mechanism: Verbs) -> str:
 def captured(function: str, *arguments: Given) -> Tensor:
     """A function by its path, `"module:name"`, whose checks Dynamo can not trace."""
     module, _, name = function.partition(":")
-    out: Tensor = getattr(import_module(module), name)(*arguments)
-    return out
+    return getattr(import_module(module), name)(*arguments)
 
 
 @torch.compiler.allow_in_graph
@@ -90,10 +89,8 @@ def captured_call(
     mechanism: str, backend: BackendNames, names: Names, tensors: tuple[Tensor, ...], masks: Given
 ) -> Tensor:
     """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
-    out: Tensor = run.call(
-        piece_named(mechanism), (), dict(zip(names, tensors, strict=True)), backend, masks
-    )
-    return out
+    inputs = dict(zip(names, tensors, strict=True))
+    return run.call(piece_named(mechanism), (), inputs, backend, masks)
 
 
 @torch.compiler.allow_in_graph
@@ -108,15 +105,9 @@ def captured_extend(
     masks: Given,
 ) -> tuple[Tensor, ...]:
     """`Mechanism.extend`: the output, the new length, and the buffers."""
-    out, cache = run.extend(
-        piece_named(mechanism),
-        Cache(length, dict(zip(keys, buffers, strict=True))),
-        (),
-        dict(zip(names, tensors, strict=True)),
-        backend,
-        masks,
-        donate=False,
-    )
+    piece, cache = piece_named(mechanism), Cache(length, dict(zip(keys, buffers, strict=True)))
+    inputs = dict(zip(names, tensors, strict=True))
+    out, cache = run.extend(piece, cache, (), inputs, backend, masks, donate=False)
     return (out, cache.length, *(cache.store[key] for key in keys))
 
 
@@ -131,5 +122,4 @@ def captured_shorthand(
 ) -> Tensor:
     """A shorthand such as `pa.lucid`, which constructs its mechanism from options."""
     named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}
-    out: Tensor = build_and_call(registry.find(name), arrays, named)
-    return out
+    return build_and_call(registry.find(name), arrays, named)

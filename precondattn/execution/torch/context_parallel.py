@@ -9,14 +9,12 @@ sequence: its masks, states and solves need the tokens of the other devices.
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
     from precondattn.dispatch.plan import CallPlan
     from precondattn.execution.arguments import BoundCall
-    from precondattn.execution.torch.older_vmap import Operator
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
@@ -26,7 +24,7 @@ def check_context_parallel(
     mechanism: Piece, plan: CallPlan | None = None, call: BoundCall | None = None
 ) -> None:
     """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
-    if PACKAGE not in sys.modules or not _is_on():
+    if PACKAGE not in sys.modules or not (_replaces_attention() or _handles_attention()):
         return
     if plan is not None and call is not None and _is_pytorchs_attention(plan, call):
         return
@@ -37,27 +35,21 @@ def check_context_parallel(
     )
 
 
-def _is_on() -> bool:
-    return _replaces_attention() or _handles_attention()
-
-
 def _replaces_attention() -> bool:
     """Whether `scaled_dot_product_attention` is replaced, as `context_parallel` does."""
-    function = sys.modules["torch"].nn.functional.scaled_dot_product_attention
-    return str(getattr(function, "__module__", "")).startswith(PACKAGE)
+    return _is_of_package(sys.modules["torch"].nn.functional.scaled_dot_product_attention)
 
 
 def _handles_attention() -> bool:
     """Whether attention of DTensors is, as under the modes that replace no function."""
     dispatcher = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
-    return str(getattr(handlers.get(_attention()), "__module__", "")).startswith(PACKAGE)
+    attention = sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
+    return _is_of_package(handlers.get(attention))
 
 
-@cache
-def _attention() -> Operator:
-    """PyTorch's own operator."""
-    return sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default
+def _is_of_package(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(PACKAGE)
 
 
 def _is_pytorchs_attention(plan: CallPlan, call: BoundCall) -> bool:

@@ -66,8 +66,7 @@ class MeshSharding(NamedTuple):
 
     def part(self, array: DTensor) -> Tensor:
         """What this device has of an array; differentiable."""
-        part: Tensor = array.to_local(grad_placements=self.of_gradient(array))
-        return part
+        return array.to_local(grad_placements=self.of_gradient(array))
 
     def parts(self, arrays: Mapping[str, DTensor]) -> dict[str, Tensor]:
         return {name: self.part(array) for name, array in arrays.items()}
@@ -81,13 +80,10 @@ class MeshSharding(NamedTuple):
         return {n: self.whole(part, self.of_gradient(arrays[n])) for n, part in parts.items()}
 
     def whole_cache(self, mechanism: Piece, cache: Cache) -> Cache:
+        buffers = {"length": cache.length, **cache.store}
         patterns = patterns_of_cache(mechanism)
-        store = {
-            name: self.whole(buffer, self.placements(patterns[name]))
-            for name, buffer in cache.store.items()
-        }
-        length = self.whole(cache.length, self.placements(ROW))
-        return cache._replace(length=length, store=store)
+        whole = {n: self.whole(part, self.placements(patterns[n])) for n, part in buffers.items()}
+        return cache._replace(length=whole.pop("length"), store=whole)
 
 
 def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) -> MeshSharding:

@@ -47,11 +47,6 @@ class MappedArrays(NamedTuple):
     mapped: Sequence[int | None]
     """The axis of each that is mapped; None where all calls have the same array."""
 
-    @classmethod
-    def of_argument(cls, argument: Tree, mapped: Tree) -> MappedArrays:
-        """An argument, which is a list of arrays or one array."""
-        return cls(argument, mapped) if isinstance(argument, list) else cls([argument], [mapped])
-
     @property
     def shapes(self) -> Shapes:
         """The shapes in one of the calls."""

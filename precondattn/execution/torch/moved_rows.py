@@ -14,8 +14,7 @@ from precondattn.execution.packed import MovedRows, taken
 
 
 def differentiable(tensor: Tensor, rows: MovedRows) -> Tensor:
-    out: Tensor = _Moved.apply(tensor, *rows)
-    return out
+    return _Moved.apply(tensor, *rows)
 
 
 class _Moved(torch.autograd.Function):  # type: ignore[misc]

@@ -195,13 +195,13 @@ def extension(
 
 
 def _output_like(
-    found: Named, tensors: Tensors, *, of_step: bool = False, has_gradient: bool = False
+    piece: str, backend: str, tensors: Tensors, *, is_step: bool = False, has_gradient: bool = False
 ) -> Tensor:
-    inputs, declared = found.inputs(tensors), found.piece.inputs
-    pattern = found.piece.program.output
-    if of_step:
-        declared, pattern = declared.extending(), pattern.renamed({"s": "t"})
-    shape = pattern.shape(declared.sizes(str(found.piece), shapes_of(inputs)))
+    found = named(piece, backend)
+    inputs, declared, output = found.inputs(tensors), found.piece.inputs, found.piece.program.output
+    if is_step:
+        declared, output = declared.extending(), output.renamed({"s": "t"})
+    shape = output.shape(declared.sizes(str(found.piece), shapes_of(inputs)))
     dtype = output_dtype(inputs, is_wide=found.is_wide, has_gradient=has_gradient)
     return tensors[0].new_empty(shape, dtype=dtype)
 
@@ -212,37 +212,25 @@ def _like(tensors: Tensors) -> Tensors:
 
 @forward.register_fake
 def _(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensors:
-    found = named(piece, backend)
+    found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     specs = {name: ArraySpec.of(t) for name, t in found.inputs(tensors).items()}
-    residuals = found.runner.residual_shapes(specs, frame_of(layout, frame, tensors[0]))
-    return [
-        _output_like(found, tensors, has_gradient=True),
-        *(tensors[0].new_empty(r.shape, dtype=getattr(torch, r.dtype)) for r in residuals),
+    residuals = [
+        tensors[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        for spec in found.runner.residual_shapes(specs, masks)
     ]
-
-
-@inference.register_fake
-def _(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tensor:
-    return _output_like(named(piece, backend), tensors)
-
-
-@backward.register_fake
-def _(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tensors:
-    return _like(tensors)
+    return [_output_like(piece, backend, tensors, has_gradient=True), *residuals]
 
 
 @step.register_fake
-def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
-    found = named(piece, backend)
-    return [_output_like(found, tensors, of_step=True, has_gradient=True), *_like(past)]
-
-
-@step_backward.register_fake
-def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
-    return _like([*past, *tensors])
+def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *_: Tree) -> Tensors:
+    return [_output_like(piece, backend, tensors, is_step=True, has_gradient=True), *_like(past)]
 
 
 @extension.register_fake
-def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *rest: Tree) -> Tensors:
-    found = named(piece, backend)
-    return [_output_like(found, tensors, of_step=True), *map(torch.empty_like, past)]
+def _(piece: str, backend: str, past: Tensors, tensors: Tensors, *_: Tree) -> Tensors:
+    return [_output_like(piece, backend, tensors, is_step=True), *map(torch.empty_like, past)]
+
+
+inference.register_fake(lambda piece, backend, tensors, *_: _output_like(piece, backend, tensors))
+backward.register_fake(lambda piece, backend, tensors, *_: _like(tensors))
+step_backward.register_fake(lambda piece, backend, past, tensors, *_: _like([*past, *tensors]))

@@ -19,25 +19,21 @@ from precondattn.execution.torch.older_vmap import is_mapped
 from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
 from precondattn.frame import Frame
 
+Names = tuple[str, ...]
+
 
 def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
     """The output of a planned call, differentiable in its inputs."""
     for tensor in inputs.values():
         if tensor.requires_grad:
-            out: Tensor = _Recorded.apply(planned, (*inputs,), frame, *inputs.values())
-            return out
-    out = planned.runner.forward(inputs, frame)[0]
-    return out
+            return _Recorded.apply(planned, (*inputs,), frame, *inputs.values())
+    return planned.runner.forward(inputs, frame)[0]
 
 
 class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        planned: PlannedCall,
-        names: tuple[str, ...],
-        frame: Frame,
-        *tensors: Tensor,
+        ctx: FunctionCtx, planned: PlannedCall, names: Names, frame: Frame, *tensors: Tensor
     ) -> Tensor:
         inputs = dict(zip(names, tensors, strict=True))
         out, residuals = planned.runner.forward_with_residuals(inputs, frame)

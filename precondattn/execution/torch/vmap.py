@@ -89,8 +89,10 @@ def _register(
         count = info.batch_size
         # PyTorch passes no argument that equals its default.
         *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
-        mapped = in_dims[2 : 2 + len(arguments)]
-        lists = [MappedArrays.of_argument(*pair) for pair in zip(arguments, mapped, strict=True)]
+        lists = [
+            MappedArrays(*pair) if isinstance(pair[0], list) else MappedArrays(*zip(pair))
+            for pair in zip(arguments, in_dims[2:], strict=False)
+        ]
 
         def results_of(arrays: Sequence[list[Tree]]) -> list[Tensor]:
             pairs = zip(arguments, arrays, strict=True)

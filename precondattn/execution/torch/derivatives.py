@@ -1,0 +1,161 @@
+"""PyTorch: the gradients of the operators `forward` and `step`, and those of these gradients.
+
+No backend has second derivatives. The operators `backward` and `step_backward` are differentiated
+as what they compute, the vjp of the reference, which is computed again by PyTorch's own calls. Its
+memory is quadratic in the number of tokens. The result can be differentiated further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from precondattn.arrays import Arrays, Tree, cast, counts_flops, has_tangent
+from precondattn.execution import definition
+from precondattn.execution.torch.frames import frame_of
+from precondattn.execution.torch.operators import backward, forward, named, step, step_backward
+
+Tensors = tuple[Tensor, ...]
+
+
+def register_flops() -> None:
+    """Let a FlopCounterMode that is active count the operators. Its module is slow to import."""
+    if counts_flops():
+        from precondattn.execution.torch import flops
+
+        flops.register()
+
+
+def check_tangents(cotangents: Tree) -> None:
+    if has_tangent(*cotangents):
+        raise NotImplementedError(
+            "forward-mode differentiation of a gradient needs tangents of the call's inputs too, "
+            'or a call with backend="reference"'
+        )
+
+
+# ----------------------------------------------------- what an operator saves for its gradient
+
+
+def _save(ctx: FunctionCtx, inputs: Tree, *lists: Sequence[Tensor | None]) -> None:
+    """Keep the texts among the arguments of an operator, and lists of tensors."""
+    ctx.piece, ctx.backend, *_, ctx.layout = inputs
+    ctx.counts = tuple(map(len, lists))
+    ctx.save_for_backward(*chain.from_iterable(lists))
+
+
+def _save_arguments(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
+    """Keep all arguments of an operator of lists."""
+    _save(ctx, inputs, *inputs[2:-1])
+
+
+def _saved(ctx: FunctionCtx) -> list[list[Tensor]]:
+    """The lists of tensors."""
+    tensors = iter(ctx.saved_tensors)
+    return [list(islice(tensors, count)) for count in ctx.counts]
+
+
+def _no_gradient(ctx: FunctionCtx, frame: Sequence[Tensor | None]) -> tuple[Tree, tuple[None, ...]]:
+    """The gradients of a frame's arrays and of the text of its layout.
+
+    Autograd treats a list that contains None as one argument, and a list of tensors as many. It is
+    not given an argument that equals its default, as an empty text does.
+    """
+    of_frame = None if any(each is None for each in frame) else [None] * len(frame)
+    return of_frame, (None,) if ctx.layout else ()
+
+
+# ------------------------------------------------------------------------------ gradients
+
+
+def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
+    _save(ctx, inputs, *inputs[2:-1], output)
+
+
+def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
+    check_tangents(cotangents)
+    register_flops()
+    tensors, frame, outputs = _saved(ctx)
+    arguments = tensors, frame, outputs, cotangents[0], ctx.layout
+    gradients = backward(ctx.piece, ctx.backend, *arguments)
+    of_frame, of_layout = _no_gradient(ctx, frame)
+    return None, None, gradients, of_frame, *of_layout
+
+
+def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
+    check_tangents(cotangents)
+    register_flops()
+    past, tensors, frame = _saved(ctx)
+    arguments = past, tensors, frame, list(cotangents), ctx.layout
+    gradients = step_backward(ctx.piece, ctx.backend, *arguments)
+    of_frame, of_layout = _no_gradient(ctx, frame)
+    return None, None, gradients[: len(past)], gradients[len(past) :], of_frame, *of_layout
+
+
+forward.register_autograd(_differentiate, setup_context=_remember)
+step.register_autograd(_differentiate_step, setup_context=_save_arguments)
+
+
+# ----------------------------------------------------------------------- second derivatives
+
+
+def _pulled(
+    function: Callable[..., Tensors],
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    d_gradients: Tree,
+) -> Tensors:
+    """The cotangents of the arguments of the vjp of `function`, from those of its results."""
+    count = len(tensors)
+
+    def gradient(*arguments: Tensor) -> Tensors:
+        out, pull = torch.func.vjp(function, *arguments[:count])
+        given = zip(arguments[count:], out, strict=True)
+        return tuple(pull(tuple(cast(cotangent, result.dtype) for cotangent, result in given)))
+
+    pulled: Tensors = torch.func.vjp(gradient, *tensors, *cotangents)[1](tuple(d_gradients))
+    return pulled
+
+
+def _remember_backward(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
+    _, _, tensors, frame, outputs, cotangent, _ = inputs
+    _save(ctx, inputs, tensors, frame, [cotangent])
+    ctx.outputs = len(outputs)
+
+
+def _differentiate_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
+    tensors, masks, cotangents = _saved(ctx)
+    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(ctx.piece, ctx.backend)
+
+    def output(*tensors: Tensor) -> Tensors:
+        return (definition.output(of.piece, of.inputs(tensors), frame),)
+
+    *d_tensors, d_cotangent = _pulled(output, tensors, cotangents, d_gradients)
+    # The outputs are functions of the tensors, whose derivatives include this dependence.
+    of_frame, of_layout = _no_gradient(ctx, masks)
+    return None, None, d_tensors, of_frame, [None] * ctx.outputs, d_cotangent, *of_layout
+
+
+def _differentiate_step_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
+    past, tensors, masks, cotangents = _saved(ctx)
+    states, end = len(past), len(past) + len(tensors)
+    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(ctx.piece, ctx.backend)
+
+    def output_and_states(*tensors: Tensor) -> Tensors:
+        past = of.buffers(tensors[:states])
+        out, updates = definition.step(of.piece, past, of.inputs(tensors[states:]), frame)
+        replaced: Arrays = dict(updates)
+        return (out, *(cast(replaced[key].value, old.dtype) for key, old in past.items()))
+
+    result = _pulled(output_and_states, [*past, *tensors], cotangents, d_gradients)
+    of_frame, of_layout = _no_gradient(ctx, masks)
+    gradients = list(result[:states]), list(result[states:end]), of_frame, list(result[end:])
+    return None, None, *gradients, *of_layout
+
+
+backward.register_autograd(_differentiate_backward, setup_context=_remember_backward)
+step_backward.register_autograd(_differentiate_step_backward, setup_context=_save_arguments)
