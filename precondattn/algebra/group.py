@@ -33,10 +33,6 @@ class Group(Piece):
     def _name(self) -> str:  # type: ignore[override]
         return name_of(self)
 
-    @property
-    def _positional(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self.inputs)[:3]
-
     def __str__(self) -> str:
         return str(self.calls)
 

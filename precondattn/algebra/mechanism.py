@@ -73,8 +73,7 @@ class Mechanism(Verbs):
         self._check_base()
         object.__setattr__(self, "_text", text_of_mechanism(self))
         object.__setattr__(self, "_name", name_of(self))
-        # Reading `inputs` unfolds the program, which raises for names that clash.
-        object.__setattr__(self, "_positional", tuple(self.inputs)[:3])
+        tuple(self.inputs)  # They unfold the program, which raises for names that clash.
 
     def check_together(self) -> None:
         """Raise a ValueError for options that exclude each other."""

@@ -19,8 +19,6 @@ class Piece(Described):
 
     _name: str
     """Its name in PyTorch's operators (`names.py`). Dynamo reads it as a constant."""
-    _positional: tuple[str, ...]
-    """The inputs that a call may give by position; also read by Dynamo."""
 
     @property
     def program(self) -> Program:

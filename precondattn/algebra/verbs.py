@@ -110,9 +110,7 @@ class Verbs(Piece):
         if is_compiling():
             from precondattn.execution.torch.compile import captured_call
 
-            names = (*self._positional[: len(arrays)], *named)
-            tensors = (*arrays, *named.values())
-            return captured_call(self._name, backend, names, tensors, masks)
+            return captured_call(self._name, arrays, named, backend, masks)
         from precondattn.execution.run import call
 
         return call(self, arrays, named, backend, masks)
@@ -211,21 +209,13 @@ class Verbs(Piece):
             # A graph does not write in place; the compiler reuses memory that is free.
             from precondattn.execution.torch.compile import captured_extend
 
-            keys = tuple(cache.store)
-            names = (*self._positional[: len(arrays)], *named)
+            length, store = cache.length, dict(cache.store)
             out, length, *buffers = captured_extend(
-                self._name,
-                backend,
-                cache.length,
-                keys,
-                tuple(cache.store.values()),
-                names,
-                (*arrays, *named.values()),
-                masks,
+                self._name, length, store, arrays, named, backend, masks
             )
             if donate:
                 cache.store.clear()
-            return out, holding(cache, length, dict(zip(keys, buffers, strict=True)))
+            return out, holding(cache, length, dict(zip(store, buffers, strict=True)))
         from precondattn.execution.run import extend
 
         return extend(self, cache, arrays, named, backend, masks, donate=donate)

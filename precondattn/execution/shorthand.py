@@ -44,12 +44,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
         if is_compiling():
             from precondattn.execution.torch.compile import captured_shorthand
 
-            tensors = {name: value for name, value in named.items() if hasattr(value, "shape")}
-            constants = {name: value for name, value in named.items() if name not in tensors}
-            given, values = tuple(tensors.values()), tuple(constants.values())
-            return captured_shorthand(
-                cls.name, arrays, tuple(tensors), given, tuple(constants), values
-            )
+            return captured_shorthand(cls.name, arrays, named)
         from precondattn.execution.run import call as call_now
 
         mechanism, rest = built(cls, named)

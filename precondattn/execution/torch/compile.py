@@ -21,19 +21,20 @@ from precondattn.algebra.piece import BackendNames
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
+from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.execution import run
 from precondattn.execution.shorthand import build_and_call
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 
-Names = tuple[str, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class Stand(Verbs):
     """A mechanism inside a graph: it has the public methods, and a name."""
 
-    def __init__(self, name: str, positional: tuple[str, ...]) -> None:
-        self._name, self._positional = name, positional
+    def __init__(self, name: str) -> None:
+        self._name = name
 
 
 def constructed(
@@ -43,38 +44,32 @@ def constructed(
     given = (*values, *options.values())
     is_mechanism = tuple(isinstance(value, Verbs) for value in given)
     plain = [value._name if isinstance(value, Verbs) else value for value in given]
-    return _stand(_constructed(cls, tuple(options), is_mechanism, *plain))
+    return Stand(_constructed(cls, tuple(options), is_mechanism, *plain))
 
 
 def parsed(text: str) -> AnyMechanism:
     """`parse(text)`, in code that Dynamo traces."""
-    return _stand(_parsed(text))
-
-
-def _stand(described: str) -> Stand:
-    name, _, positional = described.rpartition("|")
-    return Stand(name, tuple(positional.split(",")))
+    return Stand(_parsed(text))
 
 
 @torch.compiler.assume_constant_result
 def _constructed(
-    cls: MechanismClass, options: Names, is_mechanism: tuple[bool, ...], *given: OptionValue
+    cls: MechanismClass,
+    options: tuple[str, ...],
+    is_mechanism: tuple[bool, ...],
+    *given: OptionValue,
 ) -> str:
     values = [
         piece_named(value) if is_name else value
         for value, is_name in zip(given, is_mechanism, strict=True)
     ]
     count = len(values) - len(options)
-    return _described(cls(*values[:count], **dict(zip(options, values[count:], strict=True))))
+    return cls(*values[:count], **dict(zip(options, values[count:], strict=True)))._name
 
 
 @torch.compiler.assume_constant_result
 def _parsed(text: str) -> str:
-    return _described(read(text))
-
-
-def _described(mechanism: Verbs) -> str:
-    return f"{mechanism._name}|{','.join(mechanism._positional)}"
+    return read(text)._name
 
 
 @torch.compiler.allow_in_graph
@@ -86,40 +81,29 @@ def captured(function: str, *arguments: Given) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def captured_call(
-    mechanism: str, backend: BackendNames, names: Names, tensors: tuple[Tensor, ...], masks: Given
+    mechanism: str, arrays: Tensors, named: Arrays, backend: BackendNames, masks: Given
 ) -> Tensor:
-    """`Mechanism.__call__` on `tensors`, whose input names are `names`."""
-    inputs = dict(zip(names, tensors, strict=True))
-    return run.call(piece_named(mechanism), (), inputs, backend, masks)
+    """`Mechanism.__call__`."""
+    return run.call(piece_named(mechanism), arrays, named, backend, masks)
 
 
 @torch.compiler.allow_in_graph
 def captured_extend(
     mechanism: str,
-    backend: BackendNames,
     length: Tensor,
-    keys: Names,
-    buffers: tuple[Tensor, ...],
-    names: Names,
-    tensors: tuple[Tensor, ...],
+    store: Arrays,
+    arrays: Tensors,
+    named: Arrays,
+    backend: BackendNames,
     masks: Given,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """`Mechanism.extend`: the output, the new length, and the buffers."""
-    piece, cache = piece_named(mechanism), Cache(length, dict(zip(keys, buffers, strict=True)))
-    inputs = dict(zip(names, tensors, strict=True))
-    out, cache = run.extend(piece, cache, (), inputs, backend, masks, donate=False)
-    return (out, cache.length, *(cache.store[key] for key in keys))
+    piece, cache = piece_named(mechanism), Cache(length, dict(store))
+    out, cache = run.extend(piece, cache, arrays, named, backend, masks, donate=False)
+    return (out, cache.length, *(cache.store[key] for key in store))
 
 
 @torch.compiler.allow_in_graph
-def captured_shorthand(
-    name: str,
-    arrays: tuple[Tensor, ...],
-    names: Names,
-    tensors: tuple[Tensor, ...],
-    options: Names,
-    values: tuple[OptionValue, ...],
-) -> Tensor:
+def captured_shorthand(name: str, arrays: Tensors, named: Arguments) -> Tensor:
     """A shorthand such as `pa.lucid`, which constructs its mechanism from options."""
-    named = {**dict(zip(names, tensors, strict=True)), **dict(zip(options, values, strict=True))}
     return build_and_call(registry.find(name), arrays, named)
