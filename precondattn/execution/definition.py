@@ -6,14 +6,11 @@ Second derivatives of PyTorch and of JAX are those of these functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, upcast_all
 from precondattn.cache import Update, Updates
 from precondattn.frame import Frame
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 
 def output(piece: Piece, inputs: Mapping[str, Array], frame: Frame) -> Array:

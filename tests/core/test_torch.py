@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.execution.torch.autograd import backward, forward, inference
+from precondattn.execution.torch.autograd import operators
 from precondattn.frame import full_frame
 from precondattn_conformance.declared import derived, expressions
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -140,12 +140,12 @@ class TestAnotherBackendInPytorch:
         x = tensors_of("lucid_solve")
         k, v = x["k"], x["v"]
         frame = list(full_frame(6, 6, k, lengths=torch.tensor([4, 6])).arrays)
-        torch.library.opcheck(forward, ("lucid_solve", "third_party", [k, v], frame))
+        torch.library.opcheck(operators.forward, ("lucid_solve", "third_party", [k, v], frame))
         k, v = k.detach(), v.detach()
-        torch.library.opcheck(inference, ("lucid_solve", "third_party", [k, v], frame))
-        outputs = forward("lucid_solve", "third_party", [k, v], frame)
+        torch.library.opcheck(operators.inference, ("lucid_solve", "third_party", [k, v], frame))
+        outputs = operators.forward("lucid_solve", "third_party", [k, v], frame)
         args = ("lucid_solve", "third_party", [k, v], frame, outputs, torch.ones_like(v))
-        torch.library.opcheck(backward, args)
+        torch.library.opcheck(operators.backward, args)
 
     def test_compile_keeps_the_operator_as_one_node(self, third_party):
         torch.compiler.reset()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax
 
 from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
+from precondattn.cache import Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
@@ -47,10 +48,17 @@ def _backward(planned: PlannedCall, saved: Tree, cotangent: Array) -> Tree:
 apply.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply_step(planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame) -> Tree:
+def apply_step(
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
+) -> tuple[Array, Updates]:
     """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    out, updates = planned.runner.step(past, inputs, frame)
+    out, updates = _step(planned, past, inputs, frame)
+    return out, updates
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(planned: PlannedCall, *arrays: Tree) -> Tree:
+    out, updates = planned.runner.step(*arrays)
     return _wide(out), updates
 
 
@@ -62,13 +70,15 @@ def _step_forward(planned: PlannedCall, *saved: Tree) -> Tree:
 def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
     past, inputs, frame = saved
     d_out, d_updates = cotangents
-    d_states = {name: d_update.value for name, d_update in d_updates.items()}
+    d_new = {name: d_update.value for name, d_update in d_updates.items()}
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
-    gradients, d_past = step_gradients_at(d_out, d_states, _methods(planned), *saved, like)
+    gradients, d_past = step_gradients_at(
+        d_out, d_new, _methods(planned), past, inputs, frame, like
+    )
     return _cast_as(past, d_past), _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
 
 
-apply_step.defvjp(_step_forward, _step_backward)
+_step.defvjp(_step_forward, _step_backward)
 
 
 def _methods(planned: PlannedCall) -> Tree:

@@ -52,8 +52,7 @@ def with_derivative(
             return results, [d_result for result, d_result in each if _is_real(result)]
 
         # JAX keeps what it traced of a function, and constants of modules may have changed.
-        new = partial(function)
-        traced, shapes = jax.make_jaxpr(new, return_shape=True)(*arguments)
+        traced, shapes = jax.make_jaxpr(partial(function), return_shape=True)(*arguments)
         results = call_p.bind(*leaves, traced=traced, derivative=flat)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -31,6 +31,7 @@ from precondattn.frame import Frame
 
 def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], piece: Piece) -> Tree:
     """A function of a backend that runs a piece, with its derivatives."""
+    computed: Callable[..., Tree]
     if verb in ("forward", "backward"):
         output = output_of(piece, backend)
         computed = output if verb == "forward" else partial(_backward, output)

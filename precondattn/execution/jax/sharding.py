@@ -22,21 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 import precondattn.execution.jax.autograd  # noqa: F401  (It registers frames as pytrees.)
 from precondattn.arrays import Tree
+from precondattn.execution.jax import mesh_axes
 from precondattn.execution.jax.backend import JaxRunner
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.execution.jax.independent_axes import axes_of, axes_of_results
-from precondattn.execution.jax.mesh_axes import (
-    MeshAxes,
-    chosen_axes,
-    mesh_of,
-    missing_axes,
-    sharding_rule,
-    spec_in,
-    spec_of,
-    warn_of_gathering,
-)
-
-Specs = Sequence[PartitionSpec]
 
 GRADIENTS = ("backward", "step_backward")
 
@@ -52,13 +41,13 @@ def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
     def axes() -> list[str]:
         forward, given = runner.computing("forward"), jax.tree.unflatten(tree, shapes)
-        texts: list[str] = jax.tree.leaves(axes_of(runner.piece, verb, forward, given))
-        return texts
+        return list(jax.tree.leaves(axes_of(runner.piece, verb, forward, given)))
 
     if jax.sharding.get_abstract_mesh().manual_axes:
         return function(*leaves)  # In a user's `shard_map`, arrays are the parts of one device.
     call = ShardedCall(str(runner.piece), function, shapes, axes, verb in GRADIENTS)
-    mesh = next((m for m in map(_mesh, leaves) if m.explicit_axes), None)
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in leaves)
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is not None:
         return call.on_explicit_shards(mesh, leaves)
     if not all(isinstance(size, int) for leaf in leaves for size in leaf.shape):
@@ -130,18 +119,18 @@ class ShardedCall:
 
         def rule(mesh: Mesh, arguments: Tree, results: Tree) -> str:
             shapes = [tuple(each.shape) for each in (*arguments, *results)]
-            return sharding_rule(self.texts, shapes, len(arguments))
+            return mesh_axes.sharding_rule(self.texts, shapes, len(arguments))
 
         def partition(mesh: Mesh, arguments: Tree, results: Tree) -> Tree:
             arrays = [*arguments, *jax.tree.leaves(results)]
             if mesh.empty:
                 first = arguments[0]
-                mesh = mesh_of(first.sharding, first.shape, self.context)
-            specs = [spec_in(mesh, a.sharding, a.shape) for a in arrays]
-            chosen = self._chosen(mesh, self.texts, arrays, specs)
+                mesh = mesh_axes.mesh_of(first.sharding, first.shape, self.context)
+            specs = [mesh_axes.spec_in(mesh, a.sharding, a.shape) for a in arrays]
+            chosen = self._chosen(mesh, arrays, specs)
 
             def sharding(text: str) -> NamedSharding:
-                return NamedSharding(mesh, spec_of(text, chosen))
+                return NamedSharding(mesh, mesh_axes.spec_of(text, chosen))
 
             shardings = jax.tree.map(sharding, self.results), tuple(map(sharding, self.axes))
             return mesh, self._part(chosen), *shardings
@@ -153,13 +142,13 @@ class ShardedCall:
     def on_explicit_shards(self, mesh: Mesh, leaves: Sequence[Tree]) -> Tree:
         """The results, sharded in JAX's types as the arguments are."""
         specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
-        chosen = self._chosen(mesh, self.axes, leaves, specs)
-        in_specs = tuple(spec_of(text, chosen) for text in self.axes)
+        chosen = self._chosen(mesh, leaves, specs)
+        in_specs = tuple(mesh_axes.spec_of(text, chosen) for text in self.axes)
         placed = [
             reshard(leaf, NamedSharding(mesh, spec)) if any(spec) else leaf
             for leaf, spec in zip(leaves, in_specs, strict=True)
         ]
-        out_specs = jax.tree.map(partial(spec_of, chosen=chosen), self.results)
+        out_specs = jax.tree.map(partial(mesh_axes.spec_of, chosen=chosen), self.results)
         return jax.shard_map(
             self._part(chosen),
             mesh=mesh,
@@ -170,15 +159,15 @@ class ShardedCall:
         )(*placed)
 
     def _chosen(
-        self, mesh: Mesh, texts: Sequence[str], arrays: Sequence[Tree], specs: Specs
-    ) -> MeshAxes:
+        self, mesh: Mesh, arrays: Sequence[Tree], specs: Sequence[PartitionSpec]
+    ) -> mesh_axes.MeshAxes:
         """The mesh axes that divide the work; a warning if this gathers some arguments."""
         shapes = [tuple(array.shape) for array in arrays]
-        chosen = chosen_axes(mesh.shape, texts, shapes, specs)
-        warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
+        chosen = mesh_axes.chosen_axes(mesh.shape, self.texts[: len(arrays)], shapes, specs)
+        mesh_axes.warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
         return chosen
 
-    def _part(self, chosen: MeshAxes) -> Tree:
+    def _part(self, chosen: mesh_axes.MeshAxes) -> Tree:
         """The function of one device's parts of the arguments."""
 
         def part(*leaves: Tree) -> Tree:
@@ -186,7 +175,7 @@ class ShardedCall:
             return jax.tree.map(total, results, self.results) if self.is_gradient else results
 
         def total(gradient: Tree, text: str) -> Tree:
-            names = missing_axes(text, chosen)
+            names = mesh_axes.missing_axes(text, chosen)
             return jax.lax.psum(gradient, names) if names else gradient
 
         return part
@@ -194,7 +183,3 @@ class ShardedCall:
 
 def _shape(leaf: Tree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _mesh(leaf: Tree) -> Mesh:
-    return jax.typeof(leaf).sharding.mesh

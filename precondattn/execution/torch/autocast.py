@@ -47,11 +47,9 @@ def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[Arrays, DTy
 
 def off(array: Array) -> AbstractContextManager[object]:
     """A context without autocast on the device of `array`."""
-    if target(array) is None:
-        return _OFF
-    context: AbstractContextManager[object] = sys.modules["torch"].autocast(
-        array.device.type, enabled=False
-    )
+    context = _OFF
+    if target(array) is not None:
+        context = sys.modules["torch"].autocast(array.device.type, enabled=False)
     return context
 
 

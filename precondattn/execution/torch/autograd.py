@@ -9,70 +9,52 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from precondattn.arrays import Arrays, Residuals, Tree, wants_gradient
+from precondattn.arrays import Array, Arrays, Residuals, Tree, wants_gradient
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
-from precondattn.execution.torch import vmap  # noqa: F401
+from precondattn.execution.torch import operators, vmap  # noqa: F401
 from precondattn.execution.torch.derivatives import check_tangents, register_flops
 from precondattn.execution.torch.frames import text_of
-from precondattn.execution.torch.operators import (
-    backward,
-    extension,
-    forward,
-    inference,
-    step,
-    step_backward,
-)
 from precondattn.frame import Frame
 
 
 def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:
     """The output of a planned call, differentiable in its inputs."""
     if wants_gradient(*inputs.values()):
-        return _called(forward, planned, frame, [inputs])[0]
-    return _called(inference, planned, frame, [inputs])
+        return _called(operators.forward, planned, frame, [inputs])[0]
+    return _called(operators.inference, planned, frame, [inputs])
 
 
 def apply_step(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
 ) -> tuple[Tensor, Updates]:
     """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    out, *new = _called(step, planned, frame, [past, inputs])
+    out, *new = _called(operators.step, planned, frame, [past, inputs])
     return out, {name: Replace(state) for name, state in zip(past, new, strict=True)}
 
 
 def apply_extension(
-    planned: PlannedCall,
-    past: Arrays,
-    inputs: Arrays,
-    frame: Frame,
-    length: Tensor,
-    count: Tensor | int,
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame, length: Tensor, count: Array
 ) -> tuple[Tensor, Updates]:
     """A step as one operator without gradient, which returns the whole updated buffers."""
     counts = count if isinstance(count, Tensor) else length.new_full(length.shape, count)
-    out, *new = _called(extension, planned, frame, [past, inputs], length, counts)
+    out, *new = _called(operators.extension, planned, frame, [past, inputs], length, counts)
     return out, {name: Replace(buffer) for name, buffer in zip(past, new, strict=True)}
 
 
 def with_residuals(planned: PlannedCall, inputs: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
     """The output of a planned call and the residuals, under vmap."""
-    out, *residuals = _called(forward, planned, frame, [inputs])
+    out, *residuals = _called(operators.forward, planned, frame, [inputs])
     return out, tuple(residuals)
 
 
 def gradients(
-    planned: PlannedCall,
-    inputs: Arrays,
-    frame: Frame,
-    out: Tensor,
-    residuals: Residuals,
-    cotangent: Tensor,
+    planned: PlannedCall, inputs: Arrays, frame: Frame, out: Tensor, residuals: Tree, d_out: Tensor
 ) -> Arrays:
     """The gradients of a planned call, under vmap."""
     if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
         out, residuals = with_residuals(planned, inputs, frame)
-    found = _called(backward, planned, frame, [inputs], [out, *residuals], cotangent)
+    found = _called(operators.backward, planned, frame, [inputs], [out, *residuals], d_out)
     return dict(zip(inputs, found, strict=True))
 
 
@@ -81,20 +63,15 @@ def recorded_gradients(
 ) -> list[Tensor]:
     """The gradients of a planned call that was called without operators (`recorded.py`)."""
     check_tangents([cotangent])
-    return list(_called(backward, planned, frame, [inputs], outputs, cotangent))
+    return list(_called(operators.backward, planned, frame, [inputs], outputs, cotangent))
 
 
 def step_gradients(
-    planned: PlannedCall,
-    past: Arrays,
-    inputs: Arrays,
-    frame: Frame,
-    cotangent: Tensor,
-    d_buffers: Arrays,
+    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame, d_out: Tensor, d_new: Arrays
 ) -> tuple[Arrays, Arrays]:
     """The gradients of a step, of its inputs and of the old states, under vmap."""
-    cotangents = [cotangent, *(d_buffers[name] for name in past)]
-    found = _called(step_backward, planned, frame, [past, inputs], cotangents)
+    cotangents = [d_out, *(d_new[name] for name in past)]
+    found = _called(operators.step_backward, planned, frame, [past, inputs], cotangents)
     d_past, d_inputs = found[: len(past)], found[len(past) :]
     return dict(zip(inputs, d_inputs, strict=True)), dict(zip(past, d_past, strict=True))
 

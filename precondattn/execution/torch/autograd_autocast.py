@@ -9,6 +9,7 @@ differentiated with autocast off. A second derivative records it again, from the
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -91,16 +92,10 @@ class _WithoutAutocast(torch.autograd.Function):  # type: ignore[misc]
                 outputs = ctx.function(*inner)
             else:
                 inner, outputs = ctx.graph
-            given = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
+            is_given = [cotangent is not None for cotangent in cotangents]
+            differentiated = list(compress(outputs, is_given))
             wanted = [t for t in inner if t.requires_grad]
-            found = iter(
-                torch.autograd.grad(
-                    [output for output, _ in given],
-                    wanted,
-                    [cotangent for _, cotangent in given],
-                    retain_graph=True,
-                    create_graph=is_second,
-                    allow_unused=True,
-                )
-            )
+            given = list(compress(cotangents, is_given))
+            options = {"retain_graph": True, "create_graph": is_second, "allow_unused": True}
+            found = iter(torch.autograd.grad(differentiated, wanted, given, **options))
         return None, *(next(found) if t.requires_grad else None for t in inner)

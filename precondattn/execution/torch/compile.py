@@ -41,10 +41,11 @@ def constructed(
     cls: MechanismClass, values: tuple[OptionValue, ...], options: dict[str, OptionValue]
 ) -> AnyMechanism:
     """`cls(*values, **options)`, in code that Dynamo traces."""
-    given = (*values, *options.values())
-    is_mechanism = tuple(isinstance(value, Verbs) for value in given)
-    plain = [value._name if isinstance(value, Verbs) else value for value in given]
-    return Stand(_constructed(cls, tuple(options), is_mechanism, *plain))
+    given = [
+        (True, value._name) if isinstance(value, Verbs) else (False, value)
+        for value in (*values, *options.values())
+    ]
+    return Stand(_constructed(cls, tuple(options), *given))
 
 
 def parsed(text: str) -> AnyMechanism:
@@ -54,22 +55,16 @@ def parsed(text: str) -> AnyMechanism:
 
 @torch.compiler.assume_constant_result
 def _constructed(
-    cls: MechanismClass,
-    options: tuple[str, ...],
-    is_mechanism: tuple[bool, ...],
-    *given: OptionValue,
+    cls: MechanismClass, options: tuple[str, ...], *given: tuple[bool, OptionValue]
 ) -> str:
-    values = [
-        piece_named(value) if is_name else value
-        for value, is_name in zip(given, is_mechanism, strict=True)
-    ]
+    values = [piece_named(value) if is_name else value for is_name, value in given]
     count = len(values) - len(options)
-    return cls(*values[:count], **dict(zip(options, values[count:], strict=True)))._name
+    return str(cls(*values[:count], **dict(zip(options, values[count:], strict=True)))._name)
 
 
 @torch.compiler.assume_constant_result
 def _parsed(text: str) -> str:
-    return read(text)._name
+    return str(read(text)._name)
 
 
 @torch.compiler.allow_in_graph

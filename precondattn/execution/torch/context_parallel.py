@@ -9,12 +9,10 @@ sequence: its masks, states and solves need the tokens of the other devices.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
-    from precondattn.dispatch.plan import CallPlan
-    from precondattn.execution.arguments import BoundCall
+from precondattn.algebra.piece import Piece
+from precondattn.dispatch.plan import CallPlan
+from precondattn.execution.arguments import BoundCall
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""

@@ -19,7 +19,7 @@ from precondattn.execution import definition
 from precondattn.execution.torch.frames import frame_of
 from precondattn.execution.torch.operators import backward, forward, named, step, step_backward
 
-Tensors = tuple[Tensor, ...]
+Tensors = Sequence[Tensor]
 
 
 def register_flops() -> None:
@@ -38,12 +38,9 @@ def check_tangents(cotangents: Tree) -> None:
         )
 
 
-# ----------------------------------------------------- what an operator saves for its gradient
-
-
 def _save(ctx: FunctionCtx, inputs: Tree, *lists: Sequence[Tensor | None]) -> None:
     """Keep the texts among the arguments of an operator, and lists of tensors."""
-    ctx.piece, ctx.backend, *_, ctx.layout = inputs
+    ctx.named, ctx.layout = inputs[:2], inputs[-1]
     ctx.counts = tuple(map(len, lists))
     ctx.save_for_backward(*chain.from_iterable(lists))
 
@@ -69,9 +66,6 @@ def _no_gradient(ctx: FunctionCtx, frame: Sequence[Tensor | None]) -> tuple[Tree
     return of_frame, (None,) if ctx.layout else ()
 
 
-# ------------------------------------------------------------------------------ gradients
-
-
 def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
     _save(ctx, inputs, *inputs[2:-1], output)
 
@@ -80,8 +74,7 @@ def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     check_tangents(cotangents)
     register_flops()
     tensors, frame, outputs = _saved(ctx)
-    arguments = tensors, frame, outputs, cotangents[0], ctx.layout
-    gradients = backward(ctx.piece, ctx.backend, *arguments)
+    gradients = backward(*ctx.named, tensors, frame, outputs, cotangents[0], ctx.layout)
     of_frame, of_layout = _no_gradient(ctx, frame)
     return None, None, gradients, of_frame, *of_layout
 
@@ -90,8 +83,7 @@ def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     check_tangents(cotangents)
     register_flops()
     past, tensors, frame = _saved(ctx)
-    arguments = past, tensors, frame, list(cotangents), ctx.layout
-    gradients = step_backward(ctx.piece, ctx.backend, *arguments)
+    gradients = step_backward(*ctx.named, past, tensors, frame, list(cotangents), ctx.layout)
     of_frame, of_layout = _no_gradient(ctx, frame)
     return None, None, gradients[: len(past)], gradients[len(past) :], of_frame, *of_layout
 
@@ -104,11 +96,8 @@ step.register_autograd(_differentiate_step, setup_context=_save_arguments)
 
 
 def _pulled(
-    function: Callable[..., Tensors],
-    tensors: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    d_gradients: Tree,
-) -> Tensors:
+    function: Callable[..., Tensors], tensors: Tensors, cotangents: Tensors, d_gradients: Tree
+) -> Tree:
     """The cotangents of the arguments of the vjp of `function`, from those of its results."""
     count = len(tensors)
 
@@ -117,8 +106,7 @@ def _pulled(
         given = zip(arguments[count:], out, strict=True)
         return tuple(pull(tuple(cast(cotangent, result.dtype) for cotangent, result in given)))
 
-    pulled: Tensors = torch.func.vjp(gradient, *tensors, *cotangents)[1](tuple(d_gradients))
-    return pulled
+    return torch.func.vjp(gradient, *tensors, *cotangents)[1](tuple(d_gradients))
 
 
 def _remember_backward(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
@@ -129,7 +117,7 @@ def _remember_backward(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
 
 def _differentiate_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
     tensors, masks, cotangents = _saved(ctx)
-    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(ctx.piece, ctx.backend)
+    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(*ctx.named)
 
     def output(*tensors: Tensor) -> Tensors:
         return (definition.output(of.piece, of.inputs(tensors), frame),)
@@ -143,7 +131,7 @@ def _differentiate_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
 def _differentiate_step_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
     past, tensors, masks, cotangents = _saved(ctx)
     states, end = len(past), len(past) + len(tensors)
-    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(ctx.piece, ctx.backend)
+    frame, of = frame_of(ctx.layout, masks, tensors[0]), named(*ctx.named)
 
     def output_and_states(*tensors: Tensor) -> Tensors:
         past = of.buffers(tensors[:states])

@@ -8,35 +8,23 @@ Nothing is communicated. `dtensor_sharding.py` has the rules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from precondattn.algebra.declaration import ShapeError
+from precondattn.algebra.declaration import Pattern, ShapeError
+from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Arrays, Tree
-from precondattn.cache import Cache
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache.windows import FIRST
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import run
+from precondattn.execution import input_names, run
 from precondattn.execution.cache_checks import check_cache, check_cacheable
 from precondattn.execution.empty_cache import empty_cache
-from precondattn.execution.input_names import (
-    CALL_OPTIONS,
-    EXTEND_OPTIONS,
-    INIT_OPTIONS,
-    inputs_by_name,
-)
 from precondattn.execution.signature import GivenCall
-from precondattn.execution.torch.dtensor_sharding import (
-    MASKS,
-    MeshSharding,
-    Patterns,
-    patterns_of_cache,
-    sharding_of,
-)
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
+from precondattn.execution.torch.dtensor_sharding import MASKS, MeshSharding, sharding_of
+from precondattn.given import Given
 
 
 class DividedCall(NamedTuple):
@@ -48,7 +36,7 @@ class DividedCall(NamedTuple):
     backend: BackendNames
     masks: dict[str, Tensor | None]
     """This device's parts, as of the cache."""
-    cache: Cache | None
+    cache: Given
 
     @property
     def arguments(self) -> tuple[tuple[()], dict[str, Tensor], BackendNames, Arrays]:
@@ -57,11 +45,13 @@ class DividedCall(NamedTuple):
 
     def whole(self, out: Tensor) -> DTensor:
         """The output, of which this device has computed a part."""
-        placements = self.sharding.placements(self.mechanism.program.output)
-        return self.sharding.whole(out, placements)
+        return self.sharding.whole(out, self.sharding.placements(self.mechanism.program.output))
 
     def whole_cache(self, cache: Cache) -> Cache:
-        return self.sharding.whole_cache(self.mechanism, cache)
+        patterns, whole = _patterns_of_cache(self.mechanism), {}
+        for name, part in {"length": cache.length, **cache.store}.items():
+            whole[name] = self.sharding.whole(part, self.sharding.placements(patterns[name]))
+        return cache._replace(length=whole.pop("length"), store=whole)
 
 
 def call(given: GivenCall) -> DTensor:
@@ -132,21 +122,22 @@ def _divided(call: GivenCall) -> DividedCall:
     """The inputs by name, how all arrays are sharded, and this device's parts."""
     mechanism, cache = call.mechanism, call.cache
     owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
-    options, is_complete = CALL_OPTIONS if cache is None else EXTEND_OPTIONS, True
-    if call.verb == "init_cache":
-        options, is_complete = INIT_OPTIONS, False
+    options: tuple[str, ...] = input_names.INIT_OPTIONS
+    is_call = call.verb != "init_cache"
+    if is_call:
+        options = input_names.CALL_OPTIONS if cache is None else input_names.EXTEND_OPTIONS
     arrays, named = call.arrays, call.named
-    inputs = inputs_by_name(owner, declared, arrays, named, options, complete=is_complete)
+    inputs = input_names.inputs_by_name(owner, declared, arrays, named, options, complete=is_call)
     bounds = masks.get("cu_seqlens")
     if bounds is not None and not isinstance(bounds, DTensor):
         masks["cu_seqlens"] = None  # Every device has it.
     given = {name: mask for name, mask in masks.items() if mask is not None}
-    patterns: Patterns = {**declared, **{name: MASKS[name] for name in given}}
+    patterns = {**declared, **{name: MASKS[name] for name in given}}
     everything: dict[str, Tensor] = {**inputs, **given}
     if cache is not None:
         check_cacheable(mechanism)
         check_cache(owner, mechanism, cache, inputs)
-        of_cache = patterns_of_cache(mechanism)
+        of_cache = _patterns_of_cache(mechanism)
         for name, buffer in {"length": cache.length, **cache.store}.items():
             patterns[f"the cache's {name!r}"] = of_cache[name]
             everything[f"the cache's {name!r}"] = buffer
@@ -173,6 +164,12 @@ def _divided(call: GivenCall) -> DividedCall:
         length, store = sharding.part(cache.length), sharding.parts(cache.store)
         cache = cache._replace(length=length, store=store)
     return DividedCall(mechanism, sharding, inputs, call.backend, parts, cache)
+
+
+def _patterns_of_cache(mechanism: Piece) -> dict[str, Pattern]:
+    row, slots = MASKS["lengths"], mechanism.program.slots.items()
+    patterns = {name: pattern for name, (_, pattern) in slots}
+    return {"length": row, FIRST: row, KEY_MASK: MASKS[KEY_MASK], **patterns}
 
 
 def _check_cotangent(mechanism: Piece, what: str, cotangent: Tree, output: DTensor) -> None:

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import HEADS, LETTERS, Pattern
-from precondattn.cache import KEY_MASK, Cache
-from precondattn.cache.windows import FIRST
-
-if TYPE_CHECKING:
-    from precondattn.algebra.piece import Piece
 
 Patterns = dict[str, Pattern]
 Placements = tuple[Placement, ...]
@@ -32,7 +27,6 @@ MASKS = {
     "segment_ids": Pattern.read("b s"),
     "cu_seqlens": Pattern.read("s"),
 }
-ROW = MASKS["lengths"]
 NAMES = {"b": "the batch", "h": "the heads"}
 
 
@@ -79,12 +73,6 @@ class MeshSharding(NamedTuple):
     ) -> dict[str, DTensor]:
         return {n: self.whole(part, self.of_gradient(arrays[n])) for n, part in parts.items()}
 
-    def whole_cache(self, mechanism: Piece, cache: Cache) -> Cache:
-        buffers = {"length": cache.length, **cache.store}
-        patterns = patterns_of_cache(mechanism)
-        whole = {n: self.whole(part, self.placements(patterns[n])) for n, part in buffers.items()}
-        return cache._replace(length=whole.pop("length"), store=whole)
-
 
 def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) -> MeshSharding:
     """The sharding that all arrays have in common.
@@ -100,8 +88,7 @@ def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) ->
                 f"{owner}: {name} must be a DTensor, as others are; found "
                 f"{type(array).__name__} (`distribute_tensor` makes one)"
             )
-    first = next(iter(arrays.values()))
-    mesh = first.device_mesh
+    mesh = next(iter(arrays.values())).device_mesh
     divided, by = [""] * mesh.ndim, [""] * mesh.ndim
     counts: dict[str, int] = {}
     for name, array in arrays.items():
@@ -175,9 +162,3 @@ def _check_divisible(owner: str, name: str, array: DTensor) -> None:
 def _dimension(mesh: DeviceMesh, i: int) -> str:
     names = mesh.mesh_dim_names
     return f"mesh dimension {names[i] if names else i!r}"
-
-
-def patterns_of_cache(mechanism: Piece) -> Patterns:
-    """The patterns of the arrays of a cache."""
-    slots = {name: pattern for name, (_, pattern) in mechanism.program.slots.items()}
-    return {"length": ROW, FIRST: ROW, KEY_MASK: MASKS[KEY_MASK], **slots}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from precondattn.algebra.declaration import HEADS, Pattern, Sizes
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Tree
+from precondattn.arrays import Tree, dtype_name
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.torch.frames import frame_of
@@ -162,9 +162,8 @@ class OneCall:
     def _declared(self, shapes: Shapes) -> Shapes:
         """The shapes of the residuals for inputs of these shapes."""
         tensors = self.tensors.tensors
-        dtypes = (str(t.dtype).rpartition(".")[2] for t in tensors if t is not None)
-        described = zip(self.piece.inputs, shapes, dtypes, strict=True)
-        specs = {name: ArraySpec(shape, dtype) for name, shape, dtype in described}
+        described = zip(self.piece.inputs, shapes, tensors, strict=True)
+        specs = {name: ArraySpec(shape, dtype_name(t)) for name, shape, t in described}
         runner = runner_of(discover().named(self.backend), self.piece, "torch")
         try:
             residuals = runner.residual_shapes(

@@ -3,21 +3,20 @@
 Three operators serve every backend and every piece in full calls: `forward` with residuals for the
 gradient, `backward`, and `inference` without residuals. `step` and `step_backward` serve
 differentiated steps of caches that are states. `extension` serves a step of any cache without a
-gradient, where a compiler traces it with symbolic sizes: its loops over blocks of tokens would
-otherwise be unrolled, and compiled again for every length. With sizes that are numbers, such as one
-token, the step itself is traced, and the compiler can fuse it.
+gradient, where sizes are symbols; a step with sizes that are numbers, such as one token, is traced
+itself, and a compiler can fuse it.
 
 A piece is passed by its name (`algebra/names.py`), a backend by its own and a frame as its layout's
 text and its arrays, so that compiled and exported graphs contain only strings and tensors.
 
 Under a compiler sizes may be symbols. An operator is not traced into, so the loops of an algorithm
-over blocks of tokens do not appear in the graph, and its choices that depend on a length are made
-when it runs. A plan is made while tracing; a backend that compares a symbolic length there makes
-PyTorch compile again for the other outcome, which is slow but never wrong. Residuals are outputs of
-`forward`, with the shapes that the backend declares in terms of the sizes of the inputs. So nothing
-is computed twice, and no memory is needed beyond that of an uncompiled call. Only the reference
-declares none: it is an operator only where sizes are symbols, and computes the forward pass again
-in the gradient.
+over blocks of tokens are neither unrolled nor compiled again for every length, and its choices that
+depend on a length are made when it runs. A plan is made while tracing; a backend that compares a
+symbolic length there makes PyTorch compile again for the other outcome, which is slow but never
+wrong. Residuals are outputs of `forward`, with the shapes that the backend declares in terms of the
+sizes of the inputs. So nothing is computed twice, and no memory is needed beyond that of an
+uncompiled call. Only the reference declares none: it is an operator only where sizes are symbols,
+and computes the forward pass again in the gradient.
 """
 
 from __future__ import annotations
@@ -158,11 +157,9 @@ def step_backward(
     """The gradients of the old states, followed by those of every tensor."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     states, inputs = found.buffers(past), found.inputs(tensors)
-    d_out, d_states = cotangents[0], found.buffers(cotangents[1:])
+    d_out, d_new = cotangents[0], found.buffers(cotangents[1:])
     like = d_out if found.is_wide else values_of(inputs)
-    gradients, d_past = step_gradients_at(
-        d_out, d_states, found.runner, states, inputs, masks, like
-    )
+    gradients, d_past = step_gradients_at(d_out, d_new, found.runner, states, inputs, masks, like)
     in_order = [cast(d_past[name], old.dtype) for name, old in states.items()]
     in_order += [cast(gradients[name], tensor.dtype) for name, tensor in inputs.items()]
     return unaliased(in_order, [*past, *tensors, *frame, *cotangents])

@@ -33,9 +33,6 @@ VmapAxes = tuple[list[AxesOf], AxesOf]
 of arrays, and the axes of the results."""
 
 
-# ------------------------------------------------------------------------- axes, by operator
-
-
 def _inference(call: OneCall) -> VmapAxes:
     return [call.of_inputs(), call.of_frame()], [call.of_output()]
 
@@ -63,9 +60,6 @@ def _step_backward(call: OneCall, past: MappedArrays, cotangents: MappedArrays) 
     return axes, states + gradients
 
 
-# ------------------------------------------------------------------------------ the rule
-
-
 def _register(
     operator: Operator, axes_of: Callable[..., VmapAxes], *, is_step: bool = False
 ) -> None:
@@ -90,8 +84,8 @@ def _register(
         # PyTorch passes no argument that equals its default.
         *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
         lists = [
-            MappedArrays(*pair) if isinstance(pair[0], list) else MappedArrays(*zip(pair))
-            for pair in zip(arguments, in_dims[2:], strict=False)
+            MappedArrays(array, axis) if isinstance(array, list) else MappedArrays([array], [axis])
+            for array, axis in zip(arguments, in_dims[2:], strict=False)
         ]
 
         def results_of(arrays: Sequence[list[Tree]]) -> list[Tensor]:
