@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import precondattn as pa
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in (DOCS / "mechanisms").glob("*.md") if page.stem != "index")
 
@@ -56,6 +58,15 @@ def test_the_stub_of_the_shorthands_is_up_to_date():
     assert maker["STUB"].read_text(encoding="utf-8") == maker["stub"](), (
         "run python docs/make_shorthands.py"
     )
+
+
+def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
+    maker = runpy.run_path(str(DOCS / "make_lists.py"))
+    ours = [n for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")]
+    for page in maker["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert text == maker["written"](page), "run python docs/make_lists.py"
+        assert not [name for name in ours if f"`{name}`" not in text], page
 
 
 @pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
