@@ -19,42 +19,6 @@ from tests.mathematics.identities import assert_close
 sampled = settings(
     max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-LAYERS = [
-    "linear",
-    "linear[normalize=true]",
-    "retention",
-    "ssd",
-    "gla",
-    "rwkv6",
-    "gsa",
-    "mlstm",
-    "delta",
-    "gated_delta",
-    "kda",
-    "gdn2",
-    "comba",
-    "comba[erases=decayed]",
-    "dplr",
-    "ssd[scale=none]",
-    "gsa[scale=1]",
-    "mlstm[eps=0.1]",
-    "rwkv6[scale=1]",
-    "delta[scale=1]",
-    "elu1(linear[normalize=true,eps=0.1])",
-    "elu1(retention)",
-    "hedgehog(linear[scale=0.7,normalize=true])",
-    "hedgehog[factor=2](ssd)",
-    "hedgehog[per=head](gla)",
-    "hedgehog[factor=2,per=head](gated_delta)",
-    "hedgehog[factor=2](kda)",
-    "hedgehog(rwkv6)",
-    "qk_norm[norm=l2](delta)",
-    "qk_norm[norm=l2,eps=0.1](gated_delta)",
-]
-BASES = LAYERS[:13]
-GATED = ["ssd", "gla", "rwkv6", "gsa", "mlstm", "gated_delta", "kda", "gdn2", "comba", "dplr"]
-DELTA = ["delta", "gated_delta", "kda", "gdn2", "comba"]
-
 # Query heads share key and value heads (SHARED), or value heads share query and key heads (OWN).
 SHARED = {"q": "b t h d", "k": "b s n d", "v": "b s n e"}
 OWN = {"q": "b t h d", "k": "b s h d", "v": "b s u e"}
@@ -73,6 +37,30 @@ SHAPES = {
     "dplr": OWN | {"a": "b s h d", "b": "b s h d", "g": "b s u c"},
     "comba": OWN | {"p": "b s h d", "g": "b s u", "beta": "b s u"},
 }
+"""The inputs of each recurrence: a new one is a row here. `written` tells most of them apart by
+the inputs that they have."""
+LAYERS = [
+    *SHAPES,
+    "linear[normalize=true]",
+    "comba[erases=decayed]",
+    "ssd[scale=none]",
+    "gsa[scale=1]",
+    "mlstm[eps=0.1]",
+    "rwkv6[scale=1]",
+    "delta[scale=1]",
+    "elu1(linear[normalize=true,eps=0.1])",
+    "elu1(retention)",
+    "hedgehog(linear[scale=0.7,normalize=true])",
+    "hedgehog[factor=2](ssd)",
+    "hedgehog[per=head](gla)",
+    "hedgehog[factor=2,per=head](gated_delta)",
+    "hedgehog[factor=2](kda)",
+    "hedgehog(rwkv6)",
+    "qk_norm[norm=l2](delta)",
+    "qk_norm[norm=l2,eps=0.1](gated_delta)",
+]
+GATED = [name for name, shapes in SHAPES.items() if "g" in shapes]
+DELTA = [name for name, shapes in SHAPES.items() if "beta" in shapes or name == "gdn2"]
 
 
 def bare(layer):
@@ -220,7 +208,7 @@ def written(layer, token, states):
             kept, new = torch.exp(g + states[2] - maximum), torch.exp(token["i"] - maximum)
             matrix = kept[..., None, None] * first + new[..., None, None] * outer(k, v)
             return [matrix, kept[..., None] * states[1] + new[..., None] * k, maximum]
-    erased = {"comba": token.get("p")}.get(layer.name, k)
+    erased = token.get("p", k)
     if getattr(layer, "erases", None) == "undecayed":
         known = (first * erased[..., None]).sum(-2)
         decayed = torch.exp(g)[..., None, None] * first

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import precondattn as pa
 from tests.mathematics.identities import assert_gradients_are_central_differences
 from tests.mathematics.linear_definitions import (
-    BASES,
     GATED,
     LAYERS,
     OWN,
@@ -92,8 +91,8 @@ def parallel(layer, x):
         return scale * (a + np.diag((q * x["u"] * k).sum(-1))) @ v
     if layer.name == "gla":
         return scale * np.einsum("ic,jc,ijc,ij->ij", q, k, decay, lower) @ v
-    if layer.name == "kda":
-        scores, known = (np.einsum("ic,jc,ijc->ij", a, k, decay) for a in (q, k))
+    if "beta" in x and decay.ndim == 3:
+        scores, known = (np.einsum("ic,jc,ijc->ij", a, k, decay) for a in (q, x.get("p", k)))
         known = x["beta"][:, None] * np.tril(known, -1)
         v = np.linalg.solve(np.eye(s) + known, x["beta"][:, None] * v)
         return scale * (lower * scores) @ v
@@ -112,7 +111,7 @@ def parallel(layer, x):
     return scale * (lower * decay * (q @ k.T)) @ v
 
 
-@pytest.mark.parametrize("layer", [text for text in BASES if "normalize" not in text])
+@pytest.mark.parametrize("layer", [name for name in SHAPES if name != "dplr"])
 @sampled
 @given(p=problems(heads=1))
 def test_outputs_are_those_of_the_parallel_form(layer, p):
@@ -541,15 +540,12 @@ def test_sequences_and_heads_are_independent(layer, p):
 def test_grouped_heads_equal_repeated_heads(layer, p):
     layer = pa.parse(layer)
     x = p.x(layer)
-    per_query_head = SHAPES[bare(layer).name]["k"] == OWN["k"]
+    shapes = SHAPES[bare(layer).name]
+    per_query_head = shapes["k"] == OWN["k"]
     repeated = dict(x)
     for name, array in x.items():
-        count = p.multiple if per_query_head else p.group
-        if (
-            (name[0] in "qkp" or (layer.name == "dplr" and name in "ab"))
-            if per_query_head
-            else (name[0] != "q" and name != "u" and not (layer.name == "mlstm" and name in "gi"))
-        ):
+        count, letter = (p.multiple, "h") if per_query_head else (p.group, "n")
+        if letter in shapes[name.partition("_")[0]]:
             axis = 2 if timed(name) else 0
             per_head = timed(name) or layer.per == "head"
             repeated[name] = np.repeat(array, count, axis=axis) if per_head else array
