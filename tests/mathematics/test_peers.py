@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from tests.mathematics.peers.make_fixtures import RECURRENCES
 
 PEERS = Path(__file__).parent / "peers"
 PATH_INPUTS = ["q", "k", "v", "w", "beta", "g"]
@@ -119,29 +120,9 @@ def test_the_reflections_matter(path_fla, case):
 
 # Mechanisms with a state: flash-linear-attention, and Qwen3-Next in Transformers
 
-FLA = {
-    "linear": pa.Linear(),
-    "normalized": pa.Linear(normalize=True),
-    "gla": pa.GLA(),
-    "rwkv6": pa.RWKV6(scale=1.0),
-    "hgrn2": pa.HGRN2(),
-    "simple": pa.SSD(scale=None),
-    "delta": pa.Delta(),
-    "recurrent": pa.GatedDelta(),
-    "chunk": pa.GatedDelta(),
-    "kda": pa.KDA(),
-    "kda_chunk": pa.KDA(),
-    "gdn2": pa.GDN2(),
-    "comba": pa.Comba(erases="decayed"),
-    "comba_chunk": pa.Comba(),
-    "dplr": pa.DPLR(),
-    "pgdn": pa.QKNorm(pa.ATK(), norm="l2", eps=0.0),
-    "pkda": pa.ATK(pa.KDA(), learned=True),
-    "gsa": pa.GSA(),
-}
+FLA = {case: pa.parse(text) for _, cases in RECURRENCES.values() for case, text in cases.items()}
+FILES = {case: file for file, (_, cases) in RECURRENCES.items() for case in cases}
 QWEN3_NEXT = pa.parse("qk_norm[norm=l2](gated_delta)")
-STATEFUL_INPUTS = ["q", "k", "v", "g", "u", "beta", "b", "w", "p", "s"]
-STATEFUL_INPUTS += ["a", "g_atk", "beta_atk", "log_atk_scale"]
 
 
 def entries_of(file, case):
@@ -154,25 +135,24 @@ def entries_of(file, case):
         }
 
 
-def of_fla(case):
-    """The inputs, and all entries of one case of flash-linear-attention."""
-    files = {"delta": "delta", "recurrent": "delta", "chunk": "delta", "gsa": "gsa"}
-    files |= {"deltaformer": "deltaformer", "kda": "kda", "kda_chunk": "kda"}
-    files |= {
-        "rwkv6": "rwkv6",
-        "hgrn2": "hgrn2",
-        "gdn2": "gdn2",
-        "comba": "comba",
-        "comba_chunk": "comba",
+def inputs_of(saved):
+    """The inputs among the entries of a case: those that have gradients, but for the states."""
+    return {
+        name: x
+        for name, x in saved.items()
+        if f"grad_{name}" in saved and not name.startswith("initial_")
     }
-    files |= {"pgdn": "atk", "pkda": "atk", "dplr": "dplr"}
-    saved = entries_of(f"{files.get(case, 'linear')}_fla.npz", case)
-    return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
+
+
+def of_fla(case, file=None):
+    """The inputs, and all entries of one case of flash-linear-attention."""
+    saved = entries_of(f"{file or FILES[case]}.npz", case)
+    return inputs_of(saved), saved
 
 
 def of_qwen3_next(case):
     saved = entries_of("gated_delta_qwen3_next.npz", case)
-    return {name: saved[name] for name in STATEFUL_INPUTS if name in saved}, saved
+    return inputs_of(saved), saved
 
 
 def continued_from(m, saved, x):
@@ -218,7 +198,7 @@ def test_delta_product_is_that_of_flash_linear_attention():
         return array.reshape(2, 17, 3, *array.shape[2:]) if is_step else array
 
     saved = {name: by_steps(name, array) for name, array in saved.items()}
-    x = {name: saved[name] for name in STATEFUL_INPUTS if name in saved}
+    x = inputs_of(saved)
     assert_is_the_peer(pa.DeltaProduct(steps=3), saved, x)
     x["g"] = np.roll(x["g"], 1, axis=1)
     assert distance(output_of(pa.DeltaProduct(steps=3), saved, x), saved["out"]) > 0.1
@@ -231,7 +211,7 @@ def test_a_mechanism_with_a_state_is_that_of_flash_linear_attention(case):
 
 
 def test_retention_is_that_of_flash_linear_attention():
-    x, saved = of_fla("retention")
+    x, saved = of_fla("retention", "linear_fla")
     out, pullback = pa.Retention().vjp(**x)
     gradients = pullback(saved["cotangent"])
     assert sorted(gradients) == sorted(x)
@@ -271,7 +251,7 @@ def test_mlstm_is_that_of_xlstm_of_transformers():
 
 
 def test_deltaformer_is_that_of_flash_linear_attention():
-    x, saved = of_fla("deltaformer")
+    x, saved = of_fla("deltaformer", "deltaformer_fla")
     out, pullback = pa.DeltaFormer().vjp(**x)
     gradients = pullback(saved["cotangent"])
     assert sorted(gradients) == sorted(x)
@@ -368,7 +348,7 @@ def test_a_denominator_without_the_initial_mass_is_another_function():
 
 
 def test_the_decay_of_retention_depends_on_the_index_of_a_head():
-    x, saved = of_fla("retention")
+    x, saved = of_fla("retention", "linear_fla")
     flipped = pa.Retention()(**{name: a[:, :, ::-1] for name, a in x.items()})[:, :, ::-1]
     assert distance(flipped, saved["out"]) > 1e-2
 

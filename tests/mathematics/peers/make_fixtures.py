@@ -839,21 +839,43 @@ def save(name, peer, entries):
     assert size < MAX_BYTES, "file too large"
 
 
+RECURRENCES = {
+    "linear_fla": (
+        linear_entries,
+        {
+            "linear": "linear",
+            "normalized": "linear[normalize=true]",
+            "gla": "gla",
+            "simple": "ssd[scale=none]",
+        },
+    ),
+    "rwkv6_fla": (rwkv6_entries, {"rwkv6": "rwkv6[scale=1]"}),
+    "hgrn2_fla": (hgrn2_entries, {"hgrn2": "hgrn2"}),
+    "delta_fla": (
+        delta_entries,
+        {"delta": "delta", "recurrent": "gated_delta", "chunk": "gated_delta"},
+    ),
+    "kda_fla": (kda_entries, {"kda": "kda", "kda_chunk": "kda"}),
+    "gdn2_fla": (gdn2_entries, {"gdn2": "gdn2"}),
+    "comba_fla": (comba_entries, {"comba": "comba[erases=decayed]", "comba_chunk": "comba"}),
+    "dplr_fla": (dplr_entries, {"dplr": "dplr"}),
+    "atk_fla": (
+        atk_entries,
+        {"pgdn": "qk_norm[norm=l2,eps=0](atk)", "pkda": "atk[learned=true](kda)"},
+    ),
+    "gsa_fla": (gsa_entries, {"gsa": "gsa"}),
+}
+"""Files of flash-linear-attention's recurrences, and the mechanism of each case, which the tests
+compare with it."""
+
+
 def main():
     """Write all files."""
     save("path_fla.npz", "fla-core", path_entries())
     save("differential_diffllama.npz", "transformers", differential_entries())
-    save("linear_fla.npz", "fla-core", linear_entries())
-    save("rwkv6_fla.npz", "fla-core", rwkv6_entries())
-    save("hgrn2_fla.npz", "fla-core", hgrn2_entries())
-    save("delta_fla.npz", "fla-core", delta_entries())
-    save("kda_fla.npz", "fla-core", kda_entries())
-    save("gdn2_fla.npz", "fla-core", gdn2_entries())
-    save("comba_fla.npz", "fla-core", comba_entries())
-    save("dplr_fla.npz", "fla-core", dplr_entries())
+    for file, (entries, _) in RECURRENCES.items():
+        save(f"{file}.npz", "fla-core", entries())
     save("delta_product_fla.npz", "fla-core", delta_product_entries())
-    save("atk_fla.npz", "fla-core", atk_entries())
-    save("gsa_fla.npz", "fla-core", gsa_entries())
     save("mesa_fla.npz", "fla-core", mesa_entries())
     save("deltaformer_fla.npz", "fla-core", deltaformer_entries())
     save("mlstm_xlstm.npz", "transformers", mlstm_entries())
