@@ -31,6 +31,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
+from precondattn.algebra.recurrences import Recurrences
 from precondattn.arrays import Arrays
 from precondattn_conformance.harmless_keys import with_different_keys
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -72,8 +73,10 @@ BELOW_ELSEWHERE = 2.0**51
 FORWARD_ONLY = ("far_below", "opposite_values")
 """Where a gradient that keeps only the logarithm of a row's sum can not be accurate, since its last
 bit is larger than 1; and where the gradients show nothing."""
-KEEP_A_SUM = ("linear", "delta", "gated_delta", "gla")
-"""Mechanisms whose state is a sum, so that what was written can be subtracted again."""
+KEEP_A_SUM = Recurrences(
+    rule=("add", "delta"), gate=(None, "head", "channel"), strength=(None, "scalar")
+)
+"""Recurrences whose state is a sum, so that what was written can be subtracted again."""
 
 
 def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
@@ -85,7 +88,9 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
     if kind == "hidden_by_bias":
         return "bias" in inputs and inputs["bias"].is_pairwise
     if kind == "overwritten":
-        return str(mechanism) in KEEP_A_SUM
+        recurrence = mechanism.recurrence
+        has_no_option = str(mechanism) == mechanism.name
+        return has_no_option and recurrence is not None and recurrence in KEEP_A_SUM
     if kind == "opposite_values":
         return str(mechanism) == "softmax"
     if kind in ("far_values", "far_segments"):

@@ -38,6 +38,7 @@ class TimedBesidePeers(NamedTuple):
 
 
 FLA = ("fla",)
+# Chosen by hand: there is time for a few.
 HEADLINES = (
     TimedBesidePeers("lucid", WIDE),
     TimedBesidePeers("gated_delta", WIDE, ()),

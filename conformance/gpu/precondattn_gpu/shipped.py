@@ -80,11 +80,17 @@ def _listed(backend: str) -> Iterator[ShippedCall]:
 
 def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
-    tables = import_module(f"precondattn_{backend}.backend").KERNELS
     known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
-    for leaf in recurrences(tables.get("cuda", tables)):
+    for leaf in recurrences(kernels(backend)):
         if leaf.name not in known:
             yield ShippedCall(backend, leaf.name, *SHARED)
+
+
+def kernels(backend: str) -> KernelTable:
+    """What a backend computes on a GPU of NVIDIA."""
+    tables = import_module(f"precondattn_{backend}.backend").KERNELS
+    table: KernelTable = tables.get("cuda", tables)
+    return table
 
 
 def recurrences(table: KernelTable) -> list[Stateful]:

@@ -50,7 +50,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import fla_kernels, naive_references
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
-from precondattn_conformance.bench.cases import BenchCase
+from precondattn_conformance.bench.cases import MODELS, BenchCase
 from precondattn_conformance.bench.computation import Computation, entry_for, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
 from precondattn_conformance.bench.nystromformer import nystromformer
@@ -227,11 +227,16 @@ def _jax_attention_by(implementation: str) -> Callable[..., Array]:
 
 # Transformers: only the module is imported, no model is loaded.
 
+FUNCTIONS_OF_TRANSFORMERS = ("gated_delta", "nystrom")
+"""Mechanisms that have a function of their own there."""
+OF_MODELS = tuple(mechanism for _, mechanism, _ in MODELS.values())
+"""Those of the models that are measured."""
+
 
 def _lacks_transformers(case: BenchCase, device: str) -> str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if case.mechanism in ("kda", "ssd") and not case.model:
+    if case.mechanism not in FUNCTIONS_OF_TRANSFORMERS and not case.model:
         return f"{case.mechanism} of Transformers is measured in its models"
     return _no_decoding(case, device)
 
@@ -328,7 +333,7 @@ PEERS = (
     Peer(
         "transformers",
         "torch",
-        lambda m: str(m) in ("gated_delta", "kda", "ssd", "nystrom"),
+        lambda m: str(m) in (*FUNCTIONS_OF_TRANSFORMERS, *OF_MODELS),
         _lacks_transformers,
         _transformers,
     ),
