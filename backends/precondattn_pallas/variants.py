@@ -21,6 +21,7 @@ from precondattn_pallas.backend import CUDA, kernels_of
 
 SWIN = "windowed[size=7,shift=3,grid=64/64,bias=true]"
 
+# By hand: a variant is a whole call, and one recurrence stands for all that have its kernels.
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),

@@ -15,16 +15,17 @@ import precondattn as pa
 from precondattn.algebra.group import Group, group_of
 from precondattn.algebra.piece import Piece
 from precondattn.frame import Frame
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.spec.stateful import Stateful
 from precondattn_kernel_tools.triton_compiler import Variant
 from precondattn_kernel_tools.triton_launches import TritonLaunch, recorded
-from precondattn_triton.backend import WIDEST_ON_AMD, Triton
+from precondattn_triton.backend import KERNELS, WIDEST_ON_AMD, Triton
 from precondattn_triton.target import compiling_for
 
 Shipped = tuple[tuple[str, tuple[torch.dtype, ...], tuple[tuple[int, int], ...]], ...]
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 
-CALLS: Shipped = (
+CHOSEN: Shipped = (
     ("lucid_solve[beta=true]", (torch.bfloat16,), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", (torch.float32,), ((256, 256), (128, 128), (64, 64))),
     (
@@ -75,7 +76,19 @@ CALLS: Shipped = (
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
     ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
-"""Full calls, with their gradients."""
+"""By hand: the mechanisms that have configurations of their own, at the widths of these."""
+
+LEAVES = {leaf.name for name, *_ in CHOSEN for leaf in pa.parse(name).program.leaves}
+CALLS: Shipped = (
+    *CHOSEN,
+    *(
+        (leaf.name, (torch.bfloat16, torch.float32, torch.float16), ((128, 128),))
+        for leaf in recurrences_in(KERNELS)
+        if leaf.name not in LEAVES
+    ),
+)
+"""Full calls, with their gradients. All other recurrences have the kernels of these or, without a
+decay, a few of their own."""
 
 PACKED: Shipped = tuple(
     (name, (torch.bfloat16,), ((128, 128),))
@@ -108,6 +121,8 @@ FLOAT16_SPILLS = 32
 """The same of two kernels in float16, on compute capability 8.0, where the assembler keeps to 128
 registers."""
 SPILLING_IN_FLOAT16 = ("key_value_gradient", "carry_moments")
+UNDECAYED_SPILLS = 4
+"""The same of the gradient of keys in float32 without a decay and with another key to erase."""
 
 
 def variants(target: str) -> Iterator[Variant]:
@@ -153,6 +168,8 @@ def _variant(launch: TritonLaunch, mechanism: str, dtype: torch.dtype, d: int, e
         limit = BORDER_SPILLS
     if dtype == torch.float16 and launch.function.__name__ in SPILLING_IN_FLOAT16:
         limit = max(limit, FLOAT16_SPILLS)
+    if named.startswith("erasing_delta float32") and launch.function.__name__ == "d_keys_of":
+        limit = max(limit, UNDECAYED_SPILLS)
     return launch.variant(named)._replace(spill_limit=limit)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.recurrences import Recurrences, entry_of, is_in, lack_of
+from precondattn.algebra.registry import registered
+from precondattn.spec.stateful import Stateful
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,9 @@ def kernels_in(table: KernelTable, mechanism: Piece) -> type[Kernels] | None:
     """The class for a leaf or group; None where the table has none."""
     entry = entry_in(table, mechanism)
     return None if entry is None else resolve_name(entry)
+
+
+def recurrences_in(table: KernelTable) -> list[Stateful]:
+    """The leaves with a state, with their default options, that a table has kernels for."""
+    classes = [each for _, each in sorted(registered().items()) if issubclass(each, Stateful)]
+    return [leaf for leaf in (each() for each in classes) if entry_in(table, leaf) is not None]

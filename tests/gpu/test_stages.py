@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import precondattn as pa
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn_gpu import alive, full, headline, sanitizer, shipped, tuning
+from precondattn_gpu.mechanisms import mechanisms_of
 from precondattn_gpu.options import BACKENDS, RunOptions
 from precondattn_gpu.profile import farthest, kernels_of
 from precondattn_gpu.profile import read as read_profile
@@ -71,11 +73,18 @@ def test_every_recurrence_runs_and_each_of_the_list_takes_a_step_too(backend):
     table = tables.get("cuda", tables)
     calls = shipped.calls(backend)
     names = {leaf.name for call in calls for leaf in pa.parse(call.mechanism).program.leaves}
-    assert names >= {leaf.name for leaf in shipped.recurrences(table)} >= {"gated_delta", "ssd"}
+    assert names >= {leaf.name for leaf in recurrences_in(table)} >= {"gated_delta", "ssd"}
     assert names >= {leaf.name for leaf in table if isinstance(leaf, type)} - {"unit_rows"}
     steps = {(call.mechanism, call.dtype, call.d) for call in calls if call.is_step}
     assert ("gated_delta", "bfloat16", 128) in steps
     assert len(calls) == len(set(calls))
+
+
+def test_later_stages_begin_with_the_most_used_and_have_every_base_with_kernels():
+    names = mechanisms_of("triton")
+    assert names[0] == "lucid"
+    assert {"rwkv6", "hgrn2", "gdn2"} < {*names}
+    assert not {"rwkv6", "conditioned_query"} & {*mechanisms_of("cupy")}
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TypeVar
 
-from precondattn_gpu.shipped import kernels, recurrences
+from precondattn.kernel_backend.kernel_table import KernelTable, recurrences_in
 
 T = TypeVar("T")
 
@@ -29,9 +30,16 @@ MECHANISMS = {
 by `mechanisms_of`."""
 
 
+def kernels(backend: str) -> KernelTable:
+    """What a backend computes on a GPU of NVIDIA."""
+    tables = import_module(f"precondattn_{backend}.backend").KERNELS
+    table: KernelTable = tables.get("cuda", tables)
+    return table
+
+
 def mechanisms_of(backend: str) -> list[str]:
     """What is run on a backend, the most used first."""
-    bases = [leaf.name for leaf in recurrences(kernels(backend)) if leaf.role == "base"]
+    bases = [leaf.name for leaf in recurrences_in(kernels(backend)) if leaf.role == "base"]
     return list(dict.fromkeys([*MECHANISMS[backend], *bases]))
 
 

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 import precondattn as pa
-from precondattn.algebra.registry import registered
-from precondattn.kernel_backend.kernel_table import KernelTable, entry_in
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn.spec.stateful import Stateful
+from precondattn_gpu.mechanisms import kernels
 
 FEW, MANY = 129, 513
 """Tokens: one more than the rows of the largest tile, and one more than a super-block of LUCID's
@@ -81,22 +81,9 @@ def _listed(backend: str) -> Iterator[ShippedCall]:
 def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
     """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
     known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
-    for leaf in recurrences(kernels(backend)):
+    for leaf in recurrences_in(kernels(backend)):
         if leaf.name not in known:
             yield ShippedCall(backend, leaf.name, *SHARED)
-
-
-def kernels(backend: str) -> KernelTable:
-    """What a backend computes on a GPU of NVIDIA."""
-    tables = import_module(f"precondattn_{backend}.backend").KERNELS
-    table: KernelTable = tables.get("cuda", tables)
-    return table
-
-
-def recurrences(table: KernelTable) -> list[Stateful]:
-    """The leaves with a state, with their default options, that a table has kernels for."""
-    classes = [each for _, each in sorted(registered().items()) if issubclass(each, Stateful)]
-    return [leaf for leaf in (each() for each in classes) if entry_in(table, leaf) is not None]
 
 
 def _steps(listed: list[ShippedCall]) -> Iterator[ShippedCall]:

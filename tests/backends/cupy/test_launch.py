@@ -5,7 +5,9 @@ import re
 import numpy as np
 import pytest
 
+from precondattn.kernel_backend.kernel_table import recurrences_in
 from precondattn_cupy import launch, variants
+from precondattn_cupy.backend import KERNELS
 from precondattn_cupy.configurations import Configuration, configuration, forced, padded_width
 from precondattn_cupy.launch import recorded
 from precondattn_cupy.sources import FOLDER, source
@@ -76,6 +78,14 @@ def test_every_kernel_of_a_source_has_a_variant():
         defined |= set(re.findall(kernel, path.read_text(encoding="utf-8")))
     assert defined
     assert listed == defined
+
+
+def test_every_recurrence_launches_only_kernels_that_have_a_variant():
+    listed = {variant.name for variant in variants.variants("sm_80")}
+    for leaf in recurrences_in(KERNELS):
+        for is_step in (False, True):
+            launched = variants.launches(leaf.name, "bfloat16", 64, 64, is_step)
+            assert {each.kernel for each in launched} <= listed, leaf
 
 
 @needs_nvrtc
