@@ -66,7 +66,21 @@ REPRESENTATIVES = (
     # The only piece that no step of a preconditioner calls.
     "contraction_gate",
 )
+
+
+def _is_scanned(cls: type[pa.Mechanism]) -> bool:
+    recurrence = cls().recurrence
+    is_ours = cls.role == "base" and cls.__module__.startswith("precondattn.")
+    return is_ours and recurrence is not None and recurrence.normaliser != "running maximum"
+
+
 CALLED = tuple(text for text in REPRESENTATIVES if pa.parse(text).role != "piece")
 """Those that are whole mechanisms."""
+SCANNED = (
+    *(name for name, cls in pa.mechanisms().items() if _is_scanned(cls)),
+    *("linear[normalize=true]", "ccq(gla)", "ccq(gated_delta)", "ccq(retention)", "mesa(ssd)"),
+    *("atk(gated_delta)", "atk[learned=true](kda)"),
+)
+"""All recurrences whose states before each device are scanned, and mechanisms with several."""
 CACHED = tuple(text for text in CALLED if pa.parse(text).offers.causal)
 """Those with a cache."""

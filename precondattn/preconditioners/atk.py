@@ -84,7 +84,7 @@ class ATK(Preconditioner):
         if self._rule is None:
             return (
                 "it changes the key that a delta rule writes with, and not the one it erases with; "
-                "its base is one of delta, gated_delta, kda, gdn2 and comba"
+                "its base is a delta rule with one step a token, such as gated_delta or comba"
             )
         return None
 

@@ -20,6 +20,7 @@ from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import tokens_of
 from precondattn.parallel.torch import context_parallel, redistribute, solve_cache, states_cache
 from tests.core.parallel_worker import layout_of, require_equal, run, sent_bytes, time_of, whole
+from tests.representatives import SCANNED
 
 TOKENS = (
     *("softmax", "softmax[softcap=5,scale=0.3]", "laser", "differential", "qk_norm(softmax)"),
@@ -27,11 +28,7 @@ TOKENS = (
     *("lucid[normalize=queries_and_keys,beta=true]", "temperature[per=head](lucid)"),
 )
 """Whose caches have a row for each token"""
-STATES = (
-    *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
-    *("delta_product", "dplr", "linear[normalize=true]", "gsa", "ccq(gated_delta)", "mesa(ssd)"),
-    *("atk(gated_delta)", "atk[learned=true](kda)", "elu1(linear)"),
-)
+STATES = (*SCANNED, "elu1(linear)")
 BOTH = ("ccq", "ccq(lucid)")
 NEW = (1, 3, 1, 1)
 """The numbers of tokens of the steps after a prompt"""

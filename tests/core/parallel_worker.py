@@ -26,6 +26,7 @@ from precondattn.parallel import ring_reads
 from precondattn.parallel.layouts import from_layout, to_layout, tokens_of
 from precondattn.parallel.torch import context_parallel, solve, solve_blocks
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.representatives import SCANNED
 
 MECHANISMS = (
     *("softmax", "softmax[bias=true]", "softmax[causal=false]", "softmax[forget=unscaled]"),
@@ -35,12 +36,6 @@ MECHANISMS = (
     *("ccq(gla)", "ccq(lucid)", "atk", "mesa", "hedgehog(gated_delta)"),
     *("cross_covariance", "lucid(softmax[causal=false])"),
 )
-STATES = (
-    *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
-    *("delta_product", "dplr", "linear[normalize=true]", "gsa", "ccq(gla)", "ccq(gated_delta)"),
-    *("ccq(retention)", "mesa(ssd)", "atk(gated_delta)", "atk[learned=true](kda)"),
-)
-"""Whose states are scanned"""
 SOLVES = (
     *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)"),
     *("lucid[normalize=queries_and_keys,beta=true]", "differential", "elu1(linear)"),
@@ -699,7 +694,7 @@ def cases(mesh):
             f"{expression}, as DTensors",
             lambda e=expression: check(e, mesh, layout_of(world), as_dtensor=1),
         )
-    for expression in STATES:
+    for expression in SCANNED:
         yield (
             f"{expression}, states",
             lambda e=expression: check(e, mesh, layout_of(world), by="contiguous"),

@@ -14,12 +14,19 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
+from tests.core.parallel_cache_worker import STATES
 from tests.core.test_parallel import processes
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("world", "count"), [(1, 3), (2, 131), pytest.param(3, 41, marks=pytest.mark.slow), (4, 35)]
+    ("world", "count"),
+    [
+        (1, 3),
+        (2, 95 + 2 * len(STATES)),
+        pytest.param(3, 31 + 2 * len(STATES[1::4]), marks=pytest.mark.slow),
+        (4, 25 + 2 * len(STATES[::4])),
+    ],
 )
 def test_caches_divided_among_processes(world, count, tmp_path):
     with processes(world, tmp_path, module="parallel_cache_worker") as workers:

@@ -16,6 +16,7 @@ import precondattn as pa
 from precondattn.parallel.jax import context_parallel, solve
 from precondattn.parallel.layouts import to_layout
 from precondattn_conformance.inputs import CallLayout, make_inputs
+from tests.representatives import SCANNED
 
 WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
 """Of the largest entry"""
@@ -206,16 +207,9 @@ def test_sums_with_a_factor_for_each_number_are_scanned():
     check("ccq(gla)", "contiguous", 2, 5, h=4, n=4)
 
 
-STATES = (
-    *("linear", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "gdn2", "comba"),
-    *("delta_product", "dplr", "linear[normalize=true]", "gsa", "ccq(gla)", "ccq(gated_delta)"),
-    *("ccq(retention)", "mesa(ssd)", "atk(gated_delta)", "atk[learned=true](kda)"),
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [(), ("lengths",)])
-@pytest.mark.parametrize("expression", STATES)
+@pytest.mark.parametrize("expression", SCANNED)
 def test_states_of_every_recurrence_are_scanned(expression, mask):
     check(expression, "contiguous", 4, 5, masks=mask, h=4, n=4)
 

@@ -48,7 +48,8 @@ NAMES = {
         "parallel_retention",
     ),
 }
-"""The functions of flash-linear-attention, by recurrence."""
+"""The functions of flash-linear-attention, by recurrence. By hand: they are not ours, and each has
+arguments of its own."""
 PREPARED = (*signature(delta_inputs).parameters,)[5:]
 """The arguments of both gated delta rules that say how q, k, g and beta are made first."""
 
