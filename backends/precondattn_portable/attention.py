@@ -17,7 +17,7 @@ from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Replace, Updates
 from precondattn.frame import Frame, has_lengths_only
-from precondattn.spec.array_functions import sum_to, swap_time_and_heads, transpose
+from precondattn.spec.array_functions import swap_time_and_heads, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
 from precondattn.spec.path import Path
@@ -27,7 +27,6 @@ from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.capped_scores import CappedScores, capped_in_place
 from precondattn_portable.extension import (
     bias_of_filled,
     few_tokens_at_a_time,
@@ -38,15 +37,16 @@ from precondattn_portable.extension import (
     step_as_defined,
 )
 from precondattn_portable.forget_gate import ForgetGate
-from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
     Part,
+    Tile,
     block_size,
     blocks,
     chunk_size,
     chunks_per_row_block,
     grouped_bias,
     grouped_queries,
+    groups_with_scratch,
     head_groups,
     padded,
     rows_at,
@@ -61,8 +61,16 @@ from precondattn_portable.one_query import (
     queries_by_key_head,
 )
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
-from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead
-from precondattn_portable.scores import DotScores, Scores, block_of_rows
+from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead, ReadRows
+from precondattn_portable.scores import (
+    BiasedScores,
+    CappedScores,
+    DotScores,
+    Scores,
+    biased,
+    block_of_rows,
+    capped_in_place,
+)
 from precondattn_portable.transported import TransportedScores
 from precondattn_portable.transported_step import transported_step
 
@@ -90,28 +98,13 @@ class AttentionView(NamedTuple):
     def group(self, part: Part) -> AttentionView:
         """Some sequences and some key heads."""
         cut = [a if a is None else a[part] for a in self[:-1]]
-        bias = self.bias
-        if bias is not None:
-            bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
-            bias = bias if bias.shape[1] == 1 else bias[:, part[1], ...]
-        return AttentionView(*[*cut, bias])
+        return AttentionView(*cut, None if self.bias is None else bias_of_heads(self.bias, part))
 
-    def assigned(
-        self, ops: Arithmetic, of_all: AttentionView, part: Part, arrays: Mapping[str, Array]
-    ) -> AttentionView:
-        """With the arrays of some sequences and key heads, as large as those of `of_all`.
 
-        Where these are all, they are not copied.
-        """
-        whole = {}
-        for name, array in arrays.items():
-            like, mine = getattr(of_all, name), getattr(self, name)
-            if array.shape == like.shape:
-                whole[name] = array
-                continue
-            whole[name] = ops.zeros(like.shape, like) if mine is None else mine
-            whole[name][part] = array
-        return self._replace(**whole)
+def bias_of_heads(bias: Array, part: Part) -> Array:
+    """A bias of some sequences and key heads, where it is not the same for all."""
+    bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
+    return bias if bias.shape[1] == 1 else bias[:, part[1], ...]
 
 
 class HeadGroup(NamedTuple):
@@ -123,33 +116,21 @@ class HeadGroup(NamedTuple):
     mask: Mask
     scores: Scores
     read: MeanRead | LogMeanExpRead
-    gate: ForgetGate | None
-    workspace: Scratch
+    workspaces: list[Scratch]
+    """For row blocks, and for their gradients."""
     size: int
-    """Queries of a block"""
+    """Queries of a tile"""
 
-    def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Blocks of queries and the range of keys of each: i0, i1, low, high."""
-        for i0, i1 in blocks(self.view.q.shape[3], self.size):
-            yield (i0, i1, *self.mask.columns(i0, i1))
+    def tiles(self) -> Iterator[Tile]:
+        """The tiles that are not empty."""
+        for tile in self.mask.tiles(self.view.q.shape[3], self.size):
+            if tile.low < tile.high:
+                yield tile
 
-    def row_block(self, i0: int, i1: int, low: int, high: int) -> Array:
+    def row_block(self, tile: Tile) -> Array:
         """Masked scores (b, n, r (i1 − i0), high − low)."""
-        flat = self.scores.row_block(i0, i1, low, high, self.workspace)
-        xp, (b, n, r) = namespace(flat), self.view.q.shape[:3]
-        row_block = xp.reshape(flat, (b, n, r, i1 - i0, high - low))
-        if self.gate is not None:
-            offset = self.view.k.shape[2] - self.view.q.shape[3]
-            row_block = self.gate.add_to(row_block, i0 + offset, i1 + offset, low)
-        if self.view.bias is not None:
-            add_at(self.ops, row_block, ..., self.view.bias[..., i0:i1, low:high])
-        row_block = self.mask.apply(self.ops, row_block, i0, i1, low, high)
-        return xp.reshape(row_block, flat.shape)
-
-    def rows_of(self, x: Array, i0: int, i1: int) -> Array:
-        """Rows i0 … i1 − 1 of this group, from (b, n, r, t, c) of all heads."""
-        x = x[rows_at(self.part, i0, i1)]
-        return namespace(x).reshape(x, (*x.shape[:2], -1, x.shape[-1]))
+        scores = self.scores.row_block(tile, self.workspaces[0])
+        return self.mask.apply(self.ops, scores, tile)
 
 
 READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
@@ -184,55 +165,45 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return AttentionView(q, k, v, w, beta, g, sink, bias)
 
     def _groups(
-        self, view: AttentionView, frame: Frame, *, gradient: bool = False
+        self, view: AttentionView, frame: Frame, d_bias: Array | None = None, *, gradient: bool
     ) -> Iterator[HeadGroup]:
+        """Groups of heads; the gradient of a bias is added to `d_bias`."""
         ops, leaf = self.ops, self.leaf
-        b, n, r, t, _ = view.q.shape
-        s = view.k.shape[2]
-        is_transported = isinstance(leaf.metric, Transported)
+        r, t, s = *view.q.shape[2:4], view.k.shape[2]
         chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
+        is_transported = isinstance(leaf.metric, Transported)
         size = chunk * chunks if is_transported else block_size(t, r)
-        read = READS.get(leaf.read, MeanRead)
         if not leaf.bias:
             # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
             frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
         mask = Mask(frame, s, s - t, leaf.causal, leaf.window)
-        workspace: Scratch | None = None
-        columns = s if gradient else self.keys_of_row_block(view, mask, size)
-        for where in head_groups(b, n, r * size * columns):
-            part = view.group(where)
-            # The first group is the largest.
-            workspace = workspace or ops.scratch(
-                math.prod(part.q.shape[:3]) * size * columns, view.q
-            )
+        row_block = r * size * (s if gradient else self.keys_of_row_block(view, mask, size))
+        for part, workspaces in groups_with_scratch(ops, view.k, row_block, gradient=gradient):
+            here = view.group(part)
             scores: Scores
             if is_transported:
+                arrays = here.q, here.k, here.w, here.beta
                 scores = TransportedScores(
-                    ops,
-                    part.q,
-                    part.k,
-                    part.w,
-                    part.beta,
-                    chunk,
-                    workspace,
-                    chunks_per_row_block=chunks,
-                    gradient=gradient,
+                    ops, arrays, chunk, workspaces[0], chunks, gradient=gradient
                 )
             else:
-                scores = DotScores(ops, part.q, part.k, gradient=gradient)
+                scores = DotScores(ops, here.q, here.k, gradient=gradient)
             if leaf.softcap is not None:
                 scores = CappedScores(ops, scores, leaf.softcap, gradient=gradient)
-            gate = None
-            if part.g is not None:
-                gate = ForgetGate(ops, part.g, leaf._gate_scale(part.k.shape[3]), gradient=gradient)
-            values = read(ops, part.v, part.sink, gradient=gradient)
-            group_mask = mask.of_sequences(where[0])
-            yield HeadGroup(ops, where, part, group_mask, scores, values, gate, workspace, size)
+            if here.g is not None:
+                scale = leaf._gate_scale(here.k.shape[3])
+                scores = ForgetGate(ops, scores, here.g, scale, s - t, gradient=gradient)
+            if here.bias is not None:
+                of_heads = None if d_bias is None else bias_of_heads(d_bias, part)
+                scores = BiasedScores(ops, scores, here.bias, of_heads)
+            read = READS.get(leaf.read, MeanRead)(ops, here.v, here.sink, gradient=gradient)
+            group_mask = mask.of_sequences(part[0])
+            yield HeadGroup(ops, part, here, group_mask, scores, read, workspaces, size)
 
-    def read(self, group: HeadGroup, i0: int, i1: int, low: int, high: int) -> tuple[Array, Array]:
-        """Outputs (b, n, r (i1 − i0), e) of a block of queries, and their λ."""
-        return group.read.forward(group.row_block(i0, i1, low, high), low, high)
+    def read(self, group: HeadGroup, tile: Tile) -> tuple[Array, Array]:
+        """Outputs (b, n, r (i1 − i0), e) of a tile's queries, and their λ."""
+        return group.read.forward(group.row_block(tile), tile)
 
     def keys_of_row_block(self, view: AttentionView, mask: Mask, size: int) -> int:
         """Keys of the widest row block that `read` computes, for blocks of `size` queries."""
@@ -245,12 +216,10 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         o = self.ops.zeros((b, n, r, t, view.v.shape[3]), view.q)
         log_total = self.ops.zeros((b, n, r, t, 1), view.q)
         xp = namespace(o)
-        for group in self._groups(view, frame):
-            for i0, i1, low, high in group.rows():
-                if low == high:
-                    continue
-                rows, logs = self.read(group, i0, i1, low, high)
-                where = rows_at(group.part, i0, i1)
+        for group in self._groups(view, frame, gradient=False):
+            for tile in group.tiles():
+                rows, logs = self.read(group, tile)
+                where = rows_at(group.part, tile)
                 shape = o[where].shape
                 o[where] = xp.reshape(rows, shape)
                 log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
@@ -276,28 +245,26 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             )
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
-        bias = None if view.bias is None else ops.zeros(view.bias.shape, view.bias)
-        d = AttentionView(*[*[None] * (len(view) - 1), bias])
-        workspace: Scratch | None = None
-        for group in self._groups(view, frame, gradient=True):
-            size = math.prod(group.view.q.shape[:3]) * group.size * view.k.shape[2]
-            workspace = workspace or ops.scratch(size, view.q)
-            for i0, i1, low, high in group.rows():
-                if low == high:
-                    continue
-                row_block = group.row_block(i0, i1, low, high)
-                rows = [group.rows_of(a, i0, i1) for a in (logs, out, cotangent)]
-                d_row_block = group.read.backward(
-                    row_block, rows[0], low, high, rows[1], rows[2], workspace
+        d: Arrays = {}
+        if view.bias is not None:
+            d["bias"] = ops.zeros(view.bias.shape, view.bias)
+        for group in self._groups(view, frame, d.get("bias"), gradient=True):
+            for tile in group.tiles():
+                row_block = group.row_block(tile)
+                rows = ReadRows(
+                    *(block_of_rows(a[group.part], tile) for a in (logs, out, cotangent))
                 )
-                group.scores.pull(i0, i1, low, high, d_row_block)
-                self._pull_beside(group, d, i0, i1, low, high, d_row_block)
-            of_group = {"q": group.scores.d_q, "k": group.scores.d_k, "v": group.read.finish()}
-            if group.gate is not None:
-                of_group["g"] = group.gate.d_g
-            if isinstance(group.scores, TransportedScores):
-                of_group["w"], of_group["beta"] = group.scores.extra_gradients()
-            d = d.assigned(ops, view, group.part, of_group)
+                d_row_block = group.read.backward(row_block, tile, rows, group.workspaces[1])
+                group.scores.pull(tile, d_row_block)
+            of_group = {**group.scores.gradients(), "v": group.read.finish()}
+            for name, array in of_group.items():
+                like = getattr(view, name)
+                if array.shape == like.shape:  # Of all heads: not copied
+                    d[name] = array
+                    continue
+                if name not in d:
+                    d[name] = ops.zeros(like.shape, like)
+                d[name][group.part] = array
         gradients = self._gradients(x, d, missing)
         if leaf.sink:
             d_log_total = leaf.read.d_log_total(ungrouped(out), ungrouped(cotangent))
@@ -305,43 +272,19 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             gradients["sink"] = sink_vjp(x["sink"], logs, d_log_total)
         return gradients
 
-    def _pull_beside(
-        self,
-        group: HeadGroup,
-        d: AttentionView,
-        i0: int,
-        i1: int,
-        low: int,
-        high: int,
-        d_row_block: Array,
-    ) -> None:
-        """Add the gradients of the decay and the bias of a row block."""
-        if group.gate is None and d.bias is None:
-            return
-        b, n, r = group.view.q.shape[:3]
-        pairs = namespace(d_row_block).reshape(d_row_block, (b, n, r, i1 - i0, high - low))
-        if group.gate is not None:
-            offset = group.view.k.shape[2] - group.view.q.shape[3]
-            group.gate.pull(i0 + offset, i1 + offset, low, pairs)
-        if d.bias is not None:
-            where = [
-                slice(None) if size == 1 else part
-                for size, part in zip(d.bias.shape[:2], group.part[:2], strict=True)
-            ]
-            here = (*where, slice(None), slice(i0, i1), slice(low, high))
-            add_at(group.ops, d.bias, here, sum_to(pairs, d.bias[here].shape))
-
-    def _gradients(self, x: Arrays, d: AttentionView, missing: int) -> Arrays:
+    def _gradients(self, x: Arrays, d: Arrays, missing: int) -> Arrays:
         """Gradients by input, from those of the view."""
-        xp = namespace(d.q)
-        d_q = ungrouped(d.q)[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
-        gradients = {"q": d_q, "k": time_first(d.k), "v": time_first(d.v)}
-        if d.w is not None:
-            gradients |= {"w": time_first(d.w), "beta": time_first(d.beta)}
-        if d.g is not None:
-            gradients["g"] = time_first(xp.reshape(d.g, (d.g.shape[0], -1, d.g.shape[3])))
-        if d.bias is not None:
-            gradients["bias"] = xp.reshape(d.bias, x["bias"].shape)[:, :, missing:, :]
+        d_q = ungrouped(d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
+        gradients = {"q": d_q}
+        for name in ("k", "v", "w", "beta"):
+            if name in d:
+                gradients[name] = time_first(d[name])
+        xp = namespace(d_q)
+        if "g" in d:
+            b, _, _, s = d["g"].shape
+            gradients["g"] = time_first(xp.reshape(d["g"], (b, -1, s)))
+        if "bias" in d:
+            gradients["bias"] = xp.reshape(d["bias"], x["bias"].shape)[:, :, missing:, :]
         return gradients
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
@@ -368,16 +311,16 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             group, group_mask = view.group(part), mask.of_sequences(part[0])
             keys, values = (cached_k[part], group.k), (cached_v[part], group.v)
             for i0, i1 in blocks(t, size):
-                rows = block_of_rows(group.q, i0, i1)
+                tile = Tile(i0, i1, 0, s)
+                rows = block_of_rows(group.q, tile)
                 row_block = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
                 if leaf.softcap is not None:
                     row_block = capped_in_place(ops, row_block, leaf.softcap)
-                pairs = xp.reshape(row_block, (*group.q.shape[:3], i1 - i0, s))
                 if group.bias is not None:
-                    pairs = pairs + group.bias[..., i0:i1, :]
-                row_block = xp.reshape(group_mask.apply(ops, pairs, i0, i1, 0, s), row_block.shape)
+                    row_block = biased(ops, row_block, group.bias[..., i0:i1, :])
+                row_block = group_mask.apply(ops, row_block, tile)
                 result = read_of_parts(ops, leaf, row_block, values, group.sink)
-                where = rows_at(part, i0, i1)
+                where = rows_at(part, tile)
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 

@@ -21,10 +21,10 @@ Each product serves both maps, so that the work is that of attention. Saved are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import precondattn as pa
-from precondattn.arrays import Array, Arrays, Index, Residuals, namespace
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
@@ -40,8 +40,9 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled, past_heads, step_as_defined
 from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
+    Part,
+    Tile,
     block_size,
-    blocks,
     head_groups,
     time_first,
     tokens_at,
@@ -55,16 +56,10 @@ class WeightRows:
     """Scores, maps and weights of blocks of rows; arrays have h heads before time."""
 
     def __init__(
-        self,
-        ops: Arithmetic,
-        leaf: pa.DeltaFormer,
-        x: Mapping[str, Array],
-        mask: Mask,
-        past: int = 0,
+        self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Arrays, mask: Mask, past: int = 0
     ) -> None:
-        self.ops, self.mask = ops, mask
-        self.past = past
-        """Keys of a cache, which precede the tokens of x"""
+        self.ops, self.mask, self.past = ops, mask, past
+        """`past` keys of a cache precede the tokens of x."""
         h, self.scale = x["q"].shape[2], leaf.scale_for(x["q"].shape[3])
         self.q = ops.heads_first(x["q"] * self.scale)
         self.k = repeat_heads(ops.heads_first(x["k"]), h)
@@ -76,25 +71,27 @@ class WeightRows:
         if valid is not None:
             self.own = namespace(self.own).where(valid[:, None, :, None], self.own, -math.inf)
 
-    def low(self, i0: int, i1: int) -> int:
-        """The first key that any of these rows reads."""
-        return min(self.mask.columns(i0, i1)[0], self.past + i0)
+    def groups(self) -> Iterator[tuple[Part, list[Tile]]]:
+        """Groups of heads and their tiles, whose keys end with the last row."""
+        b, h, t, _ = self.q.shape
+        size = block_size(t)
+        tiles = [*self.mask.tiles_to_diagonal(t, size, self.past)]
+        for part in head_groups(b, h, size * (self.past + t)):
+            yield part, tiles
 
-    def scores(self, part: Index, i0: int, i1: int, low: int, past_k: Array | None) -> Array:
-        """Masked scores of rows i0 … i1 − 1 and the keys from `low` to the last of these rows."""
+    def scores(self, part: Part, tile: Tile, past_k: Array | None = None) -> Array:
+        """Masked scores of a tile; its keys are those of the cache, and then the tokens of x."""
+        i0, i1, low, high = tile
         xp, rows = namespace(self.q), self.q[part][:, :, i0:i1, :]
-        new = self.k[part][:, :, max(low - self.past, 0) : i1, :]
+        new = self.k[part][tokens_at(max(low - self.past, 0), high - self.past)]
         block = self.ops.product(rows, transpose(new))
         if past_k is not None and self.past:
             block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
-        b, h, _, width = block.shape
-        pairs = xp.reshape(block, (b, h, 1, i1 - i0, width))
-        pairs = self.mask.of_sequences(part[0]).apply(self.ops, pairs, i0, i1, low, self.past + i1)
-        return xp.reshape(pairs, block.shape)
+        return self.mask.of_sequences(part[0]).apply(self.ops, block, tile)
 
-    def own_weight(self, part: Index, i0: int, i1: int, log_total: Array) -> Array:
+    def own_weight(self, part: Part, tile: Tile, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
-        xp, own = namespace(log_total), self.own[part][:, :, i0:i1, :]
+        xp, own = namespace(log_total), self.own[part][:, :, tile.i0 : tile.i1, :]
         some = own > -math.inf
         gap = xp.where(some, own, 0.0) - xp.where(some, log_total, 0.0)
         return xp.where(some, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
@@ -121,12 +118,11 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         u = ops.empty(rows.v.shape, rows.v)
         o, w = ops.empty(u.shape, u), ops.empty(u.shape, u)
         log_totals = ops.empty((b, h, t, 1), u)
-        size = block_size(t)
-        for part in head_groups(b, h, size * (rows.past + t)):
+        for part, tiles in rows.groups():
             keys = None if past_k is None else past_k[part]
-            for i0, i1 in blocks(t, size):
-                here, low = tokens_at(i0, i1), rows.low(i0, i1)
-                block = rows.scores(part, i0, i1, low, keys)
+            for tile in tiles:
+                i0, i1, low, _ = tile
+                here, block = tokens_at(i0, i1), rows.scores(part, tile, keys)
                 largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
                 block = ops.exp(ops.subtract(block, largest))
                 total = row_sum(block)
@@ -146,7 +142,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                 right = rows.v[part][here] - beta * known
                 solved = solve_unit_lower(ops, beta * among, right)
                 read = ops.add_product(known, among, solved)
-                own = rows.own_weight(part, i0, i1, log_total)
+                own = rows.own_weight(part, tile, log_total)
                 u[part][here], w[part][here] = solved, read
                 o[part][here] = (1.0 - own) * read + own * solved
                 log_totals[part][here] = log_total
@@ -166,14 +162,13 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         d_u, d_v = ops.zeros(u.shape, u), ops.empty(u.shape, u)
         d_q, d_k = ops.empty(rows.q.shape, u), ops.zeros(rows.q.shape, u)
         d_beta = ops.empty(rows.beta.shape, u)
-        b, h = u.shape[:2]
-        size = block_size(t)
-        for part in head_groups(b, h, size * t):
-            for i0, i1 in reversed(list(blocks(t, size))):
-                here, low = tokens_at(i0, i1), rows.low(i0, i1)
+        for part, tiles in rows.groups():
+            for tile in reversed(tiles):
+                i0, i1, low, _ = tile
+                here = tokens_at(i0, i1)
                 log_total = log_totals[part][here]
-                own = rows.own_weight(part, i0, i1, log_total)
-                block = rows.scores(part, i0, i1, low, None)
+                own = rows.own_weight(part, tile, log_total)
+                block = rows.scores(part, tile)
                 block = ops.exp(ops.subtract(block, finite_or_zero(log_total)))
                 among, earlier = block[..., i0 - low :], transpose(block[..., : i0 - low])
                 beta, d_rows = rows.beta[part][here], d_o[part][here]
@@ -187,14 +182,14 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                 if low < i0:
                     ops.add_product_at(d_u[part], tokens_at(low, i0), earlier, combined)
                 mean = row_sum(d_rows * o[part][here])
-                d_scores = ops.product(combined, transpose(u[part][:, :, low:i1, :]))
+                d_scores = ops.product(combined, transpose(u[part][tile.keys]))
                 d_scores = ops.subtract(d_scores, (1.0 - own) * mean + beta * d_strength)
                 d_scores = ops.multiply(d_scores, block)
                 d_own = own * (row_sum(d_rows * u[part][here]) - mean)
                 keys, queries = rows.k[part], rows.q[part][here]
                 d_rows = d_own * keys[here]
-                d_q[part][here] = ops.add_product(d_rows, d_scores, keys[:, :, low:i1, :])
-                ops.add_product_at(d_k[part], tokens_at(low, i1), transpose(d_scores), queries)
+                d_q[part][here] = ops.add_product(d_rows, d_scores, keys[tile.keys])
+                ops.add_product_at(d_k[part], tile.keys, transpose(d_scores), queries)
                 add_at(ops, d_k[part], here, d_own * queries)
         return {
             "q": time_first(d_q * rows.scale),

@@ -6,11 +6,20 @@ tokens, all of them visible, the filled part is a plain slice and needs no mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Array, Index, arange_like, cast, namespace, upcast, upcast_all
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    Index,
+    arange_like,
+    cast,
+    namespace,
+    upcast,
+    upcast_all,
+)
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.cache.held import held_part, longest_held
 from precondattn.frame import Frame
@@ -18,7 +27,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn.spec.softmax import SoftmaxAttention, bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import blocks, time_first
+from precondattn_portable.layout import Tile, blocks, time_first
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanAndLogSumRead, exponentials, sink_of_rows
 
@@ -82,7 +91,7 @@ def read_of_parts(
             read = LogMeanExpRead(ops, whole)
         else:
             read = MeanAndLogSumRead(ops, whole, sink)
-        return read.forward(row_block, 0, whole.shape[2])[0]
+        return read.forward(row_block, Tile(0, row_block.shape[2], 0, whole.shape[2]))[0]
     sink = sink_of_rows(sink, row_block.shape[2])
     row_block, total, _ = exponentials(ops, row_block, sink)
     start, result = 0, None
@@ -102,17 +111,17 @@ def new_tokens(frame: Frame, t: int) -> Frame:
 
 
 def step_as_defined(
-    leaf: LeafProtocol, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    leaf: LeafProtocol, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
     """The leaf's own step, on a few new tokens at a time."""
     return few_tokens_at_a_time(leaf.step, leaf, past, x, frame)
 
 
 def few_tokens_at_a_time(
-    step: Callable[[Mapping[str, Array], Mapping[str, Array], Frame], tuple[Array, Updates]],
+    step: Callable[[Arrays, Arrays, Frame], tuple[Array, Updates]],
     leaf: LeafProtocol,
-    past: Mapping[str, Array],
-    x: Mapping[str, Array],
+    past: Arrays,
+    x: Arrays,
     frame: Frame,
 ) -> tuple[Array, Updates]:
     """A step of the leaf as several steps of few tokens.
@@ -152,7 +161,7 @@ def few_tokens_at_a_time(
     return xp.concat(outs, axis=1), {slot: Replace(buffer) for slot, buffer in buffers.items()}
 
 
-def _tokens(leaf: LeafProtocol, x: Mapping[str, Array], i0: int, i1: int) -> dict[str, Array]:
+def _tokens(leaf: LeafProtocol, x: Arrays, i0: int, i1: int) -> Arrays:
     result = {}
     for name, array in x.items():
         axis = leaf.inputs[name].time_axis

@@ -15,51 +15,75 @@ A forget gate is causal, and a query sees itself: the keys of a block end with i
 
 from __future__ import annotations
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.spec import forget_gate
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.head_decay import sums_from
 from precondattn_portable.in_place import add_at
+from precondattn_portable.layout import Tile, by_query_head
+from precondattn_portable.scores import Scores
 
 
 class ForgetGate:
-    """The decay of a group of heads, g (b, n, r, s). Blocks of queries come in order of time."""
+    """Other scores plus the decay of a group of heads, g (b, n, r, s).
 
-    def __init__(self, ops: Arithmetic, g: Array, factor: float, *, gradient: bool = False) -> None:
-        self.ops, self.g, self.factor = ops, g, factor
+    Tiles come in order of time. The first query is at position `offset`.
+    """
+
+    def __init__(
+        self,
+        ops: Arithmetic,
+        scores: Scores,
+        g: Array,
+        factor: float,
+        offset: int,
+        *,
+        gradient: bool = False,
+    ) -> None:
+        self.ops, self.scores, self.g = ops, scores, g
+        self.factor, self.offset = factor, offset
         self.since = ops.zeros(g.shape, g)
         """Σ_{j<τ<p} g_τ of every key j before p."""
         self.position = 0
         if gradient:
             self.d_g = ops.zeros(g.shape, g)
 
-    def add_to(self, row_block: Array, p0: int, p1: int, low: int) -> Array:
-        """Scores (b, n, r, p1 − p0, p1 − low) plus the decay; queries are at p0 … p1 − 1."""
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        row_block = self.scores.row_block(tile, workspace)
+        p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
         self._advance(p0)
-        xp = namespace(row_block)
+        xp, pairs = namespace(row_block), by_query_head(row_block, p1 - p0)
         old, new = slice(p0 - low), slice(p0 - low, None)
         if low < p0:
             rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
             columns = self.since[..., low:p0][..., None, :]
-            add_at(self.ops, row_block, (..., old), self.factor * (rows + columns))
-        add_at(self.ops, row_block, (..., new), self.factor * self._within(p0, p1))
-        return row_block
+            add_at(self.ops, pairs, (..., old), self.factor * (rows + columns))
+        add_at(self.ops, pairs, (..., new), self.factor * self._within(p0, p1))
+        return xp.reshape(pairs, row_block.shape)
 
-    def pull(self, p0: int, p1: int, low: int, d_row_block: Array) -> None:
-        """Add the gradient of g, from that of the row block."""
-        xp = namespace(d_row_block)
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        self.scores.pull(tile, d_row_block)
+        self._pull_gates(tile, d_row_block)
+
+    def _pull_gates(self, tile: Tile, d_row_block: Array) -> None:
+        """Add the gradient of g."""
+        p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
+        xp, d_pairs = namespace(d_row_block), by_query_head(d_row_block, p1 - p0)
         if low < p0:
-            d_old = self.factor * d_row_block[..., : p0 - low]
+            d_old = self.factor * d_pairs[..., : p0 - low]
             d_rows = sums_from(xp.sum(d_old, axis=-1), axis=-1)
             self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_rows
             d_columns = xp.cumulative_sum(xp.sum(d_old, axis=-2), axis=-1)
             # The key at j is not decayed by g_j.
             self.d_g[..., low + 1 : p0] = self.d_g[..., low + 1 : p0] + d_columns[..., :-1]
-        d_new = self.factor * d_row_block[..., p0 - low :]
+        d_new = self.factor * d_pairs[..., p0 - low :]
         b, n, r, t, s = d_new.shape
         d_g = forget_gate.decay_vjp(xp.reshape(d_new, (b, n * r, t, s)))
         d_g = xp.reshape(xp.permute_dims(d_g, (0, 2, 1)), (b, n, r, s))
         self.d_g[..., p0:p1] = self.d_g[..., p0:p1] + d_g
+
+    def gradients(self) -> Arrays:
+        return {**self.scores.gradients(), "g": self.d_g}
 
     def _within(self, p0: int, p1: int) -> Array:
         xp = namespace(self.g)

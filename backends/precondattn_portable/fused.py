@@ -10,8 +10,6 @@ the cost of a step.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import cast
 
 from precondattn.algebra.group import Group
@@ -20,20 +18,22 @@ from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.lucid import LucidSolve
+from precondattn.spec.rms_norm import rms
 from precondattn.spec.softmax import Softmax
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.extension import filled
-from precondattn_portable.in_place import subtract_at
+from precondattn_portable.extension import filled, past_columns, past_heads
+from precondattn_portable.in_place import divide_at, subtract_at
 from precondattn_portable.layout import (
     ALL_HEADS,
+    Tile,
     block_size,
     time_first,
     tokens_at,
 )
-from precondattn_portable.lucid_one_token import lucid_of_one_token
-from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem
+from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, shift_and_factor
 from precondattn_portable.masks import Mask
+from precondattn_portable.one_query import queries_by_key_head
 
 
 class LucidStep(Algorithm[Group]):
@@ -52,20 +52,16 @@ class LucidStep(Algorithm[Group]):
         (solve, softmax), keys = self.leaves, self.keys
         t, n = x["k"].shape[1:3]
         solve_past = {slot: past[key] for slot, key in keys[0].items()}
-        softmax_past = {slot: past[key] for slot, key in keys[1].items()}
         is_windowed = softmax.window is not None or solve.window is not None
         if t == 1 and frame.held is not None and not is_windowed:
-            token = lucid_of_one_token(ops, solve, softmax, solve_past, x, frame.held)
-            return token.out, _updates(keys[0], x["k"], token.y, token.rms)
+            return self._one_token(solve_past, x, frame.held)
         is_many = t * x["q"].shape[2] // n > block_size(t)
         if is_many or frame.is_traced:
+            softmax_past = {slot: past[key] for slot, key in keys[1].items()}
             y, updates = self.solve.step(solve_past, x, frame)
             out, more = self.attention.step(softmax_past, {**x, "v": y}, frame)
             solve_updates = {keys[0][slot]: update for slot, update in updates.items()}
-            return out, {
-                **{keys[1][slot]: update for slot, update in more.items()},
-                **solve_updates,
-            }
+            return out, {keys[1][slot]: update for slot, update in more.items()} | solve_updates
 
         known = filled(frame, solve_past["key"].shape[1])
         xp, count = namespace(x["q"]), known.count
@@ -76,10 +72,8 @@ class LucidStep(Algorithm[Group]):
         rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax.scale_for(d)
 
         def masked(scores: Array, low: int, high: int) -> Array:
-            pairs = xp.reshape(scores, (b, n, h // n, t, high - low))
-            # In a new array: `pairs` may be a view of `weights`, to which the result is assigned.
-            kept = xp.where(mask.visible(0, t, low, high), pairs, -math.inf)
-            return xp.reshape(kept, scores.shape)
+            # In a new array: `scores` may be a view of `weights`, to which the result is assigned.
+            return mask.apply(ops, xp.asarray(scores, copy=True), Tile(0, t, low, high))
 
         new_scores = ops.product(rows, transpose(ops.heads_first(x["k"])))
         if t > 1 or not mask.is_plain:
@@ -95,7 +89,7 @@ class LucidStep(Algorithm[Group]):
             scores = weights[solving]
             if not system.mask.is_plain:
                 scores = xp.asarray(scores, copy=True)  # Its masked part may be a view of it.
-            logs = system.logs(scores, ALL_HEADS, 0, t)
+            logs = system.logs(scores, ALL_HEADS, Tile(0, t, 0, count))
             if logs is not scores:
                 weights[solving] = logs
         # A query without masked keys attends at least to its own key.
@@ -112,10 +106,42 @@ class LucidStep(Algorithm[Group]):
             total = xp.where(total > 0, total, 1.0)
         out = (read[reading] + ops.product(new_weights, ops.heads_first(y))) / total
         new_rms = None if system.new_rms is None else system.new_rms[..., 0]
-        updates = _updates(keys[0], x["k"], y, new_rms)
+        updates = self._updates(x["k"], y, new_rms)
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
 
+    def _one_token(self, past: Arrays, x: Arrays, held: int) -> tuple[Array, Updates]:
+        """The token after `held` others in every cache, of which no token is masked."""
+        ops, (solve, softmax) = self.ops, self.leaves
+        xp, (b, _, n, d), h = namespace(x["k"]), x["k"].shape, x["q"].shape[2]
+        reading, solving = tokens_at(0, h // n), tokens_at(h // n, h // n + 1)
+        k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
+        keys, solved = past_columns(past["key"], held), past_heads(past["solved"], held)
+        q, scale = queries_by_key_head(x["q"], n) * softmax.scale_for(d), solve.scale_for(d)
+        r = rms(k, solve.eps) if solve.normalize == "keys" else None
+        unit = k * scale if r is None else k * (scale / r)
 
-def _updates(keys: Mapping[str, str], k: Array, y: Array, new_rms: Array | None) -> Updates:
-    updates: Updates = {keys["key"]: Append(k), keys["solved"]: Append(y)}
-    return updates if new_rms is None else updates | {keys["rms"]: Append(new_rms)}
+        weights = ops.product(xp.concat([q, unit], axis=2), keys)
+        own = row_sum(q * k)
+        largest = xp.maximum(own, xp.max(weights[reading], axis=-1, keepdims=True)) if held else own
+        subtract_at(ops, weights, reading, largest)
+        if r is not None:
+            divide_at(ops, weights, solving, past_heads(past["rms"], held)[:, :, None, :])
+        shift, factor = shift_and_factor(scale * d)
+        if shift:
+            subtract_at(ops, weights, solving, shift)
+        weights = ops.exp(weights)
+
+        read = ops.product(weights, solved)
+        y = v - read[solving] * factor
+        if solve.beta:
+            y = xp.reshape(x["lucid_beta"], (b, n, 1, 1)) * y
+        own = ops.exp(own - largest)
+        total = row_sum(weights[reading]) + own
+        out = ops.divide(ops.add_multiple(read[reading], own, y), total)
+        y, new_rms = xp.reshape(y, (b, 1, n, -1)), None if r is None else xp.reshape(r, (b, 1, n))
+        return xp.reshape(out, (b, 1, h, -1)), self._updates(x["k"], y, new_rms)
+
+    def _updates(self, k: Array, y: Array, new_rms: Array | None) -> Updates:
+        keys = self.keys[0]
+        updates: Updates = {keys["key"]: Append(k), keys["solved"]: Append(y)}
+        return updates if new_rms is None else updates | {keys["rms"]: Append(new_rms)}

@@ -7,14 +7,16 @@ blocks together fit a cache.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from types import EllipsisType
+from typing import NamedTuple
 
 from precondattn.arrays import Array, Index, namespace, placement, zero_where_not
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import swap_time_and_heads
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, Scratch
 
 ROWS = 128
 """Rows of a row block: enough for products at full speed, with little waste at the diagonal."""
@@ -57,6 +59,20 @@ Part = tuple[slice, slice, EllipsisType]
 ALL_HEADS: Part = (slice(None), slice(None), ...)
 
 
+class Tile(NamedTuple):
+    """The scores of queries i0 … i1 − 1 and keys low … high − 1."""
+
+    i0: int
+    i1: int
+    low: int
+    high: int
+
+    @property
+    def keys(self) -> Index:
+        """The index of its keys in (b, n, s, …)."""
+        return tokens_at(self.low, self.high)
+
+
 def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
     """(b, t, h, d) to (b, n, r, t, d): the r query heads that share one of n key/value heads."""
     b, t, h, d = q.shape
@@ -68,6 +84,12 @@ def grouped_bias(bias: Array, n: int) -> Array:
     b, heads, *pairs = bias.shape
     groups = (1, 1) if heads == 1 else (n, heads // n)
     return namespace(bias).reshape(bias, (b, *groups, *pairs))
+
+
+def by_query_head(row_block: Array, queries: int) -> Array:
+    """(b, n, r queries, s) to (b, n, r, queries, s)."""
+    b, n, rows, s = row_block.shape
+    return namespace(row_block).reshape(row_block, (b, n, rows // queries, queries, s))
 
 
 def ungrouped(q: Array) -> Array:
@@ -122,6 +144,21 @@ def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iter
                 yield slice(sequence, sequence + 1), slice(start, stop), ...
 
 
+def groups_with_scratch(
+    ops: Arithmetic, like: Array, row_block: int, most: int | None = None, *, gradient: bool = False
+) -> Iterator[tuple[Part, list[Scratch]]]:
+    """Groups of the heads of `like` (b, n, …), and workspace for their row blocks.
+
+    With `gradient` also for the gradients of the row blocks.
+    """
+    workspaces: list[Scratch] = []
+    for part in head_groups(*like.shape[:2], row_block, most):
+        # The first group is the largest.
+        entries = math.prod(like[part].shape[:2]) * row_block
+        workspaces = workspaces or [ops.scratch(entries, like) for _ in range(1 + gradient)]
+        yield part, workspaces
+
+
 def zero_padding(x: Array, frame: Frame) -> Array:
     """(b, t, h, …) with 0 at padded queries, which attend to nothing."""
     if frame.q_valid is None:
@@ -135,9 +172,9 @@ def tokens_at(low: int, high: int) -> Index:
     return slice(None), slice(None), slice(low, high), ...
 
 
-def rows_at(part: Part, i0: int, i1: int) -> Index:
-    """The index of queries i0 … i1 − 1 of some heads of (b, n, r, t, …)."""
-    return (*part[:2], slice(None), slice(i0, i1), ...)
+def rows_at(part: Part, tile: Tile) -> Index:
+    """The index of a tile's queries of some heads of (b, n, r, t, …)."""
+    return (*part[:2], slice(None), slice(tile.i0, tile.i1), ...)
 
 
 def at_chunk(chunk: int, tokens: slice = slice(None)) -> Index:

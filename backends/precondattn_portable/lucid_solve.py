@@ -22,22 +22,14 @@ A step is the same with the cached keys, y and norms as preceding tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import precondattn as pa
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    Residuals,
-    arange_like,
-    namespace,
-    placement,
-    zero_where_not,
-)
+from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace, zero_where_not
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import row_sum, transpose
+from precondattn.spec.array_functions import identity_like, row_sum, transpose
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
@@ -54,16 +46,23 @@ from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
     ROW_BLOCK_ENTRIES,
     Part,
+    Tile,
     block_size,
     blocks,
     budget,
     chunk_size,
+    groups_with_scratch,
     head_groups,
     padded,
     time_first,
     tokens_at,
 )
-from precondattn_portable.lucid_one_block import is_one_block, solve_one_block
+from precondattn_portable.lucid_one_block import (
+    is_one_block,
+    solve_one_block,
+    strengths,
+    strictly_below,
+)
 from precondattn_portable.masks import Mask
 from precondattn_portable.scores import DotScores, Scores
 from precondattn_portable.transported import TransportedScores
@@ -80,6 +79,11 @@ Scores of normalised keys are at most the shift, and e³² is far from overflow 
 """
 
 
+def shift_and_factor(shift: float) -> tuple[float, float]:
+    """What is subtracted from every score, and what products with Φ are multiplied by."""
+    return (0.0, math.exp(-shift)) if shift <= FACTORED else (shift, 1.0)
+
+
 class LucidView(NamedTuple):
     """A call with heads before time, padded to whole blocks."""
 
@@ -94,11 +98,14 @@ class LucidView(NamedTuple):
     path_beta: Array | None
 
     def group(self, part: Part) -> LucidView:
-        return LucidView(*(a if a is None else a[part] for a in self))
+        return LucidView(*[a if a is None else a[part] for a in self])
 
 
 class LucidMatrix:
-    """The matrix of a group of heads, one row block at a time."""
+    """The matrix of a group of heads, one row block at a time.
+
+    Row blocks have `height` rows, and are put into the first workspace.
+    """
 
     def __init__(
         self,
@@ -108,177 +115,128 @@ class LucidMatrix:
         mask: Mask,
         size: int,
         height: int,
-        workspace: Scratch,
+        workspaces: list[Scratch],
         *,
         gradient: bool = False,
     ) -> None:
-        self.ops, self.leaf, self.view, self.mask, self.size = ops, leaf, view, mask, size
-        self.height, self.workspace = height, workspace
-        """The rows of a row block, and where it is put"""
+        self.ops, self.view, self.mask, self.size = ops, view, mask, size
+        self.height, self.workspaces = height, workspaces
         b, n, s, d = view.k.shape
         xp = namespace(view.k)
-        self.scale = leaf.scale_for(d)
-        self.chunks = s // size
+        self.scale, self.chunks = leaf.scale_for(d), s // size
         self.scores: Scores
         queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
         if isinstance(leaf.metric, Transported):
-            self.scores = TransportedScores(
-                ops, queries, view.unit, view.w, view.path_beta, size, workspace, gradient=gradient
-            )
+            arrays = queries, view.unit, view.w, view.path_beta
+            self.scores = TransportedScores(ops, arrays, size, workspaces[0], gradient=gradient)
         else:
             self.scores = DotScores(ops, queries, view.unit, gradient=gradient)
-        self.shift: Array | float = self.scale * d
-        self.factor = math.exp(-self.shift) if self.shift <= FACTORED else 1.0
         self.diagonal: Array | None = None
+        self.maximum: Array | None = None
         self.at_maximum: Array | None = None
+        self.beta = view.beta
+        """β' (b, n, s, 1); None where it is 1."""
         within = self._within()  # Transported scores provide it before the first row block.
-        if not leaf.has_unit_diagonal:
-            diagonal = row_sum(within * xp.eye(size, dtype=within.dtype, **placement(within)))
-            diagonal = xp.reshape(diagonal, (b, n, s, 1))
+        if leaf.has_unit_diagonal:
+            self.shift, self.factor = shift_and_factor(self.scale * d)
+            within = ops.add(within, -self.scale * d)
+        else:
             self.shift, self.factor = 0.0, 1.0
+            diagonal = xp.reshape(row_sum(within * identity_like(within)), (b, n, s, 1))
             if leaf.normalize == "rows":
-                self.shift, self.at_maximum = self._row_maxima(diagonal)
-            diagonal = diagonal - self.shift
+                self.maximum, self.at_maximum = self._row_maxima(diagonal)
+                diagonal = diagonal - self.maximum
+                within = within - self._by_block(self.maximum)
             if view.beta is not None:  # Without an input β it is 1 or, at padding, 0.
                 diagonal = xp.where(view.beta > 0, diagonal, 0.0)
             self.diagonal = xp.exp(diagonal)
-        if leaf.normalize == "rows":
-            within = within - xp.reshape(self.shift, (b, n, self.chunks, size, 1))
-        else:
-            within = ops.add(within, -self.shift)
+            one = 1.0 if view.beta is None else view.beta
+            self.beta = one / self.diagonal
         # stril(Φ) of every diagonal block (b, n, chunks, size, size)
-        below = self._masked_within(ops.exp(within))
+        below = strictly_below(ops, ops.exp(within), mask.window, mask.frame.k_segment)
         del within  # As large as the inverses
-        self.beta = self._beta()
         if self.beta is not None:
-            below = below * xp.reshape(self.beta, (b, n, self.chunks, size, 1))
+            below = below * self._by_block(self.beta)
         self.inverse = unit_lower_inverse(ops, below)
 
-    def _beta(self) -> Array | None:
-        """β' (b, n, s, 1); None where it is 1."""
-        beta = self.view.beta
-        if self.diagonal is None:
-            return beta
-        return 1.0 / self.diagonal if beta is None else beta / self.diagonal
+    def _by_block(self, x: Array) -> Array:
+        """(b, n, s, 1) as (b, n, chunks, size, 1)"""
+        return namespace(x).reshape(x, (*x.shape[:2], self.chunks, self.size, 1))
 
     def times_beta(self, x: Array, i0: int, i1: int) -> Array:
         """β' x, of some rows."""
-        beta = self._beta()
-        return x if beta is None else beta[:, :, i0:i1, :] * x
+        return x if self.beta is None else self.beta[:, :, i0:i1, :] * x
 
     def _within(self) -> Array:
         """The scores of every diagonal block."""
         if isinstance(self.scores, TransportedScores):
             return self.scores.within()
-        xp = namespace(self.view.k)
         b, n, _, d = self.view.k.shape
-        keys = xp.reshape(self.view.unit, (b, n, self.chunks, self.size, d))
+        keys = namespace(self.view.k).reshape(self.view.unit, (b, n, self.chunks, self.size, d))
         return self.ops.product(keys * self.scale, transpose(keys))
-
-    def _masked_within(self, within: Array) -> Array:
-        """0 on and above the diagonal, and at masked pairs."""
-        xp = namespace(within)
-        if self.mask.window is None and self.mask.frame.k_segment is None:
-            return self.ops.lower(within, -1)
-        token = arange_like(self.size, within)
-        distance = token[:, None] - token[None, :]
-        visible = distance > 0
-        if self.mask.window is not None:
-            visible = visible & (distance < self.mask.window)
-        segment = self.mask.frame.k_segment
-        if segment is not None:
-            b = segment.shape[0]
-            segment = xp.reshape(segment, (b, 1, self.chunks, self.size))
-            visible = visible & (segment[..., :, None] == segment[..., None, :])
-        return self.ops.keep(within, xp.broadcast_to(visible, within.shape), 0.0)
 
     def _row_maxima(self, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j that attains it."""
-        if isinstance(self.scores, TransportedScores):
-            scores: Scores = TransportedScores(
-                self.ops,
-                self.scores.q,
-                self.view.unit,
-                self.view.w,
-                self.view.path_beta,
-                self.size,
-                self.ops.scratch(0, self.scores.q),
-            )
-        else:
-            scores = self.scores
-        xp = namespace(diagonal)
+        scores, xp = self.scores, namespace(diagonal)
+        if isinstance(scores, TransportedScores):
+            scores = scores.from_first()
         maxima, positions = [], []
-        for a in range(self.chunks):
-            i0, i1 = a * self.size, (a + 1) * self.size
-            low, high = self.mask.columns(i0, i1)
-            high = max(high, low)
-            best, position = (
-                diagonal[:, :, i0:i1, :],
-                arange_like(self.size, diagonal)[:, None] + i0,
-            )
+        for tile in self.mask.tiles(diagonal.shape[2], self.size):
+            best = diagonal[:, :, tile.i0 : tile.i1, :]
+            position = arange_like(self.size, diagonal)[:, None] + tile.i0
             position = xp.broadcast_to(position, best.shape)
-            if low < high:
-                row_block = scores.row_block(i0, i1, low, high, self.workspace)
-                row_block = self._apply_mask(row_block, i0, i1, low, high, -math.inf)
+            if tile.low < tile.high:
+                row_block = scores.row_block(tile, self.workspaces[0])
+                row_block = self.mask.apply(self.ops, row_block, tile)
                 row_max = xp.max(row_block, axis=-1, keepdims=True)
-                first = xp.astype(xp.argmax(row_block, axis=-1)[..., None], position.dtype) + low
+                first = xp.argmax(row_block, axis=-1)[..., None]
+                first = xp.astype(first, position.dtype) + tile.low
                 is_past = row_max >= best
-                best, position = (
-                    xp.where(is_past, row_max, best),
-                    xp.where(is_past, first, position),
-                )
+                best = xp.where(is_past, row_max, best)
+                position = xp.where(is_past, first, position)
             maxima.append(best)
             positions.append(position)
         return xp.concat(maxima, axis=2), xp.concat(positions, axis=2)
 
-    def _apply_mask(
-        self, row_block: Array, i0: int, i1: int, low: int, high: int, otherwise: float
-    ) -> Array:
-        xp = namespace(row_block)
-        b, n, rows, columns = row_block.shape
-        pairs = xp.reshape(row_block, (b, n, 1, rows, columns))
-        pairs = self.mask.apply(self.ops, pairs, i0, i1, low, high, otherwise)
-        return xp.reshape(pairs, row_block.shape)
+    def tiles(self) -> list[Tile]:
+        """The row blocks, each from its first visible key to its last row."""
+        return [*self.mask.tiles_to_diagonal(self.chunks * self.size, self.height)]
 
-    def rows(self, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Rows of each row block and their first visible key: i0, i1, low."""
-        row_blocks = list(blocks(self.chunks * self.size, self.height))
-        for i0, i1 in reversed(row_blocks) if reverse else row_blocks:
-            yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
+    def blocks(self, tile: Tile) -> list[Tile]:
+        """The blocks of the rows of a row block, with those of these rows that precede them."""
+        i0 = tile.i0
+        return [Tile(j0, j0 + self.size, i0, j0) for j0 in range(i0, tile.i1, self.size)]
 
-    def blocks(self, i0: int, i1: int) -> list[tuple[int, int, int]]:
-        """The blocks of those rows: a, j0, j1."""
-        return [(j0 // self.size, j0, j0 + self.size) for j0 in range(i0, i1, self.size)]
+    def inverse_at(self, block: Tile) -> Array:
+        """(I + β' stril(Φ))⁻¹ of the rows of a block."""
+        return self.inverse[:, :, block.i0 // self.size, ...]
 
-    def weights(self, i0: int, i1: int, low: int, high: int) -> Array:
+    def weights(self, tile: Tile) -> Array:
         """Φ / `factor` (b, n, i1 − i0, high − low), 0 at masked pairs."""
-        row_block = self.scores.row_block(i0, i1, low, high, self.workspace)
-        if not isinstance(self.shift, float):
-            row_block = self.ops.add(row_block, -self.shift[:, :, i0:i1, :])
-        elif self.shift and self.factor == 1.0:
+        row_block = self.scores.row_block(tile, self.workspaces[0])
+        if self.maximum is not None:
+            row_block = self.ops.add(row_block, -self.maximum[:, :, tile.i0 : tile.i1, :])
+        elif self.shift:
             row_block = self.ops.add(row_block, -self.shift)
-        return self._apply_mask(self.ops.exp(row_block), i0, i1, low, high, 0.0)
+        return self.mask.apply(self.ops, self.ops.exp(row_block), tile, 0.0)
+
+    def without_known(self, right: Array, y: Array, tile: Tile) -> Array:
+        """right − Φ y of a tile."""
+        if tile.low == tile.high:
+            return right
+        return self.ops.add_product(right, self.weights(tile), y[tile.keys], -self.factor)
 
 
 class PastSystem:
     """Φ of new tokens and cached tokens; the cache stores raw keys and their norms."""
 
     def __init__(
-        self,
-        ops: Arithmetic,
-        leaf: pa.LucidSolve,
-        past: Mapping[str, Array],
-        x: Mapping[str, Array],
-        known: FilledPart,
+        self, ops: Arithmetic, leaf: pa.LucidSolve, past: Arrays, x: Arrays, known: FilledPart
     ) -> None:
         self.ops, count, xp = ops, known.count, namespace(x["k"])
         d = x["k"].shape[3]
         scale = leaf.scale_for(d)
-        self.shift = scale * d
-        # As in `LucidMatrix`: a factor of the products, where its reciprocal is not large.
-        self.factor = 1.0
-        if self.shift <= FACTORED:
-            self.shift, self.factor = 0.0, math.exp(-self.shift)
+        self.shift, self.factor = shift_and_factor(scale * d)
         self.new_rms = rms(x["k"], leaf.eps) if leaf.normalize == "keys" else None
         k = x["k"] if self.new_rms is None else x["k"] / self.new_rms
         self.queries = ops.heads_first(k * scale)
@@ -291,12 +249,13 @@ class PastSystem:
             self.rms = r if known.offset is not None else xp.where(r > 0, r, 1.0)
         self.mask = Mask(known.frame, count, known.offset, window=leaf.window, strict=True)
 
-    def weights(self, part: Part, i0: int, i1: int) -> Array:
+    def weights(self, part: Part, tile: Tile) -> Array:
         """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
-        scores = self.ops.product(self.queries[part][:, :, i0:i1, :], transpose(self.keys[part]))
-        return self.ops.exp(self.logs(scores, part, i0, i1))
+        rows = self.queries[part][:, :, tile.i0 : tile.i1, :]
+        scores = self.ops.product(rows, transpose(self.keys[part]))
+        return self.ops.exp(self.logs(scores, part, tile))
 
-    def logs(self, scores: Array, part: Part, i0: int, i1: int) -> Array:
+    def logs(self, scores: Array, part: Part, tile: Tile) -> Array:
         """log Φ − log `factor`, from scores with the keys as stored in the cache.
 
         In `scores` where the library can.
@@ -307,10 +266,7 @@ class PastSystem:
             scores = self.ops.subtract(scores, self.shift)
         if self.mask.is_plain:
             return scores
-        xp, count = namespace(scores), scores.shape[-1]
-        pairs = xp.reshape(scores, (*scores.shape[:2], 1, i1 - i0, count))
-        pairs = self.mask.of_sequences(part[0]).apply(self.ops, pairs, i0, i1, 0, count)
-        return xp.reshape(pairs, scores.shape)
+        return self.mask.of_sequences(part[0]).apply(self.ops, scores, tile)
 
 
 class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
@@ -321,18 +277,14 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     def _view(self, x: Arrays, frame: Frame, size: int) -> LucidView:
         leaf = self.leaf
         missing = -x["k"].shape[1] % size
-        names = ("k", "v", *leaf.metric.inputs, *(("lucid_beta",) if leaf.beta else ()))
+        names = ("k", "v", *leaf.metric.inputs)
         inputs = {name: padded(self.ops.heads_first(x[name]), 0, missing) for name in names}
         k = inputs["k"]
-        xp = namespace(k)
         unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
-        beta = inputs["lucid_beta"][..., None] if leaf.beta else None
-        if missing or frame.k_valid is not None:
-            valid = arange_like(k.shape[2], k)[None, :] < x["k"].shape[1]
-            if frame.k_valid is not None:
-                valid = valid & padded(frame.k_valid, 0, missing, axis=1)
-            one = xp.ones_like(k[..., :1]) if beta is None else beta
-            beta = zero_where_not(valid[:, None, :, None], one)
+        beta = strengths(self.ops, leaf, x, frame)
+        if missing:
+            one = namespace(k).ones_like(time_first(x["k"])[..., :1]) if beta is None else beta
+            beta = padded(one, 0, missing)
         return LucidView(k, unit, inputs["v"], beta, inputs.get("w"), inputs.get("beta"))
 
     def _size(self, s: int) -> int:
@@ -342,22 +294,42 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     def _systems(
         self, view: LucidView, frame: Frame, *, gradient: bool = False
     ) -> Iterator[tuple[Part, LucidMatrix]]:
-        leaf = self.leaf
-        b, n, s, _ = view.k.shape
+        """The system of each group of heads."""
+        leaf, s = self.leaf, view.k.shape[2]
         size = self._size(s)
-        frame = _padded_frame(frame, s)
-        # Padding has β = 0. Its scores could enter only a maximum.
-        keys = frame.k_valid if leaf.normalize == "rows" else None
-        frame = frame.replaced(q_valid=None, k_valid=keys)
-        mask = Mask(frame, s, 0, window=leaf.window, strict=True)
-        workspace: Scratch | None = None
-        height = size * _blocks_per_row_block(leaf, size, s, gradient)
-        for part in head_groups(b, n, height * s, ENTRIES):
+        mask = Mask(self._padded_frame(frame, s), s, 0, window=leaf.window, strict=True)
+        height = size * self._blocks_per_row_block(size, s, gradient=gradient)
+        groups = groups_with_scratch(self.ops, view.k, height * s, ENTRIES, gradient=gradient)
+        for part, workspaces in groups:
             group, group_mask = view.group(part), mask.of_sequences(part[0])
-            # The first group is the largest.
-            workspace = workspace or self.ops.scratch(_row_block_size(group, height), view.k)
-            given = (self.ops, leaf, group, group_mask, size, height, workspace)
+            given = (self.ops, leaf, group, group_mask, size, height, workspaces)
             yield part, LucidMatrix(*given, gradient=gradient)
+
+    def _blocks_per_row_block(self, size: int, s: int, *, gradient: bool) -> int:
+        """Height of a row block in blocks; with transported scores, one chunk of reflections.
+
+        The gradient has several row blocks at once: where they are long, they are one block high.
+        """
+        is_long = 2 * size * s > budget(ROW_BLOCK_ENTRIES)
+        is_transported = isinstance(self.leaf.metric, Transported)
+        return 1 if is_transported or (gradient and is_long) else 2
+
+    def _padded_frame(self, frame: Frame, s: int) -> Frame:
+        """The keys among themselves, followed by the padding to whole blocks."""
+        count = frame.k_position.shape[1]
+        frame = frame.among_keys(count)
+        # Padding has β = 0. Its scores could enter only a maximum.
+        valid = frame.k_valid if self.leaf.normalize == "rows" else None
+        if s == count:
+            return frame.replaced(q_valid=None, k_valid=valid)
+        position = arange_like(s, frame.k_position)[None, :]
+        if valid is not None:
+            valid = padded(valid, 0, s - count, axis=1)
+        segment = frame.k_segment
+        if segment is not None:
+            last = [segment[:, -1:]] * (s - count)
+            segment = namespace(segment).concat([segment, *last], axis=1)
+        return Frame(position, position, None, valid, segment, segment)
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         ops = self.ops
@@ -368,21 +340,15 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         y = ops.empty(view.v.shape, view.v)
         for part, system in self._systems(view, frame):
             solution, v = y[part], system.view.v
-            for i0, i1, low in system.rows():
-                right = v[:, :, i0:i1, :] + 0
-                if low < i0:
-                    row_block = system.weights(i0, i1, low, i0)
-                    known = solution[:, :, low:i0, :]
-                    right = ops.add_product(right, row_block, known, -system.factor)
-                for a, j0, j1 in system.blocks(i0, i1):
+            for tile in system.tiles():
+                i0, i1, low, _ = tile
+                right = system.without_known(v[:, :, i0:i1, :] + 0, solution, Tile(i0, i1, low, i0))
+                for block in system.blocks(tile):
+                    j0, j1, _, _ = block
                     rhs = right[:, :, j0 - i0 : j1 - i0, :]
-                    if i0 < j0:
-                        row_block = system.weights(j0, j1, i0, j0)
-                        rhs = ops.add_product(
-                            rhs, row_block, solution[:, :, i0:j0, :], -system.factor
-                        )
+                    rhs = system.without_known(rhs, solution, block)
                     rhs = system.times_beta(rhs, j0, j1)
-                    product_at(ops, solution, tokens_at(j0, j1), system.inverse[:, :, a, ...], rhs)
+                    product_at(ops, solution, tokens_at(j0, j1), system.inverse_at(block), rhs)
         return time_first(y)[:, :s, ...], ()
 
     def backward(
@@ -395,58 +361,47 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         missing = -s % size
         y = padded(ops.heads_first(out), 0, missing)
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
-        d = LucidView(*(None if a is None else ops.zeros(a.shape, a) for a in view))
-        d_beta: Array = d.beta
-        d_w: Array = d.w
-        d_path_beta: Array = d.path_beta
+        d = LucidView(*[None if a is None else ops.zeros(a.shape, a) for a in view])
         for part, system in self._systems(view, frame, gradient=True):
-            workspace = ops.scratch(_row_block_size(system.view, system.height), view.k)
-            for i0, i1, low in system.rows(reverse=True):
-                solved = self._pull_rows(system, i0, i1, low, y[part], right[part], workspace)
-                d.v[part][:, :, i0:i1, :] = solved[0]
+            of_group = d.group(part)
+            for tile in reversed(system.tiles()):
+                d_v, d_beta = self._pull_rows(system, tile, y[part], right[part])
+                of_group.v[:, :, tile.i0 : tile.i1, :] = d_v
                 if leaf.beta:
-                    d_beta[part][:, :, i0:i1, :] = solved[1]
-            scores = system.scores
-            d_queries = scores.d_q[:, :, 0, ...]
-            d.unit[part] = d_queries * system.scale + scores.d_k
-            if isinstance(scores, TransportedScores):
-                d_w[part], d_path_beta[part] = scores.extra_gradients()
+                    of_group.beta[:, :, tile.i0 : tile.i1, :] = d_beta
+            gradients = system.scores.gradients()
+            d.unit[part] = gradients["q"][:, :, 0, ...] * system.scale + gradients["k"]
+            if d.w is not None:
+                d.w[part], d.path_beta[part] = gradients["w"], gradients["beta"]
         d_k = d.unit if leaf.normalize != "keys" else rms_norm_vjp(view.k, leaf.eps, d.unit)
         result = {"k": d_k, "v": d.v}
         if d.w is not None:
             result |= {"w": d.w, "beta": d.path_beta}
         if leaf.beta:
-            result["lucid_beta"] = d_beta[..., 0]
+            result["lucid_beta"] = cast("Array", d.beta)[..., 0]
         return {name: time_first(a)[:, :s, ...] for name, a in result.items()}
 
     def _pull_rows(
-        self,
-        system: LucidMatrix,
-        i0: int,
-        i1: int,
-        low: int,
-        y: Array,
-        right: Array,
-        workspace: Scratch,
+        self, system: LucidMatrix, tile: Tile, y: Array, right: Array
     ) -> tuple[Array, Array]:
         """dv and dβ of a row block; updates earlier right sides and the scores' gradient."""
-        ops = self.ops
-        view = system.view
+        ops, view, (i0, i1, low, _) = self.ops, system.view, tile
         solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
-        for a, j0, j1 in reversed(system.blocks(i0, i1)):
-            here, before = tokens_at(j0 - i0, j1 - i0), tokens_at(i0, j0)
-            x = ops.product(transpose(system.inverse[:, :, a, ...]), right[:, :, j0:j1, :])
+        for block in reversed(system.blocks(tile)):
+            j0, j1, _, _ = block
+            here = tokens_at(j0 - i0, j1 - i0)
+            x = ops.product(transpose(system.inverse_at(block)), right[:, :, j0:j1, :])
             if system.diagonal is not None:
                 x = x / system.diagonal[:, :, j0:j1, :]
             solved[here] = x
             if view.beta is not None:
                 d_v[here] = view.beta[:, :, j0:j1, :] * x
             if i0 < j0:
-                row_block = transpose(system.weights(j0, j1, i0, j0))
-                ops.add_product_at(right, before, row_block, d_v[here], -system.factor)
-        weights = system.weights(i0, i1, low, i1)
-        known = y[:, :, low:i1, :]
+                row_block = transpose(system.weights(block))
+                ops.add_product_at(right, block.keys, row_block, d_v[here], -system.factor)
+        weights = system.weights(tile)
+        known = y[tile.keys]
         d_beta: Array = None
         if self.leaf.beta:
             residual = view.v[:, :, i0:i1, :] + 0
@@ -455,14 +410,27 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         if low < i0:
             earlier = transpose(weights[..., : i0 - low])
             ops.add_product_at(right, tokens_at(low, i0), earlier, d_v, -system.factor)
-        d_row_block = ops.product(
-            d_v * -system.factor, transpose(known), workspace.shaped(weights.shape)
-        )
+        workspace = system.workspaces[1].shaped(weights.shape)
+        d_row_block = ops.product(d_v * -system.factor, transpose(known), workspace)
         d_row_block = ops.multiply(d_row_block, weights)
         if system.diagonal is not None:
-            d_row_block = d_row_block + self._of_diagonal(system, i0, i1, low, d_v, y)
-        system.scores.pull(i0, i1, low, i1, d_row_block)
+            d_row_block = d_row_block + self._of_diagonal(system, tile, d_v, y)
+        system.scores.pull(tile, d_row_block)
         return d_v, d_beta
+
+    def _of_diagonal(self, system: LucidMatrix, tile: Tile, d_v: Array, y: Array) -> Array:
+        """The gradient of the scores through δ and through the row maximum."""
+        i0, i1, low, _ = tile
+        column = arange_like(i1, y)[low:]
+        is_diagonal = column == arange_like(i1, y)[i0:i1, None]
+        assert system.diagonal is not None
+        d_diagonal = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
+        d_row_block = zero_where_not(is_diagonal, -d_diagonal)
+        if system.at_maximum is not None and not self.leaf.detach_max:
+            first = system.at_maximum[:, :, i0:i1, :] == column
+            d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
+            d_row_block = d_row_block + zero_where_not(first, d_maximum)
+        return d_row_block
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         ops, leaf = self.ops, self.leaf
@@ -479,7 +447,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             for i0, i1 in blocks(t, size):
                 rhs = v[part][:, :, i0:i1, :]
                 if known.count:
-                    row_block = new.weights(part, i0, i1)
+                    row_block = new.weights(part, Tile(i0, i1, 0, known.count))
                     rhs = ops.add_product(rhs + 0, row_block, new.solved[part], -new.factor)
                 right[part][:, :, i0:i1, :] = rhs
         y = self.among_new(x, right, known, frame)
@@ -501,49 +469,3 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             assert valid is not None
             y = zero_where_not(valid[:, :, None, None], y)
         return y
-
-    def _of_diagonal(
-        self, system: LucidMatrix, i0: int, i1: int, low: int, d_v: Array, y: Array
-    ) -> Array:
-        """The gradient of the scores through δ and through the row maximum."""
-        column = arange_like(i1, y)[low:]
-        is_diagonal = column == arange_like(i1, y)[i0:i1, None]
-        assert system.diagonal is not None
-        d_diagonal = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
-        d_row_block = zero_where_not(is_diagonal, -d_diagonal)
-        if system.at_maximum is not None and not self.leaf.detach_max:
-            first = system.at_maximum[:, :, i0:i1, :] == column
-            d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
-            d_row_block = d_row_block + zero_where_not(first, d_maximum)
-        return d_row_block
-
-
-def _blocks_per_row_block(leaf: pa.LucidSolve, size: int, s: int, gradient: bool) -> int:
-    """Height of a row block in blocks; with transported scores, one chunk of reflections.
-
-    The gradient has several row blocks at once: where they are long, they are one block high.
-    """
-    long = 2 * size * s > budget(ROW_BLOCK_ENTRIES)
-    return 1 if isinstance(leaf.metric, Transported) or (gradient and long) else 2
-
-
-def _row_block_size(view: LucidView, rows: int) -> int:
-    """Entries of a row block of these heads, with all keys."""
-    entries: int = math.prod(view.k.shape[:3]) * rows
-    return entries
-
-
-def _padded_frame(frame: Frame, s: int) -> Frame:
-    """The keys among themselves, followed by the padding to whole blocks."""
-    frame = frame.among_keys(frame.k_position.shape[1])
-    missing = s - frame.k_position.shape[1]
-    if not missing:
-        return frame
-    xp = namespace(frame.k_position)
-    position = arange_like(s, frame.k_position)[None, :]
-    valid, segment = frame.k_valid, frame.k_segment
-    if valid is not None:
-        valid = padded(valid, 0, missing, axis=1)
-    if segment is not None:
-        segment = xp.concat([segment, *[segment[:, -1:]] * missing], axis=1)
-    return Frame(position, position, None, valid, segment, segment)

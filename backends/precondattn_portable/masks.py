@@ -7,15 +7,17 @@ call, all but a triangle at the end. Only the remaining pairs are masked one by 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from precondattn.arrays import Array, device_of, host_array
+from precondattn.arrays import Array, device_of, host_array, namespace
 from precondattn.frame import Frame, runs
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.in_place import keep_at
+from precondattn_portable.layout import Tile, blocks, by_query_head
 
 MOST_KNOWN = 4
 """Masks of pairs that are kept: with a window, each row block has two, and the first blocks others.
@@ -51,6 +53,16 @@ class Mask:
             low, high = max(low, int(begin[first])), min(high, int(end[last]))
         return low, max(high, low)
 
+    def tiles(self, t: int, size: int) -> Iterator[Tile]:
+        """Blocks of the t queries, each with all keys that any of them may attend to."""
+        for i0, i1 in blocks(t, size):
+            yield Tile(i0, i1, *self.columns(i0, i1))
+
+    def tiles_to_diagonal(self, t: int, size: int, past: int = 0) -> Iterator[Tile]:
+        """The same, up to the last of the queries, which are also the keys from `past` on."""
+        for i0, i1 in blocks(t, size):
+            yield Tile(i0, i1, min(self.columns(i0, i1)[0], past + i0), past + i1)
+
     @cached_property
     def _segments(self) -> tuple[np.ndarray, np.ndarray] | None:
         """For each key (s,) the first key of its segment, and the last plus one.
@@ -80,27 +92,27 @@ class Mask:
     @property
     def is_positional(self) -> bool:
         """Whether causality and the window are the only constraints."""
-        masks = (self.frame.q_valid, self.frame.k_valid, self.frame.k_segment)
-        return self.offset is not None and all(mask is None for mask in masks)
+        frame = self.frame
+        is_whole = frame.q_valid is None and frame.k_valid is None and frame.k_segment is None
+        return self.offset is not None and is_whole
 
     def apply(
-        self,
-        ops: Arithmetic,
-        row_block: Array,
-        i0: int,
-        i1: int,
-        low: int,
-        high: int,
-        otherwise: float = -math.inf,
+        self, ops: Arithmetic, scores: Array, tile: Tile, otherwise: float = -math.inf
     ) -> Array:
-        """Scores (b, n, r, i1 − i0, high − low), set to `otherwise` at masked pairs."""
-        for start, stop in self._partly_masked(i0, i1, low, high):
+        """Scores (b, n, r (i1 − i0), high − low), set to `otherwise` at masked pairs."""
+        partly_masked = self._partly_masked(tile)
+        if not partly_masked:
+            return scores
+        i0, i1, low, _ = tile
+        pairs = by_query_head(scores, i1 - i0)
+        for start, stop in partly_masked:
             where = (..., slice(start - low, stop - low))
-            keep_at(ops, row_block, where, self.visible(i0, i1, start, stop), otherwise)
-        return row_block
+            keep_at(ops, pairs, where, self.visible(i0, i1, start, stop), otherwise)
+        return namespace(scores).reshape(pairs, scores.shape)
 
-    def _partly_masked(self, i0: int, i1: int, low: int, high: int) -> list[tuple[int, int]]:
+    def _partly_masked(self, tile: Tile) -> list[tuple[int, int]]:
         """The ranges of keys that some of these queries may not attend to."""
+        i0, i1, low, high = tile
         begin, end = low, low  # The keys that all of them may attend to.
         if self.is_positional:
             assert self.offset is not None
@@ -131,17 +143,7 @@ class Mask:
 
     def _visible(self, i0: int, i1: int, low: int, high: int) -> Array:
         rows, columns = slice(i0, i1), slice(low, high)
-
-        def part_of(array: Array | None, part: slice) -> Array | None:
-            return None if array is None else array[:, part]
-
-        frame = Frame(
-            part_of(self.frame.q_position, rows),
-            part_of(self.frame.k_position, columns),
-            part_of(self.frame.q_valid, rows),
-            part_of(self.frame.k_valid, columns),
-            part_of(self.frame.q_segment, rows),
-            part_of(self.frame.k_segment, columns),
-        )
+        parts = zip(self.frame.arrays, (rows, columns) * 3, strict=True)
+        frame = Frame(*[a if a is None else a[:, part] for a, part in parts])
         visible = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
         return visible[:, :, None, :, :]

@@ -21,13 +21,12 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.extension import step_as_defined
 from precondattn_portable.layout import (
     Part,
+    Tile,
     block_size,
-    blocks,
     grouped_queries,
     head_groups,
     rows_at,
     time_first,
-    tokens_at,
     ungrouped,
     zero_padding,
 )
@@ -43,24 +42,22 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
 
     def _row_blocks(
         self, q: Array, k: Array, frame: Frame
-    ) -> Iterator[tuple[Part, int, int, int, Array, Array]]:
-        """(part, i0, i1, high, p, s̃) of every block of queries."""
+    ) -> Iterator[tuple[Part, Tile, Array, Array]]:
+        """The heads, the tile, p and s̃ of every block of queries."""
         ops = self.ops
-        xp = namespace(q)
         b, n, r, t, _ = q.shape
         s = k.shape[2]
         mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
             group_mask = mask.of_sequences(part[0])
-            for i0, i1 in blocks(t, size):
-                _, high = mask.columns(i0, i1)
-                rows = block_of_rows(q[part], i0, i1)
-                scores = ops.product(rows, transpose(k[part][tokens_at(0, high)]))
-                logits = xp.reshape(scores / self.leaf.tau, (*q[part].shape[:3], i1 - i0, high))
-                logits = xp.reshape(group_mask.apply(ops, logits, i0, i1, 0, high), scores.shape)
+            for tile in mask.tiles(t, size):
+                tile = tile._replace(low=0)
+                rows = block_of_rows(q[part], tile)
+                scores = ops.product(rows, transpose(k[part][tile.keys]))
+                logits = group_mask.apply(ops, scores / self.leaf.tau, tile)
                 p, total, _ = exponentials(ops, logits)
                 p = ops.multiply(p, 1.0 / total)
-                yield part, i0, i1, high, p, ops.add(scores, -row_sum(p * scores))
+                yield part, tile, p, ops.add(scores, -row_sum(p * scores))
 
     def _units(self, x: Arrays) -> tuple[Array, Array, Array]:
         """q̄ (b, n, r, t, d), k̄ (b, n, s, d) and λ (b, n, r, t, 1)."""
@@ -75,9 +72,9 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
         q, k, contraction = self._units(x)
         xp = namespace(q)
         c = ops.empty(q.shape, q)
-        for part, i0, i1, high, p, centred in self._row_blocks(q, k, frame):
-            result = ops.product(ops.multiply(p, centred), k[part][tokens_at(0, high)])
-            where = rows_at(part, i0, i1)
+        for part, tile, p, centred in self._row_blocks(q, k, frame):
+            result = ops.product(ops.multiply(p, centred), k[part][tile.keys])
+            where = rows_at(part, tile)
             c[where] = xp.reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
 
@@ -91,9 +88,9 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
         h = -contraction * g
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)
-        for part, i0, i1, high, p, centred in self._row_blocks(q, k, frame):
-            keys, where = k[part][tokens_at(0, high)], rows_at(part, i0, i1)
-            rows_q, rows_h = block_of_rows(q[part], i0, i1), block_of_rows(h[part], i0, i1)
+        for part, tile, p, centred in self._row_blocks(q, k, frame):
+            keys, where = k[part][tile.keys], rows_at(part, tile)
+            rows_q, rows_h = block_of_rows(q[part], tile), block_of_rows(h[part], tile)
             u = ops.product(rows_h, transpose(keys))
             u = ops.add(u, -row_sum(p * u))
             weighted = p * centred
@@ -103,8 +100,8 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             d_q[where] = d_q[where] + xp.reshape(ops.product(d_s, keys), shape)
             d_contraction[where] = -row_sum(g[where] * xp.reshape(c, shape))
             d_keys = d_k[part]
-            ops.add_product_at(d_keys, tokens_at(0, high), transpose(weighted), rows_h)
-            ops.add_product_at(d_keys, tokens_at(0, high), transpose(d_s), rows_q)
+            ops.add_product_at(d_keys, tile.keys, transpose(weighted), rows_h)
+            ops.add_product_at(d_keys, tile.keys, transpose(d_s), rows_q)
         return {
             "q": l2_norm_vjp(x["q"], leaf.eps, ungrouped(d_q)),
             "k": l2_norm_vjp(x["k"], leaf.eps, time_first(d_k)),

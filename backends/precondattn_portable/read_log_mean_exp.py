@@ -24,8 +24,8 @@ from precondattn.arrays import Array, dtype_name, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.laser import RANGE
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import blocks, tokens_at
-from precondattn_portable.read_mean import exponentials
+from precondattn_portable.layout import Tile, blocks
+from precondattn_portable.read_mean import ReadRows, exponentials
 
 BLOCK = 128
 """Keys that share a shift where not all keys do."""
@@ -52,14 +52,14 @@ class LogMeanExpRead:
         if gradient:
             self.d_v = ops.zeros(v.shape, v)
 
-    def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
-        """Row block (b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+    def forward(self, row_block: Array, tile: Tile) -> tuple[Array, Array]:
+        """Masked scores (b, n, rows, keys) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
         xp = namespace(row_block)
         if not self.is_narrow:
-            return self._merged(row_block, low, high)
+            return self._merged(row_block, tile.low, tile.high)
         some = xp.max(row_block, axis=-1, keepdims=True) != -xp.inf
         row_block, total, log_total = exponentials(self.ops, row_block)
-        mean = self.ops.product(row_block, self.weights[:, :, low:high, :]) / total
+        mean = self.ops.product(row_block, self.weights[tile.keys]) / total
         o = self.shift + xp.log(xp.where(some, mean, 1.0))
         return xp.where(some, o, 0.0), log_total
 
@@ -100,31 +100,21 @@ class LogMeanExpRead:
             for first, last in blocks(stop - start, ELEMENTS):
                 yield low + start + first, low + start + last, False
 
-    def backward(
-        self,
-        row_block: Array,
-        log_total: Array,
-        low: int,
-        high: int,
-        o: Array,
-        d_o: Array,
-        workspace: Scratch,
-    ) -> Array:
+    def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
+        ops, (log_total, o, d_o) = self.ops, rows
         if not self.is_narrow:
-            return self._merged_backward(row_block, log_total, low, high, o, d_o)
-        weights = self.ops.exp(self.ops.add(row_block, -log_total))
+            return self._merged_backward(row_block - log_total, tile.low, tile.high, o, d_o)
+        weights = ops.exp(ops.add(row_block, -log_total))
         # Only without weights does ν − o exceed R.
         g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
-        self.ops.add_product_at(self.d_v, tokens_at(low, high), transpose(weights), g)
-        d_weights = self.ops.product(
-            g, transpose(self.weights[:, :, low:high, :]), workspace.shaped(row_block.shape)
-        )
-        d_weights = self.ops.add(d_weights, -row_sum(d_o))
-        return self.ops.multiply(d_weights, weights)
+        ops.add_product_at(self.d_v, tile.keys, transpose(weights), g)
+        values = transpose(self.weights[tile.keys])
+        d_weights = ops.product(g, values, workspace.shaped(row_block.shape))
+        return ops.multiply(ops.add(d_weights, -row_sum(d_o)), weights)
 
     def _merged_backward(
-        self, row_block: Array, log_total: Array, low: int, high: int, o: Array, d_o: Array
+        self, log_weights: Array, low: int, high: int, o: Array, d_o: Array
     ) -> Array:
         """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
@@ -135,8 +125,7 @@ class LogMeanExpRead:
         and α limited such that p ≤ e^R. Then ν − o − α ≤ 0, since o ≥ max_j(S − λ) + ν − R over the
         block. Rows with no weight in the block have p = 0, and there the exponent is set to 0.
         """
-        xp = namespace(row_block)
-        log_weights = row_block - log_total
+        xp = namespace(o)
         d_row_block = -row_sum(d_o) * xp.exp(log_weights)
         for start, stop, is_narrow in self._blocks(low, high):
             here = slice(start - low, stop - low)

@@ -11,12 +11,13 @@ A sink (`spec/sink.py`) is one more term e^{σ − m_i} of the denominator. Back
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
-from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
+from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import tokens_at
+from precondattn_portable.layout import Tile
 
 
 def exponentials(
@@ -46,8 +47,19 @@ def sink_of_rows(sink: Array | None, rows: int) -> Array | None:
     return xp.reshape(each, (b, n, rows, 1))
 
 
+class ReadRows(NamedTuple):
+    """The rows of a tile (b, n, rows, …) from which its gradient begins."""
+
+    log_total: Array
+    """λ"""
+    o: Array
+    d_o: Array
+
+
 class MeanRead:
     """The read of a group of heads with values (b, n, s, e), and sinks (b, n, r)."""
+
+    kind: Read = MEAN
 
     def __init__(
         self, ops: Arithmetic, v: Array, sink: Array | None = None, *, gradient: bool = False
@@ -56,77 +68,51 @@ class MeanRead:
         if gradient:
             self.d_v = ops.zeros(v.shape, v)
 
-    def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
-        """Row block (b, n, rows, high − low) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
+    def forward(self, row_block: Array, tile: Tile) -> tuple[Array, Array]:
+        """Masked scores (b, n, rows, keys) to outputs (b, n, rows, e) and λ (b, n, rows, 1)."""
         sink = sink_of_rows(self.sink, row_block.shape[2])
         row_block, total, log_total = exponentials(self.ops, row_block, sink)
-        o = self.ops.product(row_block, self.v[:, :, low:high, :])
+        o = self.ops.product(row_block, self.v[tile.keys])
         return self.ops.multiply(o, 1.0 / total), log_total
 
-    def backward(
-        self,
-        row_block: Array,
-        log_total: Array,
-        low: int,
-        high: int,
-        o: Array,
-        d_o: Array,
-        workspace: Scratch,
-    ) -> Array:
+    def backward(self, row_block: Array, tile: Tile, rows: ReadRows, workspace: Scratch) -> Array:
         """dS of the row block; adds dv to `d_v`."""
-        d_log_total = MEAN.d_log_total(o, d_o)
-        return self._pulled(row_block, log_total, low, high, d_o, d_log_total, workspace)
+        ops, d_mean = self.ops, self.of_mean(rows.d_o)
+        weights = ops.exp(ops.add(row_block, -rows.log_total))
+        ops.add_product_at(self.d_v, tile.keys, transpose(weights), d_mean)
+        values = transpose(self.v[tile.keys])
+        d_weights = ops.product(d_mean, values, workspace.shaped(row_block.shape))
+        d_weights = ops.add(d_weights, self.kind.d_log_total(rows.o, rows.d_o))
+        return ops.multiply(d_weights, weights)
 
-    def _pulled(
-        self,
-        row_block: Array,
-        log_total: Array,
-        low: int,
-        high: int,
-        d_o: Array,
-        d_log_total: Array,
-        workspace: Scratch,
-    ) -> Array:
-        weights = self.ops.exp(self.ops.add(row_block, -log_total))
-        self.ops.add_product_at(self.d_v, tokens_at(low, high), transpose(weights), d_o)
-        d_weights = self.ops.product(
-            d_o, transpose(self.v[:, :, low:high, :]), workspace.shaped(row_block.shape)
-        )
-        d_weights = self.ops.add(d_weights, d_log_total)
-        return self.ops.multiply(d_weights, weights)
+    def of_mean(self, d_o: Array) -> Array:
+        """The cotangent of the mean."""
+        return d_o
 
     def finish(self) -> Array:
+        """dv"""
         return self.d_v
 
 
 class MeanAndLogSumRead(MeanRead):
     """The same, with λ in the last channel of the output. That of the values is not read."""
 
+    kind = MEAN_AND_LOG_SUM
+
     def __init__(
         self, ops: Arithmetic, v: Array, sink: Array | None = None, *, gradient: bool = False
     ) -> None:
         super().__init__(ops, v[..., :-1], sink, gradient=gradient)
 
-    def forward(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
+    def forward(self, row_block: Array, tile: Tile) -> tuple[Array, Array]:
         xp = namespace(row_block)
         some = xp.max(row_block, axis=-1, keepdims=True) > -math.inf
-        o, log_total = super().forward(row_block, low, high)
+        o, log_total = super().forward(row_block, tile)
         last = log_total if self.sink is not None else xp.where(some, log_total, -math.inf)
         return xp.concat([o, last], axis=-1), log_total
 
-    def backward(
-        self,
-        row_block: Array,
-        log_total: Array,
-        low: int,
-        high: int,
-        o: Array,
-        d_o: Array,
-        workspace: Scratch,
-    ) -> Array:
-        d_log_total = MEAN_AND_LOG_SUM.d_log_total(o, d_o)
-        d_mean = d_o[..., :-1] + 0  # In one piece.
-        return self._pulled(row_block, log_total, low, high, d_mean, d_log_total, workspace)
+    def of_mean(self, d_o: Array) -> Array:
+        return d_o[..., :-1] + 0  # In one piece.
 
     def finish(self) -> Array:
         xp = namespace(self.d_v)

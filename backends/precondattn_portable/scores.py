@@ -2,44 +2,58 @@
 
     S = q kᵀ,    dq = dS k,    dk = dSᵀ q
 
-for a block of query rows and a range of keys.
+for a block of query rows and a range of keys. Soft-capped (`spec/soft_cap.py`), around the scores
+of any metric:
+
+    S ← c tanh(S / c),    dS ← dS ∘ (1 − tanh²(S / c))
+
+A bias and a forget gate (`forget_gate.py`) are added to other scores in the same way.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from precondattn.arrays import Array, namespace
-from precondattn.spec.array_functions import transpose
+from precondattn.arrays import Array, Arrays, Index, namespace
+from precondattn.spec.array_functions import sum_to, transpose
+from precondattn.spec.soft_cap import slope
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import tokens_at
+from precondattn_portable.in_place import add_at
+from precondattn_portable.layout import Tile, by_query_head
 
 
 class Scores(Protocol):
-    """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), one row block at a time.
+    """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), one tile at a time."""
 
-    Row blocks have shape (b, n, r (i1 − i0), high − low).
-    """
-
-    @property
-    def d_q(self) -> Array: ...
-
-    @property
-    def d_k(self) -> Array: ...
-
-    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
-        """Scores of queries i0 … i1 − 1 with keys low … high − 1."""
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        """The scores of a tile (b, n, r (i1 − i0), high − low)."""
         ...
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
-        """Add the gradients of queries and keys, from that of the last row block."""
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        """Add the gradients of the arrays of which scores are made, from that of the last tile."""
+        ...
+
+    def gradients(self) -> Arrays:
+        """The sums of these gradients, by input."""
         ...
 
 
-def block_of_rows(q: Array, i0: int, i1: int) -> Array:
-    """Rows i0 … i1 − 1 of all query heads of a key head, as (b, n, r (i1 − i0), d)."""
-    b, n, r, _, d = q.shape
-    return namespace(q).reshape(q[:, :, :, i0:i1, :], (b, n, r * (i1 - i0), d))
+def block_of_rows(q: Array, tile: Tile) -> Array:
+    """The queries of a tile, of all query heads of a key head, as (b, n, r (i1 − i0), d)."""
+    rows = q[:, :, :, tile.i0 : tile.i1, :]
+    b, n, r, t, d = rows.shape
+    return namespace(q).reshape(rows, (b, n, r * t, d))
+
+
+def biased(ops: Arithmetic, row_block: Array, bias: Array) -> Array:
+    """Scores plus a bias (b or 1, n or 1, r or 1, i1 − i0, high − low)."""
+    pairs = ops.add(by_query_head(row_block, bias.shape[3]), bias)
+    return namespace(pairs).reshape(pairs, row_block.shape)
+
+
+def capped_in_place(ops: Arithmetic, scores: Array, cap: float) -> Array:
+    """c tanh(S / c), in `scores` where the library can."""
+    return ops.multiply(ops.tanh(ops.multiply(scores, 1.0 / cap)), cap)
 
 
 class DotScores:
@@ -50,15 +64,57 @@ class DotScores:
         if gradient:
             self.d_q, self.d_k = ops.zeros(q.shape, q), ops.zeros(k.shape, k)
 
-    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
-        rows = block_of_rows(self.q, i0, i1)
-        shape = (*rows.shape[:3], high - low)
-        keys = transpose(self.k[:, :, low:high, :])
-        return self.ops.product(rows, keys, workspace.shaped(shape))
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        rows = block_of_rows(self.q, tile)
+        keys = transpose(self.k[tile.keys])
+        return self.ops.product(rows, keys, workspace.shaped((*rows.shape[:3], keys.shape[3])))
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
-        rows = block_of_rows(self.q, i0, i1)
-        d_rows = self.ops.product(d_row_block, self.k[:, :, low:high, :])
-        xp = namespace(d_rows)
-        self.d_q[:, :, :, i0:i1, :] = xp.reshape(d_rows, self.q[:, :, :, i0:i1, :].shape)
-        self.ops.add_product_at(self.d_k, tokens_at(low, high), transpose(d_row_block), rows)
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        rows = block_of_rows(self.q, tile)
+        d_rows = self.ops.product(d_row_block, self.k[tile.keys])
+        here = (..., slice(tile.i0, tile.i1), slice(None))
+        self.d_q[here] = namespace(d_rows).reshape(d_rows, self.d_q[here].shape)
+        self.ops.add_product_at(self.d_k, tile.keys, transpose(d_row_block), rows)
+
+    def gradients(self) -> Arrays:
+        return {"q": self.d_q, "k": self.d_k}
+
+
+class CappedScores:
+    """Other scores, capped. The slope is kept from a row block to its gradient."""
+
+    def __init__(
+        self, ops: Arithmetic, scores: Scores, cap: float, *, gradient: bool = False
+    ) -> None:
+        self.ops, self.scores, self.cap, self.gradient = ops, scores, cap, gradient
+        self.gradients = scores.gradients
+
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        scores = self.scores.row_block(tile, workspace)
+        if self.gradient:
+            self.slope = slope(scores, self.cap)
+        return capped_in_place(self.ops, scores, self.cap)
+
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        self.scores.pull(tile, self.ops.multiply(self.slope, d_row_block))
+
+
+class BiasedScores:
+    """Other scores plus a bias (b or 1, n or 1, r or 1, t, s), with its gradient `d_bias`."""
+
+    def __init__(self, ops: Arithmetic, scores: Scores, bias: Array, d_bias: Array | None) -> None:
+        self.ops, self.scores, self.bias, self.d_bias = ops, scores, bias, d_bias
+        self.gradients = scores.gradients
+
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        bias = self.bias[_pairs(tile)]
+        return biased(self.ops, self.scores.row_block(tile, workspace), bias)
+
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        self.scores.pull(tile, d_row_block)
+        here, d_pairs = _pairs(tile), by_query_head(d_row_block, tile.i1 - tile.i0)
+        add_at(self.ops, self.d_bias, here, sum_to(d_pairs, self.bias[here].shape))
+
+
+def _pairs(tile: Tile) -> Index:
+    return (..., slice(tile.i0, tile.i1), slice(tile.low, tile.high))

@@ -16,7 +16,6 @@ solve, and with the symmetric G = −s (x yᵀ + y xᵀ) ∘ Φ off the diagonal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import precondattn as pa
@@ -30,8 +29,15 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.block_conjugate_gradients import solved
 from precondattn_portable.in_place import keep_at
-from precondattn_portable.layout import Part, block_size, blocks, head_groups, time_first, tokens_at
-from precondattn_portable.lucid_solve import FACTORED
+from precondattn_portable.layout import (
+    Part,
+    Tile,
+    block_size,
+    groups_with_scratch,
+    time_first,
+    tokens_at,
+)
+from precondattn_portable.lucid_solve import shift_and_factor
 from precondattn_portable.masks import Mask
 
 DIRECT = 2048
@@ -54,48 +60,42 @@ class Similarities:
         self.size = block_size(s)
         self.scale = leaf.scale_for(d)
         self.queries = unit * self.scale
-        self.shift = self.scale * d
-        self.factor = math.exp(-self.shift) if self.shift <= FACTORED else 1.0
+        self.shift, self.factor = shift_and_factor(self.scale * d)
         """Φ is this factor times the tiles."""
         self.own = (1.0 + leaf.rho) / self.factor
 
-    def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Rows of each row block, and the first key that they are similar to: i0, i1, low."""
-        for i0, i1 in blocks(self.unit.shape[2], self.size):
-            yield i0, i1, min(self.mask.columns(i0, i1)[0], i0)
+    def tiles(self) -> Iterator[Tile]:
+        """Each from the first key that its rows are similar to, to the diagonal."""
+        return self.mask.tiles_to_diagonal(self.unit.shape[2], self.size)
 
-    def tile(self, i0: int, i1: int, low: int, own: float) -> Array:
-        """Φ / `factor` of rows i0 … i1 − 1 and keys low … i1 − 1, and `own` on the diagonal."""
-        ops, (b, n) = self.ops, self.unit.shape[:2]
-        shape = (b, n, i1 - i0, i1 - low)
-        keys = transpose(self.unit[tokens_at(low, i1)])
-        tile = ops.product(self.queries[tokens_at(i0, i1)], keys, self.workspace.shaped(shape))
-        if self.factor == 1.0:
-            tile = ops.subtract(tile, self.shift)
-        tile = ops.exp(tile)
-        xp = namespace(tile)
+    def weights(self, tile: Tile, own: float) -> Array:
+        """Φ / `factor` of a tile (b, n, i1 − i0, i1 − low), and `own` on the diagonal."""
+        ops, (i0, i1, low, _) = self.ops, tile
+        keys = transpose(self.unit[tile.keys])
+        workspace = self.workspace.shaped((*self.unit.shape[:2], i1 - i0, i1 - low))
+        weights = ops.product(self.queries[tokens_at(i0, i1)], keys, workspace)
+        if self.shift:
+            weights = ops.subtract(weights, self.shift)
+        weights = ops.exp(weights)
         if not self.mask.is_plain:
-            pairs = xp.reshape(tile, (b, n, 1, *shape[2:]))
-            tile = xp.reshape(self.mask.apply(ops, pairs, i0, i1, low, i1, 0.0), shape)
-        row = arange_like(i1 - i0, tile)
-        keep_at(ops, tile, (..., slice(i0 - low, None)), row[:, None] != row, own)
-        return tile
+            weights = self.mask.apply(ops, weights, tile, 0.0)
+        row = arange_like(i1 - i0, weights)
+        keep_at(ops, weights, (..., slice(i0 - low, None)), row[:, None] != row, own)
+        return weights
 
-    def _add(self, total: Array, x: Array, tile: Array, rows: tuple[int, int, int]) -> None:
+    def _add(self, total: Array, x: Array, weights: Array, tile: Tile) -> None:
         """total += Φ x of a tile and of its transpose, above the diagonal."""
-        i0, i1, low = rows
-        self.ops.add_product_at(total, tokens_at(i0, i1), tile, x[tokens_at(low, i1)], self.factor)
+        i0, i1, low, _ = tile
+        self.ops.add_product_at(total, tokens_at(i0, i1), weights, x[tile.keys], self.factor)
         if low < i0:
-            mirrored = transpose(tile[..., : i0 - low])
-            self.ops.add_product_at(
-                total, tokens_at(low, i0), mirrored, x[tokens_at(i0, i1)], self.factor
-            )
+            mirrored, rows = transpose(weights[..., : i0 - low]), x[tokens_at(i0, i1)]
+            self.ops.add_product_at(total, tokens_at(low, i0), mirrored, rows, self.factor)
 
     def times(self, x: Array) -> Array:
         """(Φ + ρ I) x"""
         total = self.ops.zeros(x.shape, x)
-        for rows in self.rows():
-            self._add(total, x, self.tile(*rows, self.own), rows)
+        for tile in self.tiles():
+            self._add(total, x, self.weights(tile, self.own), tile)
         return total
 
     def pulled(self, x: Array, y: Array) -> Array:
@@ -103,10 +103,10 @@ class Similarities:
         ops, xp = self.ops, namespace(x)
         left, right = xp.concat([x, y], axis=-1), xp.concat([y, x], axis=-1)
         total = ops.zeros(self.unit.shape, x)
-        for i0, i1, low in self.rows():
-            tile = self.tile(i0, i1, low, 0.0)
-            pairs = ops.product(left[tokens_at(i0, i1)], transpose(right[tokens_at(low, i1)]))
-            self._add(total, self.unit, ops.multiply(pairs, tile), (i0, i1, low))
+        for tile in self.tiles():
+            weights = self.weights(tile, 0.0)
+            pairs = ops.product(left[tokens_at(*tile[:2])], transpose(right[tile.keys]))
+            self._add(total, self.unit, ops.multiply(pairs, weights), tile)
         return -self.scale * total
 
 
@@ -116,17 +116,13 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     name = "Cholesky or conjugate gradients"
 
     def _groups(self, unit: Array, frame: Frame) -> Iterator[tuple[Part, Similarities]]:
-        b, n, s, _ = unit.shape
+        """Φ of each group of heads."""
+        s = unit.shape[2]
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
-        rows = s if s <= DIRECT else block_size(s)
-        workspace: Scratch | None = None
-        for part in head_groups(b, n, rows * s):
-            group = unit[part]
-            workspace = workspace or self.ops.scratch(math.prod(group.shape[:3]) * rows, unit)
-            yield (
-                part,
-                Similarities(self.ops, self.leaf, group, mask.of_sequences(part[0]), workspace),
-            )
+        row_block = (s if s <= DIRECT else block_size(s)) * s
+        for part, workspaces in groups_with_scratch(self.ops, unit, row_block):
+            given = unit[part], mask.of_sequences(part[0]), workspaces[0]
+            yield part, Similarities(self.ops, self.leaf, *given)
 
     def _solved(self, phi: Similarities, right: Array) -> Array:
         leaf = self.leaf

@@ -22,13 +22,14 @@ they are contractions.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
-from precondattn.arrays import Array, Index, namespace, placement
+from precondattn.arrays import Array, Arrays, Index, namespace, placement
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.in_place import product_at
-from precondattn_portable.layout import at_chunk, padded, tokens_at
+from precondattn_portable.layout import Tile, at_chunk, padded, tokens_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
@@ -68,18 +69,14 @@ class TransportedScores:
     def __init__(
         self,
         ops: Arithmetic,
-        q: Array,
-        k: Array,
-        w: Array | None,
-        beta: Array | None,
+        arrays: tuple[Array, Array, Array, Array],
         size: int,
         workspace: Scratch,
-        *,
         chunks_per_row_block: int = 1,
+        *,
         gradient: bool = False,
     ) -> None:
-        assert w is not None
-        assert beta is not None
+        q, k, w, beta = arrays
         self.chunks_per_row_block = chunks_per_row_block
         self.ops, self.size, self.length = ops, size, k.shape[2]
         missing = -self.length % size
@@ -101,10 +98,13 @@ class TransportedScores:
             self.d_k_padded, self.d_w = ops.zeros(self.shape, k), ops.zeros(self.shape, k)
             self.d_beta, self.d_keys = ops.zeros(self.shape[:3], k), ops.zeros(self.shape, k)
             self.d_whole = ops.zeros(self.all.whole.shape, k)
-            self.is_finished = False
         else:
-            self.carried, self.next = (self._zeros(workspace, name) for name in ("carried", "next"))
-            self.at = 0
+            self._start(workspace)
+
+    def _start(self, workspace: Scratch) -> None:
+        """Place the keys, none of which is carried, before the first row block."""
+        self.carried, self.next = (self._zeros(workspace, name) for name in ("carried", "next"))
+        self.at = 0
 
     def _zeros(self, workspace: Scratch, name: str) -> Array:
         """Zeros of the keys' shape."""
@@ -113,6 +113,13 @@ class TransportedScores:
             return self.ops.zeros(self.shape, self.q)
         result[...] = 0.0
         return result
+
+    def from_first(self) -> TransportedScores:
+        """The same scores, of which the next row block is the first."""
+        again = copy(self)
+        again.gradient = False
+        again._start(Scratch())
+        return again
 
     def _matrices(
         self, q: Array, k: Array, w: Array, beta: Array, workspace: Scratch
@@ -159,7 +166,8 @@ class TransportedScores:
         """A_aa of every chunk, for a single query head (b, n, chunks, size, size)."""
         return self.all.local + 0
 
-    def row_block(self, i0: int, i1: int, low: int, high: int, workspace: Scratch) -> Array:
+    def row_block(self, tile: Tile, workspace: Scratch) -> Array:
+        i0, i1, low, high = tile
         first, last = i0 // self.size, -(-i1 // self.size)
         if self.gradient:
             row_block = self._row_block_of_carried_queries(first, low, high, workspace)
@@ -176,13 +184,14 @@ class TransportedScores:
         each = xp.reshape(x, (b, n, self.r, rows, c))
         return xp.reshape(each[:, :, :, :count, :], (b, n, self.r * count, c))
 
-    def carried_to(self, i0: int, i1: int) -> tuple[Array, Array]:
-        """Queries i0 … i1 − 1 of the last row block, and the keys before i0, both carried to i0.
+    def carried_to(self, tile: Tile) -> tuple[Array, Array]:
+        """The queries of the last row block and the keys before i0, both carried to i0.
 
-        (b, n, r (i1 − i0), d) and (b, n, s, d), of which the first i0 are valid.
+        (b, n, r (i1 − i0), d) and (b, n, i0, d).
         """
-        rows = -(-(i1 - i0) // self.size) * self.size
-        return self._rows(self.start, rows, i1 - i0), self.carried
+        count = tile.i1 - tile.i0
+        rows = -(-count // self.size) * self.size
+        return self._rows(self.start, rows, count), self.carried[tokens_at(0, tile.i0)]
 
     def _row_block_of_carried_keys(
         self, first: int, last: int, low: int, high: int, workspace: Scratch
@@ -256,7 +265,8 @@ class TransportedScores:
 
     # ------------------------------------------------------------------------- gradient
 
-    def pull(self, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
+    def pull(self, tile: Tile, d_row_block: Array) -> None:
+        i0, i1, low, high = tile
         a, size, ops = i0 // self.size, self.size, self.ops
         chunk, here = self._chunk(a), self._at(a)
         xp = namespace(d_row_block)
@@ -322,10 +332,8 @@ class TransportedScores:
         ops.add_product_at(self.d_w, here, d_r, chunk.k)
         ops.add_product_at(self.d_w, here, d_overlap + transpose(d_overlap), chunk.w)
 
-    def _finish(self) -> None:
-        """Propagate the sums of dK̃ and dP over later queries to k, w and β of every chunk."""
-        if self.is_finished:
-            return
+    def gradients(self) -> Arrays:
+        """Those of q, k, w and β, with the sums of dK̃ and dP over later queries."""
         ops = self.ops
         for a in range(self.chunks):
             chunk, here = self._chunk(a), self._at(a)
@@ -335,18 +343,9 @@ class TransportedScores:
             ops.add_product_at(self.d_w, here, chunk.zw, transpose(d_whole), -1.0)
             d_zr = -ops.product(chunk.w, transpose(d_keys))
             self._pull_chunk(a, chunk, d_zr, -ops.product(chunk.w, d_whole))
-        self.is_finished = True
-
-    @property
-    def d_q(self) -> Array:
-        return self.d_q_padded[:, :, :, : self.length, :]
-
-    @property
-    def d_k(self) -> Array:
-        self._finish()
-        return self.d_k_padded[:, :, : self.length, :]
-
-    def extra_gradients(self) -> tuple[Array, Array]:
-        """dw (b, n, s, d) and dβ (b, n, s)."""
-        self._finish()
-        return self.d_w[:, :, : self.length, :], self.d_beta[:, :, : self.length]
+        return {
+            "q": self.d_q_padded[:, :, :, : self.length, :],
+            "k": self.d_k_padded[:, :, : self.length, :],
+            "w": self.d_w[:, :, : self.length, :],
+            "beta": self.d_beta[:, :, : self.length],
+        }

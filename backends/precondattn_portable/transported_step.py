@@ -12,22 +12,28 @@ At a flush, with the reflections up to it, K ← K − (Z W Kᵀ)ᵀ W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import precondattn as pa
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Append, Replace, Rewrite, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import bias_of_filled, filled, past_heads, read_of_parts
-from precondattn_portable.layout import grouped_bias, grouped_queries, padded, time_first, ungrouped
+from precondattn_portable.layout import (
+    Tile,
+    grouped_bias,
+    grouped_queries,
+    padded,
+    time_first,
+    ungrouped,
+)
 from precondattn_portable.masks import Mask
+from precondattn_portable.scores import biased
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 
 def transported_step(
-    ops: Arithmetic, leaf: pa.Path, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
+    ops: Arithmetic, leaf: pa.Path, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
     """A step of `Path` without a forget gate, for a few new tokens."""
     known = filled(frame, past["key"].shape[1])
@@ -59,11 +65,10 @@ def transported_step(
     far = ops.add_product(rows + 0, q_w_z, w, -1.0)
     row_block = xp.concat([ops.product(far, transpose(keys[:, :, :flushed, :])), local], axis=3)
 
-    pairs = xp.reshape(row_block, (*q.shape[:4], start + t))
     if leaf.bias:
-        pairs = pairs + grouped_bias(bias_of_filled(x["bias"], frame, known), n)
+        row_block = biased(ops, row_block, grouped_bias(bias_of_filled(x["bias"], frame, known), n))
     mask = Mask(known.frame, start + t, start, window=leaf.window)
-    row_block = xp.reshape(mask.apply(ops, pairs, 0, t, 0, start + t), row_block.shape)
+    row_block = mask.apply(ops, row_block, Tile(0, t, 0, start + t))
     o = read_of_parts(ops, leaf, row_block, (past_heads(past["value"], start), v))
     out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
 

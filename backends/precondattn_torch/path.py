@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from precondattn_portable.attention import AttentionBlocks, AttentionView, HeadGroup
+from precondattn_portable.layout import Tile
 from precondattn_portable.masks import Mask
 from precondattn_portable.transported import TransportedScores
 
@@ -26,16 +27,16 @@ class PathAttention(AttentionBlocks):
     def keys_of_row_block(self, view: AttentionView, mask: Mask, size: int) -> int:
         return size if _fits(view, mask) else super().keys_of_row_block(view, mask, size)
 
-    def read(
-        self, group: HeadGroup, i0: int, i1: int, low: int, high: int
-    ) -> tuple[Tensor, Tensor]:
-        if not (0 < i0 < high and _fits(group.view, group.mask)):
-            return super().read(group, i0, i1, low, high)
+    def read(self, group: HeadGroup, tile: Tile) -> tuple[Tensor, Tensor]:
+        i0 = tile.i0
+        if not (0 < i0 < tile.high and _fits(group.view, group.mask)):
+            return super().read(group, tile)
         assert isinstance(group.scores, TransportedScores)
-        own, own_log = group.read.forward(group.row_block(i0, i1, i0, high), i0, high)
-        queries, keys = group.scores.carried_to(i0, i1)
+        own_tile = tile._replace(low=i0)
+        own, own_log = group.read.forward(group.row_block(own_tile), own_tile)
+        queries, keys = group.scores.carried_to(tile)
         past, past_log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys[:, :, :i0, :], group.view.v[:, :, :i0, :], scale=1.0
+            queries, keys, group.view.v[:, :, :i0, :], scale=1.0
         )
         past_log = past_log.to(own_log.dtype).unsqueeze(-1)
         log_total = torch.logaddexp(own_log, past_log)

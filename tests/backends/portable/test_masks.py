@@ -6,6 +6,7 @@ import pytest
 import precondattn as pa
 from precondattn.frame import full_frame
 from precondattn_portable.arithmetic import IN_PLACE
+from precondattn_portable.layout import Tile
 from precondattn_portable.masks import MOST_KNOWN, Mask
 
 IDS = {
@@ -51,9 +52,9 @@ def test_row_blocks_are_masked_as_the_definition_says(t, size, strict, causal, w
     for i0 in [*range(0, t, size), *range(0, t, size)]:
         i1 = min(i0 + size, t)
         low, high = mask.columns(i0, i1)
-        row_block = np.ones((1, 1, 1, i1 - i0, high - low))
-        found = mask.apply(IN_PLACE, row_block, i0, i1, low, high, 0.0)
-        np.testing.assert_array_equal(found[0, 0, 0] == 1.0, whole[i0:i1, low:high])
+        row_block = np.ones((1, 1, i1 - i0, high - low))
+        found = mask.apply(IN_PLACE, row_block, Tile(i0, i1, low, high), 0.0)
+        np.testing.assert_array_equal(found[0, 0] == 1.0, whole[i0:i1, low:high])
         assert not whole[i0:i1, :low].any()
         assert not whole[i0:i1, high:].any()
 
@@ -62,7 +63,7 @@ def test_few_masks_are_kept():
     """In a step every row block has all keys, and shares its mask with no other."""
     mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
     for i0 in range(0, 24, 2):
-        mask.apply(IN_PLACE, np.ones((1, 1, 1, 2, 24)), i0, i0 + 2, 0, 24)
+        mask.apply(IN_PLACE, np.ones((1, 1, 2, 24)), Tile(i0, i0 + 2, 0, 24))
     assert len(mask._known) <= MOST_KNOWN
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import precondattn as pa
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault, Function
@@ -13,9 +10,8 @@ from precondattn_portable import (
     attention,
     extension,
 )
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import FilledPart
-from precondattn_portable.layout import time_first
+from precondattn_portable.layout import Tile, time_first
 from precondattn_portable.lucid_solve import LucidMatrix, LucidSolveBlocks, PastSystem
 
 BOTH = (FORWARD, BACKWARD)
@@ -35,7 +31,7 @@ def _of_the_solve() -> list[Fault]:
             BOTH,
             "a row block without the preceding blocks",
             LucidMatrix,
-            "rows",
+            "tiles",
             _own_row_block_only,
         ),
         blocked(
@@ -50,17 +46,16 @@ def _of_the_solve() -> list[Fault]:
 
 
 def _own_row_block_only(true: Function) -> Function:
-    def rows(self: LucidMatrix, *, reverse: bool = False) -> Iterator[tuple[int, int, int]]:
-        for i0, i1, _ in true(self, reverse=reverse):
-            yield i0, i1, i0
+    def tiles(self: LucidMatrix) -> list[Tile]:
+        return [tile._replace(low=tile.i0) for tile in true(self)]
 
-    return rows
+    return tiles
 
 
 def _blind_second_block(true: Function) -> Function:
-    def weights(self: LucidMatrix, i0: int, i1: int, low: int, high: int) -> Array:
-        is_second = high == i0 and (i0 // self.size) % 2 == 1
-        return true(self, i0, i1, low, high) * (0 if is_second else 1)
+    def weights(self: LucidMatrix, tile: Tile) -> Array:
+        is_second = tile.high == tile.i0 and (tile.i0 // self.size) % 2 == 1
+        return true(self, tile) * (0 if is_second else 1)
 
     return weights
 
@@ -141,16 +136,10 @@ def _of_steps() -> list[Fault]:
 
 
 def _unsolved(
-    self: LucidSolveBlocks,
-    ops: Arithmetic,
-    leaf: pa.LucidSolve,
-    x: Arrays,
-    right: Array,
-    known: object,
-    frame: Frame,
+    self: LucidSolveBlocks, x: Arrays, right: Array, known: object, frame: Frame
 ) -> Array:
     y = time_first(right)
-    return y if not leaf.beta else x["lucid_beta"][..., None] * y
+    return y if not self.leaf.beta else x["lucid_beta"][..., None] * y
 
 
 def _all_alike(true: Function) -> Function:

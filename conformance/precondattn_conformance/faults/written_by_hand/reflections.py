@@ -24,6 +24,7 @@ from precondattn_conformance.faults.fault import (
 from precondattn_conformance.faults.written_by_hand.written import blocked, written
 from precondattn_portable import extension, transported_step
 from precondattn_portable.forget_gate import ForgetGate
+from precondattn_portable.layout import Tile
 from precondattn_portable.transported import TransportedScores
 
 BOTH = (FORWARD, BACKWARD)
@@ -51,7 +52,7 @@ def _of_blocks() -> list[Fault]:
             BACKWARD,
             "the gates' gradient from the keys of their own block only",
             ForgetGate,
-            "pull",
+            "_pull_gates",
             _pulling_own_only,
         ),
         blocked(
@@ -76,10 +77,11 @@ def _advanced_for_new_only(true: Function) -> Function:
 
 
 def _pulling_own_only(true: Function) -> Function:
-    def pull(self: ForgetGate, p0: int, p1: int, low: int, d_row_block: Array) -> None:
-        true(self, p0, p1, p0, d_row_block[..., p0 - low :])
+    def _pull_gates(self: ForgetGate, tile: Tile, d_row_block: Array) -> None:
+        p0 = self.offset + tile.i0
+        true(self, tile._replace(low=p0), d_row_block[..., p0 - tile.low :])
 
-    return pull
+    return _pull_gates
 
 
 def _of_steps() -> list[Fault]:

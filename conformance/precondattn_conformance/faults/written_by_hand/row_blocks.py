@@ -10,10 +10,11 @@ from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, Fault,
 from precondattn_conformance.faults.written_by_hand.written import blocked
 from precondattn_portable import (
     attention,
-    query_weighted,
+    masks,
     read_mean,
 )
 from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.layout import Tile
 from precondattn_portable.masks import Mask
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.scores import DotScores
@@ -31,15 +32,17 @@ def faults() -> list[Fault]:
 def _of_row_blocks() -> list[Fault]:
     return [
         blocked(
-            "softmax", BOTH, "the last, shorter block left out", attention, "blocks", _without_tail
+            "softmax", BOTH, "the last, shorter block left out", masks, "blocks", _without_tail
         ),
         blocked(
             "softmax",
             FORWARD,
             "the last group of heads left out",
             attention,
-            "head_groups",
-            lambda true: lambda *sizes: [*true(*sizes)][:-1] or [*true(*sizes)],
+            "groups_with_scratch",
+            lambda true: (
+                lambda *given, **named: [*true(*given, **named)][:-1] or [*true(*given, **named)]
+            ),
         ),
         blocked(
             "softmax",
@@ -85,7 +88,7 @@ def _of_row_blocks() -> list[Fault]:
             "query_weighted_query",
             BOTH,
             "the last, shorter block left out",
-            query_weighted,
+            masks,
             "blocks",
             _without_tail,
         ),
@@ -115,9 +118,9 @@ def _with_first_bias(true: Function) -> Function:
 
 
 def _pulling_last_only(true: Function) -> Function:
-    def pull(self: DotScores, i0: int, i1: int, low: int, high: int, d_row_block: Array) -> None:
-        self.d_k[:, :, low:high] = 0
-        true(self, i0, i1, low, high, d_row_block)
+    def pull(self: DotScores, tile: Tile, d_row_block: Array) -> None:
+        self.d_k[tile.keys] = 0
+        true(self, tile, d_row_block)
 
     return pull
 
