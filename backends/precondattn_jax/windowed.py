@@ -110,7 +110,7 @@ class GridCall(WindowedCall):
 
     def windows(self, together: int) -> Iterator[GatheredWindows]:
         part = cast("WindowPart", None)  # All windows are one, and nothing reads it.
-        yield self.some(part, padded(self.x["q"], self.missing, 0, axis=1), self.bias())
+        yield self.some(part)
 
     def gathered(self, x: Array, part: WindowPart | None = None) -> Array:
         return self.ops.heads_first(self.grid.cut(x))

@@ -16,15 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import precondattn as pa
-from precondattn.arrays import Array, Arrays, namespace, zero_where_not
-from precondattn.spec.array_functions import (
-    repeat_heads,
-    row_sum,
-    sum_heads,
-    transpose,
-)
-from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import time_first
+from precondattn.arrays import Array, Arrays, namespace
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, transpose
+from precondattn_portable.layout import only_at, time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
 
@@ -40,22 +35,18 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
 
     name = "products over a sequence"
 
-    def attend(self, x: Arrays, q_valid: Array | None, k_valid: Array | None) -> Array:
-        ops = self.ops
-        valid, h = _both(q_valid, k_valid), x["q"].shape[2]
-        q, k = (_channels(ops, self.leaf, valid, x[name], h).unit for name in "qk")
-        v = repeat_heads(_rows(ops, valid, x["v"]), h)
+    def attend(self, x: Arrays, frame: Frame) -> Array:
+        ops, valid, h = self.ops, _both(frame), x["q"].shape[2]
+        q, k = (self._channels(valid, x[name], h).unit for name in "qk")
+        v = repeat_heads(self._rows(valid, x["v"]), h)
         weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
         return time_first(ops.product(v, transpose(weights)))
 
-    def attend_vjp(
-        self, x: Arrays, q_valid: Array | None, k_valid: Array | None, cotangent: Array
-    ) -> Arrays:
-        ops = self.ops
-        xp, valid = namespace(cotangent), _both(q_valid, k_valid)
+    def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
+        ops, valid, xp = self.ops, _both(frame), namespace(cotangent)
         h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
-        q, k = (_channels(ops, self.leaf, valid, x[name], h) for name in "qk")
-        v, d_o = repeat_heads(_rows(ops, valid, x["v"]), h), _rows(ops, valid, cotangent)
+        q, k = (self._channels(valid, x[name], h) for name in "qk")
+        v, d_o = repeat_heads(self._rows(valid, x["v"]), h), self._rows(valid, cotangent)
         cosines = ops.product(transpose(q.unit), k.unit)
         weights = ops.softmax(gamma * cosines)
         d_logits = ops.softmax_vjp(weights, ops.product(transpose(d_o), v))
@@ -67,32 +58,25 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         d_k = ops.add_product(-(k.unit * of_k), q.unit, d_cosines / k.length)
         d_v = ops.product(d_o, weights)
         return {
-            "q": time_first(_only(valid, d_q)),
-            "k": time_first(sum_heads(_only(valid, d_k), n)),
+            "q": time_first(only_at(valid, d_q, axis=2)),
+            "k": time_first(sum_heads(only_at(valid, d_k, axis=2), n)),
             "v": time_first(sum_heads(d_v, n)),
             "logit_scale": xp.sum(of_scale, axis=(0, 2, 3)),
         }
 
+    def _rows(self, valid: Array | None, x: Array) -> Array:
+        """(b, h, t, d), 0 at masked tokens."""
+        return only_at(valid, self.ops.heads_first(x), axis=2)
 
-def _both(q_valid: Array | None, k_valid: Array | None) -> Array | None:
+    def _channels(self, valid: Array | None, x: Array, h: int) -> _Channels:
+        rows = self._rows(valid, x)
+        length = self.ops.channel_lengths(rows, self.leaf.eps)
+        return _Channels(repeat_heads(rows / length, h), repeat_heads(length, h))
+
+
+def _both(frame: Frame) -> Array | None:
     """Which tokens (b, t) are masked neither as queries nor as keys."""
+    q_valid, k_valid = frame.q_valid, frame.k_valid
     if q_valid is None or k_valid is None:
         return k_valid if q_valid is None else q_valid
     return q_valid & k_valid
-
-
-def _only(valid: Array | None, x: Array) -> Array:
-    """x (b, h, t, d), 0 at masked tokens."""
-    return x if valid is None else zero_where_not(valid[:, None, :, None], x)
-
-
-def _rows(ops: Arithmetic, valid: Array | None, x: Array) -> Array:
-    return _only(valid, ops.heads_first(x))
-
-
-def _channels(
-    ops: Arithmetic, leaf: pa.CrossCovariance, valid: Array | None, x: Array, h: int
-) -> _Channels:
-    rows = _rows(ops, valid, x)
-    length = ops.channel_lengths(rows, leaf.eps)
-    return _Channels(repeat_heads(rows / length, h), repeat_heads(length, h))

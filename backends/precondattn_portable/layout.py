@@ -161,10 +161,16 @@ def groups_with_scratch(
 
 def zero_padding(x: Array, frame: Frame) -> Array:
     """(b, t, h, …) with 0 at padded queries, which attend to nothing."""
-    if frame.q_valid is None:
+    return x if frame.q_valid is None else only_at(frame.q_valid, x)
+
+
+def only_at(valid: Array | None, x: Array, axis: int = 1) -> Array:
+    """x, 0 at tokens that are not valid (b, t); their axis is 1, or 2 after that of heads."""
+    if valid is None:
         return x
-    shape = (*frame.q_valid.shape, *(1,) * (x.ndim - 2))
-    return zero_where_not(namespace(x).reshape(frame.q_valid, shape), x)
+    rest = (1,) * (x.ndim - axis - 1)
+    shape = (valid.shape[0], *(1,) * (axis - 1), valid.shape[1], *rest)
+    return zero_where_not(namespace(x).reshape(valid, shape), x)
 
 
 def tokens_at(low: int, high: int) -> Index:
@@ -187,10 +193,9 @@ def padded(x: Array, before: int, after: int, axis: int = 2, value: float = 0) -
     if not before and not after:
         return x
     xp = namespace(x)
-    parts = [x]
-    for count, first in ((before, True), (after, False)):
-        if count:
-            shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
-            more = xp.full(shape, value, dtype=x.dtype, **placement(x))
-            parts = [more, *parts] if first else [*parts, more]
-    return xp.concat(parts, axis=axis)
+    fill = {"dtype": x.dtype, **placement(x)}
+    first, last = (
+        xp.full((*x.shape[:axis], count, *x.shape[axis + 1 :]), value, **fill)
+        for count in (before, after)
+    )
+    return xp.concat([first, x, last], axis=axis)

@@ -10,11 +10,12 @@ Backward computes B and F again. With R = B v,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Index, namespace, zero_where_not
+from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     mask_scores,
     repeat_heads,
@@ -23,11 +24,11 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
+from precondattn.spec.segment_means import segment_means
 from precondattn_portable import banded_convolution, layout
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.iterated_inverse import steps, steps_vjp
-from precondattn_portable.landmarks import Landmarks
-from precondattn_portable.layout import time_first
+from precondattn_portable.layout import only_at, time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
 
@@ -36,24 +37,21 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
 
     name = "three kernels of landmarks"
 
-    def attend(self, x: Arrays, q_valid: Array | None, k_valid: Array | None) -> Array:
-        ops = self.ops
-        call = NystromCall(ops, self.leaf, x, q_valid, k_valid)
+    def attend(self, x: Arrays, frame: Frame) -> Array:
+        ops, call = self.ops, NystromCall(self.ops, self.leaf, x, frame)
         outs = []
         for part in call.parts():
             read = ops.product(call.from_landmarks(part), call.v[part])
             w = ops.product(call.z[part], read)
             outs.append(ops.product(call.to_landmarks(part), w))
-        out = call.joined(outs)
+        out = call.heads(_concatenated(outs))
         if self.leaf.skip:
             out = ops.add(out, banded_convolution.convolved(ops, call.values, x["skip"]))
         return time_first(out)
 
-    def attend_vjp(
-        self, x: Arrays, q_valid: Array | None, k_valid: Array | None, cotangent: Array
-    ) -> Arrays:
+    def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
         ops, leaf = self.ops, self.leaf
-        call, n = NystromCall(ops, leaf, x, q_valid, k_valid), x["k"].shape[2]
+        call, n = NystromCall(ops, leaf, x, frame), x["k"].shape[2]
         d_out = swap_time_and_heads(cotangent)
         d_o = call.flat(d_out)
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
@@ -70,12 +68,10 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
                 ops, call.values, x["skip"], d_out
             )
             d_v = ops.add(d_v, d_skipped)
-        if k_valid is not None:
-            d_v = zero_where_not(k_valid[:, None, :, None], d_v)
         return {
             "q": time_first(d_q),
             "k": time_first(sum_heads(d_k, n)),
-            "v": time_first(sum_heads(d_v, n)),
+            "v": time_first(sum_heads(only_at(frame.k_valid, d_v, axis=2), n)),
             **gradients,
         }
 
@@ -97,19 +93,12 @@ class NystromCall:
     Scores are products with landmarks that are multiplied by the scale.
     """
 
-    def __init__(
-        self,
-        ops: Arithmetic,
-        leaf: pa.Nystrom,
-        x: Mapping[str, Array],
-        q_valid: Array | None,
-        k_valid: Array | None,
-    ) -> None:
-        self.ops = ops
+    def __init__(self, ops: Arithmetic, leaf: pa.Nystrom, x: Arrays, frame: Frame) -> None:
+        self.ops, q_valid, k_valid = ops, frame.q_valid, frame.k_valid
         self.b, t, self.h, d = x["q"].shape
         self.scale = leaf.scale_for(d)
         q, k, v = (repeat_heads(swap_time_and_heads(x[name]), self.h) for name in "qkv")
-        self.values = v if k_valid is None else zero_where_not(k_valid[:, None, :, None], v)
+        self.values = only_at(k_valid, v, axis=2)
         """(b, h, s, e)"""
         members = q_valid if t == k.shape[2] else None
         self.of_queries = Landmarks(ops, leaf.landmarks, q, q_valid, None)
@@ -120,10 +109,10 @@ class NystromCall:
         self.has_query = self.by_head(self.of_queries.is_any)
         self.has_key = self.by_head(self.of_keys.is_any)
         self.is_key = self.by_head(k_valid)
-        whole = (slice(None), ...)
         self.scaled_q_mean = self.scale * self.q_mean
         self.scaled_k_mean = self.scale * self.k_mean
-        self.a = self._softmax(whole, self.scaled_q_mean, self.k_mean, self.has_query, self.has_key)
+        rows, columns = self.scaled_q_mean, self.k_mean
+        self.a = self._softmax((...,), rows, columns, self.has_query, self.has_key)
         self.z, self.steps = steps(ops, self.a, leaf.iterations, of_all=leaf.start == "batch")
 
     def flat(self, x: Array) -> Array:
@@ -133,9 +122,6 @@ class NystromCall:
     def heads(self, x: Array) -> Array:
         """(b h, …) as (b, h, …)"""
         return namespace(x).reshape(x, (self.b, self.h, *x.shape[1:]))
-
-    def joined(self, parts: list[Array]) -> Array:
-        return self.heads(_concatenated(parts))
 
     def by_head(self, mask: Array | None) -> Array | None:
         """(b or 1, n) as (b h, n)"""
@@ -205,3 +191,41 @@ class NystromCall:
 def _concatenated(parts: Sequence[Array]) -> Array:
     """Some heads after others."""
     return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)
+
+
+class Landmarks:
+    """The means of m segments of rows like x (b, h, tokens, d): x̃ = M x, dx += Mᵀ dx̃.
+
+    Where all tokens count and m divides their number, segments are an axis. Elsewhere M is a
+    matrix, (b or 1, 1, m, tokens).
+    """
+
+    def __init__(
+        self, ops: Arithmetic, m: int, x: Array, members: Array | None, counted: Array | None
+    ) -> None:
+        self.ops, self.m = ops, m
+        self.each = x.shape[2] // m
+        """Tokens of a segment"""
+        is_whole = members is None and counted is None and not x.shape[2] % m
+        self.means = None if is_whole else segment_means(m, x, members, counted)
+
+    @property
+    def is_any(self) -> Array | None:
+        """Which landmarks there are (b or 1, m); None where all are."""
+        return None if self.means is None else self.means.is_any
+
+    def means_of(self, x: Array) -> Array:
+        """x̃ (b, h, m, d)"""
+        if self.means is not None:
+            return self.ops.product(self.means.matrix, x)
+        xp, (b, h, _, d) = namespace(x), x.shape
+        return xp.mean(xp.reshape(x, (b, h, self.m, self.each, d)), axis=3)
+
+    def add_gradient(self, d_x: Array, d_mean: Array) -> Array:
+        """dx + Mᵀ dx̃, in dx where the library can."""
+        if self.means is not None:
+            return self.ops.add(d_x, self.ops.product(transpose(self.means.matrix), d_mean))
+        xp = namespace(d_x)
+        segments = xp.reshape(d_x, (*d_x.shape[:2], self.m, self.each, d_x.shape[3]))
+        total = self.ops.add(segments, d_mean[:, :, :, None, :] / self.each)
+        return xp.reshape(total, d_x.shape)

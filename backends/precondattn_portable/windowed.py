@@ -13,7 +13,7 @@ where it can not, because a compiler traces the call, they are computed by the d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -21,14 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import precondattn as pa
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    Residuals,
-    arange_like,
-    namespace,
-    placement,
-)
+from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace, placement
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
     log_softmax,
@@ -63,25 +56,6 @@ class GatheredWindows(NamedTuple):
     """Whether it is known that each slot has a visible key."""
 
 
-def masked_scores(ops: Arithmetic, windows: GatheredWindows) -> Array:
-    """S (b windows, h, w, w), −∞ at masked pairs."""
-    scores = ops.product(windows.q, transpose(windows.k))
-    if windows.bias is not None:
-        scores = ops.add(scores, windows.bias)
-    return scores if windows.visible is None else ops.keep(scores, windows.visible, -math.inf)
-
-
-def weights(ops: Arithmetic, windows: GatheredWindows) -> Array:
-    """A (b windows, h, w, w); 0 in rows without a key."""
-    visible = windows.visible
-    if visible is None or windows.all_have_keys:
-        return ops.softmax(masked_scores(ops, windows))
-    has_keys = namespace(visible).any(visible, axis=-1, keepdims=True)
-    # Such a row is computed as if it had all keys: a softmax needs one.
-    given = windows._replace(visible=visible | ~has_keys)
-    return ops.keep(ops.softmax(masked_scores(ops, given)), has_keys, 0.0)
-
-
 class WindowedBlocks(Algorithm[pa.Windowed]):
     """Algorithm of `Windowed`."""
 
@@ -94,27 +68,41 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         """The arrays of a call, gathered by window."""
         return WindowedCall(self.ops, self.leaf, x, frame)
 
+    def scores(self, windows: GatheredWindows) -> Array:
+        """S (b windows, h, w, w), −∞ at masked pairs."""
+        ops = self.ops
+        scores = ops.product(windows.q, transpose(windows.k))
+        if windows.bias is not None:
+            scores = ops.add(scores, windows.bias)
+        return scores if windows.visible is None else ops.keep(scores, windows.visible, -math.inf)
+
+    def weights(self, windows: GatheredWindows) -> Array:
+        """A (b windows, h, w, w); 0 in rows without a key."""
+        ops, visible = self.ops, windows.visible
+        if visible is None or windows.all_have_keys:
+            return ops.softmax(self.scores(windows))
+        has_keys = namespace(visible).any(visible, axis=-1, keepdims=True)
+        # Such a row is computed as if it had all keys: a softmax needs one.
+        given = windows._replace(visible=visible | ~has_keys)
+        return ops.keep(ops.softmax(self.scores(given)), has_keys, 0.0)
+
     def read(self, windows: GatheredWindows) -> Array:
         """The outputs of some windows, (b windows, h, w, e)."""
-        ops = self.ops
-        if self.leaf.read != MEAN:
-            out: Array = self.leaf.read.forward(
-                *log_softmax(masked_scores(ops, windows)), windows.v
-            )
-            return out
-        return ops.product(weights(ops, windows), windows.v)
+        if self.leaf.read == MEAN:
+            return self.ops.product(self.weights(windows), windows.v)
+        out: Array = self.leaf.read.forward(*log_softmax(self.scores(windows)), windows.v)
+        return out
 
     def pull(
         self, windows: GatheredWindows, out: Array | None, cotangent: Array
     ) -> tuple[Array, Array, Array, Array]:
         """The gradients of scores, queries, keys and values of some windows."""
-        ops = self.ops
-        v = windows.v
+        ops, v = self.ops, windows.v
         if self.leaf.read != MEAN:
-            log_weights, _ = log_softmax(masked_scores(ops, windows))
+            log_weights, _ = log_softmax(self.scores(windows))
             d_scores, d_v = self.leaf.read.backward(log_weights, v, out, cotangent)
         else:
-            a = weights(ops, windows)
+            a = self.weights(windows)
             d_v = ops.product(transpose(a), cotangent)
             d_scores = ops.softmax_vjp(a, ops.product(cotangent, transpose(v)))
         d_q = ops.multiply(ops.product(d_scores, windows.k), windows.scale)
@@ -124,56 +112,43 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         if frame.k_segment is not None:
             out, residuals = self.leaf.forward(x, frame)
             return out, residuals
-        b = x["q"].shape[0]
         call = self.call(x, frame)
-        outs = [
-            _as_slots(self.read(each), b) for each in call.windows(budget(self.entries_together))
-        ]
-        out = call.by_token(outs)
+        windows = call.windows(budget(self.entries_together))
+        out = call.by_token([call.as_slots(self.read(each)) for each in windows])
         return zero_padding(out[:, call.missing :, ...] if call.missing else out, frame), ()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        leaf = self.leaf
+        gradients: Arrays
         if frame.k_segment is not None:
-            gradients: Arrays = leaf.backward(x, frame, out, residuals, cotangent)
+            gradients = self.leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
-        b, n = x["k"].shape[0], x["k"].shape[2]
         call = self.call(x, frame)
         out, cotangent = (
             padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
         )
-        d_q: list[Array] = []
-        d_k: list[Array] = []
-        d_v: list[Array] = []
+        slots: dict[str, list[Array]] = {"q": [], "k": [], "v": []}
         d_bias = None
         for each in call.windows(budget(self.entries_together)):
-            o = None if leaf.read == MEAN else call.gathered(out, each.part)
-            d_o = call.gathered(cotangent, each.part)
-            d_scores, *d_rows = self.pull(each, o, d_o)
-            heads = (d_rows[0].shape[1], n, n)
-            for total, rows, count in zip((d_q, d_k, d_v), d_rows, heads, strict=True):
-                total.append(_as_slots(sum_heads(rows, count), b))
-            if leaf.bias:
+            o = None if self.leaf.read == MEAN else call.gathered(out, each.part)
+            d_scores, *d_rows = self.pull(each, o, call.gathered(cotangent, each.part))
+            for (name, parts), rows in zip(slots.items(), d_rows, strict=True):
+                parts.append(call.as_slots(sum_heads(rows, x[name].shape[2])))
+            if self.leaf.bias:
                 here = namespace(d_scores).sum(d_scores, axis=0)
                 d_bias = here if d_bias is None else d_bias + here
-        names = ("q", "k", "v")
-        gradients = {
-            name: call.by_token(each) for name, each in zip(names, (d_q, d_k, d_v), strict=True)
-        }
+        gradients = {name: call.by_token(parts) for name, parts in slots.items()}
         gradients["q"] = gradients["q"][:, call.missing :, ...]
-        if leaf.bias:
-            gradients["bias_table"] = sum_by_entry(d_bias, leaf.windows.size)
+        if self.leaf.bias:
+            gradients["bias_table"] = sum_by_entry(d_bias, self.leaf.windows.size)
         return gradients
 
 
 class WindowedCall:
     """The arrays of a call, gathered by window."""
 
-    def __init__(
-        self, ops: Arithmetic, leaf: pa.Windowed, x: Mapping[str, Array], frame: Frame
-    ) -> None:
+    def __init__(self, ops: Arithmetic, leaf: pa.Windowed, x: Arrays, frame: Frame) -> None:
         self.ops, self.leaf, self.x, self.frame = ops, leaf, x, frame
         self.missing = x["k"].shape[1] - x["q"].shape[1]
         """How many queries are prepended, so that each token has one."""
@@ -186,23 +161,24 @@ class WindowedCall:
         """All windows, in groups of at most so many scores."""
         leaf, x = self.leaf, self.x
         b, _, h, _ = x["q"].shape
-        q = padded(x["q"], self.missing, 0, axis=1)
-        bias = self.bias()
-        w = prod(leaf.windows.size)
-        each = b * h * w * w * (x["v"].shape[3] if leaf.read == LOG_MEAN_EXP else 1)
-        step = max(together // each, 1)
+        each = b * h * prod(leaf.windows.size) ** 2
+        step = max(together // (each * (x["v"].shape[3] if leaf.read == LOG_MEAN_EXP else 1)), 1)
         for kind in self.all.parts:
             for start in range(0, len(kind.tokens), step):
-                part = kind.some(start, start + step)
-                yield self.some(part, q, bias)
+                yield self.some(kind.some(start, start + step))
 
-    def some(self, part: WindowPart, q: Array, bias: Array | None) -> GatheredWindows:
-        """Some windows, from queries of all tokens."""
-        h, scale = q.shape[2], self.leaf.scale_for(q.shape[3])
-        rows = self.ops.multiply(self.gathered(q, part), scale)
+    def some(self, part: WindowPart) -> GatheredWindows:
+        """Some windows."""
+        h, scale = self.q.shape[2], self.leaf.scale_for(self.q.shape[3])
+        rows = self.ops.multiply(self.gathered(self.q, part), scale)
         k, v = (repeat_heads(self.gathered(self.x[name], part), h) for name in ("k", "v"))
         visible, have_keys = self.visible(part), not self.is_masked and self.is_filled(part)
-        return GatheredWindows(part, scale, rows, k, v, bias, visible, have_keys)
+        return GatheredWindows(part, scale, rows, k, v, self.bias, visible, have_keys)
+
+    @cached_property
+    def q(self) -> Array:
+        """A query of each token."""
+        return padded(self.x["q"], self.missing, 0, axis=1)
 
     @property
     def is_masked(self) -> bool:
@@ -224,6 +200,11 @@ class WindowedCall:
         xp, w = namespace(x), part.tokens.shape[1]
         slots = xp.take(x, self.index(part.tokens.reshape(-1)), axis=1)
         return self.ops.heads_first(xp.reshape(slots, (-1, w, *x.shape[2:])))
+
+    def as_slots(self, rows: Array) -> Array:
+        """(b windows, heads, w, ·) as (b, slots, heads, ·)."""
+        rows = swap_time_and_heads(rows)
+        return namespace(rows).reshape(rows, (self.x["q"].shape[0], -1, *rows.shape[2:]))
 
     def by_token(self, slots: list[Array]) -> Array:
         """(b, slots, heads, ·) of all windows as (b, s, heads, ·)."""
@@ -260,6 +241,7 @@ class WindowedCall:
             return None
         return self.index(np.tile(~part.hidden, (self.x["q"].shape[0], 1, 1))[:, None])
 
+    @cached_property
     def bias(self) -> Array | None:
         """The table's numbers for each pair of slots, (1, h, w, w)."""
         if not self.leaf.bias:
@@ -268,10 +250,3 @@ class WindowedCall:
         xp = namespace(table)
         pairs = xp.take(table, self.entries(), axis=0)
         return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))
-
-
-def _as_slots(rows: Array, b: int) -> Array:
-    """(b windows, heads, w, ·) as (b, slots, heads, ·)."""
-    xp = namespace(rows)
-    rows = swap_time_and_heads(rows)
-    return xp.reshape(rows, (b, -1, *rows.shape[2:]))
