@@ -17,7 +17,7 @@ from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.backend import ArraySpec
 from precondattn.cache import Append, Replace, Updates
 from precondattn.frame import Frame, has_lengths_only
-from precondattn.spec.array_functions import swap_time_and_heads, transpose
+from precondattn.spec.array_functions import row_sum, swap_time_and_heads, transpose
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT
 from precondattn.spec.path import Path
@@ -49,17 +49,12 @@ from precondattn_portable.layout import (
     groups_with_scratch,
     head_groups,
     padded,
-    rows_at,
+    queries_by_key_head,
     time_first,
     ungrouped,
     zero_padding,
 )
 from precondattn_portable.masks import Mask
-from precondattn_portable.one_query import (
-    attention_of_one,
-    attention_to_held,
-    queries_by_key_head,
-)
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead, ReadRows
 from precondattn_portable.scores import (
@@ -68,7 +63,6 @@ from precondattn_portable.scores import (
     DotScores,
     Scores,
     biased,
-    block_of_rows,
     capped_in_place,
 )
 from precondattn_portable.transported import TransportedScores
@@ -219,7 +213,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         for group in self._groups(view, frame, gradient=False):
             for tile in group.tiles():
                 rows, logs = self.read(group, tile)
-                where = rows_at(group.part, tile)
+                where = tile.at(group.part)
                 shape = o[where].shape
                 o[where] = xp.reshape(rows, shape)
                 log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
@@ -251,9 +245,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         for group in self._groups(view, frame, d.get("bias"), gradient=True):
             for tile in group.tiles():
                 row_block = group.row_block(tile)
-                rows = ReadRows(
-                    *(block_of_rows(a[group.part], tile) for a in (logs, out, cotangent))
-                )
+                rows = ReadRows(*(tile.rows_of(a, group.part) for a in (logs, out, cotangent)))
                 d_row_block = group.read.backward(row_block, tile, rows, group.workspaces[1])
                 group.scores.pull(tile, d_row_block)
             of_group = {**group.scores.gradients(), "v": group.read.finish()}
@@ -312,7 +304,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             keys, values = (cached_k[part], group.k), (cached_v[part], group.v)
             for i0, i1 in blocks(t, size):
                 tile = Tile(i0, i1, 0, s)
-                rows = block_of_rows(group.q, tile)
+                rows = tile.rows_of(group.q)
                 row_block = xp.concat([ops.product(rows, transpose(key)) for key in keys], axis=-1)
                 if leaf.softcap is not None:
                     row_block = capped_in_place(ops, row_block, leaf.softcap)
@@ -320,13 +312,19 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                     row_block = biased(ops, row_block, group.bias[..., i0:i1, :])
                 row_block = group_mask.apply(ops, row_block, tile)
                 result = read_of_parts(ops, leaf, row_block, values, group.sink)
-                where = rows_at(part, tile)
+                where = tile.at(part)
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def _step_of_one_token(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        """A step of one token after `held` visible tokens in every sequence."""
-        leaf = self.leaf
+        """A step of one token after `held` visible tokens in every sequence.
+
+            S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v],    or softmax(S) V with k, v in the cache
+
+        The cached keys and values are read where they are: nothing is masked, and nothing of their
+        size is written.
+        """
+        ops, leaf = self.ops, self.leaf
         xp, (b, _, n, d), held = namespace(x["k"]), x["k"].shape, frame.held
         assert held is not None
         first = 0 if leaf.window is None else max(held + 1 - leaf.window, 0)
@@ -335,13 +333,15 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         if frame.may_overwrite and self.ops.writes:
             # First written behind those held, then one of them.
             keys[:, held : held + 1], values[:, held : held + 1] = x["k"], x["v"]
-            held_keys = past_columns(keys, held + 1, first)
-            o = attention_to_held(self.ops, q, held_keys, past_heads(values, held + 1, first))
+            weights = ops.softmax(ops.product(q, past_columns(keys, held + 1, first)))
+            o = ops.product(weights, past_heads(values, held + 1, first))
             updates: Updates = {"key": Replace(keys), "value": Replace(values)}
         else:
             k, v = xp.reshape(x["k"], (b, n, 1, d)), xp.reshape(x["v"], (b, n, 1, -1))
-            held_keys = past_columns(keys, held, first)
-            o = attention_of_one(self.ops, q, k, v, held_keys, past_heads(values, held, first))
+            scores = ops.product(q, past_columns(keys, held, first))
+            weights = ops.softmax(xp.concat([scores, row_sum(q * k)], axis=-1))
+            o = ops.product(weights[..., : held - first], past_heads(values, held, first))
+            o = ops.add_multiple(o, weights[..., held - first :], v)
             updates = {"key": Append(x["k"]), "value": Append(x["v"])}
         return xp.reshape(o, (b, 1, -1, o.shape[3])), updates
 

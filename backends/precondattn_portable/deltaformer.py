@@ -81,9 +81,8 @@ class WeightRows:
 
     def scores(self, part: Part, tile: Tile, past_k: Array | None = None) -> Array:
         """Masked scores of a tile; its keys are those of the cache, and then the tokens of x."""
-        i0, i1, low, high = tile
-        xp, rows = namespace(self.q), self.q[part][:, :, i0:i1, :]
-        new = self.k[part][tokens_at(max(low - self.past, 0), high - self.past)]
+        xp, rows = namespace(self.q), self.q[part][tile.queries]
+        new = self.k[part][tokens_at(max(tile.low - self.past, 0), tile.high - self.past)]
         block = self.ops.product(rows, transpose(new))
         if past_k is not None and self.past:
             block = xp.concat([self.ops.product(rows, transpose(past_k)), block], axis=-1)
@@ -91,7 +90,7 @@ class WeightRows:
 
     def own_weight(self, part: Part, tile: Tile, log_total: Array) -> Array:
         """1 − a (b, h, rows, 1), from λ."""
-        xp, own = namespace(log_total), self.own[part][:, :, tile.i0 : tile.i1, :]
+        xp, own = namespace(log_total), self.own[part][tile.queries]
         some = own > -math.inf
         gap = xp.where(some, own, 0.0) - xp.where(some, log_total, 0.0)
         return xp.where(some, 0.5 + 0.5 * xp.tanh(0.5 * gap), 0.0)
@@ -121,8 +120,8 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         for part, tiles in rows.groups():
             keys = None if past_k is None else past_k[part]
             for tile in tiles:
-                i0, i1, low, _ = tile
-                here, block = tokens_at(i0, i1), rows.scores(part, tile, keys)
+                i0, low = tile.i0, tile.low
+                here, block = tile.queries, rows.scores(part, tile, keys)
                 largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
                 block = ops.exp(ops.subtract(block, largest))
                 total = row_sum(block)
@@ -164,8 +163,8 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         d_beta = ops.empty(rows.beta.shape, u)
         for part, tiles in rows.groups():
             for tile in reversed(tiles):
-                i0, i1, low, _ = tile
-                here = tokens_at(i0, i1)
+                i0, low = tile.i0, tile.low
+                here = tile.queries
                 log_total = log_totals[part][here]
                 own = rows.own_weight(part, tile, log_total)
                 block = rows.scores(part, tile)

@@ -23,17 +23,17 @@ from precondattn.spec.softmax import Softmax
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.extension import filled, past_columns, past_heads
-from precondattn_portable.in_place import divide_at, subtract_at
+from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import (
     ALL_HEADS,
     Tile,
     block_size,
+    queries_by_key_head,
     time_first,
     tokens_at,
 )
 from precondattn_portable.lucid_solve import LucidSolveBlocks, PastSystem, shift_and_factor
 from precondattn_portable.masks import Mask
-from precondattn_portable.one_query import queries_by_key_head
 
 
 class LucidStep(Algorithm[Group]):
@@ -94,7 +94,7 @@ class LucidStep(Algorithm[Group]):
                 weights[solving] = logs
         # A query without masked keys attends at least to its own key.
         shift = largest if mask.is_plain else finite_or_zero(largest)
-        subtract_at(ops, weights, reading, shift)
+        changed_at(ops.subtract, weights, reading, shift)
         weights = ops.exp(weights)
         read = ops.product(weights, system.solved)
 
@@ -123,12 +123,12 @@ class LucidStep(Algorithm[Group]):
         weights = ops.product(xp.concat([q, unit], axis=2), keys)
         own = row_sum(q * k)
         largest = xp.maximum(own, xp.max(weights[reading], axis=-1, keepdims=True)) if held else own
-        subtract_at(ops, weights, reading, largest)
+        changed_at(ops.subtract, weights, reading, largest)
         if r is not None:
-            divide_at(ops, weights, solving, past_heads(past["rms"], held)[:, :, None, :])
+            changed_at(ops.divide, weights, solving, past_heads(past["rms"], held)[:, :, None, :])
         shift, factor = shift_and_factor(scale * d)
         if shift:
-            subtract_at(ops, weights, solving, shift)
+            changed_at(ops.subtract, weights, solving, shift)
         weights = ops.exp(weights)
 
         read = ops.product(weights, solved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from precondattn.arrays import Array, Index
 from precondattn_portable.arithmetic import Arithmetic
 
@@ -27,22 +29,12 @@ def multiply_at(ops: Arithmetic, array: Array, where: Index, x: Array, y: Array)
     return stored(array, where, view, ops.multiplied(x, y, view))
 
 
-def subtract_at(ops: Arithmetic, array: Array, where: Index, x: Array | float) -> Array:
-    """array[where] −= x; returns the new part."""
+def changed_at(
+    operation: Callable[..., Array], array: Array, where: Index, *given: Array | float
+) -> Array:
+    """array[where] = operation(array[where], …); returns the new part."""
     view = array[where]
-    return stored(array, where, view, ops.subtract(view, x))
-
-
-def divide_at(ops: Arithmetic, array: Array, where: Index, x: Array) -> Array:
-    """array[where] /= x; returns the new part."""
-    view = array[where]
-    return stored(array, where, view, ops.divide(view, x))
-
-
-def keep_at(ops: Arithmetic, array: Array, where: Index, kept: Array, otherwise: float) -> Array:
-    """array[where] = `otherwise` where `kept` does not hold; returns the new part."""
-    view = array[where]
-    return stored(array, where, view, ops.keep(view, kept, otherwise))
+    return stored(array, where, view, operation(view, *given))
 
 
 def add_kept_at(

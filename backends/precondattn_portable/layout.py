@@ -68,15 +68,36 @@ class Tile(NamedTuple):
     high: int
 
     @property
+    def queries(self) -> Index:
+        """The index of its queries in (b, h, t, …)."""
+        return slice(None), slice(None), slice(self.i0, self.i1), ...
+
+    @property
     def keys(self) -> Index:
         """The index of its keys in (b, n, s, …)."""
-        return tokens_at(self.low, self.high)
+        return slice(None), slice(None), slice(self.low, self.high), ...
+
+    def at(self, part: Part) -> Index:
+        """The index of its queries of some heads in (b, n, r, t, …)."""
+        return (*part[:2], slice(None), slice(self.i0, self.i1), ...)
+
+    def rows_of(self, q: Array, part: Part = ALL_HEADS) -> Array:
+        """Its queries of some heads of (b, n, r, t, d), as (b, n, r (i1 − i0), d)."""
+        rows = q[self.at(part)]
+        b, n, r, t, d = rows.shape
+        return namespace(q).reshape(rows, (b, n, r * t, d))
 
 
 def grouped_queries(ops: Arithmetic, q: Array, n: int) -> Array:
     """(b, t, h, d) to (b, n, r, t, d): the r query heads that share one of n key/value heads."""
     b, t, h, d = q.shape
     return namespace(q).reshape(ops.heads_first(q), (b, n, h // n, t, d))
+
+
+def queries_by_key_head(q: Array, n: int) -> Array:
+    """(b, 1, h, d) to (b, n, h / n, d): for one token a view."""
+    b, _, h, d = q.shape
+    return namespace(q).reshape(q, (b, n, h // n, d))
 
 
 def grouped_bias(bias: Array, n: int) -> Array:
@@ -176,11 +197,6 @@ def only_at(valid: Array | None, x: Array, axis: int = 1) -> Array:
 def tokens_at(low: int, high: int) -> Index:
     """The index of tokens low … high − 1 of (b, n, s, …)."""
     return slice(None), slice(None), slice(low, high), ...
-
-
-def rows_at(part: Part, tile: Tile) -> Index:
-    """The index of a tile's queries of some heads of (b, n, r, t, …)."""
-    return (*part[:2], slice(None), slice(tile.i0, tile.i1), ...)
 
 
 def at_chunk(chunk: int, tokens: slice = slice(None)) -> Index:

@@ -163,9 +163,9 @@ class LucidMatrix:
         """(b, n, s, 1) as (b, n, chunks, size, 1)"""
         return namespace(x).reshape(x, (*x.shape[:2], self.chunks, self.size, 1))
 
-    def times_beta(self, x: Array, i0: int, i1: int) -> Array:
+    def times_beta(self, x: Array, tile: Tile) -> Array:
         """β' x, of some rows."""
-        return x if self.beta is None else self.beta[:, :, i0:i1, :] * x
+        return x if self.beta is None else self.beta[tile.queries] * x
 
     def _within(self) -> Array:
         """The scores of every diagonal block."""
@@ -182,7 +182,7 @@ class LucidMatrix:
             scores = scores.from_first()
         maxima, positions = [], []
         for tile in self.mask.tiles(diagonal.shape[2], self.size):
-            best = diagonal[:, :, tile.i0 : tile.i1, :]
+            best = diagonal[tile.queries]
             position = arange_like(self.size, diagonal)[:, None] + tile.i0
             position = xp.broadcast_to(position, best.shape)
             if tile.low < tile.high:
@@ -215,7 +215,7 @@ class LucidMatrix:
         """Φ / `factor` (b, n, i1 − i0, high − low), 0 at masked pairs."""
         row_block = self.scores.row_block(tile, self.workspaces[0])
         if self.maximum is not None:
-            row_block = self.ops.add(row_block, -self.maximum[:, :, tile.i0 : tile.i1, :])
+            row_block = self.ops.add(row_block, -self.maximum[tile.queries])
         elif self.shift:
             row_block = self.ops.add(row_block, -self.shift)
         return self.mask.apply(self.ops, self.ops.exp(row_block), tile, 0.0)
@@ -251,7 +251,7 @@ class PastSystem:
 
     def weights(self, part: Part, tile: Tile) -> Array:
         """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
-        rows = self.queries[part][:, :, tile.i0 : tile.i1, :]
+        rows = self.queries[part][tile.queries]
         scores = self.ops.product(rows, transpose(self.keys[part]))
         return self.ops.exp(self.logs(scores, part, tile))
 
@@ -341,14 +341,12 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         for part, system in self._systems(view, frame):
             solution, v = y[part], system.view.v
             for tile in system.tiles():
-                i0, i1, low, _ = tile
-                right = system.without_known(v[:, :, i0:i1, :] + 0, solution, Tile(i0, i1, low, i0))
+                right = v[tile.queries] + 0
+                right = system.without_known(right, solution, tile._replace(high=tile.i0))
                 for block in system.blocks(tile):
-                    j0, j1, _, _ = block
-                    rhs = right[:, :, j0 - i0 : j1 - i0, :]
-                    rhs = system.without_known(rhs, solution, block)
-                    rhs = system.times_beta(rhs, j0, j1)
-                    product_at(ops, solution, tokens_at(j0, j1), system.inverse_at(block), rhs)
+                    rhs = right[:, :, block.i0 - tile.i0 : block.i1 - tile.i0, :]
+                    rhs = system.times_beta(system.without_known(rhs, solution, block), block)
+                    product_at(ops, solution, block.queries, system.inverse_at(block), rhs)
         return time_first(y)[:, :s, ...], ()
 
     def backward(
@@ -366,9 +364,9 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             of_group = d.group(part)
             for tile in reversed(system.tiles()):
                 d_v, d_beta = self._pull_rows(system, tile, y[part], right[part])
-                of_group.v[:, :, tile.i0 : tile.i1, :] = d_v
+                of_group.v[tile.queries] = d_v
                 if leaf.beta:
-                    of_group.beta[:, :, tile.i0 : tile.i1, :] = d_beta
+                    of_group.beta[tile.queries] = d_beta
             gradients = system.scores.gradients()
             d.unit[part] = gradients["q"][:, :, 0, ...] * system.scale + gradients["k"]
             if d.w is not None:
@@ -385,26 +383,25 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         self, system: LucidMatrix, tile: Tile, y: Array, right: Array
     ) -> tuple[Array, Array]:
         """dv and dβ of a row block; updates earlier right sides and the scores' gradient."""
-        ops, view, (i0, i1, low, _) = self.ops, system.view, tile
-        solved = ops.empty(view.v[:, :, i0:i1, :].shape, right)
+        ops, view, (i0, _, low, _) = self.ops, system.view, tile
+        solved = ops.empty(view.v[tile.queries].shape, right)
         d_v = solved if view.beta is None else ops.empty(solved.shape, right)
         for block in reversed(system.blocks(tile)):
-            j0, j1, _, _ = block
-            here = tokens_at(j0 - i0, j1 - i0)
-            x = ops.product(transpose(system.inverse_at(block)), right[:, :, j0:j1, :])
+            here = tokens_at(block.i0 - i0, block.i1 - i0)
+            x = ops.product(transpose(system.inverse_at(block)), right[block.queries])
             if system.diagonal is not None:
-                x = x / system.diagonal[:, :, j0:j1, :]
+                x = x / system.diagonal[block.queries]
             solved[here] = x
             if view.beta is not None:
-                d_v[here] = view.beta[:, :, j0:j1, :] * x
-            if i0 < j0:
+                d_v[here] = view.beta[block.queries] * x
+            if i0 < block.i0:
                 row_block = transpose(system.weights(block))
                 ops.add_product_at(right, block.keys, row_block, d_v[here], -system.factor)
         weights = system.weights(tile)
         known = y[tile.keys]
         d_beta: Array = None
         if self.leaf.beta:
-            residual = view.v[:, :, i0:i1, :] + 0
+            residual = view.v[tile.queries] + 0
             residual = ops.add_product(residual, weights, known, -system.factor)
             d_beta = row_sum(solved * residual)
         if low < i0:
@@ -424,11 +421,11 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         column = arange_like(i1, y)[low:]
         is_diagonal = column == arange_like(i1, y)[i0:i1, None]
         assert system.diagonal is not None
-        d_diagonal = row_sum(d_v * y[:, :, i0:i1, :]) * system.diagonal[:, :, i0:i1, :]
+        d_diagonal = row_sum(d_v * y[tile.queries]) * system.diagonal[tile.queries]
         d_row_block = zero_where_not(is_diagonal, -d_diagonal)
         if system.at_maximum is not None and not self.leaf.detach_max:
-            first = system.at_maximum[:, :, i0:i1, :] == column
-            d_maximum = row_sum(d_v * system.view.v[:, :, i0:i1, :])
+            first = system.at_maximum[tile.queries] == column
+            d_maximum = row_sum(d_v * system.view.v[tile.queries])
             d_row_block = d_row_block + zero_where_not(first, d_maximum)
         return d_row_block
 

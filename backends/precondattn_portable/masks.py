@@ -16,7 +16,7 @@ import numpy as np
 from precondattn.arrays import Array, device_of, host_array, namespace
 from precondattn.frame import Frame, runs
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.in_place import keep_at
+from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import Tile, blocks, by_query_head
 
 MOST_KNOWN = 4
@@ -107,7 +107,7 @@ class Mask:
         pairs = by_query_head(scores, i1 - i0)
         for start, stop in partly_masked:
             where = (..., slice(start - low, stop - low))
-            keep_at(ops, pairs, where, self.visible(i0, i1, start, stop), otherwise)
+            changed_at(ops.keep, pairs, where, self.visible(i0, i1, start, stop), otherwise)
         return namespace(scores).reshape(pairs, scores.shape)
 
     def _partly_masked(self, tile: Tile) -> list[tuple[int, int]]:

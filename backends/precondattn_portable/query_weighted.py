@@ -25,14 +25,12 @@ from precondattn_portable.layout import (
     block_size,
     grouped_queries,
     head_groups,
-    rows_at,
     time_first,
     ungrouped,
     zero_padding,
 )
 from precondattn_portable.masks import Mask
 from precondattn_portable.read_mean import exponentials
-from precondattn_portable.scores import block_of_rows
 
 
 class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
@@ -52,8 +50,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             group_mask = mask.of_sequences(part[0])
             for tile in mask.tiles(t, size):
                 tile = tile._replace(low=0)
-                rows = block_of_rows(q[part], tile)
-                scores = ops.product(rows, transpose(k[part][tile.keys]))
+                scores = ops.product(tile.rows_of(q, part), transpose(k[part][tile.keys]))
                 logits = group_mask.apply(ops, scores / self.leaf.tau, tile)
                 p, total, _ = exponentials(ops, logits)
                 p = ops.multiply(p, 1.0 / total)
@@ -74,7 +71,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
         c = ops.empty(q.shape, q)
         for part, tile, p, centred in self._row_blocks(q, k, frame):
             result = ops.product(ops.multiply(p, centred), k[part][tile.keys])
-            where = rows_at(part, tile)
+            where = tile.at(part)
             c[where] = xp.reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
 
@@ -89,8 +86,8 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
         d_q, d_k = g + 0, ops.zeros(k.shape, k)
         d_contraction = ops.zeros(contraction.shape, q)
         for part, tile, p, centred in self._row_blocks(q, k, frame):
-            keys, where = k[part][tile.keys], rows_at(part, tile)
-            rows_q, rows_h = block_of_rows(q[part], tile), block_of_rows(h[part], tile)
+            keys, where = k[part][tile.keys], tile.at(part)
+            rows_q, rows_h = tile.rows_of(q, part), tile.rows_of(h, part)
             u = ops.product(rows_h, transpose(keys))
             u = ops.add(u, -row_sum(p * u))
             weighted = p * centred

@@ -19,7 +19,7 @@ from precondattn.spec.array_functions import sum_to, transpose
 from precondattn.spec.soft_cap import slope
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.in_place import add_at
-from precondattn_portable.layout import Tile, by_query_head
+from precondattn_portable.layout import ALL_HEADS, Tile, by_query_head
 
 
 class Scores(Protocol):
@@ -36,13 +36,6 @@ class Scores(Protocol):
     def gradients(self) -> Arrays:
         """The sums of these gradients, by input."""
         ...
-
-
-def block_of_rows(q: Array, tile: Tile) -> Array:
-    """The queries of a tile, of all query heads of a key head, as (b, n, r (i1 − i0), d)."""
-    rows = q[:, :, :, tile.i0 : tile.i1, :]
-    b, n, r, t, d = rows.shape
-    return namespace(q).reshape(rows, (b, n, r * t, d))
 
 
 def biased(ops: Arithmetic, row_block: Array, bias: Array) -> Array:
@@ -65,14 +58,14 @@ class DotScores:
             self.d_q, self.d_k = ops.zeros(q.shape, q), ops.zeros(k.shape, k)
 
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
-        rows = block_of_rows(self.q, tile)
+        rows = tile.rows_of(self.q)
         keys = transpose(self.k[tile.keys])
         return self.ops.product(rows, keys, workspace.shaped((*rows.shape[:3], keys.shape[3])))
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
-        rows = block_of_rows(self.q, tile)
+        rows = tile.rows_of(self.q)
         d_rows = self.ops.product(d_row_block, self.k[tile.keys])
-        here = (..., slice(tile.i0, tile.i1), slice(None))
+        here = tile.at(ALL_HEADS)
         self.d_q[here] = namespace(d_rows).reshape(d_rows, self.d_q[here].shape)
         self.ops.add_product_at(self.d_k, tile.keys, transpose(d_row_block), rows)
 

@@ -28,7 +28,7 @@ from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.block_conjugate_gradients import solved
-from precondattn_portable.in_place import keep_at
+from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import (
     Part,
     Tile,
@@ -73,22 +73,23 @@ class Similarities:
         ops, (i0, i1, low, _) = self.ops, tile
         keys = transpose(self.unit[tile.keys])
         workspace = self.workspace.shaped((*self.unit.shape[:2], i1 - i0, i1 - low))
-        weights = ops.product(self.queries[tokens_at(i0, i1)], keys, workspace)
+        weights = ops.product(self.queries[tile.queries], keys, workspace)
         if self.shift:
             weights = ops.subtract(weights, self.shift)
         weights = ops.exp(weights)
         if not self.mask.is_plain:
             weights = self.mask.apply(ops, weights, tile, 0.0)
         row = arange_like(i1 - i0, weights)
-        keep_at(ops, weights, (..., slice(i0 - low, None)), row[:, None] != row, own)
+        corner = (..., slice(i0 - low, None))
+        changed_at(ops.keep, weights, corner, row[:, None] != row, own)
         return weights
 
     def _add(self, total: Array, x: Array, weights: Array, tile: Tile) -> None:
         """total += Φ x of a tile and of its transpose, above the diagonal."""
-        i0, i1, low, _ = tile
-        self.ops.add_product_at(total, tokens_at(i0, i1), weights, x[tile.keys], self.factor)
+        i0, _, low, _ = tile
+        self.ops.add_product_at(total, tile.queries, weights, x[tile.keys], self.factor)
         if low < i0:
-            mirrored, rows = transpose(weights[..., : i0 - low]), x[tokens_at(i0, i1)]
+            mirrored, rows = transpose(weights[..., : i0 - low]), x[tile.queries]
             self.ops.add_product_at(total, tokens_at(low, i0), mirrored, rows, self.factor)
 
     def times(self, x: Array) -> Array:
@@ -105,7 +106,7 @@ class Similarities:
         total = ops.zeros(self.unit.shape, x)
         for tile in self.tiles():
             weights = self.weights(tile, 0.0)
-            pairs = ops.product(left[tokens_at(*tile[:2])], transpose(right[tile.keys]))
+            pairs = ops.product(left[tile.queries], transpose(right[tile.keys]))
             self._add(total, self.unit, ops.multiply(pairs, weights), tile)
         return -self.scale * total
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 from copy import copy
 from typing import NamedTuple
 
-from precondattn.arrays import Array, Arrays, Index, namespace, placement
-from precondattn.spec.array_functions import transpose
+from precondattn.arrays import Array, Arrays, Index, namespace
+from precondattn.spec.array_functions import identity_like, transpose
 from precondattn_portable.arithmetic import Arithmetic, Scratch
 from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import Tile, at_chunk, padded, tokens_at
@@ -84,14 +84,8 @@ class TransportedScores:
         self.r = q.shape[2]
         self.chunks = (self.length + missing) // size
         self.shape = (b, n, self.chunks * size, d)
-        self.q = q
-        self.all = self._matrices(
-            padded(q, 0, missing, axis=3),
-            padded(k, 0, missing),
-            padded(w, 0, missing),
-            padded(beta, 0, missing),
-            workspace,
-        )
+        k, w, beta = (padded(a, 0, missing) for a in (k, w, beta))
+        self.all = self._matrices(padded(q, 0, missing, axis=3), k, w, beta, workspace)
         self.gradient = gradient
         if gradient:
             self.d_q_padded = ops.zeros((b, n, self.r, *self.shape[2:]), q)
@@ -110,7 +104,7 @@ class TransportedScores:
         """Zeros of the keys' shape."""
         result = workspace.shaped(self.shape, name)
         if result is None:
-            return self.ops.zeros(self.shape, self.q)
+            return self.ops.zeros(self.shape, self.all.k)
         result[...] = 0.0
         return result
 
@@ -136,8 +130,7 @@ class TransportedScores:
         zr = ops.product(m, ops.lower(ops.product(scaled, transpose(k), pairs), -1), products)
         zw = ops.product(m, scaled)
         keys = ops.add_product(k + 0, transpose(zr), w, -1.0)
-        identity = namespace(k).eye(d, dtype=k.dtype, **placement(k))
-        whole = ops.zeros((b, n, self.chunks, d, d), k) + identity
+        whole = ops.zeros((b, n, self.chunks, d, d), k) + identity_like(k)
         whole = ops.add_product(whole, transpose(w), zw, -1.0)
         q = xp.reshape(q, (b, n, self.r, self.chunks, size, d))
         q = xp.reshape(xp.permute_dims(q, (0, 1, 3, 2, 4, 5)), (b, n, self.chunks, -1, d))
