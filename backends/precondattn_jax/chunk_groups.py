@@ -26,9 +26,8 @@ from precondattn_portable import (
     chunkwise_delta,
     chunkwise_delta_channels,
 )
-from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks, flat
-from precondattn_portable.head_decay import HeadDecay, decayed
+from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks
+from precondattn_portable.head_decay import decayed, flat
 
 
 class SummedChunks(Protocol):
@@ -85,32 +84,20 @@ class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
 class KeyAdditive(StatesOfSums, chunkwise_additive.KeyAdditive):
     """One decay for each key channel."""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
-        self.total = jnp.matrix_transpose(self.decay.total)
+    kind = ChannelDecay
 
 
 class ValueAdditive(StatesOfSums, chunkwise_additive.ValueAdditive):
     """One decay for each value channel."""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        self.ops, self.x, self.decay = ops, x, ChannelDecay(ops, x.g)
-        self.total = self.decay.total
+    kind = ChannelDecay
 
 
 class DeltaRule(chunkwise_delta.DeltaRule):
     """The delta rule, with one decay for the whole state."""
 
-    total: Array | None
-
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        self.ops, self.x, self.decay = ops, x, HeadDecay(ops, x.g, x.k)
-        self.total = self.decay.total
-        self.below, self.to_erased = self._of_erased()
-        self.among_keys = product(self.erase, jnp.matrix_transpose(x.k)) * self.below
-        self.inverse = unit_lower_inverse(self.among_keys * x.beta)
-        self.writing_k = decayed(x.k, self.decay.writing)
-        self.reading_k = self.erase * decayed(x.beta, self.to_erased)
+    def _inverted(self, strict: Array) -> Array:
+        return unit_lower_inverse(strict)
 
     def states(self, state: Array) -> Array:
         def step(state: Array, x: Tree) -> tuple[Array, tuple[Array, Array]]:
@@ -125,7 +112,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         return _with_last(last, before)
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
-        self.scores = self._scores(q)
+        self.scores = self.decay.scores(q, self.x.k)
         d_u = transposed_product(self.scores, flat(d_o))
         pulled = transposed_product(flat(decayed(q, self.decay.reading)), flat(d_o))
 
@@ -143,10 +130,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
     """The delta rule, with one decay for each key channel."""
 
-    def __init__(self, ops: Arithmetic, x: WrittenChunks) -> None:
-        self.ops, self.x = ops, x
-        self._set(ChannelDecay(ops, x.g))
-        self.inverse = unit_lower_inverse(self.among_keys * x.beta)
+    kind = ChannelDecay
 
 
 KINDS: dict[chunkwise.GroupKind, chunkwise.GroupKind] = {

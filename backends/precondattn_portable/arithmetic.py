@@ -1,8 +1,8 @@
 """Products, exponentials and the few other operations that dominate the run time.
 
 The array-API standard has no `out=` and allocates every result. Libraries with `out=` save the
-allocation, so the algorithms say where a result may be written. They always use the returned
-array, which may or may not be that one.
+allocation, so the algorithms say where a result may be written: "in x" stands for "in x where the
+library can". They always use the returned array, which may or may not be that one.
 
 Arrays have heads before time, (b, n, rows, columns); the last two axes are matrices.
 """
@@ -10,6 +10,7 @@ Arrays have heads before time, (b, n, rows, columns); the last two axes are matr
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 from precondattn.arrays import Array, Arrays, Index, namespace, placement
@@ -48,6 +49,12 @@ class Arithmetic:
     writes = False
     """Whether `array[index] = update` is allowed."""
 
+    add = staticmethod(operator.add)
+    """x + y, in x; y broadcasts to x, as it does in the next three."""
+    subtract = staticmethod(operator.sub)
+    multiply = staticmethod(operator.mul)
+    divide = staticmethod(operator.truediv)
+
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """An uninitialized array for results, with like's dtype and device."""
         return namespace(like).empty(shape, dtype=like.dtype, **placement(like))
@@ -64,63 +71,50 @@ class Arithmetic:
         return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
 
     def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
-        """a b, in `out` where the library can."""
+        """a b, in `out`."""
         return a @ b
 
     def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
-        """total + factor a b, in `total` where the library can."""
+        """total + factor a b, in `total`."""
         return total + (a @ b) * factor
 
     def add_product_at(
         self, total: Array, where: Index, a: Array, b: Array, factor: float = 1.0
     ) -> None:
         """total[where] += factor a b; `total` belongs to the algorithm and is modified."""
-        total[where] = total[where] + (a @ b) * factor
+        view = total[where]
+        result = self.add_product(view, a, b, factor)
+        if result is not view:
+            total[where] = result
 
     def exp(self, x: Array) -> Array:
-        """eˣ, in x where the library can."""
+        """eˣ, in x."""
         return namespace(x).exp(x)
 
     def log(self, x: Array) -> Array:
-        """log x, in x where the library can."""
+        """log x, in x."""
         return namespace(x).log(x)
 
+    def tanh(self, x: Array) -> Array:
+        """tanh x, in x."""
+        return namespace(x).tanh(x)
+
     def softsign_power(self, base: float, x: Array, workspace: Array) -> Array:
-        """base^{x / (1 + |x|)}, in x where the library can; it may overwrite `workspace`."""
+        """base^{x / (1 + |x|)}, in x; it may overwrite `workspace`."""
         xp = namespace(x)
         return xp.exp(math.log(base) * (x / (1 + xp.abs(x))))
 
-    def tanh(self, x: Array) -> Array:
-        """tanh x, in x where the library can."""
-        return namespace(x).tanh(x)
-
-    def add(self, x: Array, y: Array | float) -> Array:
-        """x + y, in x where the library can; y broadcasts to x."""
-        return x + y
-
     def add_multiple(self, total: Array, x: Array, y: Array) -> Array:
-        """total + x ∘ y, in `total` where the library can; x and y broadcast to it."""
+        """total + x ∘ y, in `total`; x and y broadcast to it."""
         return total + x * y
 
     def plus_product(self, total: Array, x: Array, y: Array) -> Array:
         """total + x ∘ y in a new array; x and y broadcast to `total`."""
         return total + x * y
 
-    def multiply(self, x: Array, y: Array | float) -> Array:
-        """x ∘ y, in x where the library can; y broadcasts to x."""
-        return x * y
-
     def multiplied(self, x: Array, y: Array, out: Array | None = None) -> Array:
-        """x ∘ y, in `out` where the library can."""
+        """x ∘ y, in `out`."""
         return x * y
-
-    def subtract(self, x: Array, y: Array | float) -> Array:
-        """x − y, in x where the library can; y broadcasts to x."""
-        return x - y
-
-    def divide(self, x: Array, y: Array) -> Array:
-        """x / y, in x where the library can; y broadcasts to x."""
-        return x / y
 
     def unit_rows(self, x: Array, eps: float) -> Array:
         """x / √(‖x‖² + eps) of every row, in a new array."""
@@ -139,19 +133,18 @@ class Arithmetic:
         return total
 
     def softmax(self, x: Array) -> Array:
-        """eˣ / Σ eˣ along the last axis, of rows with at least one finite entry; in x where the
-        library can."""
+        """eˣ / Σ eˣ along the last axis, in x, of rows with at least one finite entry."""
         xp = namespace(x)
         x = self.exp(self.subtract(x, xp.max(x, axis=-1, keepdims=True)))
         return self.divide(x, xp.sum(x, axis=-1, keepdims=True))
 
     def softmax_vjp(self, weights: Array, d_weights: Array) -> Array:
-        """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A)), in dA where the library can."""
+        """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A)), in dA."""
         mean = row_sum(d_weights * weights)
         return self.multiply(self.subtract(d_weights, mean), weights)
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
-        """x where `where` holds, else `otherwise`; in x where the library can."""
+        """x where `where` holds, else `otherwise`; in x."""
         return namespace(x).where(where, x, otherwise)
 
     def solve_unit_lower(
@@ -163,16 +156,12 @@ class Arithmetic:
         """
         return None
 
-    def running_sum(self, x: Array, axis: int) -> Array:
-        """The sums of all elements up to each one."""
+    def accumulate(self, x: Array, axis: int) -> Array:
+        """The sums of all elements up to each one, in x."""
         return namespace(x).cumulative_sum(x, axis=axis)
 
-    def accumulate(self, x: Array, axis: int) -> Array:
-        """`running_sum`, in x where the library can."""
-        return self.running_sum(x, axis)
-
     def lower(self, x: Array, k: int = 0) -> Array:
-        """The lower triangles of matrices, 0 above diagonal k; in x where the library can."""
+        """The lower triangles of matrices, 0 above diagonal k; in x."""
         return namespace(x).tril(x, k=k)
 
 
@@ -181,12 +170,16 @@ class InPlace(Arithmetic):
 
     writes = True
 
+    add = staticmethod(operator.iadd)
+    subtract = staticmethod(operator.isub)
+    multiply = staticmethod(operator.imul)
+    divide = staticmethod(operator.itruediv)
+
     def scratch(self, size: int, like: Array) -> Scratch:
         return FlatScratch(self, size, like)
 
     def heads_first(self, x: Array) -> Array:
-        xp = namespace(x)
-        return xp.ascontiguousarray(super().heads_first(x))
+        return namespace(x).ascontiguousarray(super().heads_first(x))
 
     def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
         return namespace(a).matmul(a, b, out=out)
@@ -194,23 +187,19 @@ class InPlace(Arithmetic):
     def add_product(self, total: Array, a: Array, b: Array, factor: float = 1.0) -> Array:
         step = namespace(a).matmul(a, b)
         if factor == -1.0:
-            total -= step
-            return total
+            return self.subtract(total, step)
         if factor != 1.0:
             step *= factor
-        total += step
-        return total
-
-    def add_product_at(
-        self, total: Array, where: Index, a: Array, b: Array, factor: float = 1.0
-    ) -> None:
-        self.add_product(total[where], a, b, factor)
+        return self.add(total, step)
 
     def exp(self, x: Array) -> Array:
         return namespace(x).exp(x, out=x)
 
     def log(self, x: Array) -> Array:
         return namespace(x).log(x, out=x)
+
+    def tanh(self, x: Array) -> Array:
+        return namespace(x).tanh(x, out=x)
 
     def softsign_power(self, base: float, x: Array, workspace: Array) -> Array:
         workspace = namespace(x).abs(x, out=workspace)
@@ -219,34 +208,14 @@ class InPlace(Arithmetic):
         x *= math.log(base)
         return self.exp(x)
 
-    def tanh(self, x: Array) -> Array:
-        return namespace(x).tanh(x, out=x)
-
-    def add(self, x: Array, y: Array | float) -> Array:
-        x += y
-        return x
-
     def add_multiple(self, total: Array, x: Array, y: Array) -> Array:
-        total += x * y
-        return total
+        return self.add(total, x * y)
 
     def plus_product(self, total: Array, x: Array, y: Array) -> Array:
         return self.add(x * y, total)
 
-    def multiply(self, x: Array, y: Array | float) -> Array:
-        x *= y
-        return x
-
     def multiplied(self, x: Array, y: Array, out: Array | None = None) -> Array:
         return namespace(x).multiply(x, y, out=out)
-
-    def subtract(self, x: Array, y: Array | float) -> Array:
-        x -= y
-        return x
-
-    def divide(self, x: Array, y: Array) -> Array:
-        x /= y
-        return x
 
     def accumulate(self, x: Array, axis: int) -> Array:
         return namespace(x).cumsum(x, axis=axis, out=x)

@@ -46,6 +46,12 @@ class Residual(NamedTuple):
     def is_small(self) -> Array:
         return self.length <= self.allowed
 
+    def worst(self, of_right: Array) -> float:
+        """The largest share of the right side's lengths that is left."""
+        xp = namespace(of_right)
+        share = self.length / xp.where(of_right > 0, of_right, 1.0)
+        return float(xp.max(xp.where(self.is_large(), share, 0.0)))
+
 
 class Directions(NamedTuple):
     """The iteration: X, Q, S and C."""
@@ -117,15 +123,9 @@ def solved(
         if not xp.any(left.is_large()):
             return x * size
         if used == iterations:
-            raise NotSolvedError(_message(left, lengths(right), tolerance, iterations))
-
-
-def _message(left: Residual, of_right: Array, tolerance: float, iterations: int) -> str:
-    xp = namespace(left.length)
-    some = xp.where(of_right > 0, of_right, 1.0)
-    worst = float(xp.max(xp.where(left.is_large(), left.length / some, 0.0)))
-    return (
-        f"conjugate gradients left a residual of {worst:.1e} of the right side after {iterations} "
-        f"iterations, and {tolerance:.0e} is expected; give more iterations, a larger tolerance or "
-        f"a matrix with a larger smallest eigenvalue"
-    )
+            worst = left.worst(lengths(right))
+            raise NotSolvedError(
+                f"conjugate gradients left a residual of {worst:.1e} of the right side after "
+                f"{iterations} iterations, and {tolerance:.0e} is expected; give more iterations, "
+                f"a larger tolerance or a matrix with a larger smallest eigenvalue"
+            )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.head_decay import sums_after, sums_before, sums_from
+from precondattn_portable.head_decay import Decay, decayed, flat, sums_before, sums_from
 from precondattn_portable.in_place import add_at
 
 ALL = slice(None)
@@ -44,16 +44,12 @@ class HalvedDecay(NamedTuple):
     """For the first half."""
 
 
-class ChannelDecay:
+class ChannelDecay(Decay):
     """Decays of gates (c, n, C, w), C a power of two."""
 
-    def __init__(self, ops: Arithmetic, g: Array) -> None:
-        xp = namespace(g)
-        self.ops, self.g, self.size = ops, g, g.shape[2]
-        self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
-        """e^{g_1 + … + g_i} (c, n, C, w); then e^{g_{i+1} + … + g_C}, and the last of the first."""
-        self.writing = xp.exp(sums_after(g))
-        self.total = self.reading[:, :, -1:, :]
+    def __init__(self, ops: Arithmetic, g: Array, like: Array) -> None:
+        super().__init__(ops, g)
+        self.size = like.shape[2]
 
     @cached_property
     def halvings(self) -> list[HalvedDecay]:
@@ -74,10 +70,7 @@ class ChannelDecay:
         return result
 
     def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
-        """dF/dA, 0 above the diagonal: x (c, n, C, r, w), y (c, n, C, w) to (c, n, C r, C).
-
-        Without `diagonal`, 0 on it too.
-        """
+        """dF/dA, 0 above the diagonal, and without `diagonal` on it too."""
         xp = namespace(x)
         chunks, heads, size, r, _ = x.shape
         shape = (chunks, heads, size, r, 1)
@@ -131,6 +124,17 @@ class ChannelDecay:
             add_at(self.ops, d_g, FIRST, sums_before(written * earlier))
             add_at(self.ops, d_y, FIRST, self.ops.multiply(written, until))
         return xp.reshape(d_x, x.shape), xp.reshape(d_y, y.shape), xp.reshape(d_g, y.shape)
+
+    def pull(
+        self, scores: Array, d_scores: Array, x: Array, y: Array, d_x: Array, d_y: Array
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of x and y, added to d_x and d_y, and that of the gates."""
+        more_x, more_y, d_g = self.gradients(d_scores, x, y)
+        return self.ops.add(more_x, d_x), self.ops.add(more_y, d_y), d_g
+
+    def of_states(self, q: Array, states: Array) -> Array:
+        o = self.ops.product(flat(decayed(q, self.reading)), states)
+        return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
 
     def _blocks(self, y: Array, half: int) -> tuple[int, ...]:
         """Tokens as blocks of two halves: (c, n, blocks, 2, half, w)."""

@@ -24,7 +24,7 @@ from precondattn_portable.chunkwise_additive import (
 )
 from precondattn_portable.chunkwise_delta import DeltaRule
 from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
-from precondattn_portable.layout import blocks, budget
+from precondattn_portable.layout import blocks, budget, padded
 
 CHUNK = 64
 """Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
@@ -63,25 +63,21 @@ class Chunkwise:
         self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
     ) -> tuple[tuple[Array, ...], list[Array]]:
         works = [self.work(x) for x, _ in streams]
-        lasts = [_joined(state) for _, state in streams]
+        work, lasts = works[0], [_joined(state) for _, state in streams]
         queries = [x.q for x, _ in streams]
-        workspaces: list[Array] = []
-        for part in works[0].parts(max(work.widest for work in works)):
+        outs: list[Array] = []
+        for part in work.parts(max(work.widest for work in works)):
             outputs, lasts = _read(works, part, queries, lasts)
-            if part.stop <= works[0].first_read:
-                continue
-            result = function(*outputs, *(works[0].of_reads(array, part) for array in arrays))
-            workspaces = workspaces or [
-                works[0].workspace_of_reads(a, *a.shape[3:]) for a in result
-            ]
-            for workspace, tokens in zip(workspaces, result, strict=True):
-                works[0].fill(workspace, part, tokens)
-        t = queries[0].shape[2]
+            if part.stop > work.first_read:
+                result = function(*outputs, *(work.of_reads(array, part) for array in arrays))
+                outs = outs or [None] * len(result)
+                filled = partial(work.filled, work.first_read, part)
+                outs = [filled(out, tokens) for out, tokens in zip(outs, result, strict=True)]
         finals = [
             namespace(last).reshape(last, state.shape)
             for last, (_, state) in zip(lasts, streams, strict=True)
         ]
-        return tuple(works[0].tokens(workspace, t) for workspace in workspaces), finals
+        return tuple(work.tokens(out, queries[0].shape[2]) for out in outs), finals
 
     def reread(
         self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
@@ -92,20 +88,16 @@ class Chunkwise:
         outputs of queries q in the layout of the group, (c, n, C, r, w).
         """
         work = self.work(x._replace(q=arrays[0]))
-        last, workspace = _joined(state), None
+        last, out = _joined(state), None
         for part in work.parts(REREAD * work.widest):
             group = work.group(part)
             states = group.states(last)
             last = states[-1, ...] + 0
-            if part.stop <= work.first_read:
-                continue
-            given = (work.of_reads(array, part) for array in arrays)
-            result = function(partial(_outputs, group, states), *given)
-            if workspace is None:
-                workspace = work.workspace_of_reads(result, *result.shape[3:])
-            work.fill(workspace, part, result)
-        assert workspace is not None  # There is at least one query.
-        out = work.tokens(workspace, arrays[0].shape[2])
+            if part.stop > work.first_read:
+                given = (work.of_reads(array, part) for array in arrays)
+                result = function(partial(group.read, states=states), *given)
+                out = work.filled(work.first_read, part, out, result)
+        out = work.tokens(out, arrays[0].shape[2])
         return out, namespace(last).reshape(last, state.shape)
 
     def by_tokens(self, function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
@@ -141,8 +133,7 @@ class Chunkwise:
             last = states[-1, ...]
             done.append((part, group, states))
 
-        d_q = work.workspace_of_reads(x.q, *x.q.shape[3:])
-        d_written = [None if a is None else work.workspace(0, a, a.shape[3]) for a in work.written]
+        d_q, d_written = None, [None] * len(work.written)
         first = _joined(d_final)
         while done:
             part, group, states = done.pop()
@@ -151,10 +142,11 @@ class Chunkwise:
             first = d_states[0, ...]
             part_d_q, result = group.vjp(q, d_outputs, states, d_states)
             if part.stop > work.first_read:
-                work.fill(d_q, part, part_d_q)
-            for workspace, gradient in zip(d_written, result, strict=True):
-                if workspace is not None:
-                    work.fill(workspace, part, gradient)
+                d_q = work.filled(work.first_read, part, d_q, part_d_q)
+            d_written = [
+                None if tokens is None else work.filled(0, part, whole, tokens)
+                for whole, tokens in zip(d_written, result, strict=True)
+            ]
         s = x.k.shape[2]
         d_k, d_v, d_g, d_beta, d_erase, d_undecayed = (
             None if a is None else work.tokens(a, s) for a in d_written
@@ -169,10 +161,6 @@ class Chunkwise:
             d_undecayed,
         )
         return StreamGradients(stream, xp.reshape(first, d_final.shape))
-
-
-def _outputs(group: ChunkGroup, states: Array, queries: Array) -> Array:
-    return group.read(queries, states)
 
 
 def _read(
@@ -244,48 +232,33 @@ class ChunkWork:
 
     def _chunks(self, x: Array, part: range, missing: int) -> Array:
         """(b, m, s, …) as (c, n, C, …), 0 at the `missing` tokens before and after the last one."""
-        xp = namespace(x)
-        rest = x.shape[3:]
-        shape = (len(part), self.b, self.m, self.size, *rest)
-        start, stop = part.start * self.size - missing, part.stop * self.size - missing
-        whole = start >= 0 and stop <= x.shape[2]
-        result = self.ops.empty(shape, x) if whole else self.ops.zeros(shape, x)
-        low, high = max(start, 0), min(stop, x.shape[2])
-        while low < high:
-            chunk, offset = divmod(low - start, self.size)
-            if offset or high - low < self.size:
-                length = min(self.size - offset, high - low)
-                tokens = x[:, :, low : low + length, ...]
-                result[chunk, :, :, offset : offset + length, ...] = tokens
-            else:
-                chunks = (high - low) // self.size
-                length = chunks * self.size
-                tokens = x[:, :, low : low + length, ...]
-                tokens = xp.reshape(tokens, (self.b, self.m, chunks, self.size, *rest))
-                order = (2, 0, 1, *range(3, tokens.ndim))
-                result[chunk : chunk + chunks, ...] = xp.permute_dims(tokens, order)
-            low += length
+        xp, rest, count = namespace(x), x.shape[3:], len(part) * self.size
+        start = part.start * self.size - missing
+        low, high = (min(max(token, 0), x.shape[2]) for token in (start, start + count))
+        before = min(max(-start, 0), count)
+        tokens = padded(x[:, :, low:high, ...], before, count - before - (high - low))
+        tokens = xp.reshape(tokens, (self.b, self.m, len(part), self.size, *rest))
+        result = self.ops.empty((len(part), self.b, self.m, self.size, *rest), x)
+        result[...] = xp.permute_dims(tokens, (2, 0, 1, *range(3, tokens.ndim)))
         return xp.reshape(result, (len(part), self.b * self.m, self.size, *rest))
 
-    def workspace_of_reads(self, like: Array, *rest: int) -> Array:
-        """An array for the results of chunks with queries."""
-        return self.workspace(self.first_read, like, *rest)
+    def filled(self, first: int, part: range, whole: Array | None, tokens: Array) -> Array:
+        """(b, c, C, m, …) of the chunks from `first` on, with the tokens of a group.
 
-    def workspace(self, first: int, like: Array, *rest: int) -> Array:
-        """An array for the results of chunks from `first` on."""
-        return self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), like)
-
-    def fill(self, workspace: Array, part: range, tokens: Array) -> None:
-        xp = namespace(tokens)
-        tokens = xp.reshape(tokens, (len(part), self.b, self.m, *tokens.shape[2:]))
-        start = part.start - self.count + workspace.shape[1]
+        They are written to `whole`, or to a new array without it.
+        """
+        xp, rest = namespace(tokens), tokens.shape[3:]
+        if whole is None:
+            whole = self.ops.empty((self.b, self.count - first, self.size, self.m, *rest), tokens)
+        tokens = xp.reshape(tokens, (len(part), self.b, self.m, self.size, *rest))
         order = (1, 0, 3, 2, *range(4, tokens.ndim))
-        workspace[:, start : start + len(part), ...] = xp.permute_dims(tokens, order)
+        whole[:, part.start - first : part.stop - first, ...] = xp.permute_dims(tokens, order)
+        return whole
 
-    def tokens(self, workspace: Array, t: int) -> Array:
+    def tokens(self, whole: Array, t: int) -> Array:
         """(b, m, t, …): the last t tokens only."""
-        xp = namespace(workspace)
-        tokens = xp.reshape(workspace, (self.b, -1, *workspace.shape[3:]))
+        xp = namespace(whole)
+        tokens = xp.reshape(whole, (self.b, -1, *whole.shape[3:]))
         end = tokens.shape[1] - (self.count * self.size - self.s)
         tokens = tokens[:, end - t : end, ...]
         return xp.permute_dims(tokens, (0, 2, 1, *range(3, tokens.ndim)))

@@ -13,14 +13,11 @@ Arrays of one token are (b, m, r, …), for the r queries of m statistics; those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, namespace, placement
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, row_sum, transpose, where_valid
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.few_tokens import decay_of_pairs, is_few
 from precondattn_portable.layout import time_first
 from precondattn_portable.stateful import StatefulAlgorithm
@@ -30,80 +27,61 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
     """Algorithm of `ConditionedQuery`."""
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        if not is_few(x):
-            return super().forward(x, frame)
-        return _of_few_tokens(self.ops, self.leaf, x, frame), ()
+        return (self._of_few(x, frame), ()) if is_few(x) else super().forward(x, frame)
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         if x["k"].shape[1] > 1:
             return super().step(past, x, frame)
-        return _of_one_token(self.ops, self.leaf, past, x, frame)
+        xp, ops = namespace(x["q"]), self.ops
+        second, first = past["second"], past["first"][:, :, None, :]
+        n = past["count"][..., None, None]
+        if self.leaf.has_decay:
+            kept = xp.exp(self.leaf.log_decay(x, frame)[:, :, 0, ...])
+            second, first, n = second * kept, first * kept, n * kept
+        (b, _, h, d), m = x["q"].shape, second.shape[1]
+        q, k = self._units(x)
+        q, k = xp.reshape(q, (b, m, h // m, d)), repeat_heads(where_valid(k, frame), m)
+        contraction = xp.reshape(x["contraction"], (b, m, h // m, 1))
+        second = ops.plus_product(second, transpose(k), k)
+        first, n = first + k, n + _counted(k, frame)
+        a, some = ops.product(q, second), _positive(n, 1, frame)
+        out = self._contracted(a, first, some, q, contraction)
+        state = {"second": second, "first": first[:, :, 0, :], "count": n[:, :, 0, 0]}
+        updates: Updates = {name: Replace(value) for name, value in state.items()}
+        return xp.reshape(out, x["q"].shape), updates
 
+    def _of_few(self, x: Arrays, frame: Frame) -> Array:
+        """Statistics are repeated for each of their queries: those of few tokens are small."""
+        ops, (_, t, h, _), s = self.ops, x["q"].shape, x["k"].shape[1]
+        q, k = self._units(x)
+        k = repeat_heads(where_valid(k, frame), h)
+        scores = ops.product(q, transpose(k))
+        if self.leaf.has_decay or frame.k_segment is not None:
+            decay = decay_of_pairs(ops, self.leaf.log_decay(x, frame))[:, :, s - t :, :, 0]
+            weights = repeat_heads(ops.lower(decay, s - t), h)
+            scores = ops.multiply(scores, weights)
+            total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
+        else:
+            scores = ops.lower(scores, s - t)
+            total, n = _running_sum(k)[:, :, s - t :, :], _running_count(k, frame, t)
+        a, n = ops.product(scores, k), _positive(n, s, frame)
+        contraction = time_first(x["contraction"][..., None])
+        return time_first(self._contracted(a, total, n, q, contraction))
 
-def _of_one_token(
-    ops: Arithmetic,
-    leaf: pa.ConditionedQuery,
-    past: Mapping[str, Array],
-    x: Mapping[str, Array],
-    frame: Frame,
-) -> tuple[Array, Updates]:
-    xp = namespace(x["q"])
-    second, first, n = past["second"], past["first"][:, :, None, :], past["count"][..., None, None]
-    if leaf.has_decay:
-        kept = xp.exp(leaf.log_decay(x, frame)[:, :, 0, ...])
-        second, first, n = second * kept, first * kept, n * kept
-    (b, _, h, d), m = x["q"].shape, second.shape[1]
-    q, k = _units(ops, leaf, x)
-    q, k = xp.reshape(q, (b, m, h // m, d)), repeat_heads(where_valid(k, frame), m)
-    contraction = xp.reshape(x["contraction"], (b, m, h // m, 1))
-    second = ops.plus_product(second, transpose(k), k)
-    first, n = first + k, n + _counted(k, frame)
-    out = _contracted(ops, ops.product(q, second), first, _positive(n, 1, frame), q, contraction)
-    state = {"second": second, "first": first[:, :, 0, :], "count": n[:, :, 0, 0]}
-    updates: Updates = {name: Replace(value) for name, value in state.items()}
-    return xp.reshape(out, x["q"].shape), updates
+    def _units(self, x: Arrays) -> tuple[Array, Array]:
+        """q̄ (b, h, t, d) and k̄ (b, n, s, d), where possible by one norm of both."""
+        unit_rows, eps = self.ops.unit_rows, self.leaf.eps
+        q, k = time_first(x["q"]), time_first(x["k"])
+        if q.shape[2] != k.shape[2]:
+            return unit_rows(q, eps), unit_rows(k, eps)
+        both = unit_rows(namespace(q).concat([q, k], axis=1), eps)
+        return both[:, : q.shape[1], ...], both[:, q.shape[1] :, ...]
 
-
-def _of_few_tokens(
-    ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array], frame: Frame
-) -> Array:
-    """Statistics are repeated for each of their queries: those of few tokens are small."""
-    (_, t, h, _), s = x["q"].shape, x["k"].shape[1]
-    q, k = _units(ops, leaf, x)
-    k = repeat_heads(where_valid(k, frame), h)
-    scores = ops.product(q, transpose(k))
-    if leaf.has_decay or frame.k_segment is not None:
-        decay = decay_of_pairs(ops, leaf.log_decay(x, frame))[:, :, s - t :, :, 0]
-        weights = repeat_heads(ops.lower(decay, s - t), h)
-        scores = ops.multiply(scores, weights)
-        total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
-    else:
-        scores = ops.lower(scores, s - t)
-        total, n = ops.running_sum(k, axis=2), _running_count(ops, k, frame, t)
-        if t < s:
-            total = total[:, :, s - t :, :]
-    a, n = ops.product(scores, k), _positive(n, s, frame)
-    return time_first(_contracted(ops, a, total, n, q, time_first(x["contraction"][..., None])))
-
-
-def _units(
-    ops: Arithmetic, leaf: pa.ConditionedQuery, x: Mapping[str, Array]
-) -> tuple[Array, Array]:
-    """q̄ (b, h, t, d) and k̄ (b, n, s, d), where possible by one norm of both."""
-    q, k = time_first(x["q"]), time_first(x["k"])
-    if q.shape[2] != k.shape[2]:
-        return ops.unit_rows(q, leaf.eps), ops.unit_rows(k, leaf.eps)
-    both = ops.unit_rows(namespace(q).concat([q, k], axis=1), leaf.eps)
-    return both[:, : q.shape[1], ...], both[:, q.shape[1] :, ...]
-
-
-def _contracted(
-    ops: Arithmetic, a: Array, total: Array, n: Array, q: Array, contraction: Array
-) -> Array:
-    """q̄ − λ/n (a − M (M·q̄)/n), of a = C q̄, which is overwritten."""
-    minus_n = -n
-    a = ops.add_multiple(a, total, row_sum(total * q) / minus_n)
-    return ops.plus_product(q, a, contraction / minus_n)
+    def _contracted(self, a: Array, total: Array, n: Array, q: Array, contraction: Array) -> Array:
+        """q̄ − λ/n (a − M (M·q̄)/n), of a = C q̄, which is overwritten."""
+        minus_n = -n
+        a = self.ops.add_multiple(a, total, row_sum(total * q) / minus_n)
+        return self.ops.plus_product(q, a, contraction / minus_n)
 
 
 def _counted(k: Array, frame: Frame) -> Array:
@@ -111,13 +89,17 @@ def _counted(k: Array, frame: Frame) -> Array:
     return where_valid(namespace(k).ones_like(k[..., :1]), frame)
 
 
-def _running_count(ops: Arithmetic, k: Array, frame: Frame, t: int) -> Array:
+def _running_sum(x: Array) -> Array:
+    return namespace(x).cumulative_sum(x, axis=2)
+
+
+def _running_count(k: Array, frame: Frame, t: int) -> Array:
     """The number of valid tokens (b or 1, m or 1, t, 1) up to each of the last t."""
     xp, s = namespace(k), k.shape[2]
     if frame.valid_keys(s) is None:
         count = xp.arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))
         return xp.reshape(count, (1, 1, t, 1))
-    return ops.running_sum(_counted(k, frame), axis=2)[:, :, s - t :, :]
+    return _running_sum(_counted(k, frame))[:, :, s - t :, :]
 
 
 def _weighted_count(weights: Array, k: Array, frame: Frame) -> Array:

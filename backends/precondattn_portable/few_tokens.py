@@ -10,11 +10,11 @@ are no chunks between which states are passed. Every exponent is the sum of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from precondattn.arrays import Array, namespace
+from precondattn.arrays import Array, Arrays, namespace
 from precondattn.spec.array_functions import next_token, previous_token, transpose
-from precondattn.spec.recurrence import ByTokens, Stream, erased
+from precondattn.spec.recurrence import AllTokens, ByTokens, Stream, erased
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.triangular_inverse import solve_unit_lower
 
@@ -28,7 +28,7 @@ Known = dict[tuple[int, int, int], tuple[Array | None, Array]]
 """D and the scores by the identities of q, k and g."""
 
 
-def is_few(x: Mapping[str, Array]) -> bool:
+def is_few(x: Arrays) -> bool:
     """Whether a call has so few tokens that chunks would cost more than pairs."""
     b, s = x["k" if "k" in x else "v"].shape[:2]
     heads = max(x[name].shape[2] for name in ("q", "k", "v") if name in x)
@@ -44,11 +44,11 @@ def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
     rows = xp.permute_dims(xp.reshape(g, (b, m, s, -1)), (0, 1, 3, 2))[..., None]
     # In the column of token j, the gates after j are summed.
     after = xp.tril(xp.broadcast_to(rows, (*rows.shape[:-1], s)), k=-1)
-    decay = ops.exp(ops.accumulate(after, axis=-2))
+    decay = ops.exp(ops.accumulate(after, -2))
     return xp.permute_dims(decay, (0, 1, 3, 4, 2))
 
 
-class FewTokens:
+class FewTokens(AllTokens):
     """A `Form` of full calls (`precondattn.spec.recurrence`), which starts from zero states.
 
     It neither reads states nor computes new ones, and returns those that it is given.
@@ -66,10 +66,6 @@ class FewTokens:
         known: Known = {}
         outputs = [self._outputs(x, known) for x, _ in streams]
         return function(*outputs, *arrays), [state for _, state in streams]
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
-        return function(*arrays)
 
     def _outputs(self, x: Stream, known: Known) -> Array:
         """(b, m, t, r, e); `known` has the pairs of other streams, which this one may share."""

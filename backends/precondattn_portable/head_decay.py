@@ -1,4 +1,4 @@
-"""The decay between the tokens of a chunk, with one decay for the whole state.
+"""The decay of a chunk, and between its tokens, with one decay for the whole state.
 
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from precondattn.arrays import Array, arange_like, cast, namespace
+from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 
 FORGOTTEN = -1e4
@@ -51,28 +52,73 @@ def decayed(x: Array, factor: Array | None) -> Array:
     return x * (factor if x.ndim == factor.ndim else factor[..., None, :])
 
 
-class HeadDecay:
-    """Decays of gates (c, n, C, 1), or of none."""
+def flat(rows: Array) -> Array:
+    """r rows a token (c, n, C, r, w) as (c, n, C r, w)."""
+    c, n, size, r, width = rows.shape
+    return namespace(rows).reshape(rows, (c, n, size * r, width))
 
-    def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:
-        self.ops = ops
-        size = like.shape[2]
-        self.until = cast(lower_triangle(size, like), like.dtype)
-        self.before = cast(lower_triangle(size, like, -1), like.dtype)
-        self.g = g
-        self.reading: Array | None = None
-        """(c, n, C, 1), None for ones; likewise `writing`, and `total` (c, n, 1, 1)."""
-        self.writing: Array | None = None
-        self.total: Array | None = None
+
+def summed_rows(rows: Array) -> Array:
+    """The sum over the r rows of a token, (c, n, C, r, w) to (c, n, C, w)."""
+    return rows[:, :, :, 0, :] if rows.shape[3] == 1 else namespace(rows).sum(rows, axis=3)
+
+
+class Decay:
+    """The decay of chunks, by gates (c, n, C, w) or by none."""
+
+    reading: Array = None
+    """(c, n, C, w), None for ones; likewise `writing`, and `total` (c, n, 1, w)."""
+    writing: Array = None
+    total: Array = None
+
+    def __init__(self, ops: Arithmetic, g: Array) -> None:
+        self.ops, self.g = ops, g
         if g is not None:
             xp = namespace(g)
             self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
             self.writing = xp.exp(sums_after(g))
             self.total = self.reading[:, :, -1:, :]
 
-    def kept(self, chunk: int) -> Array | None:
-        """The factor of the state over a chunk; None for 1."""
-        return None if self.total is None else self.total[chunk, ...]
+    def by_gate(self, x: Array) -> Array:
+        """The sum over the channels that share a gate (c, n, C, w)."""
+        return x
+
+    def times_reading(self, rows: Array, states: Array) -> Array:
+        """reading ∘ (rows S), for r rows a token (c, n, C, r, …)."""
+        result = self.ops.product(flat(rows), states)
+        result = namespace(result).reshape(result, (*rows.shape[:-1], result.shape[-1]))
+        if self.reading is None:
+            return result
+        return self.ops.multiply(result, self.reading[..., None, :])
+
+    def times_writing(self, rows: Array, states: Array) -> Array:
+        """writing ∘ (rows S), for rows (c, n, C, …)."""
+        result = self.ops.product(rows, states)
+        return result if self.writing is None else self.ops.multiply(result, self.writing)
+
+    def of_states(self, q: Array, states: Array) -> Array:
+        """What queries (c, n, C, r, d) read of the states before their chunks."""
+        return self.times_reading(q, states)
+
+    def d_g(self, within: Array, read: Array, written: Array, kept: Array) -> Array:
+        """The gradient of the gates (c, n, C, w), from Σ dx ∘ x of everything they multiply.
+
+        `within` is what `pull` returns. `read` and `written` are those sums for reads of the state
+        before the chunk and writes to the state after it, `kept` (c, n, 1, w) for the decayed one.
+        """
+        d_g = self.ops.add(within, sums_from(read))
+        d_g = self.ops.add(d_g, sums_before(written))
+        return self.ops.add(d_g, kept)
+
+
+class HeadDecay(Decay):
+    """Decays of gates (c, n, C, 1), or of none."""
+
+    def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:
+        super().__init__(ops, g)
+        size = like.shape[2]
+        self.until = cast(lower_triangle(size, like), like.dtype)
+        self.before = cast(lower_triangle(size, like, -1), like.dtype)
 
     @cached_property
     def pairs(self) -> Array:
@@ -82,27 +128,44 @@ class HeadDecay:
         xp = namespace(self.g)
         # In the column of token j, the gates after j are summed.
         after = self.before * xp.where(self.g < FORGOTTEN, FORGOTTEN, self.g)
-        sums = self.ops.accumulate(after, axis=-2)
+        sums = self.ops.accumulate(after, -2)
         return self.ops.multiply(self.ops.exp(sums), self.until)
 
-    def among(self, scores: Array) -> Array:
-        """D ∘ scores (c, n, C r, C), in `scores` where the library can."""
+    def scores(self, x: Array, y: Array) -> Array:
+        """Σ_c x_ic D_ij y_jc: x (c, n, C, r, d), y (c, n, C, d) to (c, n, C r, C)."""
+        return self._decayed(self.ops.product(flat(x), transpose(y)))
+
+    def _decayed(self, scores: Array) -> Array:
+        """D ∘ scores, in `scores` where the library can."""
         if scores.shape[-2] == scores.shape[-1]:
             return self.ops.multiply(scores, self.pairs)
-        xp = namespace(scores)
-        size = scores.shape[-1]
-        by_row = xp.reshape(scores, (*scores.shape[:2], size, -1, size))
-        return xp.reshape(self.ops.multiply(by_row, self.pairs[..., :, None, :]), scores.shape)
+        by_row = self.ops.multiply(_by_row(scores), self.pairs[..., :, None, :])
+        return namespace(scores).reshape(by_row, scores.shape)
 
-    def d_g(self, pairs: Array, read: Array, written: Array, kept: Array) -> Array:
-        """The gradient of the gates (c, n, C, 1), from Σ dx ∘ x of everything they multiply.
+    def pull(
+        self, scores: Array, d_scores: Array, x: Array, y: Array, d_x: Array, d_y: Array
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of x and y, added to d_x and d_y, and Σ dx ∘ x of the pairs (c, n, C, C).
 
-        `pairs` (c, n, C, C) is that sum for pairs of tokens, `read` and `written` (c, n, C, 1) for
-        reads of the state before the chunk and writes to the state after it, and `kept`
-        (c, n, 1, 1) for the decayed state.
+        The scores of x and y, and their gradient, are overwritten.
         """
-        xp = namespace(pairs)
+        pairs = summed_rows(_by_row(self.ops.multiply(scores, d_scores)))
+        d_scores = self._decayed(d_scores)
+        d_x = self.ops.add_product(flat(d_x), d_scores, y)
+        d_y = self.ops.add_product(d_y, transpose(d_scores), flat(x))
+        return namespace(x).reshape(d_x, x.shape), d_y, pairs
+
+    def d_g(self, within: Array, read: Array, written: Array, kept: Array) -> Array:
         # Gate t separates the pairs j < t ≤ i.
-        crossing = self.ops.product(pairs, xp.matrix_transpose(self.before))
-        crossing = xp.sum(self.ops.multiply(crossing, self.until), axis=-2)[..., None]
-        return crossing + sums_from(read) + sums_before(written) + kept
+        crossing = self.ops.product(within, transpose(self.before))
+        within = namespace(within).sum(self.ops.multiply(crossing, self.until), axis=-2)
+        return super().d_g(within[..., None], read, written, kept)
+
+    def by_gate(self, x: Array) -> Array:
+        return row_sum(x)
+
+
+def _by_row(scores: Array) -> Array:
+    """(c, n, C r, C) as (c, n, C, r, C)."""
+    c, n, _, size = scores.shape
+    return namespace(scores).reshape(scores, (c, n, size, -1, size))

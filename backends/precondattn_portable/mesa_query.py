@@ -15,7 +15,8 @@ solved for in turn where it is not small enough.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import precondattn as pa
 from precondattn.arrays import Array, namespace
@@ -78,9 +79,6 @@ class MesaProblem(NamedTuple):
         diagonal = xp.where(diagonal == 0, 1.0, diagonal)
         return cls(q / scale, scale, diagonal, ridge, tolerance_of(leaf, q))
 
-    def times(self, ops: Arithmetic, read: Read) -> Read:
-        return lambda p: ops.add_multiple(read(p), self.ridge, p)
-
     def recurring(self, r: Array) -> Residual:
         """That of the recurrence."""
         return Residual(_length(r), self.tolerance * _length(self.right))
@@ -114,8 +112,12 @@ def solved(
 ) -> Array:
     """q* of queries (…, d). Raises a NotSolvedError where a residual is not reached."""
     xp, problem = namespace(q), MesaProblem.of_queries(leaf, q, diagonal, ridge)
-    times, used, most = problem.times(ops, read), 0, leaf.most_iterations(q.shape[-1])
+    used, most = 0, leaf.most_iterations(q.shape[-1])
     x, rest = problem.right * 0, problem.right
+
+    def times(p: Array) -> Array:
+        return ops.add_multiple(read(p), ridge, p)
+
     allowed = problem.recurring(rest).allowed
     least = xp.min(problem.diagonal, axis=-1, keepdims=True)
     while True:
@@ -127,48 +129,27 @@ def solved(
         if not xp.any(left.is_large()):
             return x * problem.scale
         if used == most:
-            length = _length(problem.right)
-            share = xp.where(left.is_large(), left.length / xp.where(length > 0, length, 1.0), 0.0)
-            raise leaf.not_solved(float(xp.max(share)), used, problem.tolerance)
-
-
-def diagonal_of(form: Form, x: Stream, state: Array, ridge: Array, t: int) -> Array:
-    """diag(H_t) + λ of the last t tokens (b, m, t, r, d)."""
-    xp = namespace(x.k)
-    one = xp.ones_like(x.k[..., :1])
-    squares = Stream(one[:, :, one.shape[2] - t :, None, :], one, x.k * x.v, x.g)
-    own = xp.sum(state * identity_like(state), axis=-2, keepdims=True)
-    return form.forward(squares, own)[0] + ridge
-
-
-class Rereading(Form, Protocol):
-    """A form in chunks, which can be read more than once."""
-
-    ops: Arithmetic
-    by: Callable[..., Array]
-
-    def reread(
-        self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
-    ) -> tuple[Array, Array]: ...
+            raise leaf.not_solved(left.worst(_length(problem.right)), used, problem.tolerance)
 
 
 class Solving:
     """What a form in chunks needs to solve for queries."""
 
+    ops: Arithmetic
+    forward: Callable[[Stream, Array], tuple[Array, Array]]
+    reread: Callable[..., tuple[Array, Array]]
     by: Callable[..., Array] = staticmethod(solved)
 
     def solve_by_iteration(
-        self: Rereading, leaf: pa.MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
+        self, leaf: pa.MesaQuery, x: Stream, state: Array, q: Array, ridge: Array
     ) -> tuple[Array, Array]:
         """(H + diag λ)⁻¹ q of queries (b, m, t, r, d), and the final H."""
-        xp = namespace(q)
+        xp, one = namespace(q), namespace(q).ones_like(x.k[..., :1])
         ridge = xp.broadcast_to(ridge, q.shape)
-        diagonal = xp.broadcast_to(diagonal_of(self, x, state, ridge, q.shape[2]), q.shape)
-
-        def function(read: Read, *arrays: Array) -> Array:
-            return self.by(self.ops, leaf, read, *arrays)
-
-        return self.reread(x, state, function, q, diagonal, ridge)
+        squares = Stream(one[:, :, one.shape[2] - q.shape[2] :, None, :], one, x.k * x.v, x.g)
+        of_state = xp.sum(state * identity_like(state), axis=-2, keepdims=True)
+        diagonal = xp.broadcast_to(self.forward(squares, of_state)[0] + ridge, q.shape)
+        return self.reread(x, state, partial(self.by, self.ops, leaf), q, diagonal, ridge)
 
 
 class SolvingChunkwise(Solving, Chunkwise):

@@ -7,19 +7,19 @@ Where a is given as `undecayed`, Sᵀ a is in place of S'ᵀ a.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn.spec.recurrence import ByTokens, Stream, StreamGradients, erased, recurrent_vjp
+from precondattn.spec.recurrence import AllTokens, Stream, erased, recurrent_vjp
 from precondattn_portable.arithmetic import Arithmetic
 
 
-class OneToken:
+class OneToken(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`) for streams of one token.
 
     With `in_place`, the new state is written to the memory of the old one where the library can.
     """
+
+    vjp = staticmethod(recurrent_vjp)
 
     def __init__(self, ops: Arithmetic, *, decays: bool, in_place: bool = False) -> None:
         self.ops, self.decays, self.in_place = ops, decays, in_place
@@ -39,17 +39,3 @@ class OneToken:
         add = ops.add_multiple if in_place else ops.plus_product
         state = add(state, transpose(x.k), u)
         return ops.product(x.q[:, :, 0, ...], state)[:, :, None, ...], state
-
-    def read(
-        self, streams: Sequence[tuple[Stream, Array]], function: ByTokens, *arrays: Array
-    ) -> tuple[tuple[Array, ...], list[Array]]:
-        results = [self.forward(x, state) for x, state in streams]
-        return function(*(o for o, _ in results), *arrays), [final for _, final in results]
-
-    @staticmethod
-    def by_tokens(function: ByTokens, *arrays: Array, axis: int = 2) -> tuple[Array, ...]:
-        return function(*arrays)
-
-    @staticmethod
-    def vjp(x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
-        return recurrent_vjp(x, state, d_o, d_final)

@@ -9,7 +9,6 @@ Here a group of chunks makes its keys from those that it erases with, which are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import cast
 
@@ -23,7 +22,6 @@ from precondattn.frame import Frame
 from precondattn.limits import KEPT
 from precondattn.spec.recurrence import Stream
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise import CHUNK, Chunkwise, ChunkWork
 from precondattn_portable.chunkwise_additive import ChunkGroup
 from precondattn_portable.in_place import stored
@@ -32,6 +30,7 @@ from precondattn_portable.preconditioned_key import (
     KEY_CHUNK,
     MOST_CHUNKS,
     PreconditionedChunks,
+    PreconditionedKeyChunks,
     gates_and_weights,
 )
 
@@ -54,17 +53,15 @@ class PreconditionedDelta(Algorithm[Group]):
         )
         # The chunks of `k` are replaced.
         of_rule["k"] = of_rule[rule.erase_name]
-        form = _Form(self.ops, key, of_key, frame)
+        form = _Form(PreconditionedKeyChunks(self.ops, key), of_key, frame)
         return rule.run(rule.zero_state(of_rule), of_rule, frame, form)[0], ()
 
 
 class _Form(Chunkwise):
     """The recurrence in chunks, whose written keys are the preconditioned ones."""
 
-    def __init__(
-        self, ops: Arithmetic, key: pa.PreconditionedKey, x: Mapping[str, Array], frame: Frame
-    ) -> None:
-        super().__init__(ops)
+    def __init__(self, key: PreconditionedKeyChunks, x: Arrays, frame: Frame) -> None:
+        super().__init__(key.ops)
         self.key, self.x, self.frame = key, x, frame
 
     def work(self, x: Stream) -> ChunkWork:
@@ -83,8 +80,10 @@ class _Work(ChunkWork):
             xp.reshape(self._chunks(array, range(self.count), 0), (self.count, -1, size, 1))
             for array in gates_and_weights(form.x, form.frame)
         )
-        self.together = min(self.chunks_together(self.widest), self._most_together)
-        self.keys = PreconditionedChunks(self.ops, form.key, form.x, g, beta, self.together, self.p)
+        self.most = max(MOST_CHUNKS // self.p, 1)
+        """Chunks whose keys are made together at most."""
+        self.together = min(self.chunks_together(self.widest), self.most)
+        self.keys = PreconditionedChunks(form.key, form.x, g, beta, self.together, self.p)
         self.squares = self.ops.zeros((heads, 1, x.k.shape[3]), x.k)
 
     def group(self, part: range, known: dict[int, Array] | None = None) -> ChunkGroup:
@@ -101,15 +100,10 @@ class _Work(ChunkWork):
             stored(rows, here, view, self.ops.multiply(m, by_key_chunk[here]))
         return super().group(part, {id(erase): k, id(self.written.k): written})
 
-    @property
-    def _most_together(self) -> int:
-        most: int = max(MOST_CHUNKS // self.p, 1)
-        return most
-
     def chunks_together(self, widest: int) -> int:
         """The chunks of a group, in whole blocks of keys."""
-        count, most = super().chunks_together(widest), self._most_together
-        return count if count < most else count - count % most
+        count = super().chunks_together(widest)
+        return count if count < self.most else count - count % self.most
 
 
 def computes_together(program: Program, request: Request) -> bool:
@@ -118,9 +112,8 @@ def computes_together(program: Program, request: Request) -> bool:
     Every token has a query, so that groups of chunks begin with the first one, and every key head
     one value head, so that no key is made twice.
     """
-    if request.verb != "forward" or request.masks or request.is_symbolic:
-        return False
-    if not is_preconditioned_delta(program):
+    is_plain = request.verb == "forward" and not request.masks and not request.is_symbolic
+    if not is_plain or not is_preconditioned_delta(program):
         return False
     shapes = dict(request.shapes)
     second = dict(program.calls[1].arguments)
@@ -135,9 +128,8 @@ def is_preconditioned_delta(program: Program) -> bool:
     if len(program.calls) != 2:
         return False
     key, rule = program.leaves
-    if type(key) is not pa.PreconditionedKey or rule.recurrence is None:
-        return False
-    if rule.recurrence not in RULES:
+    recurrence = rule.recurrence
+    if type(key) is not pa.PreconditionedKey or recurrence is None or recurrence not in RULES:
         return False
     first, second = (dict(call.arguments) for call in program.calls)
     made = [formal for formal, name in second.items() if name == program.calls[0].out]

@@ -12,15 +12,13 @@ entry of k. They are computed where the product has left A: in the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.linear_family import forget_other_segments
-from precondattn.spec.preconditioned_key import PreconditionedKey
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn.spec.preconditioned_key import PreconditionedKey as Leaf
+from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.head_decay import HeadDecay
 from precondattn_portable.in_place import multiply_at
 from precondattn_portable.layout import blocks, budget, padded, time_first
@@ -43,12 +41,11 @@ MOST_CHUNKS = 64
 2 c d / 16 operations."""
 
 
-class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
+class PreconditionedKeyChunks(StatefulAlgorithm[Leaf]):
     """Algorithm of `PreconditionedKey`. Gradient and extension are those of the recurrence."""
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        ops = self.ops
-        xp, (b, s, h, d) = namespace(x["k"]), x["k"].shape
+        xp, ops, (b, s, h, d) = namespace(x["k"]), self.ops, x["k"].shape
         out, squares = ops.empty(x["k"].shape, x["k"]), ops.zeros((b * h, 1, d), x["k"])
         together = min(max(budget(TOGETHER) // (b * h * d * KEY_CHUNK), 1), MOST_CHUNKS)
         keys = time_first(x["k"])
@@ -57,10 +54,11 @@ class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
         for low, high, size in ((0, whole, KEY_CHUNK), (whole, s, s - whole)):
             if low == high:
                 continue
-            parts = (_chunks(array[:, :, low:high, :], size) for array in arrays)
-            k, counted, written, g, beta = parts
+            k, counted, written, g, beta = (
+                _chunks(array[:, :, low:high, :], size) for array in arrays
+            )
             g, beta = (xp.reshape(array, (-1, b * h, size, 1)) for array in (g, beta))
-            chunks = PreconditionedChunks(ops, self.leaf, x, g, beta, together)
+            chunks = PreconditionedChunks(self, x, g, beta, together)
             for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
                 here = (slice(start, stop), ...)
                 m, squares = chunks.multipliers(block, counted[here], squares)
@@ -68,7 +66,7 @@ class PreconditionedKeyChunks(StatefulAlgorithm[pa.PreconditionedKey]):
         return out, ()
 
 
-def gates_and_weights(x: Mapping[str, Array], frame: Frame) -> tuple[Array, Array]:
+def gates_and_weights(x: Arrays, frame: Frame) -> tuple[Array, Array]:
     """g and β (b, h, s, 1), −∞ where a segment begins."""
     g = forget_other_segments(time_first(x["g_atk"])[..., None, None], frame)
     return g[..., 0], time_first(x["beta_atk"])[..., None]
@@ -82,20 +80,12 @@ class PreconditionedChunks:
     """
 
     def __init__(
-        self,
-        ops: Arithmetic,
-        leaf: PreconditionedKey,
-        x: Mapping[str, Array],
-        g: Array,
-        beta: Array,
-        together: int,
-        p: int = 1,
+        self, of: Algorithm[Leaf], x: Arrays, g: Array, beta: Array, together: int, p: int = 1
     ) -> None:
         """From g and β (c, n p, C, 1), and the leaf's inputs for a learnt c."""
-        xp, (count, rows, *_) = namespace(g), g.shape
-        self.ops, self.bound = ops, leaf.bound
-        self.together, self.p = together, p
-        self.center: Array | float = leaf.center
+        xp, (count, rows, *_), ops, leaf = namespace(g), g.shape, of.ops, of.leaf
+        self.ops, self.bound, self.together, self.p = ops, leaf.bound, together, p
+        self.center: Array = leaf.center
         scale, self.eps = 1.0, leaf.eps
         if leaf.learned:
             c = x["log_atk_scale"]
@@ -108,7 +98,7 @@ class PreconditionedChunks:
                 self.center, scale, self.eps = None, factor, factor * leaf.eps
         self.scratch = ops.scratch(0, g)
         decay = HeadDecay(ops, g, g)
-        self.reading: Array = decay.reading
+        self.reading = decay.reading
         self.factors = ops.multiply(decay.pairs, transpose(scale * beta))
         """(c, n p, C, C)"""
 

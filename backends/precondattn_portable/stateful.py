@@ -49,20 +49,15 @@ class StatefulAlgorithm(Algorithm[S]):
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        leaf = self.leaf
-        state, form = leaf.zero_state(x), self._form(x)
-        nothing = leaf.no_cotangents(state)
-        gradients: Arrays = leaf.run_vjp(state, x, frame, cotangent, nothing, form)[0]
-        return gradients
+        state = self.leaf.zero_state(x)
+        nothing = self.leaf.no_cotangents(state)
+        return self.step_backward(state, x, frame, cotangent, nothing)[0]
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        form = self._form(x, in_place=frame.may_overwrite)
-        out, state = self.leaf.run(past, x, frame, form)
+        out, state = self.leaf.run(past, x, frame, self._form(x, in_place=frame.may_overwrite))
         return out, {name: Replace(value) for name, value in state.items()}
 
     def step_backward(
         self, past: Arrays, x: Arrays, frame: Frame, cotangent: Array, d_buffers: Arrays
     ) -> tuple[Arrays, Arrays]:
-        arrays = (past, x, frame, cotangent, d_buffers)
-        result: tuple[Arrays, Arrays] = self.leaf.run_vjp(*arrays, self._form(x))
-        return result
+        return self.leaf.run_vjp(past, x, frame, cotangent, d_buffers, self._form(x))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import precondattn as pa
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Array, Arrays, Residuals, Tree
-from precondattn.cache import Updates
 from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import Arithmetic
 
 TOKEN_WISE = frozenset(
     {
@@ -29,18 +28,11 @@ does not depend on array entries."""
 
 
 class AsDefined(Algorithm[LeafProtocol]):
-    """Calls the leaf's own methods."""
+    """The leaf's own methods."""
 
     name = "as defined"
 
-    def forward(self, *arrays: Tree) -> tuple[Array, Residuals]:
-        return self.leaf.forward(*arrays)
-
-    def backward(self, *arrays: Tree) -> Arrays:
-        return self.leaf.backward(*arrays)
-
-    def step(self, *arrays: Tree) -> tuple[Array, Updates]:
-        return self.leaf.step(*arrays)
-
-    def step_backward(self, *arrays: Tree) -> tuple[Arrays, Arrays]:
-        return self.leaf.step_backward(*arrays)
+    def __init__(self, ops: Arithmetic, leaf: LeafProtocol) -> None:
+        super().__init__(ops, leaf)
+        for method in ("forward", "backward", "step", "step_backward"):
+            setattr(self, method, getattr(leaf, method))

@@ -7,27 +7,28 @@ import math
 import torch
 from torch import Tensor
 
-from precondattn.arrays import Index
-from precondattn_portable.arithmetic import Arithmetic, FlatScratch, Scratch
+from precondattn_portable.arithmetic import InPlace
 
 LOG2_E = math.log2(math.e)
 MANY = 2**14
 """Numbers from which a second pass costs less than it saves."""
 
 
-class TorchArithmetic(Arithmetic):
+class TorchArithmetic(InPlace):
     """Stacks of matrices are passed to `bmm`, without a copy wherever their strides allow it."""
 
-    writes = True
+    log = staticmethod(Tensor.log_)
+    tanh = staticmethod(Tensor.tanh_)
+    add_multiple = staticmethod(Tensor.addcmul_)
+    plus_product = staticmethod(torch.addcmul)
+    accumulate = staticmethod(Tensor.cumsum_)
+    lower = staticmethod(Tensor.tril_)
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_empty(shape)
 
     def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_zeros(shape)
-
-    def scratch(self, size: int, like: Tensor) -> Scratch:
-        return FlatScratch(self, size, like)
 
     def heads_first(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).contiguous()
@@ -58,18 +59,10 @@ class TorchArithmetic(Arithmetic):
         stacks[0].baddbmm_(stacks[1], stacks[2], alpha=factor)
         return total
 
-    def add_product_at(
-        self, total: Tensor, where: Index, a: Tensor, b: Tensor, factor: float = 1.0
-    ) -> None:
-        self.add_product(total[where], a, b, factor)
-
     def exp(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or not x.is_cpu or x.numel() < MANY:
             return x.exp_()
         return x.mul_(LOG2_E).exp2_()  # In half the time of PyTorch's exp.
-
-    def log(self, x: Tensor) -> Tensor:
-        return x.log_()
 
     def softsign_power(self, base: float, x: Tensor, workspace: Tensor) -> Tensor:
         if base == 1:
@@ -80,43 +73,18 @@ class TorchArithmetic(Arithmetic):
         # The exponent of 2 is x over (1 + |x|) / log₂ base, which is one pass.
         return x.div_(torch.add(offset, magnitude, alpha=factor, out=workspace)).exp2_()
 
-    def tanh(self, x: Tensor) -> Tensor:
-        return x.tanh_()
-
-    def add(self, x: Tensor, y: Tensor | float) -> Tensor:
-        return x.add_(y)
-
-    def add_multiple(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return total.addcmul_(x, y)
-
-    def plus_product(self, total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return torch.addcmul(total, x, y)
-
-    def multiply(self, x: Tensor, y: Tensor | float) -> Tensor:
-        return x.mul_(y)
-
     def multiplied(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mul(x, y, out=out)
 
-    def subtract(self, x: Tensor, y: Tensor | float) -> Tensor:
-        return x.sub_(y)
-
-    def divide(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.div_(y)
-
     def unit_rows(self, x: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or not x.is_cpu or not eps:
+        norm = _wide_norm(x, -1, eps)
+        if norm is None:
             return super().unit_rows(x, eps)
-        # In float64, no square of a float32 overflows or underflows: no row has to be scaled first.
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-        return torch.mul(x, norm.mul_(norm).add_(eps).rsqrt_(), out=torch.empty_like(x))
+        return torch.mul(x, norm.rsqrt_(), out=torch.empty_like(x))
 
     def channel_lengths(self, x: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or not x.is_cpu or not eps:
-            return super().channel_lengths(x, eps)
-        # In float64, no square of a float32 overflows or underflows.
-        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=torch.float64)
-        return norm.mul_(norm).add_(eps).sqrt_().to(x.dtype)
+        norm = _wide_norm(x, 2, eps)
+        return super().channel_lengths(x, eps) if norm is None else norm.sqrt_().to(x.dtype)
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
@@ -133,14 +101,14 @@ class TorchArithmetic(Arithmetic):
         matrix = strict.mT if transposed else strict
         return torch.linalg.solve_triangular(matrix, right, upper=transposed, unitriangular=True)
 
-    def running_sum(self, x: Tensor, axis: int) -> Tensor:
-        return x.cumsum(axis)
 
-    def accumulate(self, x: Tensor, axis: int) -> Tensor:
-        return x.cumsum_(axis)
-
-    def lower(self, x: Tensor, k: int = 0) -> Tensor:
-        return x.tril_(k)
+def _wide_norm(x: Tensor, dim: int, eps: float) -> Tensor | None:
+    """Σ x² + eps along an axis in float64, where no square of a float32 overflows or underflows, so
+    that nothing has to be scaled first; None of what is not float32 on a CPU."""
+    if x.dtype != torch.float32 or not x.is_cpu or not eps:
+        return None
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
+    return norm.mul_(norm).add_(eps)
 
 
 def _is_stack(x: Tensor) -> bool:

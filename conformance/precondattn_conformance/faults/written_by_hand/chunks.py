@@ -15,12 +15,10 @@ from precondattn_conformance.faults.fault import (
 )
 from precondattn_conformance.faults.tokens import rolled
 from precondattn_conformance.faults.written_by_hand.written import blocked
-from precondattn_portable import (
-    chunkwise,
-    chunkwise_additive,
-)
+from precondattn_portable import chunkwise
 from precondattn_portable.chunkwise import ChunkWork
 from precondattn_portable.chunkwise_additive import Additive
+from precondattn_portable.head_decay import Decay
 
 BOTH = (FORWARD, BACKWARD)
 
@@ -38,11 +36,9 @@ def faults() -> list[Fault]:
             "linear",
             RUN,
             "a chunk reads the state before the preceding chunk",
-            chunkwise_additive,
-            "_from_states",
-            lambda true: (
-                lambda ops, decay, rows, states: true(ops, decay, rows, rolled(states, 1, axis=0))
-            ),
+            Decay,
+            "of_states",
+            lambda true: lambda self, q, states: true(self, q, rolled(states, 1, axis=0)),
         ),
         blocked(
             "linear",
