@@ -13,7 +13,7 @@ threads would need them all at once; there PyTorch divides its products, which a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import gcd
@@ -37,7 +37,6 @@ R = TypeVar("R")
 LEAST = 2**19
 """Elements of the largest input from which threads are worth their start."""
 
-
 MOST = 2**23
 """Entries of an array of a head's gradient, of which it has several: 32 MiB in float32."""
 
@@ -49,8 +48,10 @@ class Division(NamedTuple):
     """Of parts"""
     axes: Mapping[str, int | None]
     """The axis of the heads of each input; None where there is one head for all."""
+    of_out: int
+    """That of the output"""
 
-    def part(self, x: Mapping[str, Tensor], part: int) -> dict[str, Tensor]:
+    def part(self, x: Arrays, part: int) -> Arrays:
         """The inputs of some of the heads."""
         return {
             name: array if (axis := self.axes[name]) is None else self.slice(array, axis, part)
@@ -72,67 +73,60 @@ class ByHeads(Algorithm[Piece]):
             setattr(self, method, getattr(whole, method))
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
-        leaf = self.leaf
-        division = division_of(leaf, x)
+        division = division_of(self.leaf, x)
         if division is None:
             return self.whole.forward(x, frame)
 
         def forward(part: int) -> tuple[Tensor, Residuals]:
             return self.whole.forward(division.part(x, part), frame)
 
-        results = _in_threads(forward, division.count)
-        of_out = _head_axis(leaf.program.output)
-        out = torch.cat([out for out, _ in results], of_out)
-        kept = zip(*(residuals for _, residuals in results), strict=True)
+        outs, kept = zip(*_in_threads(forward, division.count), strict=True)
         of_residuals = self._axes_of_residuals(x, division)
-        return out, tuple(
-            torch.cat(parts, axis) for parts, axis in zip(kept, of_residuals, strict=True)
-        )
+        parts_of_each = zip(zip(*kept, strict=True), of_residuals, strict=True)
+        residuals = tuple(torch.cat(parts, axis) for parts, axis in parts_of_each)
+        return torch.cat(outs, division.of_out), residuals
 
     def backward(
         self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
-        leaf = self.leaf
-        division = None if _is_large(leaf, x) else division_of(leaf, x)
+        division = None if _is_large(self.leaf, x) else division_of(self.leaf, x)
         if division is None:
             return self.whole.backward(x, frame, out, residuals, cotangent)
-        of_out = _head_axis(leaf.program.output)
         # PyTorch's own attention has kept none.
         of_residuals = self._axes_of_residuals(x, division) if residuals else ()
 
         def backward(part: int) -> Arrays:
+            kept = zip(residuals, of_residuals, strict=True)
             return self.whole.backward(
                 division.part(x, part),
                 frame,
-                division.slice(out, of_out, part),
-                tuple(
-                    division.slice(array, axis, part)
-                    for array, axis in zip(residuals, of_residuals, strict=True)
-                ),
-                division.slice(cotangent, of_out, part),
+                division.slice(out, division.of_out, part),
+                tuple(division.slice(array, axis, part) for array, axis in kept),
+                division.slice(cotangent, division.of_out, part),
             )
 
         results = _in_threads(backward, division.count)
-        # Parts are freed as they are joined.
-        return {
-            name: _joined([of.pop(name) for of in results], division.axes[name])
-            for name in [*results[0]]
-        }
+        gradients = {}
+        for name in [*results[0]]:
+            # Parts are freed as they are joined. What every part has read has the sum of theirs.
+            parts, axis = [of.pop(name) for of in results], division.axes[name]
+            gradients[name] = sum(parts[1:], parts[0]) if axis is None else torch.cat(parts, axis)
+        return gradients
 
-    def _axes_of_residuals(self, x: Mapping[str, Tensor], division: Division) -> tuple[int, ...]:
+    def _axes_of_residuals(self, x: Arrays, division: Division) -> list[int]:
         """The axis of the heads of each residual: the one that is shorter with fewer heads."""
-        found = []
-        for whole, part in zip(
-            self.residual_shapes(_specs(x)),
-            self.residual_shapes(_specs(division.part(x, 0))),
-            strict=True,
-        ):
-            (axis,) = (i for i, n in enumerate(whole.shape) if n != part.shape[i])
-            found.append(axis)
-        return tuple(found)
+        whole, part = (
+            self.residual_shapes({name: ArraySpec.of(array) for name, array in arrays.items()})
+            for arrays in (x, division.part(x, 0))
+        )
+        axes = []
+        for of_whole, of_part in zip(whole, part, strict=True):
+            (axis,) = (i for i, n in enumerate(of_whole.shape) if n != of_part.shape[i])
+            axes.append(axis)
+        return axes
 
 
-def division_of(leaf: Piece, x: Mapping[str, Tensor]) -> Division | None:
+def division_of(leaf: Piece, x: Arrays) -> Division | None:
     """How the heads of a call are divided; None where it is computed as one."""
     threads = torch.get_num_threads()
     if threads == 1:
@@ -144,15 +138,21 @@ def division_of(leaf: Piece, x: Mapping[str, Tensor]) -> Division | None:
         return None
     if any(type(array) not in (Tensor, torch.nn.Parameter) for array in x.values()):
         return None
-    axes = {name: _axis_of(leaf.inputs[name], array) for name, array in x.items()}
-    heads = [x[name].shape[axis] for name, axis in axes.items() if axis is not None]
-    if not heads or _head_axis_or_none(leaf.program.output) is None:
+    axes = {name: _head_axis(leaf.inputs[name]) for name in x}
+    heads = {name: x[name].shape[axis] for name, axis in axes.items() if axis is not None}
+    axes |= {name: None for name, count in heads.items() if count == 1}
+    several, of_out = [n for n in heads.values() if n != 1], _head_axis(leaf.program.output)
+    if not several or of_out is None:
         return None
-    count = max(n for n in range(1, threads + 1) if gcd(*heads) % n == 0)
-    return None if count == 1 else Division(count, axes)
+    count = max(n for n in range(1, threads + 1) if gcd(*several) % n == 0)
+    return None if count == 1 else Division(count, axes, of_out)
 
 
-def _is_large(leaf: Piece, x: Mapping[str, Tensor]) -> bool:
+def _head_axis(pattern: Pattern) -> int | None:
+    return next((i for i, axis in enumerate(pattern.axes) if axis.letter in HEADS), None)
+
+
+def _is_large(leaf: Piece, x: Arrays) -> bool:
     """Whether the gradient of a head has arrays that threads should not have at once.
 
     With reflections it is computed from matrices of every chunk, and a chunk's scores with all
@@ -165,31 +165,6 @@ def _is_large(leaf: Piece, x: Mapping[str, Tensor]) -> bool:
     return is_large
 
 
-def _specs(x: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
-    return {name: ArraySpec.of(array) for name, array in x.items()}
-
-
-def _axis_of(pattern: Pattern, array: Tensor) -> int | None:
-    axis = _head_axis_or_none(pattern)
-    return None if axis is None or array.shape[axis] == 1 else axis
-
-
-def _head_axis_or_none(pattern: Pattern) -> int | None:
-    found = [i for i, axis in enumerate(pattern.axes) if axis.letter in HEADS]
-    return found[0] if found else None
-
-
-def _head_axis(pattern: Pattern) -> int:
-    axis = _head_axis_or_none(pattern)
-    assert axis is not None  # `division_of` has checked it.
-    return axis
-
-
-def _joined(parts: Sequence[Tensor], axis: int | None) -> Tensor:
-    """The gradient of an input from those of its parts, or of what every part has read."""
-    return sum(parts[1:], parts[0]) if axis is None else torch.cat(list(parts), axis)
-
-
 def _in_threads(function: Callable[[int], R], count: int) -> list[R]:
     """function(0), … function(count − 1), each in a thread of its own."""
     # The mode belongs to a thread.
@@ -199,9 +174,8 @@ def _in_threads(function: Callable[[int], R], count: int) -> list[R]:
         with mode():
             return function(part)
 
-    return list(
-        _threads(os.getpid(), count, torch.get_num_threads() // count).map(computed, range(count))
-    )
+    threads = _threads(os.getpid(), count, torch.get_num_threads() // count)
+    return list(threads.map(computed, range(count)))
 
 
 @cache
@@ -209,7 +183,8 @@ def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
     """Threads that compute with `each` threads of PyTorch. A forked process has its own."""
     whole = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, "precondattn", _start, (count, each))
-    list(pool.map(_waiting(count), range(count)))  # All of them are started.
+    barrier = Barrier(count)
+    list(pool.map(lambda part: barrier.wait(), range(count)))  # All of them are started.
     torch.set_num_threads(whole)  # For threads that start later.
     return pool
 
@@ -220,9 +195,3 @@ def _start(count: int, each: int) -> None:
     # A thread takes the number of the whole process when it first asks for it, which is here.
     torch.get_num_threads()
     SHARING.count = count
-
-
-def _waiting(count: int) -> Callable[[int], object]:
-    """A function that returns once `count` threads call it."""
-    barrier = Barrier(count)
-    return lambda part: barrier.wait()

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 import precondattn as pa
-from precondattn.arrays import HALF, Residuals, upcast
+from precondattn.arrays import HALF, Residuals
 from precondattn.backend import Request
 from precondattn.frame import Frame
 from precondattn_portable.backend import AlgorithmRunner
 from precondattn_portable.layout import zero_padding
-from precondattn_torch.scaled_dot_product import attend, fused, needs_sums, options_of
+from precondattn_torch.scaled_dot_product import (
+    attend,
+    fits_call,
+    needs_sums,
+    of_one_dtype,
+    options_of,
+    scaled_dot_product,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,34 +67,28 @@ class AttentionRunner(UnrecordedRunner):
 
     def forward(self, inputs: Mapping[str, Tensor], frame: Frame) -> tuple[Tensor, Residuals]:
         leaf = cast("pa.Softmax", self.piece)
-        out = None if needs_sums(leaf) else fused(leaf, inputs, frame)
-        if out is not None:
-            return out, ()
-        hidden: tuple[Tensor, Residuals] = self.forward_with_residuals(inputs, frame)
-        return hidden
+        if needs_sums(leaf) or not fits_call(leaf, inputs, frame):
+            hidden: tuple[Tensor, Residuals] = self.forward_with_residuals(inputs, frame)
+            return hidden
+        q, k, v = of_one_dtype(inputs["q"], inputs["k"], inputs["v"])
+        return zero_padding(scaled_dot_product(leaf, q, k, v), frame), ()
 
 
 class FusedRunner(AttentionRunner):
     """Runs calls of `Softmax` of one signature, which PyTorch's attention supports."""
 
     def __init__(self, runner: AttentionRunner, request: Request) -> None:
-        super().__init__(
-            runner.piece,
-            runner.methods,
-            algorithm="scaled_dot_product_attention",
-            differentiable=True,
-        )
+        name = "scaled_dot_product_attention"
+        super().__init__(runner.piece, runner.methods, algorithm=name, differentiable=True)
         leaf, shapes = cast("pa.Softmax", runner.piece), dict(request.shapes)
         self.width = max(shapes["q"][3], shapes["v"][3])
         self.options = options_of(leaf, shapes["q"], shapes["k"])
-        self.is_on_cpu, self.is_half = request.device == "cpu", request.dtype in HALF
+        self.is_plain = request.device == "cpu" and request.dtype not in HALF
         self.has_padding = bool(request.masks)
 
     def forward(self, inputs: Mapping[str, Tensor], frame: Frame) -> tuple[Tensor, Residuals]:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        if not self.is_on_cpu:
-            q, k = q.to(v.dtype), k.to(v.dtype)
-        elif self.is_half:
-            q, k, v = upcast(q), upcast(k), upcast(v)
+        if not self.is_plain:
+            q, k, v = of_one_dtype(q, k, v)
         out = attend(q, k, v, self.width, self.options)
         return zero_padding(out, frame) if self.has_padding else out, ()

@@ -38,12 +38,12 @@ from precondattn_portable.layout import zero_padding
 from precondattn_torch.arithmetic import TORCH
 from precondattn_torch.twice_differentiable import SdpaOptions, twice_differentiable
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values in the kernel's layout, or their gradients."""
+
 
 def fits(
-    leaf: SoftmaxAttention,
-    shapes: Mapping[str, Shape],
-    masks: frozenset[str],
-    device: str,
+    leaf: SoftmaxAttention, shapes: Mapping[str, Shape], masks: frozenset[str], device: str
 ) -> bool:
     """Whether the kernel supports this call.
 
@@ -63,18 +63,20 @@ def fits(
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
 
 
+def fits_call(leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> bool:
+    """Whether the kernel supports a full call of these arrays."""
+    masks: frozenset[str] = frozenset()
+    if frame.k_segment is not None:
+        masks = frozenset({"segment_ids"})
+    elif frame.k_valid is not None:
+        masks = frozenset({"lengths" if has_lengths_only(frame) else "key_mask"})
+    shapes = {name: tuple(tensor.shape) for name, tensor in x.items()}
+    return fits(leaf, shapes, masks, x["q"].device.type)
+
+
 def needs_sums(leaf: SoftmaxAttention) -> bool:
     """Whether more is needed than the mean that the kernel returns."""
     return leaf.read != MEAN or leaf.sink
-
-
-def masks_of(frame: Frame) -> frozenset[str]:
-    """The masks that a frame of a full call has."""
-    if frame.k_segment is not None:
-        return frozenset({"segment_ids"})
-    if frame.k_valid is None:
-        return frozenset()
-    return frozenset({"lengths" if has_lengths_only(frame) else "key_mask"})
 
 
 def scaled_dot_product(leaf: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,21 +108,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: SdpaOptions) ->
     return o if width == e else o[..., :e]
 
 
-def fused(leaf: SoftmaxAttention, inputs: Mapping[str, Tensor], frame: Frame) -> Tensor | None:
-    """The kernel's output, differentiated by PyTorch's autograd; None where it does not fit.
+def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    """q, k and v as they are passed to the kernel.
 
-    Half precision is passed to the kernel on accelerators, where it is fast; the kernel then rounds
-    its output. On a CPU the output is in float32.
+    In half precision on accelerators, where it is fast; the kernel then rounds its output. On a CPU
+    the output is in float32.
     """
-    if not fits(leaf, _shapes(inputs), masks_of(frame), inputs["q"].device.type):
-        return None
-    dtype = inputs["v"].dtype
-    q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    if v.device.type == "cpu":
-        q, k, v = map(upcast, (q, k, v))
-    else:
-        q, k = q.to(dtype), k.to(dtype)
-    return zero_padding(scaled_dot_product(leaf, q, k, v), frame)
+    if v.is_cpu:
+        return upcast(q), upcast(k), upcast(v)
+    return q.to(v.dtype), k.to(v.dtype), v
 
 
 class KernelAttention(AttentionBlocks):
@@ -129,28 +125,96 @@ class KernelAttention(AttentionBlocks):
     name = "PyTorch's kernel or row blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
-        leaf = self.leaf
-        if not _returns_sums(leaf, x, frame):
+        if not self._returns_sums(x, frame):
             return super().forward(x, frame)
-        o, residuals = (_laser if leaf.read == LOG_MEAN_EXP else _mean)(leaf, x)
-        return zero_padding(o, frame), residuals
+        o, log_total = self._laser(x) if self.leaf.read == LOG_MEAN_EXP else self._mean(x)
+        return zero_padding(o, frame), (log_total,)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
-        leaf = self.leaf
-        if residuals and not _returns_sums(leaf, x, frame):
+        if residuals and not self._returns_sums(x, frame):
             return super().backward(x, frame, out, residuals, cotangent)
         cotangent = zero_padding(cotangent, frame)
         if residuals:
-            backward = _laser_backward if leaf.read == LOG_MEAN_EXP else _mean_backward
-            return backward(leaf, x, out, residuals, cotangent)
-        names = ("q", "k", "v")  # The output of `fused`, which keeps no residuals.
+            is_laser = self.leaf.read == LOG_MEAN_EXP
+            pull = self._laser_backward if is_laser else self._mean_backward
+            return pull(x, out, *residuals, cotangent)
+        names = ("q", "k", "v")  # The output of `scaled_dot_product`, which keeps no residuals.
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [_recorded(x[name]) for name in names]
-            again = scaled_dot_product(leaf, *leaves)
+            again = scaled_dot_product(self.leaf, *leaves)
         result = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
         return dict(zip(names, result, strict=True))
+
+    def _returns_sums(self, x: Arrays, frame: Frame) -> bool:
+        """Whether the kernel supports the call, and returns the sums that its gradient needs."""
+        if not x["q"].is_cpu or not fits_call(self.leaf, x, frame):
+            return False
+        return self.leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
+
+    def _mean(self, x: Arrays) -> tuple[Tensor, Tensor]:
+        d, with_total = x["q"].shape[3], self.leaf.read == MEAN_AND_LOG_SUM
+        v = x["v"][..., :-1] if with_total else x["v"]
+        mean, log_total = self._kernel(d, *_of_equal_width(x["q"], x["k"], v))
+        o = mean[..., : v.shape[3]].contiguous()
+        if self.leaf.sink:
+            with_sink = torch.logaddexp(log_total, x["sink"].expand_as(log_total))
+            o = o.mul_((log_total - with_sink).exp_()[..., None])
+            log_total = with_sink
+        return torch.cat([o, log_total[..., None]], -1) if with_total else o, log_total
+
+    def _mean_backward(self, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor) -> Arrays:
+        with_total, v, mean = self.leaf.read == MEAN_AND_LOG_SUM, x["v"], o
+        if with_total:
+            v, mean = _with_last(v, 0.0), _with_last(o, -1.0)
+        kernel_inputs = _of_equal_width(x["q"], x["k"], v)
+        d_q, d_k, d_v = self._kernel_backward(x, kernel_inputs, mean, log_total, cotangent)
+        n, e = x["v"].shape[2:]
+        d_v = _sum_of_heads(d_v[..., :e], n)
+        gradients = {"q": d_q, "k": d_k, "v": _with_last(d_v, 0.0) if with_total else d_v}
+        if self.leaf.sink:
+            d_log_total = self.leaf.read.d_log_total(o, cotangent).transpose(1, 2)
+            log_total = log_total.transpose(1, 2)[..., None]
+            gradients["sink"] = sink_vjp(x["sink"], log_total, d_log_total)
+        return gradients
+
+    def _laser(self, x: Arrays) -> tuple[Tensor, Tensor]:
+        q, k, v, shift = _kernel_inputs(x)
+        mean, log_total = self._kernel(x["q"].shape[3], q, k, v)
+        return mean[..., : x["v"].shape[3]].log_().add_(shift).contiguous(), log_total
+
+    def _laser_backward(self, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor) -> Arrays:
+        n, e = x["v"].shape[2:]
+        q, k, v, shift = _kernel_inputs(x)
+        mean = TORCH.exp(o - shift)
+        d_q, d_k, d_v = self._kernel_backward(x, (q, k, v), mean, log_total, cotangent / mean)
+        d_weights = (d_v * v.transpose(1, 2))[..., :e]
+        return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_weights, n)}
+
+    def _kernel(self, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
+        mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, self.leaf.causal, scale=self.leaf.scale_for(d)
+        )
+        return mean.transpose(1, 2), log_total.transpose(1, 2).contiguous()
+
+    def _kernel_backward(
+        self, x: Arrays, kernel_inputs: Heads, mean: Tensor, log_total: Tensor, cotangent: Tensor
+    ) -> Heads:
+        """The gradients of q, of k, and of the values of each query head."""
+        d, pad = x["q"].shape[3], (0, kernel_inputs[2].shape[3] - mean.shape[3])
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            functional.pad(cotangent, pad).transpose(1, 2),
+            *kernel_inputs,
+            functional.pad(mean, pad).transpose(1, 2),
+            log_total.transpose(1, 2).contiguous(),
+            0.0,
+            self.leaf.causal,
+            scale=self.leaf.scale_for(d),
+        )
+        d_q, d_k, d_v = (a.transpose(1, 2) for a in result)
+        return d_q[..., :d], _sum_of_heads(d_k[..., :d], x["k"].shape[2]), d_v
 
 
 def _recorded(x: Tensor) -> Tensor:
@@ -159,117 +223,9 @@ def _recorded(x: Tensor) -> Tensor:
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
-def _returns_sums(leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame) -> bool:
-    """Whether the kernel supports the call, and returns the sums that its gradient needs."""
-    device = x["q"].device.type
-    if device != "cpu" or not fits(leaf, _shapes(x), masks_of(frame), device):
-        return False
-    return leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
-
-
-def _mean(leaf: SoftmaxAttention, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
-    d, with_total = x["q"].shape[3], leaf.read == MEAN_AND_LOG_SUM
-    v = x["v"][..., :-1] if with_total else x["v"]
-    mean, log_total = _kernel(leaf, d, *_of_equal_width(x["q"], x["k"], v))
-    o = mean[..., : v.shape[3]].contiguous()
-    if leaf.sink:
-        with_sink = torch.logaddexp(log_total, x["sink"].expand_as(log_total))
-        o = o.mul_((log_total - with_sink).exp_()[..., None])
-        log_total = with_sink
-    if with_total:
-        o = torch.cat([o, log_total[..., None]], -1)
-    return o, (log_total,)
-
-
-def _mean_backward(
-    leaf: SoftmaxAttention,
-    x: Mapping[str, Tensor],
-    o: Tensor,
-    residuals: Residuals,
-    cotangent: Tensor,
-) -> Arrays:
-    v, mean = x["v"], o
-    if leaf.read == MEAN_AND_LOG_SUM:
-        v, mean = _with_last(v, 0.0), _with_last(o, -1.0)
-    kernel_inputs = _of_equal_width(x["q"], x["k"], v)
-    d_q, d_k, d_v = _kernel_backward(leaf, x, kernel_inputs, mean, residuals, cotangent)
-    n, e = x["v"].shape[2:]
-    d_v = _sum_of_heads(d_v[..., :e], n)
-    if leaf.read == MEAN_AND_LOG_SUM:
-        d_v = _with_last(d_v, 0.0)
-    gradients = {"q": d_q, "k": d_k, "v": d_v}
-    if leaf.sink:
-        d_log_total = leaf.read.d_log_total(o, cotangent).transpose(1, 2)
-        log_total = residuals[0].transpose(1, 2)[..., None]
-        gradients["sink"] = sink_vjp(x["sink"], log_total, d_log_total)
-    return gradients
-
-
 def _with_last(x: Tensor, value: float) -> Tensor:
     """A copy with `value` in the last channel."""
     return functional.pad(x[..., :-1], (0, 1), value=value)
-
-
-def _laser(leaf: SoftmaxAttention, x: Mapping[str, Tensor]) -> tuple[Tensor, Residuals]:
-    q, k, v, shift = _kernel_inputs(x)
-    mean, log_total = _kernel(leaf, x["q"].shape[3], q, k, v)
-    return mean[..., : x["v"].shape[3]].log_().add_(shift).contiguous(), (log_total,)
-
-
-def _kernel(
-    leaf: SoftmaxAttention, d: int, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
-    mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, leaf.causal, scale=leaf.scale_for(d)
-    )
-    return mean.transpose(1, 2), log_total.transpose(1, 2).contiguous()
-
-
-def _kernel_backward(
-    leaf: SoftmaxAttention,
-    x: Mapping[str, Tensor],
-    kernel_inputs: tuple[Tensor, Tensor, Tensor],
-    mean: Tensor,
-    residuals: Residuals,
-    cotangent: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, of k, and of the values of each query head."""
-    q, k, v = kernel_inputs
-    (log_total,) = residuals
-    d, pad = x["q"].shape[3], (0, v.shape[3] - mean.shape[3])
-    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        functional.pad(cotangent, pad).transpose(1, 2),
-        q,
-        k,
-        v,
-        functional.pad(mean, pad).transpose(1, 2),
-        log_total.transpose(1, 2).contiguous(),
-        0.0,
-        leaf.causal,
-        scale=leaf.scale_for(d),
-    )
-    d_q, d_k, d_v = (a.transpose(1, 2) for a in result)
-    return d_q[..., :d], _sum_of_heads(d_k[..., :d], x["k"].shape[2]), d_v
-
-
-def _laser_backward(
-    leaf: SoftmaxAttention,
-    x: Mapping[str, Tensor],
-    o: Tensor,
-    residuals: Residuals,
-    cotangent: Tensor,
-) -> Arrays:
-    n, e = x["v"].shape[2:]
-    q, k, v, shift = _kernel_inputs(x)
-    mean = TORCH.exp(o - shift)
-    d_q, d_k, d_v = _kernel_backward(leaf, x, (q, k, v), mean, residuals, cotangent / mean)
-    d_weights = (d_v * v.transpose(1, 2))[..., :e]
-    return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_weights, n)}
-
-
-def _shapes(x: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in x.items()}
 
 
 def _is_close_together(v: Tensor) -> bool:
@@ -278,7 +234,7 @@ def _is_close_together(v: Tensor) -> bool:
     return bool((v.amax(1) - v.amin(1) <= limit).all())
 
 
-def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kernel_inputs(x: Arrays) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and e^{v − ν} with the heads of q and equal widths; ν (b, 1, h, e)."""
     v, h = x["v"], x["q"].shape[2]
     shift = v.amax(1, keepdim=True)
@@ -286,7 +242,7 @@ def _kernel_inputs(x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Ten
     return q, k, weights, _of_each_head(shift, h)
 
 
-def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """q, k and v in the kernel's layout, with the heads of q and equal widths."""
     h, width = q.shape[2], max(q.shape[3], v.shape[3])
     q, k, v = (_of_each_head(_of_width(a, width), h).transpose(1, 2) for a in (q, k, v))
