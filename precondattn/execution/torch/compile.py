@@ -24,7 +24,7 @@ from precondattn.algebra.verbs import Verbs
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.execution import run
-from precondattn.execution.shorthand import build_and_call
+from precondattn.execution.build import build_and_call
 from precondattn.given import Arguments, Given
 
 Tensors = tuple[Tensor, ...]

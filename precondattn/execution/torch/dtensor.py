@@ -27,7 +27,7 @@ from precondattn.execution.torch.dtensor_sharding import MASKS, MeshSharding, sh
 from precondattn.given import Given
 
 
-class DividedCall(NamedTuple):
+class DTensorCall(NamedTuple):
     """A call by DTensors, and what this device has of it."""
 
     mechanism: Piece
@@ -118,7 +118,7 @@ def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
     return whole, whole_cache, pullback
 
 
-def _divided(call: GivenCall) -> DividedCall:
+def _divided(call: GivenCall) -> DTensorCall:
     """The inputs by name, how all arrays are sharded, and this device's parts."""
     mechanism, cache = call.mechanism, call.cache
     owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
@@ -163,7 +163,7 @@ def _divided(call: GivenCall) -> DividedCall:
     if cache is not None:
         length, store = sharding.part(cache.length), sharding.parts(cache.store)
         cache = cache._replace(length=length, store=store)
-    return DividedCall(mechanism, sharding, inputs, call.backend, parts, cache)
+    return DTensorCall(mechanism, sharding, inputs, call.backend, parts, cache)
 
 
 def _patterns_of_cache(mechanism: Piece) -> dict[str, Pattern]:
