@@ -13,7 +13,7 @@ from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import nearest
 from precondattn.arrays import Array, Arrays
 from precondattn.execution.input_names import CALL_OPTIONS
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 from precondattn.limits import KEPT
 
 Settings = tuple[tuple[str, OptionValue], ...]
@@ -77,11 +77,6 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
     """The mechanism of a shorthand's keywords, and the keywords that are left for its call.
 
     An array for an optional input switches on the option that declares it.
-
-    Raises
-    ------
-    TypeError
-        for a keyword that is neither option, input nor mask, naming the nearest one.
     """
     own, of_base = options_of(cls)
     switches = switches_of(cls)
@@ -155,9 +150,7 @@ def _key(cls: MechanismClass, named: Mapping[str, Given]) -> Hashable | None:
     return tuple(key)
 
 
-def build_and_call(
-    cls: MechanismClass, arrays: tuple[Array, ...], named: Mapping[str, Given]
-) -> Array:
+def build_and_call(cls: MechanismClass, arrays: tuple[Array, ...], named: Arguments) -> Array:
     """Build the mechanism from its keywords and call it."""
     mechanism, rest = build(cls, named)
     return mechanism(*arrays, **rest)

@@ -75,13 +75,9 @@ class NonFiniteRows(NamedTuple):
             for name, array in arrays.items()
         }
 
-    def marked(self, out: Array) -> Array:
-        """The output, NaN where bad rows reach it."""
-        return _replaced(out, self.outputs, self.output, NAN)
-
-    def without(self, cotangent: Array) -> Array:
-        """The cotangent of the output, 0 where the output is NaN."""
-        return _replaced(cotangent, self.outputs, self.output, 0.0)
+    def replaced(self, out: Array, value: float) -> Array:
+        """The output, or its cotangent, with this value where bad rows reach it."""
+        return _replaced(out, self.outputs, self.output, value)
 
     def marked_update(self, key: str, update: Update) -> Update:
         """The update of a buffer, NaN from the first bad token.
@@ -201,9 +197,7 @@ def _relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
     return [leaf for leaf in mechanism.program.leaves if leaf.relates_tokens]
 
 
-def _are_finite(
-    arrays: Mapping[str, Array], patterns: Mapping[str, Pattern], call: BoundCall
-) -> bool:
+def _are_finite(arrays: Arrays, patterns: Mapping[str, Pattern], call: BoundCall) -> bool:
     """Whether all entries are known to be good: those on the CPU are read."""
     is_read = not patterns or call.prepared.request.device == "cpu"
     return is_read and all(_is_finite(arrays[name], p) for name, p in patterns.items())

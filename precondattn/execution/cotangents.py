@@ -62,6 +62,4 @@ def _divided(cotangent: Array, c: Array | None) -> Array:
 
 
 def _multiplied(gradients: Arrays, c: Array | None) -> Arrays:
-    if c is None:
-        return gradients
-    return {name: upcast(gradient) * c for name, gradient in gradients.items()}
+    return gradients if c is None else {name: upcast(d) * c for name, d in gradients.items()}

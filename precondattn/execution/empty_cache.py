@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn.algebra.declaration import FIXED, ShapeError, Sizes
+from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
@@ -36,23 +36,30 @@ def empty_cache(
 
         return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
     check_cacheable(mechanism)
-    has_tokens = traceable(keeps_tokens)(mechanism)
+    owner, has_tokens = str(mechanism), traceable(keeps_tokens)(mechanism)
     if capacity is None and has_tokens:
-        raise TypeError(
-            f"{mechanism}: missing capacity, the greatest number of tokens per sequence"
-        )
+        raise TypeError(f"{owner}: missing capacity, the greatest number of tokens per sequence")
     is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
     if capacity is not None and not (is_whole and capacity >= 1):
         raise ValueError(
-            f"{mechanism}: capacity must be a whole number, 1 or above; found {capacity!r}"
+            f"{owner}: capacity must be a whole number, 1 or above; found {capacity!r}"
         )
     if not isinstance(key_mask, bool):
         raise TypeError(
-            f"{mechanism}: key_mask must be true or false, whether the cache stores one; "
+            f"{owner}: key_mask must be true or false, whether the cache stores one; "
             f"found {type(key_mask).__name__}"
         )
-    like, sizes = _like_and_sizes(mechanism, arrays, named)
+    declared = traceable(extending_inputs)(mechanism)
+    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
+    if not inputs:
+        raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
+    inputs, _ = cast_inputs(declared, inputs)
+    check_arrays(owner, declared, inputs)
+    of_tokens = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
+    sizes = declared.sizes(owner, shapes_of(of_tokens))
     sizes["c"] = capacity or 0
+    # One with the dtype of the call, which is that of the buffers.
+    like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):
         reach = None  # All tokens fit.
@@ -65,7 +72,7 @@ def empty_cache(
         if unknown:
             needed = [n for n, p in mechanism.inputs.items() if unknown & set(p.letters)]
             raise ShapeError(
-                f"{mechanism}: init_cache can not infer the size of {', '.join(sorted(unknown))} "
+                f"{owner}: init_cache can not infer the size of {', '.join(sorted(unknown))} "
                 f"from these inputs; pass {', '.join(needed)} too"
             )
         store[name] = new_buffer(slot, pattern.shape(sizes), like)
@@ -78,18 +85,3 @@ def empty_cache(
         store[FIRST] = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
         kinds[FIRST] = {str(Kind(WINDOW, window=reach + 1)): ()}
     return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store, kinds)
-
-
-def _like_and_sizes(
-    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays
-) -> tuple[Array, Sizes]:
-    """An input with the library, device and dtype of the buffers, and the sizes of the inputs."""
-    owner, declared = str(mechanism), traceable(extending_inputs)(mechanism)
-    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
-    if not inputs:
-        raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
-    inputs, _ = cast_inputs(declared, inputs)
-    check_arrays(owner, declared, inputs)
-    of_tokens = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
-    like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
-    return like, declared.sizes(owner, shapes_of(of_tokens))

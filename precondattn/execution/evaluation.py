@@ -29,6 +29,7 @@ from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import CallPlan, PlannedCall
 from precondattn.execution.arguments import BoundCall
+from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
 
@@ -74,7 +75,7 @@ def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Array
 
 
 def _pulled_back(plan: CallPlan, call: BoundCall, trace: list[Traced], cotangent: Array) -> Arrays:
-    cotangents: Arrays = {plan.out: used_part(cotangent, call)}
+    cotangents: Arrays = {plan.out: finished(cotangent, call, is_cotangent=True)}
     for planned, inputs, out, residuals in reversed(trace):
         if planned.out not in cotangents:
             continue
@@ -154,7 +155,7 @@ def extend_vjp(
     output, updates, trace = _steps(plan, call, cache, _bridge_of_mapped_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
-        cotangents: Arrays = {plan.out: used_part(cotangent, call)}
+        cotangents: Arrays = {plan.out: finished(cotangent, call, is_cotangent=True)}
         if call.non_finite is not None:
             d_store = call.non_finite.without_states(d_store)
         d_past: Arrays = {}
@@ -233,27 +234,22 @@ def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Array
     return gradients
 
 
-def finished(out: Array, call: BoundCall) -> Array:
-    """An output, 0 at padding, and NaN where inputs or other arguments can not be used."""
-    out = _without_padding(out, call)
-    return out if call.non_finite is None else call.non_finite.marked(out)
+def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Array:
+    """An output or its cotangent, 0 at padding, and NaN where arguments were out of range.
 
-
-def used_part(cotangent: Array, call: BoundCall) -> Array:
-    """A cotangent, 0 at padding and where the output is NaN because of an input."""
-    cotangent = _without_padding(cotangent, call)
-    return cotangent if call.non_finite is None else call.non_finite.without(cotangent)
-
-
-def _without_padding(out: Array, call: BoundCall) -> Array:
-    """An output or its cotangent, 0 at padding, and NaN where arguments were out of range."""
+    Where an input can not be used, the output is NaN, and its cotangent 0.
+    """
     if dtype_name(out) != call.prepared.request.dtype:
         out = _in_call_dtype(out, call)
     valid = call.frame.q_valid
     if valid is not None:
         shape = (*valid.shape, *(1,) * (out.ndim - 2))
         out = zero_where_not(namespace(valid).reshape(valid, shape), out)
-    return out if call.invalid is None else nan_where_invalid(out, call.invalid)
+    if call.invalid is not None:
+        out = nan_where_invalid(out, call.invalid)
+    if call.non_finite is None:
+        return out
+    return call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
 
 
 def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
@@ -336,8 +332,7 @@ def _bridge_of_mapped_step(planned: PlannedCall, *arrays: Array) -> BridgeOfStep
 
 
 def _operators_of_vmap(planned: PlannedCall, *arrays: Array) -> ModuleType | None:
-    """The operators that `torch.vmap` maps; None outside it, and for the reference, which it maps
-    without them."""
+    """The operators that `torch.vmap` maps; None outside it. It maps the reference without them."""
     if planned.backend is REFERENCE or transforms_of(*arrays) != {"vmap"}:
         return None
     from precondattn.execution.torch import autograd

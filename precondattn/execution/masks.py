@@ -40,7 +40,6 @@ from precondattn.execution.array_checks import check_device
 from precondattn.given import Given
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-NARROW = ("int8", "int16", "uint8", "uint16")
 
 
 class ValueChecks:
@@ -160,8 +159,7 @@ class Packed(NamedTuple):
     on_host: np.ndarray | None = None
     """The same, where they can be read."""
     lengths: Array | None = None
-    """The number of tokens before that padding (1,), int32; None where there is known to be
-    none."""
+    """The tokens before that padding (1,), int32; None where there is known to be none."""
 
 
 def segments_of(
@@ -202,7 +200,7 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
         ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, :]
         return Packed(on_device_of(like, ids), ids, lengths)
     xp = namespace(bounds)
-    if dtype_name(bounds) in NARROW:  # Which s may not fit into.
+    if dtype_name(bounds) in ("int8", "int16", "uint8", "uint16"):  # Which s may not fit into.
         bounds = cast(bounds, xp.int32)
     good = (bounds[0] == 0) & (bounds[-1] <= s) & xp.all(bounds[1:] >= bounds[:-1])
     message = f"cu_seqlens must go from 0 to s = {s} and never decrease"

@@ -139,9 +139,6 @@ def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows 
     return MovedRows(tokens, has_source, slots, None if is_moved.all() else is_moved)
 
 
-# ------------------------------------------------------------------------------------- moves
-
-
 class MovedRows(NamedTuple):
     """Where each row comes from. No row is moved to two places that have a source."""
 
@@ -182,9 +179,6 @@ def taken(array: Array, rows: MovedRows) -> Array:
     return zero_where_not(has_source, result)
 
 
-# ------------------------------------------------------------------------------------- calls
-
-
 class DividedPacking:
     """A packed call and its batches, each of which is an ordinary bound call."""
 
@@ -201,8 +195,7 @@ class DividedPacking:
 
     @property
     def largest(self) -> BoundCall:
-        slots = [b * t for b, t in self.sizes]
-        return self.calls()[slots.index(max(slots))]
+        return max(self.calls(), key=lambda call: call.sizes["b"] * times(call.sizes)[0])
 
     def calls(self) -> list[BoundCall]:
         """The bound calls of the batches."""
@@ -261,7 +254,8 @@ def vjp(divided: DividedPacking) -> tuple[Array, Callable[[Array], Arrays]]:
     outputs, pulls = zip(*(evaluation.vjp(call.prepared.plan, call) for call in calls), strict=True)
 
     def pullback(cotangent: Array) -> Arrays:
-        cotangents = divided.gathered(evaluation.used_part(cotangent, divided.call))
+        used = evaluation.finished(cotangent, divided.call, is_cotangent=True)
+        cotangents = divided.gathered(used)
         parts = [pull(part) for pull, part in zip(pulls, cotangents, strict=True)]
         return {
             name: divided.returned([part[name] for part in parts])

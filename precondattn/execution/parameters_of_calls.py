@@ -8,10 +8,9 @@ to the stub `shorthands.pyi`.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable
-from inspect import Parameter
+from inspect import Parameter, Signature, signature
 
 from precondattn.algebra.options import OptionValue
 from precondattn.algebra.piece import Piece
@@ -30,13 +29,13 @@ class _Optional:
 OPTIONAL = _Optional()
 
 
-def signature_of_call(mechanism: Piece) -> inspect.Signature:
+def signature_of_call(mechanism: Piece) -> Signature:
     """The parameters of `mechanism(…)`."""
     inputs = [_input(name, [pattern.text]) for name, pattern in mechanism.inputs.items()]
     return _signature(type(mechanism), inputs, [])
 
 
-def signature_of_shorthand(cls: MechanismClass) -> inspect.Signature:
+def signature_of_shorthand(cls: MechanismClass) -> Signature:
     """The parameters of the shorthand of a class: the inputs of all its options, and the options.
 
     An input that some options do not declare may be left out.
@@ -58,14 +57,12 @@ def signature_of_shorthand(cls: MechanismClass) -> inspect.Signature:
     return _signature(cls, [*inputs.values()], options)
 
 
-def _signature(
-    cls: MechanismClass, inputs: list[Parameter], options: list[Parameter]
-) -> inspect.Signature:
+def _signature(cls: MechanismClass, inputs: list[Parameter], options: list[Parameter]) -> Signature:
     first = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in inputs[:3]]
     others = sorted(inputs[3:], key=lambda each: each.default is OPTIONAL)
-    of_call = inspect.signature(cls.__call__).parameters
+    of_call = signature(cls.__call__).parameters
     masks = [of_call[name] for name in CALL_OPTIONS]
-    return inspect.Signature([*first, *others, *options, *masks], return_annotation="Array")
+    return Signature([*first, *others, *options, *masks], return_annotation="Array")
 
 
 def _input(name: str, patterns: Iterable[str], default: OptionValue = Parameter.empty) -> Parameter:

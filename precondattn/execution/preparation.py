@@ -38,7 +38,6 @@ from precondattn.execution.input_names import (
     shapes_of,
 )
 from precondattn.execution.signature import GivenCall
-from precondattn.execution.torch import autocast
 from precondattn.execution.torch.autocast import cast_inputs, hint
 from precondattn.frame import FULL, Layout
 from precondattn.given import Given
@@ -108,7 +107,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
     options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)
-    inputs, _ = cast_inputs(declared, inputs)
+    inputs, dtypes_before = cast_inputs(declared, inputs)
     if not is_full:
         check_cacheable(mechanism)
     library = check_arrays(owner, declared, inputs)
@@ -117,7 +116,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
     masks = {SAME_MASK.get(name, name) for name in given_masks}
-    past: tuple[Array, ...] = ()
+    others = [mask for mask in given_masks.values() if library_of(mask) == library]
     if is_full:
         sizes = declared.sizes(owner, shapes)
         _check_times(mechanism, sizes, call.masks)
@@ -131,12 +130,10 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
         masks |= cache.store.keys() & {KEY_MASK}
         if call.verb == "extend":  # Its derivative may be taken of the cached arrays too.
-            past = tuple(cache.store.values())
-    is_one_step = not is_full and sizes["t"] == 1  # No later token is there for its NaN to reach.
-    patterns: Mapping[str, Pattern] = {}
-    if not is_one_step and not is_empty(shapes.values()):
-        patterns = examined(mechanism, is_packed="segment_ids" in masks)
-    others = (*past, *[mask for mask in given_masks.values() if library_of(mask) == library])
+            others.extend(cache.store.values())
+    # After one token there is no later one, which its NaN could reach.
+    can_spread = (is_full or sizes["t"] != 1) and not is_empty(shapes.values())
+    patterns = examined(mechanism, is_packed="segment_ids" in masks) if can_spread else {}
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
@@ -146,7 +143,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         names=tuple(inputs),
         numbers=None if order == tuple(range(len(order))) else order,
         sizes=sizes,
-        is_cast=autocast.target(like) is not None,
+        is_cast=dtypes_before is not None,
         examined=patterns,
         request=request,
         plan=make_plan(mechanism, request, sizes.get("c"), allowed),
@@ -191,18 +188,17 @@ def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> 
 
 
 def _request(
-    verb: str, library: str, inputs: Arrays, masks: frozenset[str], others: tuple[Array, ...]
+    verb: str, library: str, inputs: Arrays, masks: frozenset[str], others: list[Array]
 ) -> Request:
     """The description for backends; `others` are the masks and the cached arrays."""
-    first, shapes = next(iter(inputs.values())), tuple(shapes_of(inputs).items())
-    arrays = (*inputs.values(), *others)
+    shapes, arrays = tuple(shapes_of(inputs).items()), (*inputs.values(), *others)
     differentiated, transforms = wants_gradient(*arrays), transforms_of(*arrays)
-    traced = library == "torch" and is_traced(first) and not transforms
+    traced = library == "torch" and is_traced(arrays[0]) and not transforms
     has_symbols = any(not isinstance(size, int) for _, shape in shapes for size in shape)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,
         library=library,
-        device=device_of(first),
+        device=device_of(arrays[0]),
         dtype=call_dtype(inputs),
         shapes=shapes,
         masks=masks,

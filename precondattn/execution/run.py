@@ -22,7 +22,7 @@ from precondattn.execution.masks import zero_padding
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import check_context_parallel
-from precondattn.execution.unchanged import check_unchanged, countable
+from precondattn.execution.unchanged import held
 
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
@@ -66,9 +66,8 @@ def vjp(
         from precondattn.execution.torch import dtensor
 
         return dtensor.vjp(given)
-    given = countable(given)
+    given, check_arguments = held(given)
     bound = contained(mechanism, bind(given, signature))
-    check_arguments = check_unchanged(given)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         if divided is None:
@@ -86,9 +85,7 @@ def vjp(
     return out, pullback
 
 
-def _of_valid(
-    gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Array | None
-) -> Arrays:
+def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Array) -> Arrays:
     """The gradients, 0 at padding and where an input can not be used."""
     gradients = zero_padding(gradients, mechanism.inputs, bound.frame.q_valid, k_valid)
     return gradients if bound.non_finite is None else bound.non_finite.cleaned(gradients)
@@ -114,9 +111,8 @@ def gradients_from_lse(
     with autocast.off(cotangent):
         plan = bound.prepared.plan
         gradients = evaluation.gradients_from_lse(plan, bound, out, lse, cotangent)
-    if gradients is None:
-        return None
-    return _of_valid(gradients, mechanism, bound, bound.frame.k_valid)
+    k_valid = bound.frame.k_valid
+    return None if gradients is None else _of_valid(gradients, mechanism, bound, k_valid)
 
 
 def extend(
@@ -182,11 +178,11 @@ def extend_vjp(
         from precondattn.execution.torch import dtensor
 
         return dtensor.extend_vjp(given)
-    given = countable(given)
+    given, check_arguments = held(given)
     bound, cache = contained_after(mechanism, bind_extension(given, signature), given.cache)
-    check_arguments, plan = check_unchanged(given), bound.prepared.plan
+    plan, count = bound.prepared.plan, bound.count
     with autocast.off(cache.length):
-        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, bound.count)
+        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
     new_store = dict(extended.store)
 
     def pullback(

@@ -36,7 +36,6 @@ class GivenCall(NamedTuple):
     """None for a mask that is not given."""
     backend: BackendNames
     cache: Given = None
-    """For extensions."""
 
 
 def signature_of(call: GivenCall) -> Hashable | None:

@@ -14,31 +14,49 @@ from precondattn.cache import Cache
 from precondattn.execution.signature import GivenCall
 
 
-def countable(call: GivenCall) -> GivenCall:
-    """The call, with copies of the tensors whose writes PyTorch does not count."""
-    if not any(_is_uncounted(array) for array in _arguments(call).values()):
-        return call
-    cache = call.cache
+def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
+    """The call, and a check that its pullback would read now what the call has read.
+
+    Tensors whose writes PyTorch does not count are copied.
+    """
+    tensors = [(name, a) for name, a in _arguments(call).items() if library_of(a) == "torch"]
+    if any(tensor.is_inference() for _, tensor in tensors):
+        call = _with_copies(call)
+    counted = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
+    owner, cache, store = call.mechanism, call.cache, None
+    if cache is not None and cache.store and writes_in_place(cache.length):
+        store = cache.store  # It is emptied where it is donated.
+
+    def check() -> None:
+        if store is not None and not store:
+            raise ValueError(
+                f"{owner}: the old cache was donated before the pullback has run, which reads it; "
+                f"extend it without donate, or pull back first"
+            )
+        for name, tensor, writes in counted:
+            if tensor._version != writes:
+                raise RuntimeError(
+                    f"{owner}: {name} was written to in place before the pullback has run, which "
+                    f"reads it; write to a copy of it, or pull back first"
+                )
+
+    return call, check
+
+
+def _with_copies(call: GivenCall) -> GivenCall:
+    """The call with copies of the tensors of inference mode."""
+
+    def kept(array: Array) -> Array:
+        return copied(array) if library_of(array) == "torch" and array.is_inference() else array
+
+    def all_kept(arrays: Mapping[str, Array]) -> Arrays:
+        return {name: kept(array) for name, array in arrays.items()}
+
+    named, masks, cache = all_kept(call.named), all_kept(call.masks), call.cache
     if isinstance(cache, Cache):
-        cache = cache._replace(length=_kept(cache.length), store=_all_kept(cache.store))
-    return call._replace(
-        arrays=tuple(map(_kept, call.arrays)),
-        named=_all_kept(call.named),
-        masks=_all_kept(call.masks),
-        cache=cache,
-    )
-
-
-def _is_uncounted(array: Array) -> bool:
-    return library_of(array) == "torch" and bool(array.is_inference())
-
-
-def _kept(array: Array) -> Array:
-    return copied(array) if _is_uncounted(array) else array
-
-
-def _all_kept(arrays: Mapping[str, Array]) -> Arrays:
-    return {name: _kept(array) for name, array in arrays.items()}
+        cache = cache._replace(length=kept(cache.length), store=all_kept(cache.store))
+    arrays = tuple(map(kept, call.arrays))
+    return call._replace(arrays=arrays, named=named, masks=masks, cache=cache)
 
 
 def _arguments(call: GivenCall) -> Arrays:
@@ -49,31 +67,3 @@ def _arguments(call: GivenCall) -> Arrays:
         buffers = {"length": call.cache.length, **call.cache.store}
         arguments |= {f"the cache's {name!r}": buffer for name, buffer in buffers.items()}
     return arguments
-
-
-def check_unchanged(call: GivenCall) -> Callable[[], None]:
-    """A check that raises an error where a pullback would read something else than the call did."""
-    owner, cache = call.mechanism, call.cache
-    writes = [
-        (name, tensor, tensor._version)
-        for name, tensor in _arguments(call).items()
-        if library_of(tensor) == "torch" and not tensor.is_inference()
-    ]
-    store = None
-    if cache is not None and cache.store and writes_in_place(cache.length):
-        store = cache.store  # It is emptied where it is donated.
-
-    def check() -> None:
-        if store is not None and not store:
-            raise ValueError(
-                f"{owner}: the old cache was donated before the pullback has run, which reads it; "
-                f"extend it without donate, or pull back first"
-            )
-        for name, tensor, before in writes:
-            if tensor._version != before:
-                raise RuntimeError(
-                    f"{owner}: {name} was written to in place before the pullback has run, which "
-                    f"reads it; write to a copy of it, or pull back first"
-                )
-
-    return check
