@@ -91,8 +91,8 @@ class AttentionView(NamedTuple):
 
     def group(self, part: Part) -> AttentionView:
         """Some sequences and some key heads."""
-        cut = [a if a is None else a[part] for a in self[:-1]]
-        return AttentionView(*cut, None if self.bias is None else bias_of_heads(self.bias, part))
+        cut = AttentionView(*[a if a is None else a[part] for a in self._replace(bias=None)])
+        return cut._replace(bias=None if self.bias is None else bias_of_heads(self.bias, part))
 
 
 def bias_of_heads(bias: Array, part: Part) -> Array:
@@ -163,7 +163,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
     ) -> Iterator[HeadGroup]:
         """Groups of heads; the gradient of a bias is added to `d_bias`."""
         ops, leaf = self.ops, self.leaf
-        r, t, s = *view.q.shape[2:4], view.k.shape[2]
+        (_, _, r, t, _), s = view.q.shape, view.k.shape[2]
         chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
         is_transported = isinstance(leaf.metric, Transported)
         size = chunk * chunks if is_transported else block_size(t, r)

@@ -173,7 +173,8 @@ def groups_with_scratch(
     With `gradient` also for the gradients of the row blocks.
     """
     workspaces: list[Scratch] = []
-    for part in head_groups(*like.shape[:2], row_block, most):
+    b, n = like.shape[:2]
+    for part in head_groups(b, n, row_block, most):
         # The first group is the largest.
         entries = math.prod(like[part].shape[:2]) * row_block
         workspaces = workspaces or [ops.scratch(entries, like) for _ in range(1 + gradient)]

@@ -365,11 +365,11 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             for tile in reversed(system.tiles()):
                 d_v, d_beta = self._pull_rows(system, tile, y[part], right[part])
                 of_group.v[tile.queries] = d_v
-                if leaf.beta:
+                if of_group.beta is not None and leaf.beta:
                     of_group.beta[tile.queries] = d_beta
             gradients = system.scores.gradients()
             d.unit[part] = gradients["q"][:, :, 0, ...] * system.scale + gradients["k"]
-            if d.w is not None:
+            if d.w is not None and d.path_beta is not None:
                 d.w[part], d.path_beta[part] = gradients["w"], gradients["beta"]
         d_k = d.unit if leaf.normalize != "keys" else rms_norm_vjp(view.k, leaf.eps, d.unit)
         result = {"k": d_k, "v": d.v}
