@@ -3,8 +3,7 @@
     additive:    S ← total ∘ S + (writing ∘ K)ᵀ V
     delta rule:  U = M (β ∘ (V − reading ∘ E S)),    S ← total ∘ S + (writing ∘ K)ᵀ U
 
-The other parts and their equations are in `precondattn_portable.chunkwise_additive`, `…_delta` and
-`…_delta_channels`.
+The other parts and their equations are in `precondattn_portable.chunkwise_additive` and `…_delta`.
 Only what depends on the adjacent chunk is in the loop.
 """
 
@@ -20,12 +19,7 @@ from precondattn.spec.recurrence import Stream
 from precondattn_jax.arithmetic import JAX, product, transposed_product
 from precondattn_jax.channel_decay import ChannelDecay
 from precondattn_jax.triangular_inverse import unit_lower_inverse
-from precondattn_portable import (
-    chunkwise,
-    chunkwise_additive,
-    chunkwise_delta,
-    chunkwise_delta_channels,
-)
+from precondattn_portable import chunkwise, chunkwise_additive, chunkwise_delta
 from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks
 from precondattn_portable.head_decay import decayed, flat
 
@@ -127,7 +121,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         return _with_first(first, after)
 
 
-class KeyDeltaRule(DeltaRule, chunkwise_delta_channels.KeyDeltaRule):
+class KeyDeltaRule(DeltaRule, chunkwise_delta.KeyDeltaRule):
     """The delta rule, with one decay for each key channel."""
 
     kind = ChannelDecay
@@ -138,7 +132,7 @@ KINDS: dict[chunkwise.GroupKind, chunkwise.GroupKind] = {
     chunkwise_additive.KeyAdditive: KeyAdditive,
     chunkwise_additive.ValueAdditive: ValueAdditive,
     chunkwise_delta.DeltaRule: DeltaRule,
-    chunkwise_delta_channels.KeyDeltaRule: KeyDeltaRule,
+    chunkwise_delta.KeyDeltaRule: KeyDeltaRule,
 }
 
 

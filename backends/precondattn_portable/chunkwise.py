@@ -22,8 +22,7 @@ from precondattn_portable.chunkwise_additive import (
     ValueAdditive,
     WrittenChunks,
 )
-from precondattn_portable.chunkwise_delta import DeltaRule
-from precondattn_portable.chunkwise_delta_channels import KeyDeltaRule
+from precondattn_portable.chunkwise_delta import DeltaRule, KeyDeltaRule
 from precondattn_portable.layout import blocks, budget, padded
 
 CHUNK = 64

@@ -40,6 +40,10 @@ class WrittenChunks(NamedTuple):
     """(c, n, C, d), in place of `erase`, if its value is read before the state decays."""
 
 
+Gradients = tuple[Array, WrittenChunks]
+"""Those of the queries and of the written inputs."""
+
+
 class ChunkGroup:
     """Chunks that are computed at once, except for the states between them."""
 
@@ -70,10 +74,8 @@ class ChunkGroup:
         """The gradients of the states (c + 1, n, d, e)."""
         raise NotImplementedError
 
-    def vjp(
-        self, q: Array, d_o: Array, states: Array, d_states: Array
-    ) -> tuple[Array, WrittenChunks]:
-        """The gradients of the queries and of the written inputs. Only after `d_states`."""
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
+        """Only after `d_states`."""
         raise NotImplementedError
 
     def _pass_on(self, states: Array, chunk: int, before: int, after: int) -> None:
@@ -126,9 +128,7 @@ class Additive(ChunkGroup):
             self._pass_on(d_states, chunk, chunk + 1, chunk)
         return d_states
 
-    def vjp(
-        self, q: Array, d_o: Array, states: Array, d_states: Array
-    ) -> tuple[Array, WrittenChunks]:
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
         ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
         scores, d_rows = decay.scores(q, k), flat(d_o)
         d_v = ops.product(self._written()[0], d_states[1:, ...])
@@ -171,9 +171,7 @@ class ValueAdditive(Additive):
         o = self.decay.read(scores, self.x.v, q.shape[3])
         return self.ops.add(o, self.decay.times_reading(q, states[:-1, ...]))
 
-    def vjp(
-        self, q: Array, d_o: Array, states: Array, d_states: Array
-    ) -> tuple[Array, WrittenChunks]:
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
         ops, decay, k, v = self.ops, self.decay, self.x.k, self.x.v
         scores, d_scores = ops.product(flat(q), transpose(k)), decay.scores(d_o, v)
         d_q = ops.product(flat(self._pulled(q, d_o)[1]), transpose(states[:-1, ...]))

@@ -18,6 +18,14 @@ and `reading` is that of i − 1. Their part of the gates' gradient is then that
 
 In each direction, three products depend on the adjacent chunk. (Computing M (β ∘ reading ∘ K) in
 advance would leave two, but costs one more product.)
+
+With one decay for each key channel, the decay is a factor of the channels of a product and not of
+the product, and total multiplies the rows of S: with F(A, x, y) of `channel_decay.py`,
+
+    L = stril(dF/dA (E, K)),    A = dF/dA (Q, K).
+
+In the gradient, dA and dL are the coefficients of one F, whose rows x are those of Q and E, so that
+the decays of K are applied once.
 """
 
 from __future__ import annotations
@@ -27,10 +35,13 @@ from functools import cached_property
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks
+from precondattn_portable.channel_decay import ChannelDecay
+from precondattn_portable.chunkwise_additive import ChunkGroup, Gradients, WrittenChunks
 from precondattn_portable.head_decay import HeadDecay, decayed, flat, summed_rows, sums_before
 from precondattn_portable.in_place import product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
+
+Pulled = tuple[Array, Array, Array | None, Array]
 
 
 class DeltaRule(ChunkGroup):
@@ -117,9 +128,7 @@ class DeltaRule(ChunkGroup):
             ops.add_product_at(d_states, here, transpose(self.reading_k[here]), right, -1.0)
         return d_states
 
-    def vjp(
-        self, q: Array, d_o: Array, states: Array, d_states: Array
-    ) -> tuple[Array, WrittenChunks]:
+    def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
         ops, decay, x, d_right = self.ops, self.decay, self.x, self.d_right
         from_states = ops.product(d_right, transpose(states[:-1, ...]))
         if self.to_erased is not None:
@@ -143,9 +152,7 @@ class DeltaRule(ChunkGroup):
             return d_q, WrittenChunks(d_k, d_v, d_g, d_beta, d_erase)
         return d_q, WrittenChunks(d_k, d_v, d_g, d_beta, None, d_erase)
 
-    def _pull(
-        self, q: Array, d_scores: Array, among: Array, products: Array, *d: Array
-    ) -> tuple[Array, Array, Array | None, Array]:
+    def _pull(self, q: Array, d_scores: Array, among: Array, products: Array, *d: Array) -> Pulled:
         """The gradients of Q, K and E, added to others, and what `Decay.d_g` needs.
 
         From dA, X Uᵀ and X Uᵀ ∘ L. That of E is None where it is K, and added to that of K.
@@ -159,3 +166,34 @@ class DeltaRule(ChunkGroup):
             return d_q, d_k, None, pairs
         d_k = ops.add_product(d_k, transpose(d_keys), self.erase)
         return d_q, d_k, ops.add_product(d_erase, d_keys, x.k), pairs
+
+
+class KeyDeltaRule(DeltaRule):
+    """The delta rule, with one decay for each key channel: KDA, GDN2, DPLR."""
+
+    kind = ChannelDecay
+    shared = -1
+    decay: ChannelDecay
+
+    def _among_keys(self) -> Array:
+        self.rows = self._at_gates(self.erase)[:, :, :, None, :]
+        if self.x.undecayed is None:
+            return self.decay.scores(self.rows, self.x.k, diagonal=False)
+        return previous_token(self.decay.scores(self.rows, self.x.k))
+
+    def _reading_k(self) -> Array:
+        return self.erase * self.to_erased * self.beta
+
+    def _pull(self, q: Array, d_scores: Array, among: Array, products: Array, *d: Array) -> Pulled:
+        xp, ops, x, r, (d_q, d_k, d_erase) = namespace(q), self.ops, self.x, q.shape[3], d
+        d_scores = xp.reshape(d_scores, (*q.shape[:4], -1))
+        d_among = self._at_gates(ops.lower(ops.multiply(among, -self.beta), -1))
+        coefficients = xp.concat([d_scores, d_among[:, :, :, None, :]], axis=3)
+        rows = xp.concat([q, self.rows], axis=3)
+        d_rows, more_k, d_g = self.decay.gradients(flat(coefficients), rows, x.k)
+        d_q, d_k = ops.add(d_q, d_rows[:, :, :, :r, :]), ops.add(more_k, d_k)
+        d_rows = d_rows[:, :, :, r, :]
+        d_erase = ops.add(d_erase, d_rows if x.undecayed is None else previous_token(d_rows))
+        if x.erase is None and x.undecayed is None:
+            return d_q, ops.add(d_k, d_erase), None, d_g
+        return d_q, d_k, d_erase, d_g

@@ -54,16 +54,17 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
         """Statistics are repeated for each of their queries: those of few tokens are small."""
         ops, (_, t, h, _), s = self.ops, x["q"].shape, x["k"].shape[1]
         q, k = self._units(x)
-        k = repeat_heads(where_valid(k, frame), h)
+        k, is_plain = repeat_heads(where_valid(k, frame), h), frame.valid_keys(s) is None
         scores = ops.product(q, transpose(k))
         if self.leaf.has_decay or frame.k_segment is not None:
             decay = decay_of_pairs(ops, self.leaf.log_decay(x, frame))[:, :, s - t :, :, 0]
             weights = repeat_heads(ops.lower(decay, s - t), h)
             scores = ops.multiply(scores, weights)
-            total, n = ops.product(weights, k), _weighted_count(weights, k, frame)
+            total = ops.product(weights, k)
+            n = row_sum(weights) if is_plain else weights @ _counted(k, frame)
         else:
             scores = ops.lower(scores, s - t)
-            total, n = _running_sum(k)[:, :, s - t :, :], _running_count(k, frame, t)
+            total, n = _running_sum(k, t), _running_count(k, frame, t)
         a, n = ops.product(scores, k), _positive(n, s, frame)
         contraction = time_first(x["contraction"][..., None])
         return time_first(self._contracted(a, total, n, q, contraction))
@@ -89,24 +90,18 @@ def _counted(k: Array, frame: Frame) -> Array:
     return where_valid(namespace(k).ones_like(k[..., :1]), frame)
 
 
-def _running_sum(x: Array) -> Array:
-    return namespace(x).cumulative_sum(x, axis=2)
+def _running_sum(x: Array, t: int) -> Array:
+    """The sums up to each of the last t tokens."""
+    return namespace(x).cumulative_sum(x, axis=2)[:, :, x.shape[2] - t :, :]
 
 
 def _running_count(k: Array, frame: Frame, t: int) -> Array:
     """The number of valid tokens (b or 1, m or 1, t, 1) up to each of the last t."""
     xp, s = namespace(k), k.shape[2]
-    if frame.valid_keys(s) is None:
-        count = xp.arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))
-        return xp.reshape(count, (1, 1, t, 1))
-    return _running_sum(_counted(k, frame))[:, :, s - t :, :]
-
-
-def _weighted_count(weights: Array, k: Array, frame: Frame) -> Array:
-    """D 1 (b, m, t, 1), of the valid tokens."""
-    if frame.valid_keys(k.shape[2]) is None:
-        return row_sum(weights)
-    return weights @ _counted(k, frame)
+    if frame.valid_keys(s) is not None:
+        return _running_sum(_counted(k, frame), t)
+    count = xp.arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))
+    return xp.reshape(count, (1, 1, t, 1))
 
 
 def _positive(n: Array, tokens: int, frame: Frame) -> Array:
