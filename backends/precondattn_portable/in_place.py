@@ -23,28 +23,12 @@ def add_at(ops: Arithmetic, array: Array, where: Index, x: Array) -> Array:
     return stored(array, where, view, ops.add(view, x))
 
 
-def multiply_at(ops: Arithmetic, array: Array, where: Index, x: Array, y: Array) -> Array:
-    """array[where] = x ∘ y; returns the new part."""
-    view = array[where]
-    return stored(array, where, view, ops.multiplied(x, y, view))
-
-
 def changed_at(
     operation: Callable[..., Array], array: Array, where: Index, *given: Array | float
 ) -> Array:
     """array[where] = operation(array[where], …); returns the new part."""
     view = array[where]
     return stored(array, where, view, operation(view, *given))
-
-
-def add_kept_at(
-    ops: Arithmetic, array: Array, where: Index, state: Array, total: Array | None
-) -> Array:
-    """array[where] += total ∘ state, or += state without `total`; returns the new part."""
-    if total is None:
-        return add_at(ops, array, where, state)
-    view = array[where]
-    return stored(array, where, view, ops.add_multiple(view, state, total))
 
 
 def stored(array: Array, where: Index, view: Array, result: Array) -> Array:

@@ -20,7 +20,7 @@ from precondattn.spec.linear_family import forget_other_segments
 from precondattn.spec.preconditioned_key import PreconditionedKey as Leaf
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.head_decay import HeadDecay
-from precondattn_portable.in_place import multiply_at
+from precondattn_portable.in_place import stored
 from precondattn_portable.layout import blocks, budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 
@@ -62,7 +62,9 @@ class PreconditionedKeyChunks(StatefulAlgorithm[Leaf]):
             for block, (start, stop) in enumerate(blocks(k.shape[0], together)):
                 here = (slice(start, stop), ...)
                 m, squares = chunks.multipliers(block, counted[here], squares)
-                multiply_at(ops, written, here, xp.reshape(m, k[here].shape), k[here])
+                view = written[here]
+                m = xp.reshape(m, view.shape)
+                stored(written, here, view, ops.multiplied(m, k[here], view))
         return out, ()
 
 

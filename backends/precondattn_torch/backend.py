@@ -52,9 +52,8 @@ class Torch(Portable):
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         support = super().supports(mechanism, request)
-        if not support.ok:
-            return support
-        return Support.yes(differentiable=self._is_differentiable(mechanism, request))
+        is_differentiable = support.ok and self._is_differentiable(mechanism, request)
+        return support._replace(differentiable=is_differentiable)
 
     algorithms: Algorithms = {  # noqa: RUF012  No one writes to it.
         UNGATED: ALGORITHMS[RECURRENCES[0]],
@@ -66,15 +65,11 @@ class Torch(Portable):
         pa.Path: "precondattn_torch.path:PathAttention",
     }
 
-    def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
-        if type(leaf) is pa.Path and leaf.read != MEAN:
-            return algorithm_at(ALGORITHMS[pa.Path])
-        return super().algorithm_class(leaf)
-
     def algorithm(self, leaf: Piece | LeafProtocol, library: str) -> AnyAlgorithm:
+        if type(leaf) is pa.Path and leaf.read != MEAN:
+            return algorithm_at(ALGORITHMS[pa.Path])(self.arithmetic(library), leaf)
         algorithm = super().algorithm(leaf, library)
-        is_whole_path = type(leaf) is pa.Path and leaf.read != MEAN
-        if is_whole_path or key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
+        if key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
             return algorithm
         from precondattn_torch.by_heads import ByHeads
 

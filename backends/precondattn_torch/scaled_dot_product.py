@@ -63,7 +63,7 @@ def fits(
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
 
 
-def fits_call(leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> bool:
+def fits_call(leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame) -> bool:
     """Whether the kernel supports a full call of these arrays."""
     masks: frozenset[str] = frozenset()
     if frame.k_segment is not None:
@@ -139,7 +139,7 @@ class KernelAttention(AttentionBlocks):
         if residuals:
             is_laser = self.leaf.read == LOG_MEAN_EXP
             pull = self._laser_backward if is_laser else self._mean_backward
-            return pull(x, out, *residuals, cotangent)
+            return pull(x, out, residuals[0], cotangent)
         names = ("q", "k", "v")  # The output of `scaled_dot_product`, which keeps no residuals.
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [_recorded(x[name]) for name in names]
