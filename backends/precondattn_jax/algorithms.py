@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from jax import Array
+
 import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.recurrences import Recurrences
+from precondattn.arrays import Arrays
+from precondattn.frame import Frame
 from precondattn.spec.recurrence import Form
 from precondattn.spec.stateful import Stateful
+from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.attention import AttentionBlocks
 from precondattn_jax.chunkwise import Chunkwise
 from precondattn_jax.deltaformer import DeltaFormerBlocks
@@ -15,43 +21,44 @@ from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks
 from precondattn_portable.algorithm import AnyAlgorithm
+from precondattn_portable.backend import RECURRENCES
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.stateful import StatefulAlgorithm
 from precondattn_portable.token_wise import TOKEN_WISE, AsDefined
 
-STATEFUL = (
-    Recurrences(
-        gate=(None, "fixed", "head", "channel"),
-        keys=("given", "of the gate"),
-        reads=("after", "before, with a bonus"),
-        normaliser=(None, "sum", "running maximum"),
-    ),
-    Recurrences(
-        ("delta", "low rank"),
-        gate=(None, "fixed", "head", "channel"),
-        erase=("written key", "own key", "own key, before the decay"),
-        strength=(None, "scalar", "channel"),
-        several_steps=True,
-    ),
-    Recurrences(("slots",), gate=("slot",)),
-    pa.PreconditionedKey,
-    pa.ConditionedQuery,
-)
-"""What is computed in chunks of tokens."""
 
-
-class RecurrenceInLoops(StatefulAlgorithm[Stateful]):
+class RecurrenceInLoops(AlgorithmInLoops[Stateful], StatefulAlgorithm[Stateful]):
     by_pairs = False
 
     def in_chunks(self) -> Form:
-        return Chunkwise()
+        return Chunkwise(self.loops)
 
 
-class MesaInLoops(MesaQueryAlgorithm):
+class MesaInLoops(AlgorithmInLoops[pa.MesaQuery], MesaQueryAlgorithm):
     def in_chunks(self) -> Form:
-        return SolvingChunkwise()
+        return SolvingChunkwise(self.loops)
+
+
+class OfOneSequence(AlgorithmInLoops[LeafProtocol]):
+    """A packed call has a loop whose length is known at run time only."""
+
+    def output(self, x: Arrays, frame: Frame) -> Array:
+        is_packed = frame.k_segment is not None
+        return self.output_as_defined(x, frame) if is_packed else super().output(x, frame)
+
+
+class CrossCovarianceInLoops(OfOneSequence, CrossCovarianceProducts):
+    """Algorithm of `CrossCovariance`."""
+
+
+class NystromInLoops(OfOneSequence, NystromKernels):
+    """Algorithm of `Nystrom`."""
+
+
+class TokenWise(AlgorithmInLoops[LeafProtocol], AsDefined):
+    output = AlgorithmInLoops.output_as_defined
 
 
 ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
@@ -62,11 +69,12 @@ ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
     pa.DeltaFormer: DeltaFormerBlocks,
     pa.MesaQuery: MesaInLoops,
     pa.QueryWeightedQuery: QueryWeighted,
-    pa.CrossCovariance: CrossCovarianceProducts,
-    pa.Nystrom: NystromKernels,
+    pa.CrossCovariance: CrossCovarianceInLoops,
+    pa.Nystrom: NystromInLoops,
     pa.Windowed: WindowedBlocks,
-    **dict.fromkeys(STATEFUL, RecurrenceInLoops),
-    **dict.fromkeys(TOKEN_WISE, AsDefined),
+    **dict.fromkeys(RECURRENCES, RecurrenceInLoops),
+    **dict.fromkeys((pa.PreconditionedKey, pa.ConditionedQuery), RecurrenceInLoops),
+    **dict.fromkeys(TOKEN_WISE, TokenWise),
 }
 """The table is not derived from that of `portable`: what this backend claims, its own algorithms
-compute."""
+compute. They share the recurrences, whose chunks have the same equations."""

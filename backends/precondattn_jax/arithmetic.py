@@ -64,18 +64,13 @@ def zeros(shape: tuple[int, ...], like: Array) -> Array:
     return result + zero * jnp.arange(shape[-1], dtype=like.dtype)
 
 
-def full(shape: tuple[int, ...], value: float, like: Array) -> Array:
-    return zeros(shape, like) + value
-
-
 class JaxArithmetic(Arithmetic):
     """Nothing is written in place explicitly: XLA does it where possible."""
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        return zeros(shape, like)
-
     def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
         return zeros(shape, like)
+
+    empty = zeros
 
     def product(self, a: Array, b: Array, out: Array | None = None) -> Array:
         return product(a, b)

@@ -1,56 +1,93 @@
-"""Softmax attention as an algorithm of the backend: full calls in tiles, and steps."""
+"""Softmax attention as an algorithm of the backend: full calls in tiles, and steps.
+
+A step reads the tiles of new queries with the cache, then those with the new tokens, by the same
+read, whose state is merged from tile to tile. Cached keys and values are read once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import cast
-
+import jax.numpy as jnp
 from jax import Array
 
-import precondattn as pa
-from precondattn.arrays import Arrays, Residuals
-from precondattn.backend import ArraySpec
+from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
+from precondattn.spec.soft_cap import capped
 from precondattn.spec.softmax import SoftmaxAttention
-from precondattn_jax.attention_step import attention_step
-from precondattn_jax.definition import few_tokens_at_a_time, step_as_defined
+from precondattn_jax.arithmetic import product_with_transposed
+from precondattn_jax.definition import SteppingAsDefined
 from precondattn_jax.grouped_attention import GroupedAttention, has_groups
-from precondattn_jax.tiled_attention import TiledAttention
-from precondattn_jax.transported_step import transported_step
-from precondattn_portable.algorithm import Algorithm
+from precondattn_jax.loops import PLAIN
+from precondattn_jax.past import BufferedPast, step_bias
+from precondattn_jax.tiled_attention import TiledAttention, read_of
+from precondattn_jax.transported_step import TransportedStep
+from precondattn_portable import attention
+from precondattn_portable.extension import new_tokens
+from precondattn_portable.layout import grouped_bias
 
 
-def _full_call(leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> TiledAttention:
-    return (GroupedAttention if has_groups(leaf, frame) else TiledAttention)(leaf, x, frame)
-
-
-class AttentionBlocks(Algorithm[SoftmaxAttention]):
+class AttentionBlocks(SteppingAsDefined[SoftmaxAttention], attention.AttentionBlocks):
     """Algorithm of `Softmax` and `Path`."""
 
     name = "tiled attention"
 
+    def call(self, x: Arrays, frame: Frame) -> TiledAttention:
+        in_groups = self.loops is PLAIN and has_groups(self.leaf, frame)
+        return (GroupedAttention if in_groups else TiledAttention)(self.leaf, x, frame, self.loops)
+
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        out, log_total = _full_call(self.leaf, x, frame).forward()
+        out, log_total = self.call(x, frame).forward()
         return out, (log_total,)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        return _full_call(self.leaf, x, frame).backward(out, residuals[0], cotangent)
+        return self.call(x, frame).backward(out, residuals[0], cotangent)
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        leaf = self.leaf
-        if leaf.metric != DOT:
-            step = partial(transported_step, cast("pa.Path", leaf))
-            return few_tokens_at_a_time(step, leaf, past, x, frame)
-        if leaf.forget != "none":
-            return step_as_defined(leaf, past, x, frame)
-        out = attention_step(leaf, dict(past), dict(x), frame)
-        return out, {"key": Append(x["k"]), "value": Append(x["v"])}
+        if self.leaf.metric != DOT:
+            step = self.with_derivative_of_the_definition(self._transported_step)
+            return self.few_tokens_at_a_time(step, past, x, frame)
+        if self.leaf.forget != "none":
+            return super().step(past, x, frame)
+        return self.with_derivative_of_the_definition(self._step)(past, x, frame)
 
-    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        (b, t, h, _), dtype = inputs["q"]
-        return (ArraySpec((b, t, h), dtype if dtype == "float64" else "float32"),)
+    def _transported_step(self, *arrays: Tree) -> tuple[Array, Updates]:
+        step = TransportedStep(self.leaf, *arrays)
+        return step.output(), step.updates()
+
+    def _step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
+        """Of `Softmax` without a forget gate."""
+        leaf, capacity = self.leaf, past["key"].shape[1]
+        updates: Updates = {"key": Append(x["k"]), "value": Append(x["v"])}
+        bias: Array | None = None
+        if leaf.bias:
+            whole = step_bias(x["bias"], frame)
+            bias, x = whole[..., :capacity], {**x, "bias": whole[..., capacity:]}
+        new = TiledAttention(leaf, x, new_tokens(frame, x["q"].shape[1]))
+        blocks, read = new.blocks, read_of(leaf, x)
+        cached = BufferedPast(frame, capacity, new.b * new.n * new.r, leaf.window)
+        position = blocks.of_queries(frame.q_position, axis=1)
+        if bias is not None:
+            bias = blocks.of_queries(grouped_bias(bias, new.n))
+
+        def of_past(a: Array, state: Tree) -> Tree:
+            rows = new.scores.start(a)
+
+            def add(j: Array, state: Tree) -> Tree:
+                tile = product_with_transposed(rows, cached.take(past["key"], j))
+                if leaf.softcap is not None:
+                    tile = capped(tile, leaf.softcap)
+                pairs = jnp.reshape(tile, (new.b, new.n, new.r, blocks.size, cached.size))
+                if bias is not None:
+                    columns = cached.start(j) + jnp.arange(cached.size)
+                    pairs = pairs + jnp.take(blocks.take(bias, a, 3), columns, axis=4)
+                visible = cached.visible(j, blocks.take(position, a, 1))
+                tile = jnp.reshape(jnp.where(visible, pairs, -jnp.inf), tile.shape)
+                return read.add(state, tile, cached.take(past["value"], j))
+
+            return cached.over(add, state)
+
+        o, _ = new.outputs(read, new.v, of_past)
+        return blocks.unstacked(o, new.r), updates

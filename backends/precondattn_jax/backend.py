@@ -7,8 +7,7 @@ inside, it is part of the surrounding computation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
@@ -43,15 +42,18 @@ class Jax(JaxBackend, Portable):
 
         return ALGORITHMS
 
-    def differentiable(self, mechanism: Piece) -> Output | None:
-        if len(mechanism.program.calls) > 1 or self.algorithm_class(mechanism) is None:
-            return None
-        from precondattn_jax.twice_differentiable import output_of
+    def _computes(self, mechanism: Piece) -> bool:
+        return len(mechanism.program.calls) == 1 and self.algorithm_class(mechanism) is not None
 
-        return partial(output_of(mechanism.program.leaves[0]), mechanism)
+    def differentiable(self, mechanism: Piece) -> Output | None:
+        if not self._computes(mechanism):
+            return None
+        algorithm: Any = self.algorithm(mechanism, "jax")
+        output: Output = algorithm.output
+        return output
 
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
-        if len(mechanism.program.calls) > 1 or self.algorithm_class(mechanism) is None:
+        if not self._computes(mechanism):
             return None
         return Portable.runner(self, mechanism, "jax").step
 

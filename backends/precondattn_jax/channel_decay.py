@@ -1,20 +1,20 @@
 """The decay between the tokens of a chunk, with one decay for each channel.
 
 The pairs of a chunk are partitioned into squares in which the decay factors, as in
-`precondattn_portable.channel_decay`; here nothing is written in place.
+`precondattn_portable.channel_decay`; here nothing is written in place, and JAX differentiates them.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
+from precondattn_jax.arithmetic import product_with_transposed
 from precondattn_portable import channel_decay
 from precondattn_portable.channel_decay import FIRST, SECOND, HalvedDecay
-from precondattn_portable.head_decay import sums_before, sums_from
 
 
 class ChannelDecay(channel_decay.ChannelDecay):
@@ -52,47 +52,18 @@ class ChannelDecay(channel_decay.ChannelDecay):
         return jnp.reshape(whole, (chunks, heads, size * r, size))
 
     def read(self, a: Array, y: Array, r: int) -> Array:
-        corners, diagonal = self._corners(a, r)
-        o = diagonal * y[..., None, :]
-        for (half, since, until), corner in zip(self.halvings, corners, strict=True):
-            result = product(corner, self._first(y, half, until))
-            o = jnp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
-            second = o[SECOND]
-            second = second + jnp.reshape(result, second.shape) * since[..., None, :]
-            o = _halves(o[FIRST], second)
-        return jnp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
+        rows = jnp.repeat(y[:, :, :, None], r, axis=3)  # The scores are linear in them.
+        _, pull = jax.vjp(lambda x: self.scores(x, y), rows)
+        o: Array = pull(a)[0]
+        return o
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
-        r, width = x.shape[3], x.shape[4]
-        corners, diagonal = self._corners(a, r)
-        d_x, d_y = diagonal * y[..., None, :], jnp.sum(diagonal * x, axis=3)
-        d_g = jnp.zeros_like(y)
-        for (half, since, until), corner in zip(self.halvings, corners, strict=True):
-            shape = self._blocks(y, half)
-            d_x = jnp.reshape(d_x, (*shape[:-1], r, width))
-            d_y, d_g = jnp.reshape(d_y, shape), jnp.reshape(d_g, shape)
-            later, earlier = self._second(x, half, since), self._first(y, half, until)
+        def scores(x: Array, y: Array, g: Array) -> Array:
+            return ChannelDecay(self.ops, g).scores(x, y)
 
-            read = jnp.reshape(product(corner, earlier), d_x[SECOND].shape)
-            crossing = jnp.sum(read * jnp.reshape(later, read.shape), axis=-2)
-            d_x = _halves(d_x[FIRST], d_x[SECOND] + read * since[..., None, :])
-            written = transposed_product(corner, later)
-            d_g = _halves(
-                d_g[FIRST] + sums_before(written * earlier), d_g[SECOND] + sums_from(crossing)
-            )
-            d_y = _halves(d_y[FIRST] + written * until, d_y[SECOND])
-        return jnp.reshape(d_x, x.shape), jnp.reshape(d_y, y.shape), jnp.reshape(d_g, y.shape)
-
-    def _corners(self, a: Array, r: int) -> tuple[list[Array], Array]:
-        chunks, heads = a.shape[:2]
-        whole = jnp.reshape(a, (chunks, heads, 1, self.size * r, self.size))
-        corners = []
-        for half, _, _ in reversed(self.halvings):
-            corners.append(whole[..., half * r :, :half])
-            blocks = whole.shape[2]
-            narrower = _halves(whole[..., : half * r, :half], whole[..., half * r :, half:])
-            whole = jnp.reshape(narrower, (chunks, heads, 2 * blocks, half * r, half))
-        return corners[::-1], jnp.reshape(whole, (chunks, heads, self.size, r, 1))
+        _, pull = jax.vjp(scores, x, y, self.g)
+        d_x, d_y, d_g = pull(a)
+        return d_x, d_y, d_g
 
 
 def _halves(first: Array, second: Array) -> Array:

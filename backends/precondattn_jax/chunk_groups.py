@@ -9,8 +9,6 @@ Only what depends on the adjacent chunk is in the loop.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -24,28 +22,16 @@ from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks
 from precondattn_portable.head_decay import decayed, flat
 
 
-class SummedChunks(Protocol):
-    """What the states of sums are made of."""
-
-    total: Array | None
-
-    def _written(self) -> tuple[Array, Array]: ...
-    def _pulled(self, q: Array, d_o: Array) -> tuple[Array, Array]: ...
-
-
-class StatesOfSums:
+class StatesOfSums(chunkwise_additive.Additive):
     """The states of the variants of `Additive`."""
 
-    total: Array | None
-
-    def states(self: SummedChunks, state: Array) -> Array:
+    def states(self, state: Array) -> Array:
         return _with_last(*_sums(state, transposed_product(*self._written()), self.total))
 
-    def d_states(self: SummedChunks, q: Array, d_o: Array, d_state: Array) -> Array:
+    def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         rows, d_rows = self._pulled(q, d_o)
         added = transposed_product(flat(rows), flat(d_rows))
-        first, before = _sums(d_state, added, self.total, reverse=True)
-        return _with_first(first, before)
+        return _with_first(*_sums(d_state, added, self.total, reverse=True))
 
 
 def _sums(

@@ -16,7 +16,8 @@ from precondattn.arrays import Tree
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_jax.arithmetic import zeros
 from precondattn_jax.chunk_groups import group_of
-from precondattn_jax.layout import is_known
+from precondattn_jax.layout import is_known, padded
+from precondattn_jax.loops import PLAIN, Loops
 from precondattn_portable.chunkwise_additive import WrittenChunks
 
 CHUNK = 64
@@ -30,16 +31,13 @@ core's cache."""
 class Chunkwise(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
 
-    @staticmethod
-    def body(function: Callable[..., Tree]) -> Callable[..., Array]:
-        """The body of a loop over groups."""
-        return function
+    def __init__(self, loops: Loops = PLAIN) -> None:
+        self.loops = loops
 
     def forward(self, x: Stream, state: Array) -> tuple[Array, Array]:
         work = ChunkWork(x)
-        last, o = lax.scan(
-            self.body(work.read), work.joined(state), (work.written, work.chunks(x.q))
-        )
+        given = (work.written, work.chunks(x.q))
+        last, o = self.loops.scan(work.read, work.joined(state), given)
         return work.reads(o), jnp.reshape(last, state.shape)
 
     def vjp(self, x: Stream, state: Array, d_o: Array, d_final: Array) -> StreamGradients:
@@ -79,7 +77,7 @@ class Chunkwise(AllTokens):
             return states[-1], function(lambda q: group.read(q, states), *parts)
 
         given = (work.written, *map(work.chunks, arrays))
-        last, out = lax.scan(self.body(of_group), work.joined(state), given)
+        last, out = self.loops.scan(of_group, work.joined(state), given)
         return work.reads(out), jnp.reshape(last, state.shape)
 
 
@@ -106,9 +104,7 @@ class ChunkWork:
     def chunks(self, x: Array) -> Array:
         """Chunks of (b, m, s, …) or of the last t tokens, padded with zeros before and after."""
         after = self.groups * self.together * self.size - self.s
-        width = [(0, 0)] * x.ndim
-        width[2] = (self.s - x.shape[2], after)
-        x = jnp.pad(x, width)
+        x = padded(x, self.s - x.shape[2], after, 2)
         rest = x.shape[3:]
         x = jnp.reshape(x, (self.b, self.m, self.groups, self.together, self.size, *rest))
         x = jnp.moveaxis(x, (2, 3), (0, 1))

@@ -12,54 +12,52 @@ from the last block to the first, with c = a do − β x:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
 from precondattn.arrays import Arrays, Residuals, Tree
-from precondattn.backend import ArraySpec
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import finite_or_zero, repeat_heads, row_sum, sum_heads
-from precondattn_jax.arithmetic import (
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
-from precondattn_jax.definition import step_as_defined
-from precondattn_jax.layout import QueryBlocks, block_size, heads_first
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
+from precondattn_jax.definition import SteppingAsDefined
+from precondattn_jax.dot_scores import DotScores
+from precondattn_jax.layout import BlockedCall, heads_first, joined
+from precondattn_jax.loops import DIFFERENTIABLE
+from precondattn_jax.lower_system import LowerRows, products, solved
 from precondattn_jax.masks import Mask
+from precondattn_jax.read_mean import MeanRead, MeanState
 from precondattn_jax.triangular_inverse import unit_lower_inverse
-from precondattn_portable.algorithm import Algorithm
+from precondattn_portable import deltaformer
 
 
-class Tiles:
+class Tiles(BlockedCall[pa.DeltaFormer]):
     """A full call in blocks; arrays have h heads before time."""
 
-    def __init__(self, leaf: pa.DeltaFormer, x: Mapping[str, Array], frame: Frame) -> None:
-        b, s, h, d = x["q"].shape
-        size = block_size(s, b * h, packed=frame.k_segment is not None)
-        self.blocks = blocks = QueryBlocks(s, s, size)
-        self.mask = Mask(frame.among_keys(s), blocks, strict=True, of_queries=True)
-        self.scale = leaf.scale_for(d)
+    log_totals: Array
+    """λ (b, h, s, 1), where the system is that of `rows`"""
 
-        def of_tokens(name: str) -> Array:
-            return blocks.of_keys(repeat_heads(heads_first(x[name]), h))
-
-        self.q = of_tokens("q") * self.scale
-        self.k, self.v = of_tokens("k"), of_tokens("v")
-        self.beta = of_tokens("beta")[..., None]
-        self.own = row_sum(self.q * self.k)
+    def __init__(self, leaf: pa.DeltaFormer, x: Arrays, frame: Frame) -> None:
+        super().__init__(leaf, x, frame)
+        blocks, self.scale = self.blocks, leaf.scale_for(self.d)
+        q = heads_first(x["q"]) * self.scale
+        k, self.v, self.beta = (self.of_keys(name) for name in ("k", "v", "beta"))
+        self.beta = self.beta[..., None]
+        self.mask = Mask(frame.among_keys(blocks.s), blocks, strict=True, of_queries=True)
+        self.scores = DotScores(blocks, blocks.stacked(q[:, :, None]), k)
+        self.own = row_sum(blocks.of_keys(q) * k)
         """S_tt (b, h, s, 1), −∞ where the token's own key is masked"""
         valid = self.mask.k_valid
         if valid is not None:
             self.own = jnp.where(valid[:, None, :, None], self.own, -math.inf)
 
-    def scores(self, a: Array, j: Array, *, diagonal: bool = False) -> Array:
-        tile = product_with_transposed(self.blocks.take(self.q, a), self.blocks.take(self.k, j))
+    def of_keys(self, name: str) -> Array:
+        return repeat_heads(super().of_keys(name), self.n * self.r)
+
+    def masked(self, a: Array, j: Array, *, diagonal: bool = False) -> Array:
+        """S of a tile, −∞ at masked pairs."""
+        tile = self.scores.tile(self.scores.start(a), j)
         return self.mask.apply(tile, a, j, diagonal=diagonal)
 
     def own_weight(self, a: Array, log_total: Array) -> Array:
@@ -69,34 +67,65 @@ class Tiles:
         gap = jnp.where(some, own, 0.0) - jnp.where(some, log_total, 0.0)
         return jnp.where(some, 0.5 + 0.5 * jnp.tanh(0.5 * gap), 0.0)
 
-    def tokens(self, x: Array) -> Array:
-        """(b, h, s, …) without padding, as (b, s, h, …)."""
-        return heads_first(x[:, :, : self.blocks.s])
+    def rows(self, a: Array) -> MapRows:
+        return MapRows(self, a)
+
+    def differentiable(self) -> Array:
+        """o (b, s, h, e), which JAX can differentiate: (I + β P) u = v,  o = a P u + (1 − a) u."""
+        blocks, read = self.blocks, MeanRead()
+
+        def log_totals_of(a: Array) -> tuple[Array, Array]:
+            """λ, 0 without keys, and whether there are keys."""
+            values = blocks.take(self.beta, a)  # Any of width 1: the sum of weights is wanted.
+
+            def add(state: MeanState, tile: Array, j: Array) -> MeanState:
+                return read.add(state, self.mask.apply(tile, a, j), values)
+
+            state = read.start(values.shape, values)
+            state = read.add(state, self.masked(a, a, diagonal=True), values)
+            first = self.mask.first(a)
+            state = self.scores.over(a, first, a, add, state, DIFFERENTIABLE)
+            return read.finish(state)[1], state.total > 0
+
+        self.log_totals, some = map(joined, DIFFERENTIABLE.each(log_totals_of, blocks.rows))
+        constant = Tiles(self.leaf, lax.stop_gradient(self.x), self.frame)
+        constant.log_totals = lax.stop_gradient(self.log_totals)
+        u = solved(self, constant, self.v)
+        log_totals = jnp.where(some, self.log_totals, -jnp.inf)
+        own = lax.map(lambda a: self.own_weight(a, blocks.take(log_totals, a)), blocks.rows)
+        own = joined(own)
+        return self.tokens((1.0 - own) * products(self, u) + own * u)
 
 
-class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
+class MapRows(LowerRows):
+    """Rows of the system of u: W is the strict softmax P = e^{S − λ}."""
+
+    def __init__(self, tiles: Tiles, a: Array) -> None:
+        super().__init__(tiles.scores, tiles.mask, a)
+        self.strength = tiles.blocks.take(tiles.beta, a)
+        self.tiles = tiles
+
+    def weights(self, tile: Array, j: Array, *, diagonal: bool = False) -> Array:
+        log_total = self.tiles.blocks.take(self.tiles.log_totals, self.a)
+        return jnp.exp(self.mask.apply(tile, self.a, j, diagonal=diagonal) - log_total)
+
+
+class DeltaFormerBlocks(SteppingAsDefined[pa.DeltaFormer], deltaformer.DeltaFormerBlocks):
     """Algorithm of the leaf `DeltaFormer`."""
-
-    name = "substitution in blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         tiles = Tiles(self.leaf, x, frame)
         blocks, v = tiles.blocks, tiles.v
 
         def of_block(u: Array, a: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-            tile = tiles.scores(a, a, diagonal=True)
+            tile = tiles.masked(a, a, diagonal=True)
             largest = jnp.max(tile, axis=-1, keepdims=True)
 
-            def add(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                largest, total, read = carry
-                tile = tiles.scores(a, j)
-                new = jnp.maximum(largest, jnp.max(tile, axis=-1, keepdims=True))
-                shift = finite_or_zero(new)
-                kept, weights = jnp.exp(largest - shift), jnp.exp(tile - shift)
-                read = kept * read + product(weights, blocks.take(u, j))
-                return new, kept * total + row_sum(weights), read
+            def add(j: Array, state: MeanState) -> MeanState:
+                return MeanRead().add(state, tiles.masked(a, j), blocks.take(u, j))
 
-            start = (largest, zeros(largest.shape, v), zeros(blocks.take(v, a).shape, v))
+            nothing = (zeros(largest.shape, v), zeros(blocks.take(v, a).shape, v))
+            start = MeanState(largest, *nothing)
             largest, total, known = lax.fori_loop(tiles.mask.first(a), a, add, start)
             shift = finite_or_zero(largest)
             among = jnp.exp(tile - shift)
@@ -114,14 +143,17 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             return blocks.put(u, a, solved), rows
 
         _, rows = lax.scan(of_block, zeros(v.shape, v), blocks.rows)
-        o, w, log_total = (tiles.tokens(_joined(stack)) for stack in rows)
+        o, w, log_total = (tiles.tokens(joined(stack)) for stack in rows)
         return o, (w, log_total[..., 0])
+
+    def output(self, x: Arrays, frame: Frame) -> Array:
+        return Tiles(self.leaf, x, frame).differentiable()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         tiles = Tiles(self.leaf, x, frame)
-        blocks = tiles.blocks
+        blocks, k = tiles.blocks, tiles.scores.k
 
         def of_tokens(array: Array, value: float = 0.0) -> Array:
             if frame.k_valid is not None:
@@ -137,8 +169,8 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             log_total = blocks.take(log_totals, a)
             shift = finite_or_zero(log_total)
             own, beta = tiles.own_weight(a, log_total), blocks.take(tiles.beta, a)
-            d_rows, queries, keys = (blocks.take(z, a) for z in (d_o, tiles.q, tiles.k))
-            among = jnp.exp(tiles.scores(a, a, diagonal=True) - shift)
+            d_rows, keys, queries = blocks.take(d_o, a), blocks.take(k, a), tiles.scores.start(a)
+            among = jnp.exp(tiles.masked(a, a, diagonal=True) - shift)
             read = (1.0 - own) * d_rows
             right = blocks.take(carry[0], a) + own * d_rows + transposed_product(among, read)
             solved = transposed_product(unit_lower_inverse(beta * among), right)
@@ -154,11 +186,11 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
 
             def pull(j: Array, given: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 d_u, d_k, d_queries = given
-                weights = jnp.exp(tiles.scores(a, j) - shift)
+                weights = jnp.exp(tiles.masked(a, j) - shift)
                 d_scores = scored(weights, j)
                 d_u = blocks.add(d_u, j, transposed_product(weights, combined))
                 d_k = blocks.add(d_k, j, transposed_product(d_scores, queries))
-                return d_u, d_k, d_queries + product(d_scores, blocks.take(tiles.k, j))
+                return d_u, d_k, d_queries + product(d_scores, blocks.take(k, j))
 
             d_scores = scored(among, a)
             d_k = blocks.add(carry[1], a, transposed_product(d_scores, queries) + d_own * queries)
@@ -166,9 +198,9 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             d_u, d_k, d_queries = lax.fori_loop(tiles.mask.first(a), a, pull, start)
             return (d_u, d_k), (d_queries, solved, d_strength)
 
-        start = (zeros(u.shape, u), zeros(tiles.k.shape, u))
+        start = (zeros(u.shape, u), zeros(k.shape, u))
         (_, d_k), rows = lax.scan(of_block, start, blocks.rows, reverse=True)
-        d_q, d_v, d_beta = (_joined(stack) for stack in rows)
+        d_q, d_v, d_beta = (joined(stack) for stack in rows)
         n = x["k"].shape[2]
         return {
             "q": tiles.tokens(d_q * tiles.scale),
@@ -176,18 +208,3 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
             "v": tiles.tokens(sum_heads(d_v, n)),
             "beta": tiles.tokens(d_beta[..., 0]),
         }
-
-    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        return step_as_defined(self.leaf, past, x, frame)
-
-    def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
-        (b, s, h, _), dtype = inputs["q"]
-        dtype = dtype if dtype == "float64" else "float32"
-        width = inputs["v"].shape[3]
-        return (ArraySpec((b, s, h, width), dtype), ArraySpec((b, s, h), dtype))
-
-
-def _joined(stack: Array) -> Array:
-    """(blocks, b, h, C, c) as (b, h, s, c)."""
-    count, b, h, size, c = stack.shape
-    return jnp.reshape(jnp.moveaxis(stack, 0, 2), (b, h, count * size, c))

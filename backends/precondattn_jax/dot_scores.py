@@ -7,18 +7,21 @@ The loops use a metric only through this interface; `transported_scores.py` has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jax import Array
 
-from precondattn_jax.arithmetic import (
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
+from precondattn.arrays import Tree
+from precondattn.spec.soft_cap import capped, slope
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.layout import QueryBlocks
+from precondattn_jax.loops import PLAIN, Loops
 
 Sums = dict[str, Array]
 """Gradients that the tiles add to."""
+
+Step = Callable[[Tree, Array, Array], Tree]
+"""Of a state, a tile and its block of keys, to the next state."""
 
 
 class DotScores:
@@ -41,9 +44,17 @@ class DotScores:
         """Scores of queries x, carried to block j, with the keys of block j."""
         return product_with_transposed(x, self.blocks.take(self.k, j))
 
-    def carried(self, x: Array, j: Array) -> Array:
-        """Queries carried from block j to block j − 1."""
-        return x
+    def over(
+        self, a: Array, first: Array, stop: Array, step: Step, state: Tree, loops: Loops = PLAIN
+    ) -> Tree:
+        """The state after the tiles of block a with blocks `stop` − 1, …, `first` of keys."""
+        x = self.start(a)
+
+        def add(i: Array, state: Tree) -> Tree:
+            j = stop - 1 - i
+            return step(state, self.tile(x, j), j)
+
+        return loops.counted(self.blocks.keys, stop - first, add, state)
 
     # Backward: the preceding tiles, first one first, then the tile on the diagonal.
 
@@ -74,3 +85,23 @@ class DotScores:
     def gradients(self, sums: Sums) -> Sums:
         """dk, and the gradients of the metric's other inputs."""
         return sums
+
+
+class CappedScores(DotScores):
+    """The same, soft-capped (`spec/soft_cap.py`): S ← c tanh(S / c), dS ← dS ∘ (1 − tanh²(S / c)).
+
+    The gradient computes a tile's scores again: XLA finds that it has them.
+    """
+
+    def __init__(self, blocks: QueryBlocks, q: Array, k: Array, cap: float) -> None:
+        super().__init__(blocks, q, k)
+        self.cap = cap
+
+    def tile(self, x: Array, j: Array) -> Array:
+        return capped(super().tile(x, j), self.cap)
+
+    def pulled(
+        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
+    ) -> tuple[Sums, Array]:
+        d_tile = d_tile * slope(super().tile(trail, j), self.cap)
+        return super().pulled(sums, trail, y, j, d_tile)

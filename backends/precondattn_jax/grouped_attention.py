@@ -13,25 +13,21 @@ attend to is masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import Tree
+from precondattn.arrays import Arrays, Tree
 from precondattn.frame import Frame
 from precondattn.spec.metric import DOT
 from precondattn.spec.soft_cap import capped, slope
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax import layout
-from precondattn_jax.arithmetic import (
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.dot_scores import Sums
+from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.read_mean import ReadRows
 from precondattn_jax.tiled_attention import Reads, TiledAttention
 
@@ -63,8 +59,10 @@ class BlockGroup(NamedTuple):
 class GroupedAttention(TiledAttention):
     """A packed call of `Softmax`."""
 
-    def __init__(self, leaf: SoftmaxAttention, x: Mapping[str, Array], frame: Frame) -> None:
-        super().__init__(leaf, x, frame)
+    def __init__(
+        self, leaf: SoftmaxAttention, x: Arrays, frame: Frame, loops: Loops = PLAIN
+    ) -> None:
+        super().__init__(leaf, x, frame, loops)
         blocks = self.blocks
         tile = self.b * self.n * self.r * blocks.size**2
         self.groups = -(-blocks.count // max(1, layout.GROUPED // tile))
@@ -73,10 +71,10 @@ class GroupedAttention(TiledAttention):
         """G"""
         self.front = self.size - 1 - min(blocks.first, 0)
         self.back = self.groups * self.size - blocks.count + self.size - 1
-        self.cap = leaf.softcap
         self.k = self._keys(self.scores.k)
-        self.run = self._runs()
-        self.each = self._groups()
+        numbers = self._numbers()
+        self.run = self._runs(numbers)
+        self.each = self._groups(numbers)
 
     # ------------------------------------------------------------------------------- layout
 
@@ -93,8 +91,7 @@ class GroupedAttention(TiledAttention):
 
     def _tokens(self, stack: Array) -> Array:
         """Blocks of keys as (b, n, s, c)."""
-        own = jnp.moveaxis(stack[self.front : self.front + self.blocks.keys], 0, 2)
-        return jnp.reshape(own, (*own.shape[:2], -1, own.shape[4]))
+        return layout.joined(stack[self.front : self.front + self.blocks.keys])
 
     def _at(self, stack: Array, j: Array) -> Array:
         """Blocks j … j + G − 1 as (G b, …)."""
@@ -106,31 +103,28 @@ class GroupedAttention(TiledAttention):
         total = jnp.reshape(total, (self.size, *stack.shape[1:]))
         return lax.dynamic_update_slice_in_dim(stack, total, j + self.front, 0)
 
-    def _runs(self) -> Array:
-        """The segment of each key by its number, as blocks (blocks, b, C); −1: a masked key."""
-        segment = self.frame.k_segment
-        number = self._numbers(segment)
-        if self.frame.k_valid is not None:
-            number = jnp.where(self.frame.k_valid, number, -1)
-        each = self.blocks.of_keys(number, axis=1, value=-1)
-        each = jnp.reshape(each, (self.b, self.blocks.keys, self.blocks.size))
-        return layout.padded(jnp.moveaxis(each, 1, 0), self.front, self.back, 0, -1)
-
-    @staticmethod
-    def _numbers(segment: Array) -> Array:
+    def _numbers(self) -> Array:
+        """The segment of each key by its number in the sequence (b, s)."""
+        segment: Array = self.frame.k_segment
         is_new = segment[:, 1:] != segment[:, :-1]
         return jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
 
-    def _groups(self) -> BlockGroup:
+    def _runs(self, numbers: Array) -> Array:
+        """The numbers as blocks (blocks, b, C); −1: a masked key."""
+        if self.frame.k_valid is not None:
+            numbers = jnp.where(self.frame.k_valid, numbers, -1)
+        each = self.blocks.of_keys(numbers, axis=1, value=-1)
+        each = jnp.reshape(each, (self.b, self.blocks.keys, self.blocks.size))
+        return layout.padded(jnp.moveaxis(each, 1, 0), self.front, self.back, 0, -1)
+
+    def _groups(self, numbers: Array) -> BlockGroup:
         """All groups."""
         blocks, mask = self.blocks, self.mask
-        run = self._numbers(self.frame.k_segment)[:, blocks.s - blocks.t :]
-        run = blocks.of_queries(run, axis=1, value=-2)
+        run = blocks.of_queries(numbers[:, blocks.s - blocks.t :], axis=1, value=-2)
         run = jnp.moveaxis(jnp.reshape(run, (self.b, blocks.count, blocks.size)), 1, 0)
 
         def most(distance: Array) -> Array:
-            each = layout.padded(distance, 0, self.groups * self.size - blocks.count, 0)
-            return jnp.max(jnp.reshape(each, (self.groups, self.size)), axis=1)
+            return jnp.max(self._rows(distance[:, None]), axis=1)
 
         a = blocks.rows
         return BlockGroup(
@@ -146,8 +140,8 @@ class GroupedAttention(TiledAttention):
     def _tile(self, group: BlockGroup, o: Array | int, k: Array) -> Array:
         """S at distance o, −∞ at masked pairs (G b, n, r C, C)."""
         tile = product_with_transposed(group.q, k)
-        if self.cap is not None:
-            tile = capped(tile, self.cap)
+        if self.leaf.softcap is not None:
+            tile = capped(tile, self.leaf.softcap)
         size = self.blocks.size
         visible = group.run[:, :, None] == self._at(self.run, group.first + o)[:, None, :]
         token = jnp.arange(size)
@@ -207,8 +201,9 @@ class GroupedAttention(TiledAttention):
                 j = group.first + o
                 k = self._at(self.k, j)
                 d_tile, d_values = read.pull(self._tile(group, o, k), self._at(v, j), own)
-                if self.cap is not None:
-                    d_tile = d_tile * slope(product_with_transposed(group.q, k), self.cap)
+                if self.leaf.softcap is not None:
+                    scores = product_with_transposed(group.q, k)
+                    d_tile = d_tile * slope(scores, self.leaf.softcap)
                 d_k = self._added(d_k, j, transposed_product(d_tile, group.q))
                 return d_k, self._added(d_v, j, d_values), d_q + product(d_tile, k)
 

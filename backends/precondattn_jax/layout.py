@@ -12,8 +12,15 @@ the symbols say when it runs.
 
 from __future__ import annotations
 
+from typing import Generic
+
 import jax.numpy as jnp
 from jax import Array, lax
+
+from precondattn.arrays import Arrays
+from precondattn.frame import Frame
+from precondattn.spec.array_functions import swap_time_and_heads
+from precondattn_portable.algorithm import L
 
 BLOCK = 256
 """Tokens of a block: large products, and little waste above the diagonal."""
@@ -26,7 +33,6 @@ REFLECTIONS = 128
 
 TILE = 2**20
 """Approximate number of elements in the tiles of all heads: 4 MiB in float32."""
-
 
 GROUPED = 2**17
 """The same for a group of blocks of packed sequences, whose tiles then stay in a CPU's cache."""
@@ -51,9 +57,8 @@ def is_known(*sizes: object) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def heads_first(x: Array) -> Array:
-    """(b, t, h, …) to (b, h, t, …), and back."""
-    return jnp.moveaxis(x, 1, 2)
+heads_first = swap_time_and_heads
+"""(b, t, h, …) to (b, h, t, …), and back."""
 
 
 def padded(x: Array, before: int, after: int, axis: int, value: float = 0) -> Array:
@@ -124,3 +129,37 @@ def grouped(x: Array, n: int) -> Array:
     """(b, t, h, c) to (b, n, r, t, c): the r query heads that share one of n key/value heads."""
     b, t, h, c = x.shape
     return jnp.transpose(jnp.reshape(x, (b, t, n, h // n, c)), (0, 2, 3, 1, 4))
+
+
+def joined(stack: Array) -> Array:
+    """(blocks, b, n, C, c) as (b, n, s, c)."""
+    count, b, n, size, c = stack.shape
+    return jnp.reshape(jnp.moveaxis(stack, 0, 2), (b, n, count * size, c))
+
+
+class BlockedCall(Generic[L]):
+    """A full call of a leaf, in blocks of tokens; arrays have heads before time.
+
+    `queries` is the input whose rows attend, and `most` the most tokens of a block.
+    """
+
+    def __init__(
+        self, leaf: L, x: Arrays, frame: Frame, *, queries: str = "q", most: int | None = None
+    ) -> None:
+        self.leaf, self.x, self.frame = leaf, x, frame
+        (self.b, t, h, self.d), (_, s, self.n, _) = x[queries].shape, x["k"].shape
+        self.r = h // self.n
+        size = block_size(s, self.b * h, most, packed=frame.k_segment is not None)
+        self.blocks = QueryBlocks(t, s, size)
+
+    def of_keys(self, name: str) -> Array:
+        """An input (b, n, s, …), padded to whole blocks."""
+        return self.blocks.of_keys(heads_first(self.x[name]))
+
+    def stacked(self, x: Array, value: float = 0) -> Array:
+        """(b, t, h, c) as blocks (blocks, b, n, r C, c)."""
+        return self.blocks.stacked(grouped(x, self.n), value)
+
+    def tokens(self, x: Array) -> Array:
+        """(b, n, s, …) without padding, as (b, s, n, …)."""
+        return heads_first(x[:, :, : self.blocks.s])

@@ -7,6 +7,7 @@ a step but what it begins with: the step is computed again when it is differenti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.arrays import Tree
+from precondattn_portable.block_conjugate_gradients import Residual
 
 Step = Callable[[Array, Any], Any]
 """A function of the number of a step and of a state, to the next state."""
@@ -36,6 +38,10 @@ class Loops:
         """The function of every row of xs, stacked."""
         return lax.map(function, xs)
 
+    def scan(self, step: Callable[..., Tree], state: Tree, xs: Tree) -> Tree:
+        """The last state, and the outputs of step(state, row) for every row of xs."""
+        return lax.scan(step, state, xs)
+
 
 class DifferentiableLoops(Loops):
     """Loops that JAX can differentiate any number of times, in any mode."""
@@ -52,5 +58,43 @@ class DifferentiableLoops(Loops):
     def each(self, function: Callable[[Tree], Tree], xs: Tree) -> Tree:
         return lax.map(again(function), xs)
 
+    def scan(self, step: Callable[..., Tree], state: Tree, xs: Tree) -> Tree:
+        return lax.scan(again(step), state, xs)
+
 
 PLAIN, DIFFERENTIABLE = Loops(), DifferentiableLoops()
+
+
+def refined(
+    right: Array,
+    left: Residual,
+    most: int,
+    towards: Callable[[Array], Tree],
+    advanced: Callable[[Tree], Tree],
+    left_of: Callable[[Tree], Residual],
+    residual: Callable[[Array], tuple[Array, Residual]],
+) -> Array:
+    """A⁻¹ right by an iteration, which is begun again for what is left of its result.
+
+    There are at most `most` steps search ← advanced(search), of which `left_of` is what the
+    iteration itself says is left; `left` is that at first. NaN where too much is left in the end.
+    """
+
+    def is_open(carry: Tree) -> Array:
+        search, used = carry
+        return (used < most) & jnp.any(left_of(search).is_large())
+
+    def is_left(carry: Tree) -> Array:
+        _, _, left, used = carry
+        return (used < most) & jnp.any(left.is_large())
+
+    def with_search(carry: Tree) -> Tree:
+        x, rest, _, used = carry
+        search, used = lax.while_loop(
+            is_open, lambda carry: (advanced(carry[0]), carry[1] + 1), (towards(rest), used)
+        )
+        x = x + search.x
+        return x, *residual(x), used
+
+    x, _, left, _ = lax.while_loop(is_left, with_search, (right * 0, right, left, 0))
+    return jnp.where(left.is_small(), x, math.nan)

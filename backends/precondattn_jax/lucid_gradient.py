@@ -13,61 +13,57 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.arrays import Tree
+from precondattn.arrays import Arrays, Tree
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.rms_norm import rms_norm_vjp
-from precondattn_jax.arithmetic import (
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.layout import heads_first
-from precondattn_jax.lucid_system import LucidSystem, Shift
+from precondattn_jax.lucid_system import LucidSystem
 
 
-def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Array]:
+def gradients(system: LucidSystem, out: Array, cotangent: Array) -> Arrays:
     """Gradients by input, from that of y (b, s, n, e)."""
     blocks, scores, leaf = system.blocks, system.scores, system.leaf
     y, right = (blocks.of_keys(heads_first(a)) for a in (out, cotangent))
 
     def of_block(carry: tuple[Tree, Array], a: Array) -> tuple[Tree, Tree]:
         sums, right = carry
-        shift = system.shift(a)
-        within, inverse = system.diagonal(a, shift)
-        solved = transposed_product(inverse, blocks.take(right, a))
-        if shift.diagonal is not None:
-            solved = solved / shift.diagonal
-        d_v = solved if system.beta is None else blocks.take(system.beta, a) * solved
+        rows = system.rows(a)
+        within = rows.among()
+        solved = transposed_product(rows.inverse(within), blocks.take(right, a)) / rows.diagonal
+        d_v, v = rows.strength * solved, blocks.take(system.v, a)
         first = system.mask.first(a)
         trail = scores.trail(a, first)
+
+        def scored(weights: Array, known: Array, j: Array) -> Array:
+            """dS of a tile."""
+            d_tile = -product_with_transposed(d_v, known) * weights
+            if rows.maxima is None or leaf.detach_max:
+                return d_tile
+            column = j * blocks.size + jnp.arange(blocks.size)
+            return d_tile + jnp.where(rows.maxima.first == column, row_sum(d_v * v), 0.0)
 
         def pull(i: Array, carry: Tree) -> Tree:
             sums, right, d_rows, residual = carry
             j = first + i
-            weights = system.weights(scores.tile(scores.on_trail(trail, j), j), shift, a, j)
+            weights = rows.weights(scores.tile(scores.on_trail(trail, j), j), j)
             known = blocks.take(y, j)
             right = blocks.add(right, j, -transposed_product(weights, d_v))
-            d_tile = -product_with_transposed(d_v, known) * weights
-            d_tile = d_tile + _at_maximum(system, shift, a, j, d_v)
-            sums, d_rows = scores.pulled(sums, trail, d_rows, j, d_tile)
+            sums, d_rows = scores.pulled(sums, trail, d_rows, j, scored(weights, known, j))
             if leaf.beta:
                 residual = residual - product(weights, known)
             return sums, right, d_rows, residual
 
         d_rows = zeros(scores.q.shape[1:], scores.q)
-        start = (sums, right, d_rows, blocks.take(system.v, a) if leaf.beta else None)
+        start = (sums, right, d_rows, v if leaf.beta else None)
         sums, right, d_rows, residual = lax.fori_loop(0, a - first, pull, start)
         known = blocks.take(y, a)
-        d_within = -product_with_transposed(d_v, known) * within
-        d_within = d_within + _at_maximum(system, shift, a, a, d_v)
-        if shift.diagonal is not None:
-            d_diagonal = row_sum(d_v * known) * shift.diagonal
+        d_within = scored(within, known, a)
+        if not leaf.has_unit_diagonal:
+            d_diagonal = row_sum(d_v * known) * rows.diagonal
             d_within = d_within - jnp.eye(blocks.size, dtype=d_within.dtype) * d_diagonal
         sums, d_rows = scores.pulled_diagonal(sums, a, d_rows, d_within)
-        d_beta = None
-        if leaf.beta:
-            d_beta = row_sum(solved * (residual - product(within, known)))
+        d_beta = row_sum(solved * (residual - product(within, known))) if leaf.beta else None
         return (sums, right), (d_rows, d_v, d_beta)
 
     start = (scores.sums(), right)
@@ -79,16 +75,7 @@ def gradients(system: LucidSystem, out: Array, cotangent: Array) -> dict[str, Ar
         d_unit = rms_norm_vjp(system.k[:, :, : blocks.s], leaf.eps, d_unit)
     result = {"k": heads_first(d_unit), "v": blocks.unstacked(d_v, 1)}
     for name in leaf.metric.inputs:
-        result[name] = heads_first(of_scores[name][:, :, : blocks.s])
+        result[name] = system.tokens(of_scores[name])
     if leaf.beta:
         result["lucid_beta"] = blocks.unstacked(d_beta, 1)[..., 0]
     return result
-
-
-def _at_maximum(system: LucidSystem, shift: Shift, a: Array, j: Array, d_v: Array) -> Array | float:
-    """The gradient of a tile's scores through the maxima of its rows."""
-    if shift.first is None or system.leaf.detach_max:
-        return 0.0
-    column = j * system.blocks.size + jnp.arange(system.blocks.size)
-    d_maximum = row_sum(d_v * system.blocks.take(system.v, a))
-    return jnp.where(shift.first == column, d_maximum, 0.0)

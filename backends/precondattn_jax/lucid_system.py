@@ -2,165 +2,149 @@
 
     E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
 
-where δ = 1 in the normalised forms, and Φ's diagonal otherwise. With β' = β / δ and blocks I, one
-after the other,
-
-    y_I = (I + β'_I stril(Φ_II))⁻¹ β'_I (v_I − Σ_{J<I} Φ_IJ y_J),
-
-where the diagonal block is inverted by products (`triangular_inverse.py`).
+where δ = 1 in the normalised forms, and Φ's diagonal otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
+from precondattn.arrays import Arrays
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms
-from precondattn_jax.arithmetic import full, product, zeros
-from precondattn_jax.dot_scores import DotScores
-from precondattn_jax.layout import REFLECTIONS, QueryBlocks, block_size, heads_first
+from precondattn_jax.arithmetic import zeros
+from precondattn_jax.layout import REFLECTIONS, BlockedCall, joined
+from precondattn_jax.loops import DIFFERENTIABLE
+from precondattn_jax.lower_system import LowerRows, solved, substituted
 from precondattn_jax.masks import Mask
-from precondattn_jax.transported_scores import TransportedScores
-from precondattn_jax.triangular_inverse import unit_lower_inverse
+from precondattn_jax.transported_scores import scores_of
 
 
-class Shift(NamedTuple):
-    """The shift of the scores of a block's rows, and what depends on it."""
+class RowMaxima(NamedTuple):
+    """Of some rows, or of the rows of each block."""
 
-    value: Array | float
-    """(b, n, C, 1) or a number"""
-    diagonal: Array | None
-    """δ (b, n, C, 1); None where it is 1"""
-    first: Array | None
-    """The first key that attains the row maximum (b, n, C, 1)"""
+    value: Array
+    """m_i = max_{j≤i} of the scores (b, n, C, 1)"""
+    first: Array
+    """The first j that attains it"""
+
+    def at(self, a: Array) -> RowMaxima:
+        return RowMaxima(self.value[a], self.first[a])
 
 
-class LucidSystem:
+class LucidSystem(BlockedCall[pa.LucidSolve]):
     """The system of a full call of `LucidSolve`."""
 
-    def __init__(self, leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame) -> None:
-        self.leaf, self.x = leaf, x
-        b, s, n, d = x["k"].shape
+    maxima: RowMaxima | None = None
+    """Those of each block, where they are known already."""
+
+    def __init__(self, leaf: pa.LucidSolve, x: Arrays, frame: Frame) -> None:
         most = None if leaf.metric == DOT else REFLECTIONS
-        size = block_size(s, b * n, most, packed=frame.k_segment is not None)
-        self.blocks = blocks = QueryBlocks(s, s, size)
-        self.scale = leaf.scale_for(d)
-        self.k = self._of_keys("k")
+        super().__init__(leaf, x, frame, queries="k", most=most)
+        blocks, self.scale = self.blocks, leaf.scale_for(self.d)
+        self.k, self.v = self.of_keys("k"), self.of_keys("v")
         unit = self.k / rms(self.k, leaf.eps) if leaf.normalize == "keys" else self.k
-        self.v = self._of_keys("v")
-        queries = blocks.stacked((unit * self.scale)[:, :, None, :s])
-        self.scores: DotScores
-        if leaf.metric == DOT:
-            self.scores = DotScores(blocks, queries, unit)
-        else:
-            self.scores = TransportedScores(
-                blocks, queries, unit, self._of_keys("w"), self._of_keys("beta")
-            )
+        queries = blocks.stacked((unit * self.scale)[:, :, None, : blocks.s])
+        self.scores = scores_of(self, queries, unit)
         self.beta: Array | None = None
         """β (b, n, s, 1), 0 at padding; None where it is 1"""
         if leaf.beta:
-            self.beta = self._of_keys("lucid_beta")[..., None]
+            self.beta = self.of_keys("lucid_beta")[..., None]
         if frame.k_valid is not None:
-            one = full((*self.k.shape[:3], 1), 1.0, self.k) if self.beta is None else self.beta
+            one = zeros((*self.k.shape[:3], 1), self.k) + 1.0 if self.beta is None else self.beta
             valid = blocks.of_keys(frame.k_valid, axis=1)
             self.beta = jnp.where(valid[:, None, :, None], one, 0.0)
-        frame = frame.among_keys(s)
+        frame = frame.among_keys(blocks.s)
         # Padding has β = 0. Its scores could enter only a maximum.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
         self.mask = Mask(frame, blocks, window=leaf.window, strict=True)
 
-    def _of_keys(self, name: str) -> Array:
-        return self.blocks.of_keys(heads_first(self.x[name]))
-
-    def shift(self, a: Array) -> Shift:
-        """The shift of the rows of block a."""
-        leaf = self.leaf
-        if leaf.has_unit_diagonal:
-            return Shift(self.scale * self.k.shape[3], None, None)
-        own = self.own_scores(a)
-        value: Array | float = 0.0
-        first: Array | None = None
-        if leaf.normalize == "rows":
-            value, first = self._row_maxima(a, own)
-        return Shift(value, jnp.exp(self.at_tokens(a, own - value)), first)
-
-    def own_scores(self, a: Array) -> Array:
-        """S_ii of the rows of block a (b, n, C, 1)."""
-        keys = self.blocks.take(self.scores.k, a)
-        return row_sum(keys * keys) * self.scale
-
-    def at_tokens(self, a: Array, x: Array) -> Array:
-        """x of the rows of block a, 0 at padding; β is not an input, but 1 or, at padding, 0."""
-        return x if self.beta is None else jnp.where(self.blocks.take(self.beta, a) > 0, x, 0.0)
-
-    def _row_maxima(self, a: Array, diagonal: Array) -> tuple[Array, Array]:
-        """m_i = max_{j≤i} of the scores (b, n, C, 1), and the first j that attains it."""
-        size = self.blocks.size
-
-        def merged(best: Array, position: Array, tile: Array, j: Array) -> tuple[Array, Array]:
-            row_max = jnp.max(tile, axis=-1, keepdims=True)
-            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(position.dtype)
-            is_past = row_max >= best  # Blocks are processed from the last to the first.
-            return jnp.where(is_past, row_max, best), jnp.where(is_past, first, position)
-
-        position = a * size + jnp.arange(size)[:, None]
-        position = (zeros(diagonal.shape, diagonal) + position).astype(a.dtype)
-        tile = self.mask.apply(self.scores.diagonal(a), a, a, diagonal=True)
-        best = merged(diagonal, position, tile, a)
-
-        def add(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            best, position, x = carry
-            j = a - 1 - i
-            tile = self.mask.apply(self.scores.tile(x, j), a, j)
-            return *merged(best, position, tile, j), self.scores.carried(x, j)
-
-        count = a - self.mask.first(a)
-        best, position, _ = lax.fori_loop(0, count, add, (*best, self.scores.start(a)))
-        return best, position
-
-    def weights(
-        self, tile: Array, shift: Shift, a: Array, j: Array, *, diagonal: bool = False
-    ) -> Array:
-        """Φ of a tile (b, n, C, C), 0 at masked pairs."""
-        return self.mask.apply(jnp.exp(tile - shift.value), a, j, diagonal=diagonal, otherwise=0.0)
-
-    def diagonal(self, a: Array, shift: Shift) -> tuple[Array, Array]:
-        """stril(Φ_aa), and (I + β' stril(Φ_aa))⁻¹."""
-        within = self.weights(self.scores.diagonal(a), shift, a, a, diagonal=True)
-        return within, unit_lower_inverse(self.times_beta(within, a, shift))
-
-    def times_beta(self, x: Array, a: Array, shift: Shift) -> Array:
-        """β' x for the rows of block a."""
-        if self.beta is not None:
-            x = self.blocks.take(self.beta, a) * x
-        return x if shift.diagonal is None else x / shift.diagonal
+    def rows(self, a: Array) -> LucidRows:
+        return LucidRows(self, a)
 
     def solved(self) -> Array:
         """y (b, s, n, e)"""
-        blocks, scores = self.blocks, self.scores
+        right = self.v if self.beta is None else self.beta * self.v
+        return self.tokens(substituted(self, right))
 
-        def of_block(y: Array, a: Array) -> tuple[Array, None]:
-            shift = self.shift(a)
+    def differentiable(self) -> Array:
+        """The same, which JAX can differentiate any number of times."""
+        leaf, rows = self.leaf, self.blocks.rows
+        constant = LucidSystem(leaf, lax.stop_gradient(self.x), self.frame)
+        right = self.v if self.beta is None else self.beta * self.v
+        if leaf.normalize == "rows":
+            maxima = lax.map(lambda a: constant.rows(a).maxima, rows)
+            self.maxima = constant.maxima = maxima
+            if not leaf.detach_max:
+                # A row is divided by the exponential of its maximum, which has a derivative. To
+                # multiply the right-hand side by it is the same.
+                scores = DIFFERENTIABLE.each(lambda a: self.rows(a).score_at(maxima.first[a]), rows)
+                right = right * jnp.exp(joined(scores - lax.stop_gradient(scores)))
+        return self.tokens(solved(self, constant, right))
 
-            def take(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                right, x = carry
-                j = a - 1 - i
-                weights = self.weights(scores.tile(x, j), shift, a, j)
-                return right - product(weights, blocks.take(y, j)), scores.carried(x, j)
 
-            count = a - self.mask.first(a)
-            start = (blocks.take(self.v, a), scores.start(a))
-            right, _ = lax.fori_loop(0, count, take, start)
-            _, inverse = self.diagonal(a, shift)
-            return blocks.put(y, a, product(inverse, self.times_beta(right, a, shift))), None
+class LucidRows(LowerRows):
+    """The rows of block a: W is Φ."""
 
-        y, _ = lax.scan(of_block, zeros(self.v.shape, self.v), blocks.rows)
-        return heads_first(y[:, :, : blocks.s])
+    shift: Array | float = 0.0
+    """(b, n, C, 1) or a number"""
+    maxima: RowMaxima | None = None
+
+    def __init__(self, system: LucidSystem, a: Array) -> None:
+        super().__init__(system.scores, system.mask, a)
+        blocks, leaf = system.blocks, system.leaf
+        if system.beta is not None:
+            self.strength = blocks.take(system.beta, a)
+        if leaf.has_unit_diagonal:
+            self.shift = system.scale * system.d
+            return
+        keys = blocks.take(self.scores.k, a)
+        own = row_sum(keys * keys) * system.scale
+        if leaf.normalize == "rows":
+            self.maxima = self._maxima(own) if system.maxima is None else system.maxima.at(a)
+            self.shift = self.maxima.value
+        shifted = own - self.shift
+        if system.beta is not None:  # It is not an input, but 1 or, at padding, 0.
+            shifted = jnp.where(self.strength > 0, shifted, 0.0)
+        self.diagonal = jnp.exp(shifted)
+
+    def weights(self, tile: Array, j: Array, *, diagonal: bool = False) -> Array:
+        weights = jnp.exp(tile - self.shift)
+        return self.mask.apply(weights, self.a, j, diagonal=diagonal, otherwise=0.0)
+
+    def _maxima(self, own: Array) -> RowMaxima:
+        """Those of the scores, of which `own` are S_ii."""
+        a, size = self.a, self.scores.blocks.size
+
+        def add(so_far: RowMaxima, tile: Array, j: Array, *, diagonal: bool = False) -> RowMaxima:
+            tile = self.mask.apply(tile, a, j, diagonal=diagonal)
+            row_max = jnp.max(tile, axis=-1, keepdims=True)
+            first = j * size + jnp.argmax(tile, axis=-1, keepdims=True).astype(a.dtype)
+            is_past = row_max >= so_far.value  # Blocks are processed from the last to the first.
+            each = zip((row_max, first), so_far, strict=True)
+            return RowMaxima(*(jnp.where(is_past, new, old) for new, old in each))
+
+        position = a * size + jnp.arange(size)[:, None]
+        so_far = RowMaxima(own, (zeros(own.shape, own) + position).astype(a.dtype))
+        so_far = add(so_far, self.scores.diagonal(a), a, diagonal=True)
+        result: RowMaxima = self.scores.over(a, self.mask.first(a), a, add, so_far)
+        return result
+
+    def score_at(self, column: Array) -> Array:
+        """The score of each row with the key at `column` (b, n, C, 1)."""
+        a, size = self.a, self.scores.blocks.size
+
+        def add(total: Array | float, tile: Array, j: Array) -> Array:
+            here = column == j * size + jnp.arange(size)
+            return total + row_sum(jnp.where(here, tile, 0.0))
+
+        own = add(0.0, self.scores.diagonal(a), a)
+        score: Array = self.scores.over(a, self.mask.first(a), a, add, own, DIFFERENTIABLE)
+        return score

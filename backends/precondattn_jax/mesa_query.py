@@ -5,16 +5,13 @@ A query whose residual is not reached is NaN.
 
 from __future__ import annotations
 
-import math
-
-import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
-from precondattn.arrays import Tree
 from precondattn.spec.mesa_query import Read
 from precondattn_jax.arithmetic import JAX
 from precondattn_jax.chunkwise import Chunkwise
+from precondattn_jax.loops import refined
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.mesa_query import MesaProblem, Search, Solving
 
@@ -29,37 +26,20 @@ def solved(
         return ops.add_multiple(read(p), ridge, p)
 
     def solve(times: Read, right: Array) -> Array:
-        return _by_iteration(ops, leaf, times, MesaProblem.of_queries(leaf, right, diagonal, ridge))
+        problem = MesaProblem.of_queries(leaf, right, diagonal, ridge)
+        x = refined(
+            problem.right,
+            problem.recurring(problem.right),
+            leaf.most_iterations(right.shape[-1]),
+            lambda rest: Search.towards(rest, problem.diagonal),
+            lambda search: search.advanced(ops, times, problem.diagonal),
+            lambda search: problem.recurring(search.r),
+            lambda x: problem.residual(times, x),
+        )
+        return x * problem.scale
 
     result: Array = lax.custom_linear_solve(times, q, solve, symmetric=True)
     return result
-
-
-def _by_iteration(ops: Arithmetic, leaf: pa.MesaQuery, times: Read, problem: MesaProblem) -> Array:
-    most = leaf.most_iterations(problem.right.shape[-1])
-
-    def is_open(carry: Tree) -> Array:
-        search, used = carry
-        return (used < most) & jnp.any(problem.recurring(search.r).is_large())
-
-    def advanced(carry: Tree) -> Tree:
-        search, used = carry
-        return search.advanced(ops, times, problem.diagonal), used + 1
-
-    def is_left(carry: Tree) -> Array:
-        _, _, left, used = carry
-        return (used < most) & jnp.any(left.is_large())
-
-    def again(carry: Tree) -> Tree:
-        x, rest, _, used = carry
-        start = (Search.towards(rest, problem.diagonal), used)
-        search, used = lax.while_loop(is_open, advanced, start)
-        x = x + search.x
-        return x, *problem.residual(times, x), used
-
-    start = (problem.right * 0, problem.right, problem.recurring(problem.right), 0)
-    x, _, left, _ = lax.while_loop(is_left, again, start)
-    return jnp.where(left.is_small(), x * problem.scale, math.nan)
 
 
 class SolvingChunkwise(Solving, Chunkwise):

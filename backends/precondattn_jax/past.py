@@ -7,42 +7,42 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar, cast
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import Tree, upcast, upcast_all
-from precondattn.execution.jax.derivative import with_derivative
+from precondattn.arrays import Tree, upcast
 from precondattn.frame import Frame
+from precondattn.spec.softmax import bias_of_keys
 from precondattn_jax.layout import block_size, heads_first
 
 
 class BufferedPast:
-    """Buffers (b, c, n, …), followed by new tokens with `heads` heads (of all sequences)."""
+    """Buffers (b, c, n, …), before new tokens with `heads` heads (of all sequences) and a window.
 
-    def __init__(self, frame: Frame, capacity: int, heads: int) -> None:
+    Slots from `end` (b, 1) on are skipped.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        capacity: int,
+        heads: int,
+        window: int | None = None,
+        end: Array | None = None,
+    ) -> None:
         assert frame.k_valid is not None  # A cache has slots that are not filled.
-        self.valid = frame.k_valid[:, :capacity]
-        self.position = frame.q_position
-        self.capacity = capacity
+        self.capacity, self.window, self.valid = capacity, window, frame.k_valid[:, :capacity]
+        if end is not None:
+            self.valid = self.valid & (jnp.arange(capacity) < end)
         self.size = min(block_size(capacity, heads), capacity)
-        filled = jnp.clip(jnp.max(frame.q_position[:, 0]), 0, capacity)
-        self.first = jnp.zeros_like(filled)
-        self.stop = (filled + self.size - 1) // self.size
-
-    def look_no_further_than(self, window: int) -> None:
-        """Skip the blocks before the first token's window."""
-        low = jnp.clip(jnp.min(self.position[:, 0]) - window + 1, 0, self.capacity)
-        self.first = jnp.minimum(low // self.size, self.stop)
-
-    def look_before(self, end: Array) -> None:
-        """Skip the slots from `end` (b, 1) on."""
-        self.valid = self.valid & (jnp.arange(self.capacity) < end)
+        length = frame.q_position[:, 0]
+        filled = jnp.clip(jnp.max(length), 0, capacity)
+        self.first, self.stop = jnp.zeros_like(filled), (filled + self.size - 1) // self.size
+        if window is not None:  # The blocks before the first token's window are skipped.
+            low = jnp.clip(jnp.min(length) - window + 1, 0, capacity)
+            self.first = jnp.minimum(low // self.size, self.stop)
 
     def start(self, j: Array) -> Array:
         """The first slot of block j; the last block begins earlier if it would not fit."""
@@ -53,14 +53,13 @@ class BufferedPast:
         result = lax.dynamic_slice_in_dim(buffer, self.start(j), self.size, 1)
         return upcast(heads_first(result))
 
-    def visible(self, j: Array, position: Array | None = None, window: int | None = None) -> Array:
-        """(b, 1, 1, 1 or rows, C); a window needs the positions (b, rows)."""
+    def visible(self, j: Array, position: Array) -> Array:
+        """(b, 1, 1, 1 or rows, C), of rows at positions (b, rows)."""
         slot = self.start(j) + jnp.arange(self.size)
         visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
         visible = (visible & (slot >= j * self.size))[:, None, :]
-        if window is not None:
-            assert position is not None
-            visible = visible & (position[:, :, None] - slot < window)
+        if self.window is not None:
+            visible = visible & (position[:, :, None] - slot < self.window)
         return visible[:, None, None]
 
     def over(self, add: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
@@ -68,27 +67,7 @@ class BufferedPast:
         return lax.fori_loop(self.first, self.stop, add, state)
 
 
-Step = TypeVar("Step", bound=Callable[..., Tree])
-
-
-def with_derivative_of_the_definition(step: Step) -> Step:
-    """`step(leaf, past, x, frame)` with the derivative of the leaf's own step, in any mode.
-
-    `step` returns the output for new tokens, or the output and the leaf's updates.
-    """
-
-    def derivative(leaf: LeafProtocol, primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-        past, x, frame = primals
-        result = differentiable(leaf, past, x, frame)
-
-        @jax.checkpoint
-        def defined(past: Mapping[str, Array], x: Mapping[str, Array]) -> Tree:
-            result_and_updates = leaf.step(upcast_all(past), x, frame)
-            return result_and_updates if isinstance(result, tuple) else result_and_updates[0]
-
-        return result, jax.jvp(defined, (past, x), tangents[:2])[1]
-
-    def differentiable(leaf: LeafProtocol, *arrays: Tree) -> Tree:
-        return with_derivative(partial(step, leaf), partial(derivative, leaf))(*arrays)
-
-    return cast(Step, differentiable)
+def step_bias(bias: Array, frame: Frame) -> Array:
+    """The bias of the frame's keys (b, h or 1, t, c + t), 0 at padding, where it may be NaN."""
+    bias = bias_of_keys(bias, frame)
+    return bias if frame.q_valid is None else jnp.where(frame.q_valid[:, None, :, None], bias, 0.0)

@@ -11,50 +11,41 @@ h = −λ g and u = h k̄ᵀ, centred by ū = h·μ, and with the covariance of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
 from precondattn.arrays import Arrays, Residuals, Tree
-from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import row_sum
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
-from precondattn_jax.definition import step_as_defined
+from precondattn_jax.definition import SteppingAsDefined
 from precondattn_jax.dot_scores import DotScores
-from precondattn_jax.layout import QueryBlocks, block_size, grouped, heads_first
-from precondattn_jax.loops import PLAIN, Loops
+from precondattn_jax.layout import BlockedCall
+from precondattn_jax.loops import Loops
 from precondattn_jax.masks import Mask
 from precondattn_jax.read_mean import MeanRead, MeanState
-from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.layout import zero_padding
 
 
-class QueryWeightedView:
+class QueryWeightedView(BlockedCall[pa.QueryWeightedQuery]):
     """The unit queries and keys of a call, in blocks."""
 
-    loops: Loops = PLAIN
-
-    def __init__(self, leaf: pa.QueryWeightedQuery, x: Mapping[str, Array], frame: Frame) -> None:
-        (b, t, h, _), (_, s, self.n, _) = x["q"].shape, x["k"].shape
-        self.frame, self.tau, self.r = frame, leaf.tau, h // self.n
-        self.blocks = QueryBlocks(t, s, block_size(s, b * h, packed=frame.k_segment is not None))
-        self.k = self.blocks.of_keys(heads_first(l2_norm(x["k"], leaf.eps)))
-        self.q = self.stacked(l2_norm(x["q"], leaf.eps))
+    def __init__(self, leaf: pa.QueryWeightedQuery, x: Arrays, frame: Frame, loops: Loops) -> None:
+        units = {name: l2_norm(x[name], leaf.eps) for name in ("q", "k")}
+        super().__init__(leaf, x | units, frame)
+        self.loops, self.k, self.q = loops, self.of_keys("k"), self.stacked(units["q"])
         self.contraction = self.stacked(x["contraction"][..., None])
         self.scores = DotScores(self.blocks, self.q, self.k)
         self.mask = Mask(frame, self.blocks)
 
-    def stacked(self, x: Array) -> Array:
-        return self.blocks.stacked(grouped(x, self.n))
-
     def scores_of(self, rows: Array, a: Array, j: Array, *, diagonal: bool) -> tuple[Array, Array]:
         """s of a tile, and s / τ with −∞ at masked pairs."""
         s = self.scores.tile(rows, j)
-        return s, self.mask.apply(s / self.tau, a, j, diagonal=diagonal)
+        return s, self.mask.apply(s / self.leaf.tau, a, j, diagonal=diagonal)
 
     def over_tiles(self, a: Array, add: Callable[..., Tree], state: Tree) -> Tree:
         """Apply add(state, j, diagonal) to all tiles of block a."""
@@ -89,19 +80,19 @@ class QueryWeightedView:
         return zero_padding(out, self.frame)
 
 
-class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
+class QueryWeighted(SteppingAsDefined[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
 
     name = "row blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        return QueryWeightedView(self.leaf, x, frame).output(), ()
+        return QueryWeightedView(self.leaf, x, frame, self.loops).output(), ()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         leaf = self.leaf
-        view = QueryWeightedView(leaf, x, frame)
+        view = QueryWeightedView(leaf, x, frame, self.loops)
         blocks = view.blocks
         cotangents = view.stacked(zero_padding(cotangent, frame))
 
@@ -128,12 +119,8 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
             return d_k, (d_q, -row_sum(g * c))
 
         d_k, (d_q, d_contraction) = lax.scan(of_block, zeros(view.k.shape, view.k), blocks.rows)
-        d_k = heads_first(d_k[:, :, : blocks.s])
         return {
             "q": l2_norm_vjp(x["q"], leaf.eps, blocks.unstacked(d_q, view.r)),
-            "k": l2_norm_vjp(x["k"], leaf.eps, d_k),
+            "k": l2_norm_vjp(x["k"], leaf.eps, view.tokens(d_k)),
             "contraction": blocks.unstacked(d_contraction, view.r)[..., 0],
         }
-
-    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        return step_as_defined(self.leaf, past, x, frame)

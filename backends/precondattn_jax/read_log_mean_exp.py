@@ -21,13 +21,7 @@ from jax import Array, lax
 from precondattn.arrays import dtype_name
 from precondattn.spec.array_functions import finite_or_zero, row_sum
 from precondattn.spec.laser import RANGE
-from precondattn_jax.arithmetic import (
-    full,
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 from precondattn_jax.loops import again
 from precondattn_jax.read_mean import MeanRead, ReadRows
 
@@ -48,13 +42,10 @@ class LogState(NamedTuple):
     """Σ e^{S + v − M} (…, rows, e)"""
 
 
-def spread(v: Array) -> Array:
-    """The largest difference between values of a channel (…, s, e)."""
-    return jnp.max(jnp.max(v, axis=-2) - jnp.min(v, axis=-2))
-
-
 def is_narrow(v: Array) -> Array:
-    return spread(v) <= RANGE[dtype_name(v)]
+    """Whether all values of each channel (…, s, e) are within R of each other."""
+    spread = jnp.max(jnp.max(v, axis=-2) - jnp.min(v, axis=-2))
+    return spread <= RANGE[dtype_name(v)]
 
 
 class LogMeanExpRead:
@@ -62,7 +53,7 @@ class LogMeanExpRead:
 
     def start(self, shape: tuple[int, ...], v: Array) -> LogState:
         largest, total, _ = MeanRead().start(shape, v)
-        return LogState(largest, total, full(shape, -math.inf, v), zeros(shape, v))
+        return LogState(largest, total, zeros(shape, v) - math.inf, zeros(shape, v))
 
     def add(self, state: LogState, tile: Array, v: Array) -> LogState:
         mu = jnp.max(lax.stop_gradient(tile), axis=-1, keepdims=True)
@@ -134,9 +125,9 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
         return shift, total * jnp.exp(before - base) + part
 
     shape = (*tile.shape[:3], v.shape[3])
-    start = full(shape, -math.inf, tile), zeros(shape, tile)
-    shift, total = lax.fori_loop(0, count, again(add), start)
-    return shift, total
+    start = zeros(shape, tile) - math.inf, zeros(shape, tile)
+    result: tuple[Array, Array] = lax.fori_loop(0, count, again(add), start)
+    return result
 
 
 def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:

@@ -21,13 +21,7 @@ from jax import Array, lax
 
 from precondattn.spec.array_functions import finite_or_zero, row_sum
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
-from precondattn_jax.arithmetic import (
-    full,
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
 
 
 class MeanState(NamedTuple):
@@ -58,14 +52,14 @@ class MeanRead:
     def start(self, shape: tuple[int, ...], v: Array) -> MeanState:
         """The state before the first tile; `shape` is that of the output's rows."""
         column = (*shape[:-1], 1)
+        nothing = zeros(column, v)
         if self.sink is not None:
             _, n, rows, _ = column
             groups = jnp.reshape(self.sink, (1, n, -1, 1))
             sink = jnp.repeat(groups, rows // groups.shape[2], axis=2)
             largest = lax.stop_gradient(sink)
-            nothing = zeros(column, v)
             return MeanState(nothing + largest, nothing + jnp.exp(sink - largest), zeros(shape, v))
-        return MeanState(full(column, -math.inf, v), zeros(column, v), zeros(shape, v))
+        return MeanState(nothing - math.inf, nothing, zeros(shape, v))
 
     def add(self, state: MeanState, tile: Array, v: Array) -> MeanState:
         row_max = jnp.max(lax.stop_gradient(tile), axis=-1, keepdims=True)

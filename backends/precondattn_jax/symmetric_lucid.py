@@ -3,36 +3,37 @@
     (Φ + ρ I) y = v,    z_a += Φ_aj x_j    (j ≤ a),    z_j += Φ_ajᵀ x_a    (j < a)
 
 The iteration and its restarts are loops of the compiled call. A column whose residual is not
-reached is NaN.
+reached is NaN. A derivative of y is another solve, with the derivative of the product on the
+right-hand side. Only the product is differentiated: row by row of blocks, without the symmetry that
+saves half of it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
-from precondattn.arrays import Arrays, Residuals, Tree
-from precondattn.cache import Updates
+from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import identity_like, where_valid
 from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
+from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.arithmetic import (
+    JAX,
     full_precision,
     product,
     product_with_transposed,
     transposed_product,
     zeros,
 )
-from precondattn_jax.layout import QueryBlocks, block_size, heads_first, is_known
+from precondattn_jax.layout import BlockedCall, heads_first, is_known, joined
+from precondattn_jax.loops import DIFFERENTIABLE, refined
 from precondattn_jax.masks import Mask
 from precondattn_portable import symmetric_lucid
-from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.block_conjugate_gradients import (
     Directions,
     Residual,
@@ -45,22 +46,25 @@ FACTORIZED = 2**24
 """The most entries of the matrices of all heads that are factorized: 64 MiB in float32."""
 
 
-class Similarities:
+class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
     """Φ of a full call; arrays have heads before time, and are padded to whole blocks."""
 
-    def __init__(self, leaf: pa.SymmetricLucidSolve, unit: Array, frame: Frame) -> None:
-        b, n, s, d = unit.shape
-        size = block_size(s, b * n, packed=frame.k_segment is not None)
-        self.leaf, self.frame, self.blocks = leaf, frame, QueryBlocks(s, s, size)
-        self.unit = self.blocks.of_keys(unit)
-        self.scale = leaf.scale_for(d)
-        self.shift = self.scale * d
+    def __init__(self, leaf: pa.SymmetricLucidSolve, x: Arrays, frame: Frame) -> None:
+        super().__init__(leaf, x, frame, queries="k")
+        s = self.blocks.s
+        self.unit = self.blocks.of_keys(leaf.unit_keys(heads_first(x["k"])))
+        self.scale = leaf.scale_for(self.d)
+        self.shift = self.scale * self.d
         frame = frame.among_keys(s)
         is_whole = is_known(self.blocks.after) and self.blocks.after == 0
         if not is_whole and frame.k_valid is None:
             all_valid = jnp.ones((1, s), dtype=bool)
             frame = frame.replaced(q_valid=all_valid, k_valid=all_valid)
         self.mask = Mask(frame, self.blocks, causal=False, of_queries=True)
+
+    def valid(self, x: Array) -> Array:
+        """(b, s, n, …) with heads before time, 0 at masked tokens."""
+        return where_valid(heads_first(x), self.frame)
 
     def tile(self, a: Array, j: Array) -> Array:
         """Φ of a tile (b, n, C, C), with whatever its diagonal is."""
@@ -116,75 +120,78 @@ class Similarities:
         is_small: bool = s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED
         return is_small
 
-    def solved(self, ops: Arithmetic, right: Array) -> Array:
+    def solved(self, right: Array) -> Array:
         """(Φ + ρ I)⁻¹ right (b, n, s, e)."""
-        s = right.shape[2]
+        leaf, s = self.leaf, right.shape[2]
         if self._is_small(right):
             with full_precision():
-                similarities = self.leaf.similarities(self.unit[:, :, :s], self.frame)
-                return self.leaf.solved(similarities, right)
-        tolerance = tolerance_of(self.leaf, right)
-        right = self.blocks.of_keys(right)
-        return solved(ops, self.times, right, tolerance, self.leaf.iterations)[:, :, :s]
+                similarities = leaf.similarities(self.unit[:, :, :s], self.frame)
+                return leaf.solved(similarities, right)
+        tolerance, right = tolerance_of(leaf, right), self.blocks.of_keys(right)
+        size = sizes(right)
+        right = right / size
+        wanted = tolerance * lengths(right)
+        x = refined(
+            right,
+            Residual(lengths(right), wanted),
+            leaf.iterations,
+            Directions.towards,
+            lambda step: step.advanced(JAX, self.times),
+            lambda step: Residual(lengths(step.c), wanted),
+            lambda x: residual(self.times, x, right, wanted),
+        )
+        return (x * size)[:, :, :s]
+
+    def times_row_by_row(self, x: Array) -> Array:
+        """(Φ + ρ I) x (b, n, s, e), which JAX can differentiate any number of times."""
+        blocks, x = self.blocks, self.blocks.of_keys(x)
+
+        def of_block(a: Array) -> Array:
+            first = self.mask.first(a)
+
+            def add(i: Array, total: Array) -> Array:
+                j = first + i
+                tile = self.tile(a, j)
+                own = (identity_like(tile) == 1) & (j == a)
+                tile = jnp.where(own, 1.0 + self.leaf.rho, tile)
+                return total + product(tile, blocks.take(x, j))
+
+            start = zeros(blocks.take(x, a).shape, x)
+            return DIFFERENTIABLE.counted(blocks.keys, self.mask.stop(a) - first, add, start)
+
+        return joined(DIFFERENTIABLE.each(of_block, blocks.rows))[:, :, : blocks.s]
+
+    def differentiable(self) -> Array:
+        """y (b, s, n, e), which JAX can differentiate any number of times."""
+        constant = Similarities(self.leaf, lax.stop_gradient(self.x), self.frame)
+        y = lax.custom_linear_solve(
+            self.times_row_by_row,
+            self.valid(self.x["v"]),
+            solve=lambda _, right: constant.solved(right),
+            symmetric=True,
+        )
+        return heads_first(y)
 
 
-def solved(
-    ops: Arithmetic,
-    times: Callable[[Array], Array],
-    right: Array,
-    tolerance: float,
-    iterations: int,
-) -> Array:
-    """X with A X = B, whose columns are NaN where the residual is not reached."""
-    size = sizes(right)
-    right = right / size
-    wanted = tolerance * lengths(right)
-
-    def is_open(carry: Tree) -> Array:
-        step, used = carry
-        return (used < iterations) & jnp.any(Residual(lengths(step.c), wanted).is_large())
-
-    def advanced(carry: Tree) -> Tree:
-        step, used = carry
-        return step.advanced(ops, times), used + 1
-
-    def is_left(carry: Tree) -> Array:
-        _, _, left, used = carry
-        return (used < iterations) & jnp.any(left.is_large())
-
-    def again(carry: Tree) -> Tree:
-        x, rest, _, used = carry
-        step, used = lax.while_loop(is_open, advanced, (Directions.towards(rest), used))
-        x = x + step.x
-        return x, *residual(times, x, right, wanted), used
-
-    at_first = Residual(lengths(right), wanted)
-    x, _, left, _ = lax.while_loop(is_left, again, (right * 0, right, at_first, 0))
-    return jnp.where(left.is_small(), x * size, math.nan)
-
-
-class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
+class SymmetricLucidSolveBlocks(
+    AlgorithmInLoops[pa.SymmetricLucidSolve], symmetric_lucid.SymmetricLucidSolveBlocks
+):
     """Algorithm of the leaf `SymmetricLucidSolve`."""
 
-    name = "Cholesky or conjugate gradients"
-
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        phi = Similarities(self.leaf, self.leaf.unit_keys(heads_first(x["k"])), frame)
-        return heads_first(phi.solved(self.ops, where_valid(heads_first(x["v"]), frame))), ()
+        phi = Similarities(self.leaf, x, frame)
+        return heads_first(phi.solved(phi.valid(x["v"]))), ()
+
+    def output(self, x: Arrays, frame: Frame) -> Array:
+        return Similarities(self.leaf, x, frame).differentiable()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        leaf = self.leaf
-        k = heads_first(x["k"])
-        phi = Similarities(leaf, leaf.unit_keys(k), frame)
-        y, d_y = (where_valid(heads_first(z), frame) for z in (out, cotangent))
-        d_v = phi.solved(self.ops, d_y)
-        d_k = phi.pulled(*(phi.blocks.of_keys(z) for z in (d_v, y)))[:, :, : phi.blocks.s]
+        leaf, phi = self.leaf, Similarities(self.leaf, x, frame)
+        d_v = phi.solved(phi.valid(cotangent))
+        d_k = phi.pulled(*map(phi.blocks.of_keys, (d_v, phi.valid(out))))
+        d_k = d_k[:, :, : phi.blocks.s]
         if leaf.normalize == "keys":
-            d_k = rms_norm_vjp(k, leaf.eps, d_k)
+            d_k = rms_norm_vjp(heads_first(x["k"]), leaf.eps, d_k)
         return {"k": heads_first(d_k), "v": heads_first(d_v)}
-
-    def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        out: tuple[Array, Updates] = self.leaf.step(past, x, frame)
-        return out

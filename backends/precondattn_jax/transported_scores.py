@@ -14,20 +14,18 @@ The matrices of a single block remain; JAX differentiates them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from precondattn_jax.arithmetic import (
-    product,
-    product_with_transposed,
-    transposed_product,
-    zeros,
-)
-from precondattn_jax.dot_scores import DotScores, Sums
-from precondattn_jax.layout import QueryBlocks
+from precondattn.arrays import Tree
+from precondattn.spec.metric import DOT
+from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
+from precondattn_jax.dot_scores import DotScores, Step, Sums
+from precondattn_jax.layout import BlockedCall, QueryBlocks
+from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 
 
@@ -48,10 +46,8 @@ def reflections(k: Array, w: Array, beta: Array) -> BlockReflections:
     m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))
     zw = product(m, scaled)
-    identity = jnp.eye(k.shape[-1], dtype=k.dtype)
-    return BlockReflections(
-        k - transposed_product(zr, w), identity - transposed_product(w, zw), zr, zw
-    )
+    whole = jnp.eye(k.shape[-1], dtype=k.dtype) - transposed_product(w, zw)
+    return BlockReflections(k - transposed_product(zr, w), whole, zr, zw)
 
 
 def transport(q: Array, k: Array, w: Array, zr: Array, zw: Array) -> tuple[Array, Array]:
@@ -89,7 +85,19 @@ class TransportedScores(DotScores):
         return product_with_transposed(x, _at(self.all.keys, j))
 
     def carried(self, x: Array, j: Array) -> Array:
+        """Queries carried from block j to block j − 1."""
         return product(x, _at(self.all.whole, j))
+
+    def over(
+        self, a: Array, first: Array, stop: Array, step: Step, state: Tree, loops: Loops = PLAIN
+    ) -> Tree:
+        def add(i: Array, carry: tuple[Tree, Array]) -> tuple[Tree, Array]:
+            state, x = carry
+            j = stop - 1 - i
+            return step(state, self.tile(x, j), j), self.carried(x, j)
+
+        start = (state, self.start(a))
+        return loops.counted(self.blocks.keys, stop - first, add, start)[0]
 
     def sums(self) -> Sums:
         of_blocks = {name: zeros(x.shape, x) for name, x in self.all._asdict().items()}
@@ -116,9 +124,8 @@ class TransportedScores(DotScores):
         x = _at(trail, j)
         d_keys = _added(sums["keys"], j, transposed_product(d_tile, x))
         d_whole = _added(sums["whole"], j, transposed_product(x, y))
-        y = product(d_tile, _at(self.all.keys, j)) + product_with_transposed(
-            y, _at(self.all.whole, j)
-        )
+        y = product_with_transposed(y, _at(self.all.whole, j))
+        y = product(d_tile, _at(self.all.keys, j)) + y
         return sums | {"keys": d_keys, "whole": d_whole}, y
 
     def pulled_diagonal(
@@ -136,9 +143,8 @@ class TransportedScores(DotScores):
     def gradients(self, sums: Sums) -> Sums:
         def of_block(carry: Sums, j: Array) -> tuple[Sums, None]:
             _, pull = jax.vjp(reflections, *self._own(j))
-            d_k, d_w, d_beta = pull(
-                BlockReflections(*(_at(sums[n], j) for n in BlockReflections._fields))
-            )
+            each = (_at(sums[name], j) for name in BlockReflections._fields)
+            d_k, d_w, d_beta = pull(BlockReflections(*each))
             return {
                 "k": self.blocks.add(carry["k"], j, d_k),
                 "w": self.blocks.add(carry["w"], j, d_w),
@@ -148,6 +154,13 @@ class TransportedScores(DotScores):
         carry = {"k": sums["k"], "w": sums["w"], "beta": zeros(self.beta.shape, self.beta)}
         result: Sums = lax.scan(of_block, carry, jnp.arange(self.blocks.keys))[0]
         return result | {"beta": result["beta"][..., 0]}
+
+
+def scores_of(call: BlockedCall[Any], q: Array, k: Array) -> DotScores:
+    """Scores of the metric of a call's leaf."""
+    if call.leaf.metric == DOT:
+        return DotScores(call.blocks, q, k)
+    return TransportedScores(call.blocks, q, k, call.of_keys("w"), call.of_keys("beta"))
 
 
 def _at(stack: Array, j: Array) -> Array:

@@ -17,41 +17,32 @@ Everything is products, including the inverse in Z.
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 import precondattn as pa
-from precondattn.arrays import Tree, zero_where_not
+from precondattn.arrays import Arrays, Tree, zero_where_not
 from precondattn.cache import Append, Replace, Rewrite, Updates, append
 from precondattn.frame import Frame
 from precondattn.spec import forget_gate
-from precondattn.spec.softmax import bias_of_keys
+from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product
 from precondattn_jax.layout import grouped, heads_first
-from precondattn_jax.past import BufferedPast, with_derivative_of_the_definition
+from precondattn_jax.past import BufferedPast, step_bias
 from precondattn_jax.since_flush import SinceFlush
 from precondattn_jax.tiled_attention import read_of
 from precondattn_jax.transported_scores import reflections
 from precondattn_portable.layout import grouped_bias
 
 
-@with_derivative_of_the_definition
-def transported_step(
-    leaf: pa.Path, past: dict[str, Array], x: dict[str, Array], frame: Frame
-) -> tuple[Array, Updates]:
-    """Of `Path`: the output (b, t, h, e) for a few new tokens, and the update of every slot."""
-    step = TransportedStep(leaf, past, x, frame)
-    return step.output(), step.updates()
-
-
 class TransportedStep:
-    """One call of the step."""
+    """The step of `Path` for a few new tokens."""
 
-    def __init__(
-        self, leaf: pa.Path, past: dict[str, Array], x: dict[str, Array], frame: Frame
-    ) -> None:
+    def __init__(self, leaf: SoftmaxAttention, past: Arrays, x: Arrays, frame: Frame) -> None:
         self.leaf, self.past, self.x, self.frame = leaf, past, x, frame
-        self.since = since = SinceFlush(leaf.flush, past["key"].shape[1], frame)
+        self.since = since = SinceFlush(cast("pa.Path", leaf).flush, past["key"].shape[1], frame)
         self.k = since.of_cache(past["key"], x["k"])
         self.w, self.beta = x["w"], x["beta"]
         if since.pending_capacity:
@@ -90,17 +81,14 @@ class TransportedStep:
         state = add(state, scores_since_flush, more, since.visible(leaf.window)[:, :, None], v)
 
         far = rows - product(q_w, self.recent.zw)
-        cached = BufferedPast(self.frame, since.capacity, b * h)
-        cached.look_before(since.flushed)
-        if leaf.window is not None:
-            cached.look_no_further_than(leaf.window)
+        cached = BufferedPast(self.frame, since.capacity, b * h, leaf.window, since.flushed)
 
         def of_block(j: Array, state: Tree) -> Tree:
             tile = product_with_transposed(far, cached.take(self.past["key"], j))
-            more = None
-            if score_bias is not None:
-                more = lax.dynamic_slice_in_dim(score_bias, cached.start(j), cached.size, 4)
-            visible = cached.visible(j, position, leaf.window)
+            more = score_bias
+            if more is not None:
+                more = lax.dynamic_slice_in_dim(more, cached.start(j), cached.size, 4)
+            visible = cached.visible(j, position)
             return add(state, tile, more, visible, cached.take(self.past["value"], j))
 
         o, _ = read.finish(cached.over(of_block, state))
@@ -113,10 +101,7 @@ class TransportedStep:
         if self.decay is not None:
             score_bias = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
         if self.leaf.bias:
-            bias = bias_of_keys(self.x["bias"], self.frame)
-            if self.frame.q_valid is not None:  # A bias may be NaN at padding.
-                bias = jnp.where(self.frame.q_valid[:, None, :, None], bias, 0.0)
-            bias = grouped_bias(bias, n)
+            bias = grouped_bias(step_bias(self.x["bias"], self.frame), n)
             score_bias = bias if score_bias is None else score_bias + bias
         return score_bias
 
@@ -134,8 +119,8 @@ class TransportedStep:
 
     def _keys(self) -> Rewrite:
         """The cached keys for the next step, and the new keys."""
-        past, pending_capacity = self.past["key"], self.since.pending_capacity
-        if not pending_capacity:
+        past = self.past["key"]
+        if not self.since.pending_capacity:
             return self._flushed(past)
         keys: Rewrite = lax.cond(
             jnp.any(self.since.next_flushed > self.since.flushed),

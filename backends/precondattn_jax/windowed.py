@@ -17,9 +17,11 @@ from typing import cast
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.grid_windows import GridWindows
+from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.arithmetic import full_precision
 from precondattn_portable import windowed
 from precondattn_portable.layout import padded
@@ -143,7 +145,7 @@ class GridCall(WindowedCall):
         return jnp.reshape(each, (-1, 1, self.slots, self.slots))
 
 
-class WindowedBlocks(windowed.WindowedBlocks):
+class WindowedBlocks(AlgorithmInLoops[pa.Windowed], windowed.WindowedBlocks):
     """Algorithm of `Windowed`."""
 
     def call(self, x: Arrays, frame: Frame) -> GridCall:
