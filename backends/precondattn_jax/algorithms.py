@@ -57,7 +57,7 @@ class NystromInLoops(OfOneSequence, NystromKernels):
     """Algorithm of `Nystrom`."""
 
 
-class TokenWise(AlgorithmInLoops[LeafProtocol], AsDefined):
+class TokenWiseInLoops(AlgorithmInLoops[LeafProtocol], AsDefined):
     output = AlgorithmInLoops.output_as_defined
 
 
@@ -74,7 +74,7 @@ ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
     pa.Windowed: WindowedBlocks,
     **dict.fromkeys(RECURRENCES, RecurrenceInLoops),
     **dict.fromkeys((pa.PreconditionedKey, pa.ConditionedQuery), RecurrenceInLoops),
-    **dict.fromkeys(TOKEN_WISE, TokenWise),
+    **dict.fromkeys(TOKEN_WISE, TokenWiseInLoops),
 }
 """The table is not derived from that of `portable`: what this backend claims, its own algorithms
 compute. They share the recurrences, whose chunks have the same equations."""

@@ -26,12 +26,14 @@ class StatesOfSums(chunkwise_additive.Additive):
     """The states of the variants of `Additive`."""
 
     def states(self, state: Array) -> Array:
-        return _with_last(*_sums(state, transposed_product(*self._written()), self.total))
+        last, before = _sums(state, transposed_product(*self._written()), self.total)
+        return jnp.concatenate([before, last[None]])
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         rows, d_rows = self._pulled(q, d_o)
         added = transposed_product(flat(rows), flat(d_rows))
-        return _with_first(*_sums(d_state, added, self.total, reverse=True))
+        first, after = _sums(d_state, added, self.total, reverse=True)
+        return jnp.concatenate([first[None], after])
 
 
 def _sums(
@@ -45,16 +47,6 @@ def _sums(
 
     last, before = lax.scan(step, state, (added, total), reverse=reverse)
     return last, before
-
-
-def _with_last(last: Array, before: Array) -> Array:
-    """The states before every chunk and after the last."""
-    return jnp.concatenate([before, last[None]])
-
-
-def _with_first(first: Array, after: Array) -> Array:
-    """The same for gradients, which are computed from the last chunk to the first."""
-    return jnp.concatenate([first[None], after])
 
 
 class HeadAdditive(StatesOfSums, chunkwise_additive.HeadAdditive):
@@ -89,7 +81,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
         right = self.x.v * self.x.beta
         chunks = (right, self.reading_k, self.inverse, self.writing_k, self.total)
         last, (before, self.u) = lax.scan(step, state, chunks)
-        return _with_last(last, before)
+        return jnp.concatenate([before, last[None]])
 
     def d_states(self, q: Array, d_o: Array, d_state: Array) -> Array:
         self.scores = self.decay.scores(q, self.x.k)
@@ -104,7 +96,7 @@ class DeltaRule(chunkwise_delta.DeltaRule):
 
         chunks = (d_u, pulled, self.writing_k, self.inverse, self.reading_k, self.total)
         first, (after, self.d_right) = lax.scan(step, d_state, chunks, reverse=True)
-        return _with_first(first, after)
+        return jnp.concatenate([first[None], after])
 
 
 class KeyDeltaRule(DeltaRule, chunkwise_delta.KeyDeltaRule):

@@ -45,18 +45,9 @@ class Chunkwise(AllTokens):
         _, before = lax.scan(work.advance, work.joined(state), work.written)
         given = (before, work.written, work.chunks(x.q), work.chunks(d_o))
         first, (d_q, result) = lax.scan(work.pull, work.joined(d_final), given, reverse=True)
-        d_k, d_v, d_g, d_beta, d_erase, d_undecayed = (
-            None if a is None else work.tokens(a) for a in result
-        )
-        stream = Stream(
-            work.reads(d_q),
-            d_k,
-            d_v,
-            jnp.reshape(d_g, x.g.shape),
-            None if d_beta is None else d_beta[..., 0],
-            d_erase,
-            d_undecayed,
-        )
+        stream = Stream(work.reads(d_q), *(None if a is None else work.tokens(a) for a in result))
+        d_beta = None if stream.beta is None else stream.beta[..., 0]
+        stream = stream._replace(g=jnp.reshape(stream.g, x.g.shape), beta=d_beta)
         return StreamGradients(stream, jnp.reshape(first, d_final.shape))
 
     def reread(

@@ -9,7 +9,6 @@ Validity masks individual keys.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,25 +17,17 @@ from precondattn.frame import Frame
 from precondattn_jax.layout import QueryBlocks, is_known
 
 
-class Spans(NamedTuple):
-    """Where the segment of each token begins and ends: the extremes over all sequences."""
-
-    start: Array
-    """(s,)"""
-    last: Array
-    """(s,)"""
-
-    @classmethod
-    def of_segments(cls, segment: Array) -> Spans:
-        s = segment.shape[1]
-        position = jnp.arange(s)
-        is_new = segment[:, 1:] != segment[:, :-1]
-        edge = jnp.ones_like(segment[:, :1], dtype=bool)
-        begins = jnp.concatenate([edge, is_new], axis=1)
-        ends = jnp.concatenate([is_new, edge], axis=1)
-        start = lax.cummax(jnp.where(begins, position, 0), axis=1)
-        last = lax.cummin(jnp.where(ends, position, s - 1), axis=1, reverse=True)
-        return cls(jnp.min(start, axis=0), jnp.max(last, axis=0))
+def spans(segment: Array) -> tuple[Array, Array]:
+    """The first and the last token of each token's segment (s,), the extremes of all sequences."""
+    s = segment.shape[1]
+    position = jnp.arange(s)
+    is_new = segment[:, 1:] != segment[:, :-1]
+    edge = jnp.ones_like(segment[:, :1], dtype=bool)
+    begins = jnp.concatenate([edge, is_new], axis=1)
+    ends = jnp.concatenate([is_new, edge], axis=1)
+    start = lax.cummax(jnp.where(begins, position, 0), axis=1)
+    last = lax.cummin(jnp.where(ends, position, s - 1), axis=1, reverse=True)
+    return jnp.min(start, axis=0), jnp.max(last, axis=0)
 
 
 class Mask:
@@ -61,7 +52,7 @@ class Mask:
         if frame.k_segment is not None:
             self.q_segment = blocks.of_queries(frame.q_segment, axis=1)
             self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
-            self.spans = Spans.of_segments(frame.k_segment)
+            self.start, self.last = spans(frame.k_segment)
 
     def first(self, a: Array) -> Array:
         """The first block of keys that block a attends to."""
@@ -70,7 +61,7 @@ class Mask:
             first = jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
         if self.k_segment is not None:
             query = jnp.maximum(a * size, self.blocks.s - self.blocks.t)
-            first = jnp.maximum(first, self.spans.start[query] // size)
+            first = jnp.maximum(first, self.start[query] // size)
         return first
 
     def stop(self, a: Array) -> Array:
@@ -80,7 +71,7 @@ class Mask:
             stop = jnp.clip(((a + 1) * size + self.window - 2) // size + 1, 0, stop)
         if self.k_segment is not None:
             query = jnp.minimum((a + 1) * size, self.blocks.s) - 1
-            stop = jnp.minimum(stop, self.spans.last[query] // size + 1)
+            stop = jnp.minimum(stop, self.last[query] // size + 1)
         return stop
 
     def visible(self, a: Array, j: Array, *, diagonal: bool = False) -> Array | None:
