@@ -59,7 +59,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
         def scores(x: Array, y: Array, g: Array) -> Array:
-            return ChannelDecay(self.ops, g, x).scores(x, y)
+            return ChannelDecay(self.ops, g, y).scores(x, y)
 
         _, pull = jax.vjp(scores, x, y, self.g)
         d_x, d_y, d_g = pull(a)
