@@ -31,8 +31,8 @@ SHARED = {
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
-        Mask MeanAndLogSumRead MeanRead QueryWeighted Similarities SymmetricLucidSolveBlocks
-        TransportedScores ValueAdditive WindowedBlocks""",
+        Mask MeanAndLogSumRead MeanRead QueryWeighted ReadRows Similarities
+        SymmetricLucidSolveBlocks TransportedScores ValueAdditive WindowedBlocks""",
     KERNELS: """ChunkCall Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
         RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread WindowedKernels""",
     (*BLOCKS, *KERNELS): "Chunkwise LucidMatrix LucidStep SolvingChunkwise",
