@@ -26,7 +26,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.head_decay import Decay, decayed, flat, sums_before, sums_from
+from precondattn_portable.head_decay import ChunkDecay, decayed, flat, sums_before, sums_from
 from precondattn_portable.in_place import add_at
 
 ALL = slice(None)
@@ -44,7 +44,7 @@ class HalvedDecay(NamedTuple):
     """For the first half."""
 
 
-class ChannelDecay(Decay):
+class ChannelDecay(ChunkDecay):
     """Decays of gates (c, n, C, w), C a power of two."""
 
     def __init__(self, ops: Arithmetic, g: Array, like: Array) -> None:

@@ -153,7 +153,7 @@ class DeltaRule(ChunkGroup):
         return d_q, WrittenChunks(d_k, d_v, d_g, d_beta, None, d_erase)
 
     def _pull(self, q: Array, d_scores: Array, among: Array, products: Array, *d: Array) -> Pulled:
-        """The gradients of Q, K and E, added to others, and what `Decay.d_g` needs.
+        """The gradients of Q, K and E, added to others, and what `ChunkDecay.d_g` needs.
 
         From dA, X Uᵀ and X Uᵀ ∘ L. That of E is None where it is K, and added to that of K.
         """

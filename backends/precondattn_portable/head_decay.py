@@ -63,7 +63,7 @@ def summed_rows(rows: Array) -> Array:
     return rows[:, :, :, 0, :] if rows.shape[3] == 1 else namespace(rows).sum(rows, axis=3)
 
 
-class Decay:
+class ChunkDecay:
     """The decay of chunks, by gates (c, n, C, w) or by none."""
 
     reading: Array = None
@@ -111,7 +111,7 @@ class Decay:
         return self.ops.add(d_g, kept)
 
 
-class HeadDecay(Decay):
+class HeadDecay(ChunkDecay):
     """Decays of gates (c, n, C, 1), or of none."""
 
     def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:

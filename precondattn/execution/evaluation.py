@@ -301,14 +301,16 @@ def _bridge_of_step(
         from precondattn.execution.jax.autograd import apply_step
 
         return apply_step
-    if library == "torch" and wants_gradient(*arrays):
+    if library != "torch":
+        return None
+    if wants_gradient(*arrays):
         if is_differentiable:
             return None
         from precondattn.execution.torch.autograd import apply_step
 
         return apply_step
     is_operator = (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
-    if library == "torch" and (is_operator or _operators_of_vmap(planned, *arrays)):
+    if is_operator or _operators_of_vmap(planned, *arrays):
         from precondattn.execution.torch.autograd import apply_extension
 
         return partial(apply_extension, length=length, count=count)

@@ -18,7 +18,7 @@ from precondattn_conformance.faults.written_by_hand.written import blocked
 from precondattn_portable import chunkwise
 from precondattn_portable.chunkwise import ChunkWork
 from precondattn_portable.chunkwise_additive import Additive
-from precondattn_portable.head_decay import Decay
+from precondattn_portable.head_decay import ChunkDecay
 
 BOTH = (FORWARD, BACKWARD)
 
@@ -36,7 +36,7 @@ def faults() -> list[Fault]:
             "linear",
             RUN,
             "a chunk reads the state before the preceding chunk",
-            Decay,
+            ChunkDecay,
             "of_states",
             lambda true: lambda self, q, states: true(self, q, rolled(states, 1, axis=0)),
         ),
