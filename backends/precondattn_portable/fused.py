@@ -86,11 +86,11 @@ class LucidStep(Algorithm[Group]):
             if not mask.is_plain:
                 weights[reading] = cached = masked(cached, 0, count)
             largest = xp.maximum(largest, xp.max(cached, axis=-1, keepdims=True))
-            scores = weights[solving]
-            if not system.mask.is_plain:
-                scores = xp.asarray(scores, copy=True)  # Its masked part may be a view of it.
+            cached = weights[solving]
+            # Its masked part may be a view of it.
+            scores = cached if system.mask.is_plain else xp.asarray(cached, copy=True)
             logs = system.logs(scores, ALL_HEADS, Tile(0, t, 0, count))
-            if logs is not scores:
+            if logs is not cached:
                 weights[solving] = logs
         # A query without masked keys attends at least to its own key.
         shift = largest if mask.is_plain else finite_or_zero(largest)
