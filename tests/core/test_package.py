@@ -35,12 +35,34 @@ def test_importing_the_package_imports_no_framework_and_no_slow_module():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_numpy_call_imports_no_framework():
-    program = (
-        "import sys, numpy as np, precondattn as pa\n"
-        "pa.lucid(*np.ones((3, 1, 2, 1, 4)))\n"
-        "assert not {'torch', 'jax', 'cupy'} & set(sys.modules)\n"
-    )
+EVERY_VERB = """
+import sys
+import {library} as xp
+import precondattn as pa
+
+x = xp.ones((3, 1, 2, 1, 4))
+for mechanism in (pa.Lucid(), pa.Linear()):
+    mechanism(*x)
+    mechanism.vjp(*x)[1](x[0])
+    cache = mechanism.init_cache(*x, capacity=4)
+    mechanism.extend(cache, *x)
+    if isinstance(mechanism, pa.Linear):
+        mechanism.extend_vjp(cache, *x)[2](x[0])
+    if "jax" in sys.modules:
+        sys.modules["jax"].jit(lambda x: mechanism.extend(cache, *x))(x)
+found = {others} & set(sys.modules)
+assert not found, found
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "others"),
+    [("numpy", {"torch", "jax", "cupy"}), ("jax.numpy", {"torch", "cupy"})],
+    ids=["numpy", "jax"],
+)
+def test_no_verb_needs_another_framework(library, others):
+    pytest.importorskip(library)
+    program = EVERY_VERB.format(library=library, others=others)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
