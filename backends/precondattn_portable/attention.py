@@ -26,7 +26,7 @@ from precondattn.spec.sink import sink_vjp
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.arithmetic import Scratch
 from precondattn_portable.extension import (
     bias_of_filled,
     few_tokens_at_a_time,
@@ -104,7 +104,6 @@ def bias_of_heads(bias: Array, part: Part) -> Array:
 class HeadGroup(NamedTuple):
     """Some heads, and what computes their scores and reads."""
 
-    ops: Arithmetic
     part: Part
     view: AttentionView
     mask: Mask
@@ -124,7 +123,7 @@ class HeadGroup(NamedTuple):
     def row_block(self, tile: Tile) -> Array:
         """Masked scores (b, n, r (i1 − i0), high − low)."""
         scores = self.scores.row_block(tile, self.workspaces[0])
-        return self.mask.apply(self.ops, scores, tile)
+        return self.mask.apply(self.scores.ops, scores, tile)
 
 
 READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
@@ -141,9 +140,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
     def _view(self, x: Arrays) -> AttentionView:
         ops, leaf = self.ops, self.leaf
-        n, d = x["k"].shape[2:]
-        h = x["q"].shape[2]
-        xp = namespace(x["q"])
+        (n, d), h, xp = x["k"].shape[2:], x["q"].shape[2], namespace(x["q"])
         q = grouped_queries(ops, x["q"], n) * leaf.scale_for(d)
         k, v = ops.heads_first(x["k"]), ops.heads_first(x["v"])
         w = beta = g = sink = bias = None
@@ -178,22 +175,21 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             scores: Scores
             if is_transported:
                 arrays = here.q, here.k, here.w, here.beta
-                scores = TransportedScores(
-                    ops, arrays, chunk, workspaces[0], chunks, gradient=gradient
-                )
+                given = ops, arrays, chunk, workspaces[0], chunks
+                scores = TransportedScores(*given, gradient=gradient)
             else:
                 scores = DotScores(ops, here.q, here.k, gradient=gradient)
             if leaf.softcap is not None:
-                scores = CappedScores(ops, scores, leaf.softcap, gradient=gradient)
+                scores = CappedScores(scores, leaf.softcap, gradient=gradient)
             if here.g is not None:
                 scale = leaf._gate_scale(here.k.shape[3])
-                scores = ForgetGate(ops, scores, here.g, scale, s - t, gradient=gradient)
+                scores = ForgetGate(scores, here.g, scale, s - t, gradient=gradient)
             if here.bias is not None:
                 of_heads = None if d_bias is None else bias_of_heads(d_bias, part)
-                scores = BiasedScores(ops, scores, here.bias, of_heads)
+                scores = BiasedScores(scores, here.bias, of_heads)
             read = READS.get(leaf.read, MeanRead)(ops, here.v, here.sink, gradient=gradient)
             group_mask = mask.of_sequences(part[0])
-            yield HeadGroup(ops, part, here, group_mask, scores, read, workspaces, size)
+            yield HeadGroup(part, here, group_mask, scores, read, workspaces, size)
 
     def read(self, group: HeadGroup, tile: Tile) -> tuple[Array, Array]:
         """Outputs (b, n, r (i1 − i0), e) of a tile's queries, and their λ."""
@@ -217,26 +213,21 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 shape = o[where].shape
                 o[where] = xp.reshape(rows, shape)
                 log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
-        out, logs = ungrouped(o), ungrouped(log_total)[..., 0]
-        out, logs = zero_padding(out, frame)[:, missing:, ...], logs[:, missing:, ...]
-        return out, (logs,)
+        out = zero_padding(ungrouped(o), frame)[:, missing:, ...]
+        return out, (ungrouped(log_total)[:, missing:, :, 0],)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         ops, leaf = self.ops, self.leaf
-        call_frame = frame
+        call_frame, n = frame, x["k"].shape[2]
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._view(x)
-        n = view.k.shape[1]
-        logs = _without_padding(residuals[0], call_frame)[..., None]
-        out, cotangent, logs = (
-            grouped_queries(ops, padded(a, missing, 0, axis=1, value=value), n)
-            for a, value in (
-                (out, 0),
-                (zero_padding(cotangent, call_frame), 0),
-                (logs, math.inf),
-            )
+        logs = padded(_without_padding(residuals[0], call_frame), missing, 0, 1, math.inf)
+        logs = grouped_queries(ops, logs[..., None], n)
+        out, cotangent = (
+            grouped_queries(ops, padded(a, missing, 0, axis=1), n)
+            for a in (out, zero_padding(cotangent, call_frame))
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
         d: Arrays = {}
@@ -287,7 +278,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             step = partial(transported_step, ops, cast("Path", leaf))
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         n, t = x["k"].shape[2], x["q"].shape[1]
-        if t == 1 and frame.held is not None and _is_plain(leaf):
+        is_plain = leaf.read == MEAN and leaf.softcap is None and not (leaf.bias or leaf.sink)
+        if t == 1 and frame.held is not None and is_plain:
             return self._step_of_one_token(past, x, frame)
         xp, known = namespace(x["q"]), filled(frame, past["key"].shape[1])
         if leaf.bias:
@@ -301,7 +293,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
             group, group_mask = view.group(part), mask.of_sequences(part[0])
-            keys, values = (cached_k[part], group.k), (cached_v[part], group.v)
+            keys, values = [cached_k[part], group.k], [cached_v[part], group.v]
             for i0, i1 in blocks(t, size):
                 tile = Tile(i0, i1, 0, s)
                 rows = tile.rows_of(group.q)
@@ -311,7 +303,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 if group.bias is not None:
                     row_block = biased(ops, row_block, group.bias[..., i0:i1, :])
                 row_block = group_mask.apply(ops, row_block, tile)
-                result = read_of_parts(ops, leaf, row_block, values, group.sink)
+                result = read_of_parts(ops, leaf.read, row_block, values, group.sink)
                 where = tile.at(part)
                 o[where] = xp.reshape(result, o[where].shape)
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
@@ -321,8 +313,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
             S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v],    or softmax(S) V with k, v in the cache
 
-        The cached keys and values are read where they are: nothing is masked, and nothing of their
-        size is written.
+        Cached keys and values are read where they are; nothing of their size is written.
         """
         ops, leaf = self.ops, self.leaf
         xp, (b, _, n, d), held = namespace(x["k"]), x["k"].shape, frame.held
@@ -351,11 +342,6 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return (ArraySpec((b, t, h), dtype),)
 
 
-def _is_plain(leaf: SoftmaxAttention) -> bool:
-    """Whether the output is the mean of values under the softmax of scaled scores alone."""
-    return leaf.read == MEAN and not leaf.bias and leaf.softcap is None and not leaf.sink
-
-
 def _without_padding(log_total: Array, frame: Frame) -> Array:
     """λ (b, t, h), ∞ for padded queries: their weights e^{S − λ} are 0.
 
@@ -363,8 +349,7 @@ def _without_padding(log_total: Array, frame: Frame) -> Array:
     """
     if frame.q_valid is None:
         return log_total
-    xp = namespace(log_total)
-    return xp.where(frame.q_valid[:, :, None], log_total, math.inf)
+    return namespace(log_total).where(frame.q_valid[:, :, None], log_total, math.inf)
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Array | None) -> Array:

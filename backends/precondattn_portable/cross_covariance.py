@@ -13,21 +13,12 @@ Division by a norm is a factor of the d × d matrices.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, transpose
 from precondattn_portable.layout import only_at, time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
-
-
-class _Channels(NamedTuple):
-    """Channels divided by their lengths (b, h, t, d), and the lengths (b, h, 1, d)."""
-
-    unit: Array
-    length: Array
 
 
 class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
@@ -37,7 +28,7 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
 
     def attend(self, x: Arrays, frame: Frame) -> Array:
         ops, valid, h = self.ops, _both(frame), x["q"].shape[2]
-        q, k = (self._channels(valid, x[name], h).unit for name in "qk")
+        q, k = (self._channels(valid, x[name], h)[0] for name in "qk")
         v = repeat_heads(self._rows(valid, x["v"]), h)
         weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
         return time_first(ops.product(v, transpose(weights)))
@@ -45,17 +36,17 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
         ops, valid, xp = self.ops, _both(frame), namespace(cotangent)
         h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
-        q, k = (self._channels(valid, x[name], h) for name in "qk")
+        (q, q_length), (k, k_length) = (self._channels(valid, x[name], h) for name in "qk")
         v, d_o = repeat_heads(self._rows(valid, x["v"]), h), self._rows(valid, cotangent)
-        cosines = ops.product(transpose(q.unit), k.unit)
+        cosines = ops.product(transpose(q), k)
         weights = ops.softmax(gamma * cosines)
         d_logits = ops.softmax_vjp(weights, ops.product(transpose(d_o), v))
         of_scale = d_logits * cosines
         of_norms, d_cosines = gamma * of_scale, gamma * d_logits
-        of_q = transpose(row_sum(of_norms)) / q.length
-        of_k = xp.sum(of_norms, axis=2, keepdims=True) / k.length
-        d_q = ops.add_product(-(q.unit * of_q), k.unit, transpose(d_cosines) / q.length)
-        d_k = ops.add_product(-(k.unit * of_k), q.unit, d_cosines / k.length)
+        of_q = transpose(row_sum(of_norms)) / q_length
+        of_k = xp.sum(of_norms, axis=2, keepdims=True) / k_length
+        d_q = ops.add_product(-(q * of_q), k, transpose(d_cosines) / q_length)
+        d_k = ops.add_product(-(k * of_k), q, d_cosines / k_length)
         d_v = ops.product(d_o, weights)
         return {
             "q": time_first(only_at(valid, d_q, axis=2)),
@@ -68,10 +59,11 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         """(b, h, t, d), 0 at masked tokens."""
         return only_at(valid, self.ops.heads_first(x), axis=2)
 
-    def _channels(self, valid: Array | None, x: Array, h: int) -> _Channels:
+    def _channels(self, valid: Array | None, x: Array, h: int) -> tuple[Array, Array]:
+        """Channels divided by their lengths (b, h, t, d), and the lengths (b, h, 1, d)."""
         rows = self._rows(valid, x)
         length = self.ops.channel_lengths(rows, self.leaf.eps)
-        return _Channels(repeat_heads(rows / length, h), repeat_heads(length, h))
+        return repeat_heads(rows / length, h), repeat_heads(length, h)
 
 
 def _both(frame: Frame) -> Array | None:

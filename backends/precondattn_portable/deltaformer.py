@@ -102,8 +102,9 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     name = "substitution in blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        frame = frame.among_keys(x["k"].shape[1])
-        rows = WeightRows(self.ops, self.leaf, x, Mask(frame, x["k"].shape[1], 0, strict=True))
+        t = x["k"].shape[1]
+        frame = frame.among_keys(t)
+        rows = WeightRows(self.ops, self.leaf, x, Mask(frame, t, 0, strict=True))
         o, w, _, log_total = self._solved(rows)
         out = zero_padding(time_first(o), frame)
         return out, (time_first(w), time_first(log_total[..., 0]))
@@ -112,23 +113,20 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         self, rows: WeightRows, past_k: Array | None = None, past_u: Array | None = None
     ) -> tuple[Array, Array, Array, Array]:
         """o, w, u and λ of all rows."""
-        ops = self.ops
-        xp, (b, h, t, _) = namespace(rows.q), rows.q.shape
-        u = ops.empty(rows.v.shape, rows.v)
-        o, w = ops.empty(u.shape, u), ops.empty(u.shape, u)
-        log_totals = ops.empty((b, h, t, 1), u)
+        ops, xp = self.ops, namespace(rows.q)
+        o, w, u = (ops.empty(rows.v.shape, rows.v) for _ in range(3))
+        log_totals = ops.empty((*u.shape[:3], 1), u)
         for part, tiles in rows.groups():
             keys = None if past_k is None else past_k[part]
             for tile in tiles:
-                i0, low = tile.i0, tile.low
-                here, block = tile.queries, rows.scores(part, tile, keys)
+                i0, here, block = tile.i0, tile.queries, rows.scores(part, tile, keys)
                 largest = finite_or_zero(xp.max(block, axis=-1, keepdims=True))
                 block = ops.exp(ops.subtract(block, largest))
                 total = row_sum(block)
                 some = total > 0
                 total = xp.where(some, total, 1.0)
                 log_total = xp.where(some, largest + xp.log(total), -math.inf)
-                known, first = ops.zeros(u[part][here].shape, u), max(low - rows.past, 0)
+                known, first = ops.zeros(u[part][here].shape, u), max(tile.low - rows.past, 0)
                 start = rows.past + i0 - first
                 if past_u is not None and rows.past:
                     known = ops.add_product(known, block[..., : rows.past], past_u[part])
@@ -136,8 +134,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                     earlier = u[part][:, :, first:i0, :]
                     known = ops.add_product(known, block[..., rows.past : start], earlier)
                 known = known / total
-                among = block[..., start:] / total
-                beta = rows.beta[part][here]
+                among, beta = block[..., start:] / total, rows.beta[part][here]
                 right = rows.v[part][here] - beta * known
                 solved = solve_unit_lower(ops, beta * among, right)
                 read = ops.add_product(known, among, solved)
@@ -150,8 +147,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        ops = self.ops
-        n, t = x["k"].shape[2], x["k"].shape[1]
+        ops, (t, n) = self.ops, x["k"].shape[1:3]
         frame = frame.among_keys(t)
         rows = WeightRows(ops, self.leaf, x, Mask(frame, t, 0, strict=True))
         w = ops.heads_first(residuals[0])
@@ -163,8 +159,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         d_beta = ops.empty(rows.beta.shape, u)
         for part, tiles in rows.groups():
             for tile in reversed(tiles):
-                i0, low = tile.i0, tile.low
-                here = tile.queries
+                i0, low, here = tile.i0, tile.low, tile.queries
                 log_total = log_totals[part][here]
                 own = rows.own_weight(part, tile, log_total)
                 block = rows.scores(part, tile)
@@ -206,11 +201,11 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
         rows = WeightRows(self.ops, self.leaf, x, mask, known.count)
         past_k = repeat_heads(past_heads(past["key"], known.count), h)
         o, _, u, _ = self._solved(rows, past_k, past_heads(past["solved"], known.count))
-        out = zero_padding(time_first(o), mask.frame)
-        return out, {"key": Append(x["k"]), "solved": Append(time_first(u))}
+        updates: Updates = {"key": Append(x["k"]), "solved": Append(time_first(u))}
+        return zero_padding(time_first(o), mask.frame), updates
 
     def residual_shapes(self, inputs: Mapping[str, ArraySpec]) -> tuple[ArraySpec, ...]:
         (b, s, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
-        width = inputs["v"].shape[3]
-        return (ArraySpec((b, s, h, width), dtype), ArraySpec((b, s, h), dtype))
+        w = ArraySpec((b, s, h, inputs["v"].shape[3]), dtype)
+        return w, ArraySpec((b, s, h), dtype)

@@ -24,8 +24,8 @@ from precondattn.cache import Replace, Updates, append, updated
 from precondattn.cache.held import held_part, longest_held
 from precondattn.frame import Frame
 from precondattn.spec.laser import LOG_MEAN_EXP
-from precondattn.spec.read import MEAN
-from precondattn.spec.softmax import SoftmaxAttention, bias_of_keys
+from precondattn.spec.read import MEAN, Read
+from precondattn.spec.softmax import bias_of_keys
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import Tile, blocks, time_first
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
@@ -33,6 +33,8 @@ from precondattn_portable.read_mean import MeanAndLogSumRead, exponentials, sink
 
 TOKENS = 64
 """New tokens per call of a leaf's own step: its memory is their number times the cache."""
+
+Step = Callable[[Arrays, Arrays, Frame], tuple[Array, Updates]]
 
 
 class FilledPart(NamedTuple):
@@ -49,11 +51,10 @@ def filled(frame: Frame, capacity: int) -> FilledPart:
     """From the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
     if frame.held is not None:
         return FilledPart(frame.held, frame.held, frame.of_held())
-    xp = namespace(frame.q_position)
     count = min(longest_held(frame), capacity)
     part = frame.of_slots(count)
     # A sequence that holds fewer tokens has slots that are not valid.
-    is_plain = bool(xp.all(part.k_valid))
+    is_plain = bool(namespace(frame.q_position).all(part.k_valid))
     k_valid = None if is_plain else part.k_valid
     filled_frame = Frame(frame.q_position, part.k_position, None, k_valid)
     return FilledPart(count, count if is_plain else None, filled_frame)
@@ -77,21 +78,14 @@ def bias_of_filled(bias: Array, frame: Frame, known: FilledPart) -> Array:
 
 
 def read_of_parts(
-    ops: Arithmetic,
-    leaf: SoftmaxAttention,
-    row_block: Array,
-    values: tuple[Array, ...],
-    sink: Array | None = None,
+    ops: Arithmetic, read: Read, row_block: Array, values: list[Array], sink: Array | None = None
 ) -> Array:
     """The read of a masked row block, with values in several arrays, and sinks (b, n, r)."""
-    if leaf.read != MEAN:
+    if read != MEAN:
         whole = namespace(row_block).concat(values, axis=2)
-        read: LogMeanExpRead | MeanAndLogSumRead
-        if leaf.read == LOG_MEAN_EXP:
-            read = LogMeanExpRead(ops, whole)
-        else:
-            read = MeanAndLogSumRead(ops, whole, sink)
-        return read.forward(row_block, Tile(0, row_block.shape[2], 0, whole.shape[2]))[0]
+        of_whole = LogMeanExpRead if read == LOG_MEAN_EXP else MeanAndLogSumRead
+        tile = Tile(0, row_block.shape[2], 0, whole.shape[2])
+        return of_whole(ops, whole, sink).forward(row_block, tile)[0]
     sink = sink_of_rows(sink, row_block.shape[2])
     row_block, total, _ = exponentials(ops, row_block, sink)
     start, result = 0, None
@@ -118,16 +112,9 @@ def step_as_defined(
 
 
 def few_tokens_at_a_time(
-    step: Callable[[Arrays, Arrays, Frame], tuple[Array, Updates]],
-    leaf: LeafProtocol,
-    past: Arrays,
-    x: Arrays,
-    frame: Frame,
+    step: Step, leaf: LeafProtocol, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
-    """A step of the leaf as several steps of few tokens.
-
-    By the definition of a cache, any split of a sequence gives the same output.
-    """
+    """A step of the leaf in several: by a cache's definition, any split gives the same output."""
     t = next(iter(x.values())).shape[1]
     is_whole = t <= TOKENS or frame.is_traced
     past, frame = held_part(leaf, past, frame, room=0 if is_whole else t)
@@ -143,12 +130,8 @@ def few_tokens_at_a_time(
     for i0, i1 in blocks(t, TOKENS):
         position = length[:, None] + arange_like(i1 - i0, length)[None, :]
         q_valid = None if frame.q_valid is None else frame.q_valid[:, i0:i1]
-        part_frame = Frame(
-            position,
-            xp.concat([slots, position], axis=1),
-            q_valid,
-            xp.concat([slot_valid, new_valid[:, i0:i1]], axis=1),
-        )
+        k_valid = xp.concat([slot_valid, new_valid[:, i0:i1]], axis=1)
+        part_frame = Frame(position, xp.concat([slots, position], axis=1), q_valid, k_valid)
         out, updates = step(buffers, _tokens(leaf, x, i0, i1), part_frame)
         outs.append(out)
         count = xp.full_like(length, i1 - i0)

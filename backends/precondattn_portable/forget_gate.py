@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.spec import forget_gate
-from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.arithmetic import Scratch
 from precondattn_portable.head_decay import sums_from
 from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import Tile, by_query_head
@@ -31,22 +31,15 @@ class ForgetGate:
     """
 
     def __init__(
-        self,
-        ops: Arithmetic,
-        scores: Scores,
-        g: Array,
-        factor: float,
-        offset: int,
-        *,
-        gradient: bool = False,
+        self, scores: Scores, g: Array, factor: float, offset: int, *, gradient: bool
     ) -> None:
-        self.ops, self.scores, self.g = ops, scores, g
+        self.ops, self.scores, self.g = scores.ops, scores, g
         self.factor, self.offset = factor, offset
-        self.since = ops.zeros(g.shape, g)
+        self.since = self.ops.zeros(g.shape, g)
         """Σ_{j<τ<p} g_τ of every key j before p."""
         self.position = 0
         if gradient:
-            self.d_g = ops.zeros(g.shape, g)
+            self.d_g = self.ops.zeros(g.shape, g)
 
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
         row_block = self.scores.row_block(tile, workspace)

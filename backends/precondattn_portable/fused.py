@@ -48,8 +48,7 @@ class LucidStep(Algorithm[Group]):
         self.solve, self.attention = LucidSolveBlocks(ops, self.leaves[0]), attention
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        ops = self.ops
-        (solve, softmax), keys = self.leaves, self.keys
+        ops, (solve, softmax), keys = self.ops, self.leaves, self.keys
         t, n = x["k"].shape[1:3]
         solve_past = {slot: past[key] for slot, key in keys[0].items()}
         is_windowed = softmax.window is not None or solve.window is not None
@@ -105,8 +104,7 @@ class LucidStep(Algorithm[Group]):
         if not mask.is_plain:
             total = xp.where(total > 0, total, 1.0)
         out = (read[reading] + ops.product(new_weights, ops.heads_first(y))) / total
-        new_rms = None if system.new_rms is None else system.new_rms[..., 0]
-        updates = self._updates(x["k"], y, new_rms)
+        updates = self._updates(x["k"], y, system.new_rms)
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
 
     def _one_token(self, past: Arrays, x: Arrays, held: int) -> tuple[Array, Updates]:
@@ -138,10 +136,10 @@ class LucidStep(Algorithm[Group]):
         own = ops.exp(own - largest)
         total = row_sum(weights[reading]) + own
         out = ops.divide(ops.add_multiple(read[reading], own, y), total)
-        y, new_rms = xp.reshape(y, (b, 1, n, -1)), None if r is None else xp.reshape(r, (b, 1, n))
-        return xp.reshape(out, (b, 1, h, -1)), self._updates(x["k"], y, new_rms)
+        y, r = xp.reshape(y, (b, 1, n, -1)), None if r is None else xp.reshape(r, (b, 1, n, 1))
+        return xp.reshape(out, (b, 1, h, -1)), self._updates(x["k"], y, r)
 
-    def _updates(self, k: Array, y: Array, new_rms: Array | None) -> Updates:
+    def _updates(self, k: Array, y: Array, r: Array | None) -> Updates:
         keys = self.keys[0]
         updates: Updates = {keys["key"]: Append(k), keys["solved"]: Append(y)}
-        return updates if new_rms is None else updates | {keys["rms"]: Append(new_rms)}
+        return updates if r is None else updates | {keys["rms"]: Append(r[..., 0])}

@@ -25,9 +25,9 @@ def is_one_block(leaf: pa.LucidSolve, x: Arrays) -> bool:
 
 def solve_one_block(ops: Arithmetic, leaf: pa.LucidSolve, x: Arrays, frame: Frame) -> Array:
     """y (b, s, n, e)."""
-    k, right = ops.heads_first(x["k"]), time_first(x["v"])
+    k, right, d = ops.heads_first(x["k"]), time_first(x["v"]), x["k"].shape[3]
     unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
-    scale, d = leaf.scale_for(k.shape[3]), k.shape[3]
+    scale = leaf.scale_for(d)
     phi = ops.exp(ops.subtract(ops.product(unit * scale, transpose(unit)), scale * d))
     phi = strictly_below(ops, phi[:, :, None, ...], leaf.window, frame.k_segment)[:, :, 0, ...]
     beta = strengths(ops, leaf, x, frame)

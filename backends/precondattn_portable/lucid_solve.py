@@ -53,6 +53,7 @@ from precondattn_portable.layout import (
     chunk_size,
     groups_with_scratch,
     head_groups,
+    only_at,
     padded,
     time_first,
     tokens_at,
@@ -73,10 +74,8 @@ ENTRIES = 2**21
 float32, of which caches hold more."""
 
 FACTORED = 32.0
-"""The largest shift applied as a factor of products instead of a subtraction from every score.
-
-Scores of normalised keys are at most the shift, and e³² is far from overflow in float32.
-"""
+"""The largest shift that is a factor of products, not subtracted from every score: scores of
+normalised keys are at most the shift, and e³² is far from overflow in float32."""
 
 
 def shift_and_factor(shift: float) -> tuple[float, float]:
@@ -102,10 +101,7 @@ class LucidView(NamedTuple):
 
 
 class LucidMatrix:
-    """The matrix of a group of heads, one row block at a time.
-
-    Row blocks have `height` rows, and are put into the first workspace.
-    """
+    """The matrix of a group of heads, in row blocks of `height` rows in the first workspace."""
 
     def __init__(
         self,
@@ -124,19 +120,22 @@ class LucidMatrix:
         b, n, s, d = view.k.shape
         xp = namespace(view.k)
         self.scale, self.chunks = leaf.scale_for(d), s // size
-        self.scores: Scores
         queries = xp.reshape(view.unit * self.scale, (b, n, 1, s, d))
+        self.scores: Scores
+        # `within` are the scores of every diagonal block.
         if isinstance(leaf.metric, Transported):
             arrays = queries, view.unit, view.w, view.path_beta
-            self.scores = TransportedScores(ops, arrays, size, workspaces[0], gradient=gradient)
+            scores = TransportedScores(ops, arrays, size, workspaces[0], gradient=gradient)
+            self.scores, within = scores, scores.all.local + 0
         else:
             self.scores = DotScores(ops, queries, view.unit, gradient=gradient)
+            keys = xp.reshape(view.unit, (b, n, self.chunks, size, d))
+            within = ops.product(keys * self.scale, transpose(keys))
         self.diagonal: Array | None = None
         self.maximum: Array | None = None
         self.at_maximum: Array | None = None
         self.beta = view.beta
         """β' (b, n, s, 1); None where it is 1."""
-        within = self._within()  # Transported scores provide it before the first row block.
         if leaf.has_unit_diagonal:
             self.shift, self.factor = shift_and_factor(self.scale * d)
             within = ops.add(within, -self.scale * d)
@@ -162,18 +161,6 @@ class LucidMatrix:
     def _by_block(self, x: Array) -> Array:
         """(b, n, s, 1) as (b, n, chunks, size, 1)"""
         return namespace(x).reshape(x, (*x.shape[:2], self.chunks, self.size, 1))
-
-    def times_beta(self, x: Array, tile: Tile) -> Array:
-        """β' x, of some rows."""
-        return x if self.beta is None else self.beta[tile.queries] * x
-
-    def _within(self) -> Array:
-        """The scores of every diagonal block."""
-        if isinstance(self.scores, TransportedScores):
-            return self.scores.within()
-        b, n, _, d = self.view.k.shape
-        keys = namespace(self.view.k).reshape(self.view.unit, (b, n, self.chunks, self.size, d))
-        return self.ops.product(keys * self.scale, transpose(keys))
 
     def _row_maxima(self, diagonal: Array) -> tuple[Array, Array]:
         """m_i = max_{j≤i} of the scores (b, n, s, 1), and the first j that attains it."""
@@ -204,8 +191,8 @@ class LucidMatrix:
 
     def blocks(self, tile: Tile) -> list[Tile]:
         """The blocks of the rows of a row block, with those of these rows that precede them."""
-        i0 = tile.i0
-        return [Tile(j0, j0 + self.size, i0, j0) for j0 in range(i0, tile.i1, self.size)]
+        starts = range(tile.i0, tile.i1, self.size)
+        return [Tile(j0, j0 + self.size, tile.i0, j0) for j0 in starts]
 
     def inverse_at(self, block: Tile) -> Array:
         """(I + β' stril(Φ))⁻¹ of the rows of a block."""
@@ -213,12 +200,12 @@ class LucidMatrix:
 
     def weights(self, tile: Tile) -> Array:
         """Φ / `factor` (b, n, i1 − i0, high − low), 0 at masked pairs."""
-        row_block = self.scores.row_block(tile, self.workspaces[0])
+        ops, row_block = self.ops, self.scores.row_block(tile, self.workspaces[0])
         if self.maximum is not None:
-            row_block = self.ops.add(row_block, -self.maximum[tile.queries])
+            row_block = ops.add(row_block, -self.maximum[tile.queries])
         elif self.shift:
-            row_block = self.ops.add(row_block, -self.shift)
-        return self.mask.apply(self.ops, self.ops.exp(row_block), tile, 0.0)
+            row_block = ops.add(row_block, -self.shift)
+        return self.mask.apply(ops, ops.exp(row_block), tile, 0.0)
 
     def without_known(self, right: Array, y: Array, tile: Tile) -> Array:
         """right − Φ y of a tile."""
@@ -256,10 +243,7 @@ class PastSystem:
         return self.ops.exp(self.logs(scores, part, tile))
 
     def logs(self, scores: Array, part: Part, tile: Tile) -> Array:
-        """log Φ − log `factor`, from scores with the keys as stored in the cache.
-
-        In `scores` where the library can.
-        """
+        """log Φ − log `factor`, from scores with the keys as stored; in `scores`."""
         if self.rms is not None:
             scores = self.ops.divide(scores, self.rms[part])
         if self.shift:
@@ -341,22 +325,22 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         for part, system in self._systems(view, frame):
             solution, v = y[part], system.view.v
             for tile in system.tiles():
-                right = v[tile.queries] + 0
-                right = system.without_known(right, solution, tile._replace(high=tile.i0))
+                before = tile._replace(high=tile.i0)
+                right = system.without_known(v[tile.queries] + 0, solution, before)
                 for block in system.blocks(tile):
                     rhs = right[:, :, block.i0 - tile.i0 : block.i1 - tile.i0, :]
-                    rhs = system.times_beta(system.without_known(rhs, solution, block), block)
+                    rhs = system.without_known(rhs, solution, block)
+                    if system.beta is not None:
+                        rhs = system.beta[block.queries] * rhs
                     product_at(ops, solution, block.queries, system.inverse_at(block), rhs)
         return time_first(y)[:, :s, ...], ()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
-        ops, leaf = self.ops, self.leaf
-        s = x["k"].shape[1]
-        size = self._size(s)
-        view = self._view(x, frame, size)
-        missing = -s % size
+        ops, leaf, s = self.ops, self.leaf, x["k"].shape[1]
+        view = self._view(x, frame, self._size(s))
+        missing = view.k.shape[2] - s
         y = padded(ops.heads_first(out), 0, missing)
         right = padded(ops.heads_first(cotangent), 0, missing) + 0
         d = LucidView(*[None if a is None else ops.zeros(a.shape, a) for a in view])
@@ -401,8 +385,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         known = y[tile.keys]
         d_beta: Array = None
         if self.leaf.beta:
-            residual = view.v[tile.queries] + 0
-            residual = ops.add_product(residual, weights, known, -system.factor)
+            residual = ops.add_product(view.v[tile.queries] + 0, weights, known, -system.factor)
             d_beta = row_sum(solved * residual)
         if low < i0:
             earlier = transpose(weights[..., : i0 - low])
@@ -435,10 +418,8 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             return step_as_defined(leaf, past, x, frame)
         known = filled(frame, past["key"].shape[1])
         new = PastSystem(ops, leaf, past, x, known)
-        t = x["k"].shape[1]
         v = ops.heads_first(x["v"])
-        right = ops.empty(v.shape, v)
-        b, n, _, _ = v.shape
+        right, (b, n, t, _) = ops.empty(v.shape, v), v.shape
         size = block_size(t)
         for part in head_groups(b, n, size * max(known.count, 1)):
             for i0, i1 in blocks(t, size):
@@ -461,8 +442,4 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             return self.forward({**x, "v": right}, new_tokens(frame, t))[0]
         # The matrix of one token is its diagonal.
         y = x["lucid_beta"][..., None] * right if self.leaf.beta else right
-        if known.offset is None:
-            valid = frame.valid_keys(t)
-            assert valid is not None
-            y = zero_where_not(valid[:, :, None, None], y)
-        return y
+        return only_at(frame.valid_keys(t), y) if known.offset is None else y

@@ -11,7 +11,6 @@ Backward computes B and F again. With R = B v,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Index, namespace, zero_where_not
@@ -41,8 +40,7 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
         ops, call = self.ops, NystromCall(self.ops, self.leaf, x, frame)
         outs = []
         for part in call.parts():
-            read = ops.product(call.from_landmarks(part), call.v[part])
-            w = ops.product(call.z[part], read)
+            w = ops.product(call.z[part], ops.product(call.from_landmarks(part), call.v[part]))
             outs.append(ops.product(call.to_landmarks(part), w))
         out = call.heads(_concatenated(outs))
         if self.leaf.skip:
@@ -55,14 +53,14 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
         d_out = swap_time_and_heads(cotangent)
         d_o = call.flat(d_out)
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
-        of = NystromGradients(*(_concatenated(each) for each in zip(*parts, strict=True)))
-        d_a = steps_vjp(ops, call.a, call.steps, of.z, of_all=leaf.start == "batch")
+        d = {name: _concatenated([of_part[name] for of_part in parts]) for name in parts[0]}
+        d_a = steps_vjp(ops, call.a, call.steps, d["z"], of_all=leaf.start == "batch")
         d_a = ops.softmax_vjp(call.a, d_a)
-        d_q_mean = ops.add_product(of.q_mean, d_a, call.k_mean)
-        d_k_mean = ops.add_product(of.k_mean, transpose(d_a), call.q_mean)
-        d_q = call.of_queries.add_gradient(call.heads(of.q), call.scale * call.heads(d_q_mean))
-        d_k = call.of_keys.add_gradient(call.heads(of.k), call.scale * call.heads(d_k_mean))
-        d_v, gradients = call.heads(of.v), {}
+        d_q_mean = ops.add_product(d["q_mean"], d_a, call.k_mean)
+        d_k_mean = ops.add_product(d["k_mean"], transpose(d_a), call.q_mean)
+        d_q = call.of_queries.add_gradient(call.heads(d["q"]), call.scale * call.heads(d_q_mean))
+        d_k = call.of_keys.add_gradient(call.heads(d["k"]), call.scale * call.heads(d_k_mean))
+        d_v, gradients = call.heads(d["v"]), {}
         if leaf.skip:
             d_skipped, gradients["skip"] = banded_convolution.convolved_vjp(
                 ops, call.values, x["skip"], d_out
@@ -74,17 +72,6 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
             "v": time_first(sum_heads(only_at(frame.k_valid, d_v, axis=2), n)),
             **gradients,
         }
-
-
-class NystromGradients(NamedTuple):
-    """Of some heads: of the rows of tokens, of the landmarks (divided by the scale) and of Z."""
-
-    q: Array
-    k: Array
-    v: Array
-    q_mean: Array
-    k_mean: Array
-    z: Array
 
 
 class NystromCall:
@@ -111,8 +98,8 @@ class NystromCall:
         self.is_key = self.by_head(k_valid)
         self.scaled_q_mean = self.scale * self.q_mean
         self.scaled_k_mean = self.scale * self.k_mean
-        rows, columns = self.scaled_q_mean, self.k_mean
-        self.a = self._softmax((...,), rows, columns, self.has_query, self.has_key)
+        rows = self.scaled_q_mean
+        self.a = self._softmax((...,), rows, self.k_mean, self.has_query, self.has_key)
         self.z, self.steps = steps(ops, self.a, leaf.iterations, of_all=leaf.start == "batch")
 
     def flat(self, x: Array) -> Array:
@@ -137,7 +124,7 @@ class NystromCall:
         if not all(isinstance(size, int) for size in sizes):
             yield slice(None), ...  # A program for any sizes can not count them when it is traced.
             return
-        entries = m * max(self.q.shape[1], self.k.shape[1])
+        entries = m * max(sizes[1:])
         at_once = max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
         for start, stop in layout.blocks(heads, at_once):
             yield slice(start, stop), ...
@@ -152,40 +139,34 @@ class NystromCall:
         return self._softmax(part, rows, self.k[part], self.has_query, self.is_key)
 
     def _softmax(
-        self,
-        part: Index,
-        rows: Array,
-        columns: Array,
-        is_row: Array | None,
-        is_column: Array | None,
+        self, part: Index, rows: Array, keys: Array, is_row: Array | None, is_key: Array | None
     ) -> Array:
-        """The softmax of rows columnsᵀ, 0 at rows and columns that are not there."""
-        scores = self.ops.product(rows, transpose(columns))
-        if is_row is None and is_column is None:
+        """The softmax of rows keysᵀ, 0 at rows and keys that are not there."""
+        scores = self.ops.product(rows, transpose(keys))
+        if is_row is None and is_key is None:
             return self.ops.softmax(scores)
-        if is_column is not None:
-            scores = mask_scores(is_column[part][:, None, :], scores)
+        if is_key is not None:
+            scores = mask_scores(is_key[part][:, None, :], scores)
         weights = softmax(scores)
         return weights if is_row is None else zero_where_not(is_row[part][:, :, None], weights)
 
-    def pulled(self, part: Index, d_o: Array) -> NystromGradients:
-        ops, q, k, v = self.ops, self.q[part], self.k[part], self.v[part]
-        z = self.z[part]
+    def pulled(self, part: Index, d_o: Array) -> Arrays:
+        """Gradients of some heads; those of the landmarks are divided by the scale."""
+        ops, v, z = self.ops, self.v[part], self.z[part]
         b, f = self.from_landmarks(part), self.to_landmarks(part)
         read = ops.product(b, v)
         d_w = ops.product(transpose(f), d_o)
         d_read = ops.product(transpose(z), d_w)
-        d_v = ops.product(transpose(b), d_read)
         d_f = ops.softmax_vjp(f, ops.product(d_o, transpose(ops.product(z, read))))
         d_b = ops.softmax_vjp(b, ops.product(d_read, transpose(v)))
-        return NystromGradients(
-            ops.product(d_f, self.scaled_k_mean[part]),
-            ops.product(transpose(d_b), self.scaled_q_mean[part]),
-            d_v,
-            ops.product(d_b, k),
-            ops.product(transpose(d_f), q),
-            ops.product(d_w, transpose(read)),
-        )
+        return {
+            "q": ops.product(d_f, self.scaled_k_mean[part]),
+            "k": ops.product(transpose(d_b), self.scaled_q_mean[part]),
+            "v": ops.product(transpose(b), d_read),
+            "q_mean": ops.product(d_b, self.k[part]),
+            "k_mean": ops.product(transpose(d_f), self.q[part]),
+            "z": ops.product(d_w, transpose(read)),
+        }
 
 
 def _concatenated(parts: Sequence[Array]) -> Array:

@@ -42,9 +42,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
         self, q: Array, k: Array, frame: Frame
     ) -> Iterator[tuple[Part, Tile, Array, Array]]:
         """The heads, the tile, p and s̃ of every block of queries."""
-        ops = self.ops
-        b, n, r, t, _ = q.shape
-        s = k.shape[2]
+        ops, (b, n, r, t, _), s = self.ops, q.shape, k.shape[2]
         mask, size = Mask(frame.replaced(q_valid=None), s, s - t), block_size(t, r)
         for part in head_groups(b, n, 2 * r * size * s):
             group_mask = mask.of_sequences(part[0])
@@ -58,8 +56,7 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
 
     def _units(self, x: Arrays) -> tuple[Array, Array, Array]:
         """q̄ (b, n, r, t, d), k̄ (b, n, s, d) and λ (b, n, r, t, 1)."""
-        ops = self.ops
-        n = x["k"].shape[2]
+        ops, n = self.ops, x["k"].shape[2]
         q = grouped_queries(ops, l2_norm(x["q"], self.leaf.eps), n)
         k = ops.heads_first(l2_norm(x["k"], self.leaf.eps))
         return q, k, grouped_queries(ops, x["contraction"][..., None], n)
@@ -67,12 +64,11 @@ class QueryWeighted(Algorithm[pa.QueryWeightedQuery]):
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         ops = self.ops
         q, k, contraction = self._units(x)
-        xp = namespace(q)
         c = ops.empty(q.shape, q)
         for part, tile, p, centred in self._row_blocks(q, k, frame):
             result = ops.product(ops.multiply(p, centred), k[part][tile.keys])
             where = tile.at(part)
-            c[where] = xp.reshape(result, c[where].shape)
+            c[where] = namespace(c).reshape(result, c[where].shape)
         return zero_padding(ungrouped(q - contraction * c), frame), ()
 
     def backward(

@@ -64,9 +64,7 @@ class LogMeanExpRead:
         return xp.where(some, o, 0.0), log_total
 
     def _merged(self, row_block: Array, low: int, high: int) -> tuple[Array, Array]:
-        xp = namespace(row_block)
-        largest: Array = None
-        total: Array = None
+        xp, largest, total = namespace(row_block), None, None
         for start, stop, is_narrow in self._blocks(low, high):
             scores, v = row_block[..., start - low : stop - low], self.v[:, :, start:stop, :]
             if is_narrow:
@@ -104,7 +102,7 @@ class LogMeanExpRead:
         """dS of the row block; adds dv to `d_v`."""
         ops, (log_total, o, d_o) = self.ops, rows
         if not self.is_narrow:
-            return self._merged_backward(row_block - log_total, tile.low, tile.high, o, d_o)
+            return self._merged_backward(row_block - log_total, tile, o, d_o)
         weights = ops.exp(ops.add(row_block, -log_total))
         # Only without weights does ν − o exceed R.
         g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
@@ -113,9 +111,7 @@ class LogMeanExpRead:
         d_weights = ops.product(g, values, workspace.shaped(row_block.shape))
         return ops.multiply(ops.add(d_weights, -row_sum(d_o)), weights)
 
-    def _merged_backward(
-        self, log_weights: Array, low: int, high: int, o: Array, d_o: Array
-    ) -> Array:
+    def _merged_backward(self, log_weights: Array, tile: Tile, o: Array, d_o: Array) -> Array:
         """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
         A block of close values is computed as products of matrices, p gᵀ and so on, with
@@ -127,8 +123,8 @@ class LogMeanExpRead:
         """
         xp = namespace(o)
         d_row_block = -row_sum(d_o) * xp.exp(log_weights)
-        for start, stop, is_narrow in self._blocks(low, high):
-            here = slice(start - low, stop - low)
+        for start, stop, is_narrow in self._blocks(tile.low, tile.high):
+            here = slice(start - tile.low, stop - tile.low)
             logs, v = log_weights[..., here], self.v[:, :, start:stop, :]
             if is_narrow:
                 nu = _largest(v, 2)

@@ -17,7 +17,7 @@ from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import finite_or_zero, row_sum, transpose
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.layout import Tile
+from precondattn_portable.layout import Tile, padded
 
 
 def exponentials(
@@ -115,5 +115,4 @@ class MeanAndLogSumRead(MeanRead):
         return d_o[..., :-1] + 0  # In one piece.
 
     def finish(self) -> Array:
-        xp = namespace(self.d_v)
-        return xp.concat([self.d_v, xp.zeros_like(self.v[..., :1])], axis=-1)
+        return padded(self.d_v, 0, 1, axis=3)

@@ -25,17 +25,16 @@ from precondattn_portable.layout import ALL_HEADS, Tile, by_query_head
 class Scores(Protocol):
     """The scores of queries (b, n, r, t, d) and keys (b, n, s, d), one tile at a time."""
 
+    ops: Arithmetic
+
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
         """The scores of a tile (b, n, r (i1 − i0), high − low)."""
-        ...
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         """Add the gradients of the arrays of which scores are made, from that of the last tile."""
-        ...
 
     def gradients(self) -> Arrays:
         """The sums of these gradients, by input."""
-        ...
 
 
 def biased(ops: Arithmetic, row_block: Array, bias: Array) -> Array:
@@ -76,10 +75,8 @@ class DotScores:
 class CappedScores:
     """Other scores, capped. The slope is kept from a row block to its gradient."""
 
-    def __init__(
-        self, ops: Arithmetic, scores: Scores, cap: float, *, gradient: bool = False
-    ) -> None:
-        self.ops, self.scores, self.cap, self.gradient = ops, scores, cap, gradient
+    def __init__(self, scores: Scores, cap: float, *, gradient: bool) -> None:
+        self.ops, self.scores, self.cap, self.gradient = scores.ops, scores, cap, gradient
         self.gradients = scores.gradients
 
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
@@ -95,13 +92,13 @@ class CappedScores:
 class BiasedScores:
     """Other scores plus a bias (b or 1, n or 1, r or 1, t, s), with its gradient `d_bias`."""
 
-    def __init__(self, ops: Arithmetic, scores: Scores, bias: Array, d_bias: Array | None) -> None:
-        self.ops, self.scores, self.bias, self.d_bias = ops, scores, bias, d_bias
+    def __init__(self, scores: Scores, bias: Array, d_bias: Array | None) -> None:
+        self.ops, self.scores, self.bias, self.d_bias = scores.ops, scores, bias, d_bias
         self.gradients = scores.gradients
 
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
-        bias = self.bias[_pairs(tile)]
-        return biased(self.ops, self.scores.row_block(tile, workspace), bias)
+        row_block = self.scores.row_block(tile, workspace)
+        return biased(self.ops, row_block, self.bias[_pairs(tile)])
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         self.scores.pull(tile, d_row_block)

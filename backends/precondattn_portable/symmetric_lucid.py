@@ -26,7 +26,7 @@ from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.arithmetic import Scratch
 from precondattn_portable.block_conjugate_gradients import solved
 from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import (
@@ -48,25 +48,20 @@ class Similarities:
     """Φ of some heads, one row block at a time."""
 
     def __init__(
-        self,
-        ops: Arithmetic,
-        leaf: pa.SymmetricLucidSolve,
-        unit: Array,
-        mask: Mask,
-        workspace: Scratch,
+        self, of: Algorithm[pa.SymmetricLucidSolve], unit: Array, mask: Mask, workspace: Scratch
     ) -> None:
-        self.ops, self.unit, self.mask, self.workspace = ops, unit, mask, workspace
-        s, d = unit.shape[2:]
-        self.size = block_size(s)
-        self.scale = leaf.scale_for(d)
+        self.ops, self.unit, self.mask, self.workspace = of.ops, unit, mask, workspace
+        d = unit.shape[3]
+        self.scale = of.leaf.scale_for(d)
         self.queries = unit * self.scale
         self.shift, self.factor = shift_and_factor(self.scale * d)
         """Φ is this factor times the tiles."""
-        self.own = (1.0 + leaf.rho) / self.factor
+        self.own = (1.0 + of.leaf.rho) / self.factor
 
     def tiles(self) -> Iterator[Tile]:
         """Each from the first key that its rows are similar to, to the diagonal."""
-        return self.mask.tiles_to_diagonal(self.unit.shape[2], self.size)
+        s = self.unit.shape[2]
+        return self.mask.tiles_to_diagonal(s, block_size(s))
 
     def weights(self, tile: Tile, own: float) -> Array:
         """Φ / `factor` of a tile (b, n, i1 − i0, i1 − low), and `own` on the diagonal."""
@@ -79,8 +74,7 @@ class Similarities:
         weights = ops.exp(weights)
         if not self.mask.is_plain:
             weights = self.mask.apply(ops, weights, tile, 0.0)
-        row = arange_like(i1 - i0, weights)
-        corner = (..., slice(i0 - low, None))
+        row, corner = arange_like(i1 - i0, weights), (..., slice(i0 - low, None))
         changed_at(ops.keep, weights, corner, row[:, None] != row, own)
         return weights
 
@@ -123,14 +117,13 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
         row_block = (s if s <= DIRECT else block_size(s)) * s
         for part, workspaces in groups_with_scratch(self.ops, unit, row_block):
             given = unit[part], mask.of_sequences(part[0]), workspaces[0]
-            yield part, Similarities(self.ops, self.leaf, *given)
+            yield part, Similarities(self, *given)
 
     def _solved(self, phi: Similarities, right: Array) -> Array:
         leaf = self.leaf
         if right.shape[2] <= DIRECT:
             return leaf.solved(leaf.similarities(phi.unit, phi.mask.frame), right)
-        tolerance = tolerance_of(leaf, right)
-        return solved(self.ops, phi.times, right, tolerance, leaf.iterations)
+        return solved(self.ops, phi.times, right, tolerance_of(leaf, right), leaf.iterations)
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         ops = self.ops

@@ -76,13 +76,11 @@ class TransportedScores:
         *,
         gradient: bool = False,
     ) -> None:
-        q, k, w, beta = arrays
-        self.chunks_per_row_block = chunks_per_row_block
-        self.ops, self.size, self.length = ops, size, k.shape[2]
-        missing = -self.length % size
-        b, n, _, d = k.shape
-        self.r = q.shape[2]
-        self.chunks = (self.length + missing) // size
+        (q, k, w, beta), self.chunks_per_row_block = arrays, chunks_per_row_block
+        (b, n, s, d), self.r = k.shape, q.shape[2]
+        self.ops, self.size, self.length = ops, size, s
+        missing = -s % size
+        self.chunks = (s + missing) // size
         self.shape = (b, n, self.chunks * size, d)
         k, w, beta = (padded(a, 0, missing) for a in (k, w, beta))
         self.all = self._matrices(padded(q, 0, missing, axis=3), k, w, beta, workspace)
@@ -153,12 +151,6 @@ class TransportedScores:
         each = xp.reshape(x, (*x.shape[:-2], self.r, self.size, self.size))
         return xp.reshape(self.ops.lower(each), x.shape)
 
-    # ------------------------------------------------------------------------ a row block
-
-    def within(self) -> Array:
-        """A_aa of every chunk, for a single query head (b, n, chunks, size, size)."""
-        return self.all.local + 0
-
     def row_block(self, tile: Tile, workspace: Scratch) -> Array:
         i0, i1, low, high = tile
         first, last = i0 // self.size, -(-i1 // self.size)
@@ -178,10 +170,7 @@ class TransportedScores:
         return xp.reshape(each[:, :, :, :count, :], (b, n, self.r * count, c))
 
     def carried_to(self, tile: Tile) -> tuple[Array, Array]:
-        """The queries of the last row block and the keys before i0, both carried to i0.
-
-        (b, n, r (i1 − i0), d) and (b, n, i0, d).
-        """
+        """The last row block's queries (b, n, r (i1 − i0), d) and keys before it, carried to i0."""
         count = tile.i1 - tile.i0
         rows = -(-count // self.size) * self.size
         return self._rows(self.start, rows, count), self.carried[tokens_at(0, tile.i0)]
@@ -204,10 +193,8 @@ class TransportedScores:
         start = starts[0] if height == 1 else xp.concat(starts, axis=3)
         self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
         # Includes the block's own keys, overwritten below: products write contiguous memory faster.
-        workspace_of_scores = workspace.shaped((*start.shape[:3], high - low))
-        row_block = ops.product(
-            start, transpose(self.carried[tokens_at(low, high)]), workspace_of_scores
-        )
+        keys = transpose(self.carried[tokens_at(low, high)])
+        row_block = ops.product(start, keys, workspace.shaped((*start.shape[:3], high - low)))
         pieces = xp.reshape(row_block, (b, n, r, height, size, high - low))
         for i, tiles in enumerate(within):
             for c, piece in enumerate(tiles, first):
@@ -234,13 +221,11 @@ class TransportedScores:
             self.carried, self.next = self.next, self.carried
             self.at = stop
 
-    def _row_block_of_carried_queries(
-        self, a: int, low: int, high: int, workspace: Scratch
-    ) -> Array:
+    def _row_block_of_carried_queries(self, a: int, low: int, high: int, scratch: Scratch) -> Array:
         """Scores of chunk a; keeps its queries as carried to each earlier chunk, for `pull`."""
         x, local = self.all.start[at_chunk(a)], self.all.local[at_chunk(a)]
         shape = (*x.shape[:3], high - low)
-        row_block = workspace.shaped(shape)
+        row_block = scratch.shaped(shape)
         row_block = self.ops.empty(shape, x) if row_block is None else row_block
         old = min(a * self.size, high)
         if high > old:
@@ -256,14 +241,10 @@ class TransportedScores:
                 x = self.ops.product(x, self.all.whole[at_chunk(b)])
         return row_block
 
-    # ------------------------------------------------------------------------- gradient
-
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         i0, i1, low, high = tile
-        a, size, ops = i0 // self.size, self.size, self.ops
-        chunk, here = self._chunk(a), self._at(a)
-        xp = namespace(d_row_block)
-        (b, n), r = self.shape[:2], self.r
+        a, size, ops, xp = i0 // self.size, self.size, self.ops, namespace(d_row_block)
+        chunk, here, (b, n), r = self._chunk(a), self._at(a), self.shape[:2], self.r
         if i1 - i0 < size:
             d_row_block = xp.reshape(d_row_block, (b, n, r, i1 - i0, high - low))
             d_row_block = padded(d_row_block, 0, size - (i1 - i0), axis=3)
@@ -311,8 +292,7 @@ class TransportedScores:
         m_t, here = transpose(chunk.m), self._at(a)
         z_t = chunk.beta * m_t
         r = ops.lower(ops.product(chunk.w, transpose(chunk.k)), -1)
-        d_z = ops.product(d_zr, transpose(r))
-        d_z = ops.add_product(d_z, d_zw, transpose(chunk.w))
+        d_z = ops.add_product(ops.product(d_zr, transpose(r)), d_zw, transpose(chunk.w))
         d_r = ops.lower(ops.product(z_t, d_zr), -1)
         d_m = d_z * transpose(chunk.beta)
         d_scaled = -ops.product(m_t, ops.product(d_m, m_t))  # Gradient of diag(β) stril(w wᵀ).

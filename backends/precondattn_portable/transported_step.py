@@ -69,7 +69,7 @@ def transported_step(
         row_block = biased(ops, row_block, grouped_bias(bias_of_filled(x["bias"], frame, known), n))
     mask = Mask(known.frame, start + t, start, window=leaf.window)
     row_block = mask.apply(ops, row_block, Tile(0, t, 0, start + t))
-    o = read_of_parts(ops, leaf, row_block, (past_heads(past["value"], start), v))
+    o = read_of_parts(ops, leaf.read, row_block, [past_heads(past["value"], start), v])
     out = ungrouped(xp.reshape(o, (*q.shape[:4], o.shape[3])))
 
     updates: Updates = {"value": Append(x["v"])}

@@ -21,17 +21,15 @@ W = TypeVar("W", bound=LeafProtocol)
 
 
 class WholeSequenceAlgorithm(Algorithm[W]):
-    """Algorithm of a `WholeSequence`: `attend` and `attend_vjp` of sequences that are not packed.
+    """Algorithm of a `WholeSequence`: output and gradients of sequences that are not packed.
 
     Both read only the frame's validity, and may return anything for masked tokens.
     """
 
     def attend(self, x: Arrays, frame: Frame) -> Array:
-        """The output."""
         raise NotImplementedError
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
-        """The gradient of every input."""
         raise NotImplementedError
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
@@ -65,10 +63,8 @@ class _Segment:
     def __init__(self, leaf: LeafProtocol, frame: Frame, members: Array | None) -> None:
         self.leaf, self.frame, self.members = leaf, frame, members
         if members is not None:
-            q_valid, k_valid = (
-                members if valid is None else members & valid
-                for valid in (frame.q_valid, frame.k_valid)
-            )
+            both = frame.q_valid, frame.k_valid
+            q_valid, k_valid = (members if a is None else members & a for a in both)
             self.frame = frame.replaced(q_valid=q_valid, k_valid=k_valid)
 
     def only(self, x: Array) -> Array:
@@ -77,5 +73,5 @@ class _Segment:
 
     def inputs(self, x: Arrays) -> Arrays:
         """The inputs, 0 at other tokens."""
-        has_tokens = {name: self.leaf.inputs[name].time_axis is not None for name in x}
-        return {name: self.only(a) if has_tokens[name] else a for name, a in x.items()}
+        specs = self.leaf.inputs
+        return {n: a if specs[n].time_axis is None else self.only(a) for n, a in x.items()}

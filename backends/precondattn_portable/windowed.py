@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +64,6 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
     """Scores that are computed together, or terms of LASER's read."""
 
     def call(self, x: Arrays, frame: Frame) -> WindowedCall:
-        """The arrays of a call, gathered by window."""
         return WindowedCall(self.ops, self.leaf, x, frame)
 
     def scores(self, windows: GatheredWindows) -> Array:
@@ -124,10 +122,8 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         if frame.k_segment is not None:
             gradients = self.leaf.backward(x, frame, out, residuals, cotangent)
             return gradients
-        call = self.call(x, frame)
-        out, cotangent = (
-            padded(a, call.missing, 0, axis=1) for a in (out, zero_padding(cotangent, frame))
-        )
+        call, given = self.call(x, frame), (out, zero_padding(cotangent, frame))
+        out, cotangent = (padded(a, call.missing, 0, axis=1) for a in given)
         slots: dict[str, list[Array]] = {"q": [], "k": [], "v": []}
         d_bias = None
         for each in call.windows(budget(self.entries_together)):
@@ -161,14 +157,13 @@ class WindowedCall:
         """All windows, in groups of at most so many scores."""
         leaf, x = self.leaf, self.x
         b, _, h, _ = x["q"].shape
-        each = b * h * prod(leaf.windows.size) ** 2
+        each = b * h * math.prod(leaf.windows.size) ** 2
         step = max(together // (each * (x["v"].shape[3] if leaf.read == LOG_MEAN_EXP else 1)), 1)
         for kind in self.all.parts:
             for start in range(0, len(kind.tokens), step):
                 yield self.some(kind.some(start, start + step))
 
     def some(self, part: WindowPart) -> GatheredWindows:
-        """Some windows."""
         h, scale = self.q.shape[2], self.leaf.scale_for(self.q.shape[3])
         rows = self.ops.multiply(self.gathered(self.q, part), scale)
         k, v = (repeat_heads(self.gathered(self.x[name], part), h) for name in ("k", "v"))
@@ -221,11 +216,10 @@ class WindowedCall:
         xp, b = namespace(self.x["q"]), self.x["q"].shape[0]
         visible = self.never_hidden(part)
         for valid, axis in ((self.is_query(), 3), (self.frame.k_valid, 2)):
-            if valid is None:
-                continue
-            each = xp.broadcast_to(valid, (b, valid.shape[1]))[:, :, None, None]
-            slots = xp.expand_dims(self.gathered(each, part)[..., 0], axis=axis)
-            visible = slots if visible is None else visible & slots
+            if valid is not None:
+                each = xp.broadcast_to(valid, (b, valid.shape[1]))[:, :, None, None]
+                slots = xp.expand_dims(self.gathered(each, part)[..., 0], axis=axis)
+                visible = slots if visible is None else visible & slots
         return visible
 
     def is_query(self) -> Array | None:
@@ -246,7 +240,7 @@ class WindowedCall:
         """The table's numbers for each pair of slots, (1, h, w, w)."""
         if not self.leaf.bias:
             return None
-        table, w = self.x["bias_table"], prod(self.leaf.windows.size)
+        table, w = self.x["bias_table"], math.prod(self.leaf.windows.size)
         xp = namespace(table)
         pairs = xp.take(table, self.entries(), axis=0)
         return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))

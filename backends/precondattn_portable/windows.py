@@ -20,10 +20,9 @@ class WindowPart(NamedTuple):
     """Windows of the same kind. The arrays are NumPy's."""
 
     tokens: np.ndarray
-    """(windows, w). A slot without a token has one of its window's own."""
+    """(windows, w). A slot without a token has one of its window's own, and no pair."""
     hidden: np.ndarray | None
-    """Which pairs do not attend to each other (windows, w, w); None where all do. A slot without a
-    token has no pair."""
+    """Which pairs do not attend to each other (windows, w, w); None where all do."""
 
     def some(self, start: int, stop: int) -> WindowPart:
         """The windows start … stop − 1."""
@@ -69,10 +68,9 @@ def partition(windows: GridWindows, s: int) -> Partition:
     first = np.take_along_axis(tokens, is_token.argmax(axis=1)[:, None], axis=1)
     tokens = np.where(is_token, tokens, first)
     plain = len(tokens) - int(at_border.sum())
-    parts = WindowPart(tokens[:plain], None), WindowPart(tokens[plain:], hidden[plain:])
-    return Partition(
-        tuple(part for part in parts if len(part.tokens)), slots, _entries(windows.size)
-    )
+    kinds = WindowPart(tokens[:plain], None), WindowPart(tokens[plain:], hidden[plain:])
+    parts = tuple(part for part in kinds if len(part.tokens))
+    return Partition(parts, slots, _entries(windows.size))
 
 
 def _cut(grid: np.ndarray, windows: GridWindows) -> np.ndarray:
