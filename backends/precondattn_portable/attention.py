@@ -202,17 +202,16 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
         x, frame, missing = _aligned(self.leaf, x, frame)
         view = self._view(x)
-        b, n, r, t, _ = view.q.shape
-        o = self.ops.zeros((b, n, r, t, view.v.shape[3]), view.q)
-        log_total = self.ops.zeros((b, n, r, t, 1), view.q)
+        rows = view.q.shape[:4]
+        o = self.ops.zeros((*rows, view.v.shape[3]), view.q)
+        log_total = self.ops.zeros((*rows, 1), view.q)
         xp = namespace(o)
         for group in self._groups(view, frame, gradient=False):
             for tile in group.tiles():
-                rows, logs = self.read(group, tile)
+                read, logs = self.read(group, tile)
                 where = tile.at(group.part)
-                shape = o[where].shape
-                o[where] = xp.reshape(rows, shape)
-                log_total[where] = xp.reshape(logs, (*shape[:-1], 1))
+                o[where] = xp.reshape(read, o[where].shape)
+                log_total[where] = xp.reshape(logs, log_total[where].shape)
         out = zero_padding(ungrouped(o), frame)[:, missing:, ...]
         return out, (ungrouped(log_total)[:, missing:, :, 0],)
 
@@ -220,14 +219,15 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
         ops, leaf = self.ops, self.leaf
-        call_frame, n = frame, x["k"].shape[2]
+        logs, cotangent, n = residuals[0], zero_padding(cotangent, frame), x["k"].shape[2]
+        if frame.q_valid is not None:
+            # Padded queries have weights e^{S − λ} of 0: their output is not that of their scores.
+            logs = namespace(logs).where(frame.q_valid[:, :, None], logs, math.inf)
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._view(x)
-        logs = padded(_without_padding(residuals[0], call_frame), missing, 0, 1, math.inf)
-        logs = grouped_queries(ops, logs[..., None], n)
+        logs = grouped_queries(ops, padded(logs, missing, 0, 1, math.inf)[..., None], n)
         out, cotangent = (
-            grouped_queries(ops, padded(a, missing, 0, axis=1), n)
-            for a in (out, zero_padding(cotangent, call_frame))
+            grouped_queries(ops, padded(a, missing, 0, 1), n) for a in (out, cotangent)
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
         d: Arrays = {}
@@ -258,10 +258,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
     def _gradients(self, x: Arrays, d: Arrays, missing: int) -> Arrays:
         """Gradients by input, from those of the view."""
         d_q = ungrouped(d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
-        gradients = {"q": d_q}
-        for name in ("k", "v", "w", "beta"):
-            if name in d:
-                gradients[name] = time_first(d[name])
+        plain = {name: time_first(d[name]) for name in ("k", "v", "w", "beta") if name in d}
+        gradients = {"q": d_q, **plain}
         xp = namespace(d_q)
         if "g" in d:
             b, _, _, s = d["g"].shape
@@ -340,16 +338,6 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
-
-
-def _without_padding(log_total: Array, frame: Frame) -> Array:
-    """λ (b, t, h), ∞ for padded queries: their weights e^{S − λ} are 0.
-
-    Their output is 0, not that of their scores, so that a function of both may overflow.
-    """
-    if frame.q_valid is None:
-        return log_total
-    return namespace(log_total).where(frame.q_valid[:, :, None], log_total, math.inf)
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Array | None) -> Array:

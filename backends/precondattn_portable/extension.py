@@ -10,16 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from precondattn.algebra.leaf_protocol import LeafProtocol
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    Index,
-    arange_like,
-    cast,
-    namespace,
-    upcast,
-    upcast_all,
-)
+from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, upcast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.cache.held import held_part, longest_held
 from precondattn.frame import Frame
@@ -145,11 +136,9 @@ def few_tokens_at_a_time(
 
 
 def _tokens(leaf: LeafProtocol, x: Arrays, i0: int, i1: int) -> Arrays:
-    result = {}
+    result = dict(x)
     for name, array in x.items():
         axis = leaf.inputs[name].time_axis
-        index: list[Index] = [slice(None)] * array.ndim
         if axis is not None:
-            index[axis] = slice(i0, i1)
-        result[name] = array[tuple(index)]
+            result[name] = array[(*[slice(None)] * axis, slice(i0, i1), ...)]
     return result

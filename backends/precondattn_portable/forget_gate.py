@@ -46,12 +46,11 @@ class ForgetGate:
         p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
         self._advance(p0)
         xp, pairs = namespace(row_block), by_query_head(row_block, p1 - p0)
-        old, new = slice(p0 - low), slice(p0 - low, None)
         if low < p0:
             rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
             columns = self.since[..., low:p0][..., None, :]
-            add_at(self.ops, pairs, (..., old), self.factor * (rows + columns))
-        add_at(self.ops, pairs, (..., new), self.factor * self._within(p0, p1))
+            add_at(self.ops, pairs, (..., slice(p0 - low)), self.factor * (rows + columns))
+        add_at(self.ops, pairs, (..., slice(p0 - low, None)), self.factor * self._within(p0, p1))
         return xp.reshape(pairs, row_block.shape)
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:

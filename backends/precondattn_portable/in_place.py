@@ -15,10 +15,7 @@ def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) 
 
 
 def add_at(ops: Arithmetic, array: Array, where: Index, x: Array) -> Array:
-    """array[where] += x; returns the new part.
-
-    Written as that statement, libraries that add in place would still copy the sum onto itself.
-    """
+    """array[where] += x, without a copy of the sum onto itself; returns the new part."""
     view = array[where]
     return stored(array, where, view, ops.add(view, x))
 

@@ -130,10 +130,7 @@ def block_size(tokens: int, queries_per_key_head: int = 1) -> int:
 
 
 def chunk_size(tokens: int) -> int:
-    """Positions of a chunk of reflections.
-
-    Longer sequences have longer chunks, because the gradient costs products per pair of chunks.
-    """
+    """Positions of a chunk of reflections. The gradient costs products per pair of chunks."""
     return min(CHUNK * max(tokens // (CHUNK * MOST_CHUNKS), 1), tokens)
 
 
@@ -150,10 +147,7 @@ def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iterator[Part]:
-    """Groups of sequences and heads; `row_block` is the entries of one head's largest row block.
-
-    `most` entries are processed together, if it is less than the usual number.
-    """
+    """Groups of heads with at most `most` entries, or the usual number; a head has `row_block`."""
     entries = budget(ROW_BLOCK_ENTRIES)
     together = max(min(entries, most or entries) // max(row_block, 1), 1)
     if together >= n:
@@ -168,10 +162,7 @@ def head_groups(b: int, n: int, row_block: int, most: int | None = None) -> Iter
 def groups_with_scratch(
     ops: Arithmetic, like: Array, row_block: int, most: int | None = None, *, gradient: bool = False
 ) -> Iterator[tuple[Part, list[Scratch]]]:
-    """Groups of the heads of `like` (b, n, …), and workspace for their row blocks.
-
-    With `gradient` also for the gradients of the row blocks.
-    """
+    """Groups of the heads of `like`, and workspace for their row blocks (and those' gradients)."""
     workspaces: list[Scratch] = []
     b, n = like.shape[:2]
     for part in head_groups(b, n, row_block, most):

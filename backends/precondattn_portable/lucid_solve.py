@@ -290,10 +290,7 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             yield part, LucidMatrix(*given, gradient=gradient)
 
     def _blocks_per_row_block(self, size: int, s: int, *, gradient: bool) -> int:
-        """Height of a row block in blocks; with transported scores, one chunk of reflections.
-
-        The gradient has several row blocks at once: where they are long, they are one block high.
-        """
+        """One with transported scores, or where the several row blocks of a gradient are long."""
         is_long = 2 * size * s > budget(ROW_BLOCK_ENTRIES)
         is_transported = isinstance(self.leaf.metric, Transported)
         return 1 if is_transported or (gradient and is_long) else 2

@@ -20,7 +20,6 @@ from precondattn.spec.array_functions import (
     repeat_heads,
     softmax,
     sum_heads,
-    swap_time_and_heads,
     transpose,
 )
 from precondattn.spec.segment_means import segment_means
@@ -50,7 +49,7 @@ class NystromKernels(WholeSequenceAlgorithm[pa.Nystrom]):
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
         ops, leaf = self.ops, self.leaf
         call, n = NystromCall(ops, leaf, x, frame), x["k"].shape[2]
-        d_out = swap_time_and_heads(cotangent)
+        d_out = time_first(cotangent)
         d_o = call.flat(d_out)
         parts = [call.pulled(part, d_o[part]) for part in call.parts()]
         d = {name: _concatenated([of_part[name] for of_part in parts]) for name in parts[0]}
@@ -84,7 +83,7 @@ class NystromCall:
         self.ops, q_valid, k_valid = ops, frame.q_valid, frame.k_valid
         self.b, t, self.h, d = x["q"].shape
         self.scale = leaf.scale_for(d)
-        q, k, v = (repeat_heads(swap_time_and_heads(x[name]), self.h) for name in "qkv")
+        q, k, v = (repeat_heads(time_first(x[name]), self.h) for name in "qkv")
         self.values = only_at(k_valid, v, axis=2)
         """(b, h, s, e)"""
         members = q_valid if t == k.shape[2] else None

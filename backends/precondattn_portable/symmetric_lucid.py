@@ -29,14 +29,7 @@ from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Scratch
 from precondattn_portable.block_conjugate_gradients import solved
 from precondattn_portable.in_place import changed_at
-from precondattn_portable.layout import (
-    Part,
-    Tile,
-    block_size,
-    groups_with_scratch,
-    time_first,
-    tokens_at,
-)
+from precondattn_portable.layout import Part, Tile, block_size, groups_with_scratch, time_first
 from precondattn_portable.lucid_solve import shift_and_factor
 from precondattn_portable.masks import Mask
 
@@ -83,8 +76,8 @@ class Similarities:
         i0, _, low, _ = tile
         self.ops.add_product_at(total, tile.queries, weights, x[tile.keys], self.factor)
         if low < i0:
-            mirrored, rows = transpose(weights[..., : i0 - low]), x[tile.queries]
-            self.ops.add_product_at(total, tokens_at(low, i0), mirrored, rows, self.factor)
+            mirrored, before = transpose(weights[..., : i0 - low]), tile._replace(high=i0).keys
+            self.ops.add_product_at(total, before, mirrored, x[tile.queries], self.factor)
 
     def times(self, x: Array) -> Array:
         """(Φ + ρ I) x"""

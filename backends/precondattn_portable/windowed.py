@@ -22,19 +22,13 @@ import numpy as np
 import precondattn as pa
 from precondattn.arrays import Array, Arrays, Residuals, arange_like, namespace, placement
 from precondattn.frame import Frame
-from precondattn.spec.array_functions import (
-    log_softmax,
-    repeat_heads,
-    sum_heads,
-    swap_time_and_heads,
-    transpose,
-)
+from precondattn.spec.array_functions import log_softmax, repeat_heads, sum_heads, transpose
 from precondattn.spec.grid_windows import sum_by_entry
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.layout import ROW_BLOCK_ENTRIES, budget, padded, zero_padding
+from precondattn_portable.layout import ROW_BLOCK_ENTRIES, budget, padded, time_first, zero_padding
 from precondattn_portable.windows import Partition, WindowPart, partition
 
 
@@ -198,7 +192,7 @@ class WindowedCall:
 
     def as_slots(self, rows: Array) -> Array:
         """(b windows, heads, w, ·) as (b, slots, heads, ·)."""
-        rows = swap_time_and_heads(rows)
+        rows = time_first(rows)
         return namespace(rows).reshape(rows, (self.x["q"].shape[0], -1, *rows.shape[2:]))
 
     def by_token(self, slots: list[Array]) -> Array:
