@@ -258,8 +258,10 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
     def _gradients(self, x: Arrays, d: Arrays, missing: int) -> Arrays:
         """Gradients by input, from those of the view."""
         d_q = ungrouped(d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
-        plain = {name: time_first(d[name]) for name in ("k", "v", "w", "beta") if name in d}
-        gradients = {"q": d_q, **plain}
+        gradients = {"q": d_q}
+        for name in ("k", "v", "w", "beta"):
+            if name in d:
+                gradients[name] = time_first(d[name])
         xp = namespace(d_q)
         if "g" in d:
             b, _, _, s = d["g"].shape

@@ -58,7 +58,6 @@ class ForgetGate:
         self._pull_gates(tile, d_row_block)
 
     def _pull_gates(self, tile: Tile, d_row_block: Array) -> None:
-        """Add the gradient of g."""
         p0, p1, low = self.offset + tile.i0, self.offset + tile.i1, tile.low
         xp, d_pairs = namespace(d_row_block), by_query_head(d_row_block, p1 - p0)
         if low < p0:

@@ -278,7 +278,6 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
     def _systems(
         self, view: LucidView, frame: Frame, *, gradient: bool = False
     ) -> Iterator[tuple[Part, LucidMatrix]]:
-        """The system of each group of heads."""
         leaf, s = self.leaf, view.k.shape[2]
         size = self._size(s)
         mask = Mask(self._padded_frame(frame, s), s, 0, window=leaf.window, strict=True)

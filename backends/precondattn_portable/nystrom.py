@@ -169,7 +169,6 @@ class NystromCall:
 
 
 def _concatenated(parts: Sequence[Array]) -> Array:
-    """Some heads after others."""
     return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)
 
 
@@ -188,11 +187,8 @@ class Landmarks:
         """Tokens of a segment"""
         is_whole = members is None and counted is None and not x.shape[2] % m
         self.means = None if is_whole else segment_means(m, x, members, counted)
-
-    @property
-    def is_any(self) -> Array | None:
+        self.is_any = None if self.means is None else self.means.is_any
         """Which landmarks there are (b or 1, m); None where all are."""
-        return None if self.means is None else self.means.is_any
 
     def means_of(self, x: Array) -> Array:
         """x̃ (b, h, m, d)"""

@@ -104,7 +104,6 @@ class SymmetricLucidSolveBlocks(Algorithm[pa.SymmetricLucidSolve]):
     name = "Cholesky or conjugate gradients"
 
     def _groups(self, unit: Array, frame: Frame) -> Iterator[tuple[Part, Similarities]]:
-        """Φ of each group of heads."""
         s = unit.shape[2]
         mask = Mask(frame.among_keys(s), s, 0, causal=False)
         row_block = (s if s <= DIRECT else block_size(s)) * s

@@ -49,7 +49,6 @@ class WholeSequenceAlgorithm(Algorithm[W]):
         return self._summed(frame, one)
 
     def _summed(self, frame: Frame, one: Callable[[_Segment], Arrays]) -> Arrays:
-        """The sum over all segments."""
         if frame.k_segment is None:
             return one(_Segment(self.leaf, frame, None))
         number = segment_numbers(frame.k_segment)
