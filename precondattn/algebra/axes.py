@@ -52,15 +52,17 @@ class _Families:
         if parent == letter:
             return letter, factor
         root, parent_factor = self.root(parent)
-        if root == parent:
-            return root, factor
         self.parent[letter] = root, factor * parent_factor
         return self.parent[letter]
 
-    def equate(self, a: CallLetter, multiple_a: int, b: CallLetter, multiple_b: int) -> bool:
-        """Record multiple_a · a = multiple_b · b; False where this is a contradiction."""
-        (root_a, factor_a), (root_b, factor_b) = self.root(a), self.root(b)
-        times_a, times_b = multiple_a * factor_a, multiple_b * factor_b
+    def root_of(self, number: int, axis: Axis) -> tuple[CallLetter, Factor]:
+        """(root, factor) with the axis of that call = factor · root."""
+        root, factor = self.root(UNIT if axis.letter == FIXED else (number, axis.letter))
+        return root, axis.multiple * factor
+
+    def equate(self, number_a: int, a: Axis, number_b: int, b: Axis) -> bool:
+        """Record that two axes have one size; False where this is a contradiction."""
+        (root_a, times_a), (root_b, times_b) = self.root_of(number_a, a), self.root_of(number_b, b)
         if root_a == root_b:
             return times_a == times_b
         self.parent[root_a] = root_b, 1 if times_a == times_b else Fraction(times_b, times_a)
@@ -79,16 +81,13 @@ def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
         where two calls contradict each other about the shape of a value.
     """
     declarations = _declarations(calls)
-    axes: Axes
-    if len(calls) == 1 and max(map(len, declarations.values())) == 1:
-        patterns = {value: declared[0][1] for value, declared in declarations.items()}
-        axes = ({letter: Axis(letter) for letter in _letters(patterns.values())},)
+    last = {value: declared[0] for value, declared in declarations.items()}
+    if len(calls) > 1 or max(map(len, declarations.values())) > 1:
+        axes = _program_axes(calls, declarations)
+        patterns = {name: pattern.substituted(axes[n]) for name, (n, pattern) in last.items()}
     else:
-        axes = _program_axes(calls, declarations, _equated(calls, declarations))
-        patterns = {
-            value: declared[0][1].substituted(axes[declared[0][0]])
-            for value, declared in declarations.items()
-        }
+        patterns = {name: pattern for name, (_, pattern) in last.items()}
+        axes = ({letter: Axis(letter) for letter in _letters(patterns.values())},)
     for call in calls:
         for formal, value in call.arguments:
             if formal in call.leaf.allows_any_length:
@@ -108,9 +107,7 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
         first_number, first = declared[0]
         for number, pattern in declared[1:]:
             fits = len(first.axes) == len(pattern.axes) and all(
-                families.equate(
-                    _call_letter(first_number, a), a.multiple, _call_letter(number, b), b.multiple
-                )
+                families.equate(first_number, a, number, b)
                 for a, b in zip(first.axes, pattern.axes, strict=True)
             )
             if not fits:
@@ -120,10 +117,6 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
                 )
     _equate_bases(calls, families)
     return families
-
-
-def _call_letter(number: int, axis: Axis) -> CallLetter:
-    return UNIT if axis.letter == FIXED else (number, axis.letter)
 
 
 def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
@@ -136,24 +129,21 @@ def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
         if not call.leaf.is_base:
             continue
         for letter in _letters((Pattern.read(call.leaf.output), *call.leaf.inputs.values())):
-            other = first.setdefault(letter, number)
-            families.equate((other, letter), 1, (number, letter), 1)
+            families.equate(first.setdefault(letter, number), Axis(letter), number, Axis(letter))
 
 
 def _declarations(calls: Sequence[LeafCall]) -> Declarations:
     declarations: Declarations = {}
     for number in reversed(range(len(calls))):
         call = calls[number]
-        output = Pattern.read(call.leaf.output)
-        declarations.setdefault(call.out, []).append((number, output))
+        declarations.setdefault(call.out, []).append((number, Pattern.read(call.leaf.output)))
         for formal, value in call.arguments:
             declarations.setdefault(value, []).append((number, call.leaf.inputs[formal]))
     return declarations
 
 
-def _program_axes(
-    calls: Sequence[LeafCall], declarations: Declarations, families: _Families
-) -> Axes:
+def _program_axes(calls: Sequence[LeafCall], declarations: Declarations) -> Axes:
+    families = _equated(calls, declarations)
     members: dict[CallLetter, list[CallLetter]] = {}
     patterns_of: list[list[Pattern]] = [[] for _ in calls]
     for declared in declarations.values():

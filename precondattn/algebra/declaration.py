@@ -114,8 +114,7 @@ class Pattern(NamedTuple):
     @property
     def is_pairwise(self) -> bool:
         """Whether it has an entry for each pair of query and key, as an additive bias has."""
-        letters = self.letters
-        return "t" in letters and "s" in letters
+        return "t" in self.letters and "s" in self.letters
 
     @property
     def is_rows(self) -> bool:
@@ -141,8 +140,7 @@ class Pattern(NamedTuple):
     @property
     def time_axis(self) -> int | None:
         """The index of the token axis (the queries' if there are two), or None without one."""
-        letters = self.letters
-        axis = letters.find("t" if "t" in letters else "s")
+        axis = self.letters.find("t" if "t" in self.letters else "s")
         return None if axis < 0 else axis
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
@@ -214,13 +212,10 @@ class Inputs(Mapping[str, Pattern]):
 
     def extending(self) -> Inputs:
         """The inputs of `extend`: as many new keys as queries; pairs span the cache's capacity."""
-        return Inputs(
-            **{n: p.renamed({"s": "c" if p.is_pairwise else "t"}) for n, p in self.items()}
-        )
+        renamed = {n: p.renamed({"s": "c" if p.is_pairwise else "t"}) for n, p in self.items()}
+        return Inputs(**renamed)
 
-    def sizes(
-        self, owner: str, shapes: Mapping[str, Shape], known: Mapping[str, int] | None = None
-    ) -> Sizes:
+    def sizes(self, owner: str, shapes: Mapping[str, Shape], known: Sizes | None = None) -> Sizes:
         """The size of every letter, from the shapes of (some of) the inputs.
 
         Raises

@@ -222,17 +222,11 @@ class StatefulKernels:
         return out, {keys[slot]: Replace(value) for slot, value in final.items()}
 
     def step_backward(
-        self,
-        leaf: Stateful,
-        past: ByName,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_buffers: ByName,
+        self, leaf: Stateful, past: ByName, x: ByName, frame: Frame, cotangent: Array, d_new: ByName
     ) -> tuple[Arrays, Arrays]:
         keys = leaf.program.slot_keys[0]
         state = {slot: past[key] for slot, key in keys.items()}
-        d_state = {slot: d_buffers[key] for slot, key in keys.items()}
+        d_state = {slot: d_new[key] for slot, key in keys.items()}
         frame = _without_masks_if_uniform(frame)
         gradients, d_past = self.run_vjp(leaf, state, x, frame, cotangent, d_state)
         return gradients, {keys[slot]: d_slot for slot, d_slot in d_past.items()}
