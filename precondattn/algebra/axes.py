@@ -120,10 +120,7 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
 
 
 def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
-    """Give equal sizes to a base that is called twice, as by `differential`.
-
-    Where the values already contradict this, `equate` leaves the two calls apart.
-    """
+    """Give equal sizes to a base that is called twice, unless the values contradict this."""
     first: dict[str, int] = {}
     for number, call in enumerate(calls):
         if not call.leaf.is_base:

@@ -251,14 +251,10 @@ class Inputs(Mapping[str, Pattern]):
                         f"{owner}: {name} is declared ({pattern}), found shape {shape}: "
                         f"axis {i} ({axis}) is {fault}"
                     )
-        _check_heads(owner, sizes, shapes)
+        for few, many in (("n", "h"), ("h", "u")):
+            if few in sizes and many in sizes and sizes[many] % sizes[few]:
+                raise ShapeError(
+                    f"{owner}: {LETTERS[many]} ({many} = {sizes[many]}) must be a multiple of "
+                    f"{LETTERS[few]} ({few} = {sizes[few]}); found shapes {dict(shapes)}"
+                )
         return sizes
-
-
-def _check_heads(owner: str, sizes: Sizes, shapes: Mapping[str, Shape]) -> None:
-    for few, many in (("n", "h"), ("h", "u")):
-        if few in sizes and many in sizes and sizes[many] % sizes[few]:
-            raise ShapeError(
-                f"{owner}: {LETTERS[many]} ({many} = {sizes[many]}) must be a multiple of "
-                f"{LETTERS[few]} ({few} = {sizes[few]}); found shapes {dict(shapes)}"
-            )

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
-from typing import ClassVar, NamedTuple, TypeVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 from precondattn.algebra import registry
 from precondattn.algebra.declaration import Inputs, Pattern
@@ -28,8 +28,6 @@ from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.limits import NESTED
-
-M = TypeVar("M", bound="Mechanism")
 
 SEARCHED = 4
 """Preconditioners around a base, up to which another place for a refused one is looked for."""
@@ -89,7 +87,7 @@ class Mechanism(Verbs):
         """Its leaf calls, in order."""
         return program_of(self)
 
-    def with_read(self: M, read: OptionValue) -> M:
+    def with_read(self, read: OptionValue) -> Mechanism:
         """The same mechanism with another read of the values."""
         raise NotImplementedError
 
@@ -246,16 +244,12 @@ class Preconditioner(Mechanism):
     def meaning(self, name: str) -> object:
         return self.program.meanings[name]
 
-    def with_read(self: M, read: OptionValue) -> M:
-        base: Mechanism = self.base  # type: ignore[attr-defined]
-        return dataclasses.replace(self, base=base.with_read(read))
+    def with_read(self, read: OptionValue) -> Mechanism:
+        return dataclasses.replace(self, base=self.base.with_read(read))
 
 
 def _moved_inside(outer: Preconditioner, base: Mechanism) -> Preconditioner | None:
-    """The outer preconditioner inside those of the base, as little as possible.
-
-    None where it is accepted in no such place.
-    """
+    """The outer preconditioner inside those of the base, as little as possible; None if refused."""
     if not isinstance(base, Preconditioner) or base._depth > SEARCHED:
         return None
     inner = with_base(outer, base.base) or _moved_inside(outer, base.base)
@@ -268,9 +262,8 @@ def with_base(
     """A preconditioner around another base, with some other options; None where it is refused."""
     # Its constructor would look for advice too.
     unchecked = object.__new__(type(outer))
-    for field in dataclasses.fields(outer):
-        object.__setattr__(unchecked, field.name, getattr(outer, field.name))
-    for name, value in {**options, "base": base}.items():
+    given = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
+    for name, value in {**given, **options, "base": base}.items():
         object.__setattr__(unchecked, name, value)
     if unchecked.refuses() is not None:
         return None

@@ -79,21 +79,6 @@ def _count(highest: int | None = None) -> OptionKind:
     return OptionKind(expected, accept, partial(_read_as, int))
 
 
-def _few_counts(lowest: int) -> OptionKind:
-    def accept(value: OptionValue) -> tuple[int, ...]:
-        given = value if isinstance(value, tuple | list) else (value,)
-        numbers = tuple(map(_python_number, given))
-        are_counts = all(_is_count(number, lowest, LONGEST) for number in numbers)
-        return tuple(_accepted(numbers, are_counts and len(numbers) in (1, 2)))
-
-    def read(text: str) -> OptionValue:
-        words = text.split("/")
-        return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
-
-    expected = f"a whole number, {lowest} or above, or two of them such as 7/8"
-    return OptionKind(expected, accept, read)
-
-
 def _or_none(kind: OptionKind) -> OptionKind:
     return OptionKind(
         f"{kind.expected}, or None",
@@ -152,7 +137,19 @@ def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
 
     None is accepted where it is the default.
     """
-    kind = _few_counts(lowest)
+
+    def accept(value: OptionValue) -> tuple[int, ...]:
+        given = value if isinstance(value, tuple | list) else (value,)
+        numbers = tuple(map(_python_number, given))
+        are_counts = all(_is_count(number, lowest, LONGEST) for number in numbers)
+        return tuple(_accepted(numbers, are_counts and len(numbers) in (1, 2)))
+
+    def read(text: str) -> OptionValue:
+        words = text.split("/")
+        return tuple(map(int, words)) if all(map(str.isdecimal, words)) else text
+
+    expected = f"a whole number, {lowest} or above, or two of them such as 7/8"
+    kind = OptionKind(expected, accept, read)
     return option(default, _or_none(kind) if default is None else kind)
 
 

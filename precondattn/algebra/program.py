@@ -129,10 +129,7 @@ class Program:
 
 
 def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
-    """The calls in an order that does not depend on the order of independent calls.
-
-    Calls that are ready at the same time are sorted by a text: the leaf and the uses of its output.
-    """
+    """The calls in one order: those ready together by a text, the leaf and the uses of its output."""
     uses: dict[str, str] = {}
     for call in reversed(calls):  # A reader comes after the call that computes the value.
         readers = sorted(

@@ -86,9 +86,8 @@ class _Reader:
         cls = registry.find(name)
         if cls is None:
             known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
-            errors = "".join(
-                f"\n  {entry} could not be imported: {e}" for entry, e in registry.broken.items()
-            )
+            broken = registry.broken.items()
+            errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
             raise ValueError(
                 f"{self.shown}: unknown mechanism {_quoted(name)}{nearest(name, known)}; "
                 f"known are {', '.join(known)}{errors}"

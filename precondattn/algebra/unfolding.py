@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from precondattn.algebra.declaration import ATTENTION_INPUTS
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
@@ -24,10 +24,9 @@ def program_of(mechanism: Mechanism) -> Program:
         where two inputs of one name have different meanings, or a renamed input collides with
         another.
     """
-    if not callable(getattr(mechanism, "steps", None)):  # A leaf may have an option of this name.
-        leaf = cast("LeafProtocol", mechanism)
-        call = LeafCall("out", leaf, tuple([(name, name) for name in leaf.inputs]))
-        return Program([call], "out", {name: leaf.meaning(name) for name in leaf.inputs})
+    if isinstance(mechanism, LeafProtocol):
+        call = LeafCall("out", mechanism, tuple([(name, name) for name in mechanism.inputs]))
+        return Program([call], "out", {name: mechanism.meaning(name) for name in mechanism.inputs})
     return _unfold(mechanism)  # type: ignore[arg-type]
 
 

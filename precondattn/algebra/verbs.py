@@ -39,10 +39,7 @@ def parsed_in_graph(text: str) -> AnyMechanism:
 
 
 class _SignatureOfCall:
-    """What `inspect.signature` finds: a mechanism's inputs by name, and the masks.
-
-    That of a class is its constructor's. Either is made when one asks for it.
-    """
+    """What `inspect.signature` finds: a mechanism's inputs and masks, or a class's constructor."""
 
     def __get__(self, mechanism: AnyMechanism | None, cls: type[AnyMechanism]) -> inspect.Signature:
         if mechanism is None:

@@ -59,11 +59,7 @@ class LucidStepKernels:
     def updates(group: Piece, k: Array, y: Array, rms: Array | None) -> Updates:
         """The updates of the group's buffers: the new key, y, and rms(k) if it is cached."""
         solve, softmax = (call.slot_keys() for call in group.program.calls)
-        updates: Updates = {
-            softmax["key"]: Append(k),
-            solve["key"]: Append(k),
-            solve["solved"]: Append(y),
-        }
+        new = {softmax["key"]: k, solve["key"]: k, solve["solved"]: y}
         if rms is not None:
-            updates[solve["rms"]] = Append(rms)
-        return updates
+            new[solve["rms"]] = rms
+        return {key: Append(array) for key, array in new.items()}

@@ -39,6 +39,9 @@ from precondattn.spec.stateful import Stateful
 
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
+State = ByName | None
+"""A state by slot; None where it is of zeros."""
+
 
 def is_linear(leaf: Stateful) -> TypeGuard[LinearFamily]:
     """Whether it is one recurrence, whose outputs have a scale and are no part of a sum."""
@@ -166,10 +169,8 @@ class StatefulKernels:
         form = self.form(leaf, x, frame)
         return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
-    def run(
-        self, leaf: Stateful, state: ByName | None, x: ByName, frame: Frame
-    ) -> tuple[Array, Arrays]:
-        """The output and the new state, from a state, or from zeros where it is None."""
+    def run(self, leaf: Stateful, state: State, x: ByName, frame: Frame) -> tuple[Array, Arrays]:
+        """The output and the new state, from a state."""
         form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
         if is_plain(leaf):
@@ -179,25 +180,19 @@ class StatefulKernels:
         return cast(out, next(x[name].dtype for name in "vqk" if name in x)), finals
 
     def run_vjp(
-        self,
-        leaf: Stateful,
-        state: ByName | None,
-        x: ByName,
-        frame: Frame,
-        cotangent: Array,
-        d_state: ByName | None,
+        self, leaf: Stateful, state: State, x: ByName, frame: Frame, cotangent: Array, d_new: State
     ) -> tuple[Arrays, Arrays]:
         """The gradients of inputs and state, from those of the output and the new state."""
         form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
-        d_state = leaf.no_cotangents(state) if d_state is None else d_state
+        d_new = leaf.no_cotangents(state) if d_new is None else d_new
         if is_plain(leaf):
             d_o = queries_of_states(cast(cotangent, x["v"].dtype), leaf.state_heads(x))
-            d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_state["state"])
+            d = form.vjp(stream_of(leaf, x, frame), state["state"], d_o, d_new["state"])
             gradients, d_past = gradients_of(leaf, x, d.stream, frame), {"state": d.state}
         else:
             gradients, d_past = unscaled(leaf).run_vjp(
-                state, upcast_all(x), frame, upcast(cotangent), d_state, form
+                state, upcast_all(x), frame, upcast(cotangent), d_new, form
             )
         return {name: cast(gradients[name], array.dtype) for name, array in x.items()}, d_past
 
