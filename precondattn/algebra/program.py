@@ -129,7 +129,7 @@ class Program:
 
 
 def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
-    """The calls in one order: those ready together by a text, the leaf and the uses of its output."""
+    """The calls in one order: those that are ready together by leaf, and by uses of its output."""
     uses: dict[str, str] = {}
     for call in reversed(calls):  # A reader comes after the call that computes the value.
         readers = sorted(

@@ -29,9 +29,6 @@ class ByOption:
     otherwise: str | None = None
     """For every other value; None declines them."""
 
-    def entry(self, leaf: Piece) -> str | None:
-        return self.classes.get(getattr(leaf, self.option), self.otherwise)
-
 
 OneLeaf = type | Recurrences
 Kernels = Any
@@ -47,7 +44,9 @@ def entry_in(table: KernelTable, mechanism: Piece) -> str | None:
         entry = entry_of(table, leaves[0])
     else:
         entry = next((e for key, e in table.items() if _is_group(key, leaves)), None)
-    return entry.entry(mechanism) if isinstance(entry, ByOption) else entry
+    if isinstance(entry, ByOption):
+        return entry.classes.get(getattr(mechanism, entry.option), entry.otherwise)
+    return entry
 
 
 def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: tuple[LeafProtocol, ...]) -> bool:

@@ -49,10 +49,8 @@ class LucidStepKernels:
             return f"its step supports at most {MOST_HEADS} heads of all sequences together"
         width = padded_width(max(d, e))
         if width > WIDEST or not self.fits(h // n + 1, request.dtype, width):
-            return (
-                f"its step supports d, e ≤ {WIDEST}, and {self.fitting}; "
-                f"found d={d}, e={e} and {h // n}"
-            )
+            found = f"found d={d}, e={e} and {h // n}"
+            return f"its step supports d, e ≤ {WIDEST}, and {self.fitting}; {found}"
         return None
 
     @staticmethod
