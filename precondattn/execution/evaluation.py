@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 
+from precondattn.algebra.piece import ExtendPullback
 from precondattn.arrays import (
     Array,
     Arrays,
@@ -23,11 +24,11 @@ from precondattn.arrays import (
     wants_gradient,
     zero_where_not,
 )
-from precondattn.cache import KEY_MASK, Append, Cache, Replace, Update, Updates, updated
+from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import holding
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
-from precondattn.dispatch.plan import CallPlan, PlannedCall
+from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
@@ -40,9 +41,9 @@ Step = tuple[PlannedCall, Arrays, Arrays, Array]
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
-def forward(plan: CallPlan, call: BoundCall) -> Array:
+def forward(call: BoundCall) -> Array:
     """The output; differentiable by the arrays' own framework."""
-    values, is_direct = dict(call.inputs), call.prepared.is_direct
+    values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         bridge = None if is_direct else _bridge(planned, call)
@@ -53,9 +54,9 @@ def forward(plan: CallPlan, call: BoundCall) -> Array:
     return finished(values[plan.out], call)
 
 
-def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
+def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output, and the function from its cotangent to the gradients by input name."""
-    values, is_direct = dict(call.inputs), call.prepared.is_direct
+    values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     trace: list[Traced] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
@@ -71,11 +72,11 @@ def vjp(plan: CallPlan, call: BoundCall) -> tuple[Array, Callable[[Array], Array
     out = finished(values[plan.out], call)
     # The caller may write to what is returned, and the pullback reads it.
     out = fresh(out) if out is values[plan.out] else out
-    return out, partial(_pulled_back, plan, call, trace)
+    return out, partial(_pulled_back, call, trace)
 
 
-def _pulled_back(plan: CallPlan, call: BoundCall, trace: list[Traced], cotangent: Array) -> Arrays:
-    cotangents: Arrays = {plan.out: finished(cotangent, call, is_cotangent=True)}
+def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arrays:
+    cotangents: Arrays = {call.prepared.plan.out: finished(cotangent, call, is_cotangent=True)}
     for planned, inputs, out, residuals in reversed(trace):
         if planned.out not in cotangents:
             continue
@@ -90,27 +91,25 @@ def _pulled_back(plan: CallPlan, call: BoundCall, trace: list[Traced], cotangent
     return _input_gradients(cotangents, call, cotangent)
 
 
-def gradients_from_lse(
-    plan: CallPlan, call: BoundCall, out: Array, lse: Array, cotangent: Array
-) -> Arrays | None:
+def gradients_from_lse(call: BoundCall, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
     """The gradients of softmax attention whose output and log-sum-exp are known by other means.
 
     None where the backend needs its own forward pass.
     """
-    (planned,) = plan.calls
+    (planned,) = call.prepared.plan.calls
     residuals = planned.runner.residuals_from_lse(lse)
     if residuals is None:
         return None
     traced = planned, _inputs(planned, call.inputs, call), out, residuals
-    return _pulled_back(plan, call, [traced], cotangent)
+    return _pulled_back(call, [traced], cotangent)
 
 
 def _steps(
-    plan: CallPlan, call: BoundCall, cache: Cache, bridge_of: Callable[..., BridgeOfStep | None]
-) -> tuple[Array, dict[str, Update], list[Step]]:
+    call: BoundCall, cache: Cache, bridge_of: Callable[..., BridgeOfStep | None]
+) -> tuple[Array, Updates, list[Step]]:
     """The output, the update of every buffer, and the steps."""
-    values, frame = dict(call.inputs), call.frame
-    updates: dict[str, Update] = {}
+    values, plan, frame = dict(call.inputs), call.prepared.plan, call.frame
+    updates: Updates = {}
     trace: list[Step] = []
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
@@ -129,33 +128,28 @@ def _steps(
     return values[plan.out], updates, trace
 
 
-def extend(
-    plan: CallPlan, call: BoundCall, cache: Cache, count: Array, *, donate: bool
-) -> tuple[Array, Cache]:
+def extend(call: BoundCall, cache: Cache, *, donate: bool) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
     if call.prepared.is_direct:
-        call.frame.may_overwrite = donate and not plan.shares_buffers
-    bridge_of = partial(_bridge_of_step, call, cache.length, count)
-    out, updates, _ = _steps(plan, call, cache, bridge_of)
-    extended = _extended(updates, call, cache, count, donate=donate)
+        call.frame.may_overwrite = donate and not call.prepared.plan.shares_buffers
+    out, updates, _ = _steps(call, cache, partial(_bridge_of_step, call, cache.length))
+    extended = _extended(updates, call, cache, donate=donate)
     if donate:
         cache.store.clear()
     return finished(out, call), extended
 
 
-def extend_vjp(
-    plan: CallPlan, call: BoundCall, cache: Cache, count: Array
-) -> tuple[Array, Cache, Callable[[Array, Arrays], tuple[Arrays, Arrays]]]:
+def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullback]:
     """`extend`, and its pullback.
 
     The pullback maps the cotangents of output and new buffers to the gradients of the inputs and
     of the old buffers, by name.
     """
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
-    output, updates, trace = _steps(plan, call, cache, _bridge_of_mapped_step)
+    output, updates, trace = _steps(call, cache, _bridge_of_mapped_step)
 
     def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
-        cotangents: Arrays = {plan.out: finished(cotangent, call, is_cotangent=True)}
+        cotangents: Arrays = {call.prepared.plan.out: finished(cotangent, call, is_cotangent=True)}
         if call.non_finite is not None:
             d_store = call.non_finite.without_states(d_store)
         d_past: Arrays = {}
@@ -183,15 +177,13 @@ def extend_vjp(
         d_old_store = {key: cast(d_past[key], dtype) for key, dtype in dtypes.items()}
         return _input_gradients(cotangents, call, cotangent), d_old_store
 
-    extended = _extended(updates, call, cache, count, donate=False)
+    extended = _extended(updates, call, cache, donate=False)
     return finished(output, call), extended, pullback
 
 
-def _extended(
-    updates: Mapping[str, Update], call: BoundCall, cache: Cache, count: Array, *, donate: bool
-) -> Cache:
+def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) -> Cache:
     """The cache with updated buffers; the state of a sequence with bad arguments is NaN."""
-    length, held, store = cache.length, call.frame.held, {}
+    length, count, held, store = cache.length, call.count, call.frame.held, {}
     for key, update in updates.items():
         if call.invalid is not None and isinstance(update, Replace):
             update = Replace(nan_where_invalid(update.value, call.invalid))
@@ -291,7 +283,7 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | Non
 
 
 def _bridge_of_step(
-    call: BoundCall, length: Array, count: Array, planned: PlannedCall, *arrays: Array
+    call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
 ) -> BridgeOfStep | None:
     """As `_bridge`, for a step with these buffers and inputs."""
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
@@ -313,7 +305,7 @@ def _bridge_of_step(
     if is_operator or _operators_of_vmap(planned, *arrays):
         from precondattn.execution.torch.autograd import apply_extension
 
-        return partial(apply_extension, length=length, count=count)
+        return partial(apply_extension, length=length, count=call.count)
     return None
 
 

@@ -251,7 +251,7 @@ def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> 
 def vjp(divided: DividedPacking) -> tuple[Array, Callable[[Array], Arrays]]:
     """The output of the packed call and its pullback, by those of each batch."""
     calls = divided.calls()
-    outputs, pulls = zip(*(evaluation.vjp(call.prepared.plan, call) for call in calls), strict=True)
+    outputs, pulls = zip(*map(evaluation.vjp, calls), strict=True)
 
     def pullback(cotangent: Array) -> Arrays:
         used = evaluation.finished(cotangent, divided.call, is_cotangent=True)

@@ -41,18 +41,17 @@ def call(
     bound = bind(given, signature)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
-    check_context_parallel(mechanism, bound.prepared.plan, bound)
+    check_context_parallel(mechanism, bound)
     divided = None if bound.segments is None else packed.divided(mechanism, bound)
     return _evaluated(bound) if divided is None else packed.forward(divided, _evaluated)
 
 
 def _evaluated(bound: BoundCall) -> Array:
-    ready = bound.prepared
-    if bound.dtypes_before is not None:
-        from precondattn.execution.torch import autograd_autocast
+    if bound.dtypes_before is None:
+        return evaluation.forward(bound)
+    from precondattn.execution.torch import autograd_autocast
 
-        return autograd_autocast.forward(ready.plan, bound, ready.request)
-    return evaluation.forward(ready.plan, bound)
+    return autograd_autocast.forward(bound)
 
 
 def vjp(
@@ -70,10 +69,7 @@ def vjp(
     bound = contained(mechanism, bind(given, signature))
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
-        if divided is None:
-            out, pull = evaluation.vjp(bound.prepared.plan, bound)
-        else:
-            out, pull = packed.vjp(divided)
+        out, pull = evaluation.vjp(bound) if divided is None else packed.vjp(divided)
 
     def pullback(cotangent: Array) -> Arrays:
         check_cotangent(str(mechanism), "the cotangent", cotangent, "the output", out)
@@ -109,8 +105,7 @@ def gradients_from_lse(
     if packed.divided(mechanism, bound) is not None:
         return None
     with autocast.off(cotangent):
-        plan = bound.prepared.plan
-        gradients = evaluation.gradients_from_lse(plan, bound, out, lse, cotangent)
+        gradients = evaluation.gradients_from_lse(bound, out, lse, cotangent)
     k_valid = bound.frame.k_valid
     return None if gradients is None else _of_valid(gradients, mechanism, bound, k_valid)
 
@@ -148,12 +143,11 @@ def extend(
             f"{mechanism}: donate=True writes in place, so the call can not be differentiated; "
             f"call it under torch.no_grad(), or without donate"
         )
-    plan, count = ready.plan, bound.count
-    if bound.dtypes_before is not None:
-        from precondattn.execution.torch import autograd_autocast
+    if bound.dtypes_before is None:
+        return evaluation.extend(bound, cache, donate=donate)
+    from precondattn.execution.torch import autograd_autocast
 
-        return autograd_autocast.extend(plan, bound, ready.request, cache, count, donate=donate)
-    return evaluation.extend(plan, bound, cache, count, donate=donate)
+    return autograd_autocast.extend(bound, cache, donate=donate)
 
 
 def extend_vjp(
@@ -180,14 +174,11 @@ def extend_vjp(
         return dtensor.extend_vjp(given)
     given, check_arguments = held(given)
     bound, cache = contained_after(mechanism, bind_extension(given, signature), given.cache)
-    plan, count = bound.prepared.plan, bound.count
     with autocast.off(cache.length):
-        out, extended, pull = evaluation.extend_vjp(plan, bound, cache, count)
+        out, extended, pull = evaluation.extend_vjp(bound, cache)
     new_store = dict(extended.store)
 
-    def pullback(
-        cotangent: Array, d_store: Mapping[str, Array] | Cache | None = None
-    ) -> tuple[Arrays, Arrays]:
+    def pullback(cotangent: Array, d_store: Arrays | Cache | None = None) -> tuple[Arrays, Arrays]:
         given = d_store.store if isinstance(d_store, Cache) else d_store
         given = {} if given is None else given
         if not isinstance(given, Mapping):

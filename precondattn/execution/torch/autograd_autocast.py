@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from precondattn.backend import Request
 from precondattn.cache import Cache
-from precondattn.dispatch.plan import CallPlan
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
 from precondattn.execution.torch.autocast import off
@@ -25,43 +23,40 @@ from precondattn.execution.torch.autocast import off
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def forward(plan: CallPlan, call: BoundCall, request: Request) -> Tensor:
+def forward(call: BoundCall) -> Tensor:
     """`evaluation.forward` of a call whose inputs autocast has cast."""
 
     def evaluated(*inputs: Tensor) -> tuple[Tensor, ...]:
         bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
-        return (evaluation.forward(plan, bound),)
+        return (evaluation.forward(bound),)
 
-    (out,) = _without(plan, request, evaluated, tuple(call.inputs.values()))
+    (out,) = _without(call, evaluated, tuple(call.inputs.values()))
     return out
 
 
-def extend(
-    plan: CallPlan, call: BoundCall, request: Request, cache: Cache, count: Tensor, *, donate: bool
-) -> tuple[Tensor, Cache]:
+def extend(call: BoundCall, cache: Cache, *, donate: bool) -> tuple[Tensor, Cache]:
     """`evaluation.extend` of a call whose inputs autocast has cast."""
     keys, count_of_inputs = tuple(cache.store), len(call.inputs)
     if donate:  # Not differentiated, and the cache itself is to be emptied.
         with off(cache.length):
-            return evaluation.extend(plan, call, cache, count, donate=True)
+            return evaluation.extend(call, cache, donate=True)
 
     def evaluated(*arrays: Tensor) -> tuple[Tensor, ...]:
         inputs, buffers = arrays[:count_of_inputs], arrays[count_of_inputs:]
         bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
         past = cache._replace(store=dict(zip(keys, buffers, strict=True)))
-        out, extended = evaluation.extend(plan, bound, past, count, donate=False)
+        out, extended = evaluation.extend(bound, past, donate=False)
         return (out, extended.length, *(extended.store[key] for key in keys))
 
     arrays = (*call.inputs.values(), *cache.store.values())
-    out, length, *buffers = _without(plan, request, evaluated, arrays)
+    out, length, *buffers = _without(call, evaluated, arrays)
     return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
 
 
-def _without(
-    plan: CallPlan, request: Request, function: Function, arrays: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _without(call: BoundCall, function: Function, arrays: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """`function(*arrays)` without autocast, and its gradient too."""
-    is_plain = any(planned.runner.differentiable for planned in plan.calls)
+    request = call.prepared.request
+    is_plain = any(planned.runner.differentiable for planned in call.prepared.plan.calls)
     is_recorded = request.differentiated and not (request.transformed or request.mapped)
     if is_plain and is_recorded:
         return tuple(_WithoutAutocast.apply(function, *arrays))

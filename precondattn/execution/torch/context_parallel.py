@@ -11,20 +11,17 @@ from __future__ import annotations
 import sys
 
 from precondattn.algebra.piece import Piece
-from precondattn.dispatch.plan import CallPlan
 from precondattn.execution.arguments import BoundCall
 
 PACKAGE = "torch.distributed.tensor.experimental"
 """Of PyTorch: where the context is, and the functions that it puts in place of others."""
 
 
-def check_context_parallel(
-    mechanism: Piece, plan: CallPlan | None = None, call: BoundCall | None = None
-) -> None:
+def check_context_parallel(mechanism: Piece, call: BoundCall | None = None) -> None:
     """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
     if PACKAGE not in sys.modules or not (_replaces_attention() or _handles_attention()):
         return
-    if plan is not None and call is not None and _is_pytorchs_attention(plan, call):
+    if call is not None and _is_pytorchs_attention(call):
         return
     raise RuntimeError(
         f"{mechanism}: inside PyTorch's context_parallel each call gets a part of the sequence, "
@@ -50,7 +47,8 @@ def _is_of_package(function: object) -> bool:
     return str(getattr(function, "__module__", "")).startswith(PACKAGE)
 
 
-def _is_pytorchs_attention(plan: CallPlan, call: BoundCall) -> bool:
+def _is_pytorchs_attention(call: BoundCall) -> bool:
+    plan = call.prepared.plan
     is_alone = len(plan.calls) == 1 and not call.masks and _replaces_attention()
     planned = plan.calls[0]
     is_its = planned.backend.name == "torch" and planned.runner.differentiable
