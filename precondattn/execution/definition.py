@@ -5,15 +5,13 @@ Second derivatives of PyTorch and of JAX are those of these functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, upcast_all
+from precondattn.arrays import Array, ByName, upcast_all
 from precondattn.cache import Update, Updates
 from precondattn.frame import Frame
 
 
-def output(piece: Piece, inputs: Mapping[str, Array], frame: Frame) -> Array:
+def output(piece: Piece, inputs: ByName, frame: Frame) -> Array:
     values = dict(inputs)
     for call in piece.program.calls:
         x = upcast_all({formal: values[value] for formal, value in call.arguments})
@@ -21,9 +19,7 @@ def output(piece: Piece, inputs: Mapping[str, Array], frame: Frame) -> Array:
     return values[piece.program.out]
 
 
-def step(
-    piece: Piece, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame
-) -> tuple[Array, Updates]:
+def step(piece: Piece, past: ByName, inputs: ByName, frame: Frame) -> tuple[Array, Updates]:
     """The output for new tokens, and the update of every buffer."""
     values, updates = dict(inputs), dict[str, Update]()
     for call in piece.program.calls:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import jax
 
 from precondattn.arrays import Array, Arrays, Tree, dtype_name, upcast
-from precondattn.cache import Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.jax.backend import JaxBackend
@@ -48,16 +47,9 @@ def _backward(planned: PlannedCall, saved: Tree, cotangent: Array) -> Tree:
 apply.defvjp(_forward, _backward)
 
 
-def apply_step(
-    planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
-) -> tuple[Array, Updates]:
-    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
-    out, updates = _step(planned, past, inputs, frame)
-    return out, updates
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(planned: PlannedCall, *arrays: Tree) -> Tree:
+def apply_step(planned: PlannedCall, *arrays: Tree) -> Tree:
+    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
     out, updates = planned.runner.step(*arrays)
     return _wide(out), updates
 
@@ -78,7 +70,7 @@ def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
     return _cast_as(past, d_past), _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
 
 
-_step.defvjp(_step_forward, _step_backward)
+apply_step.defvjp(_step_forward, _step_backward)
 
 
 def _methods(planned: PlannedCall) -> Tree:

@@ -6,20 +6,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, Residuals, Tree
+from precondattn.arrays import Array, Arrays, ByName, Residuals, Tree
 from precondattn.backend import Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.runner import Runner
 
-Output = Callable[[Mapping[str, Array], Frame], Array]
+Output = Callable[[ByName, Frame], Array]
 """The output of a mechanism, of its inputs and the frame."""
 
-StepOutput = Callable[[Mapping[str, Array], Mapping[str, Array], Frame], tuple[Array, Updates]]
+StepOutput = Callable[[ByName, ByName, Frame], tuple[Array, Updates]]
 """The output and the updates of a step, of the old buffers, the new inputs and the frame."""
 
 

@@ -92,9 +92,7 @@ def _differentiated(
     ]
 
 
-def _mapped(
-    arguments: Arrays, axes: Arrays, *, traced: ClosedJaxpr, derivative: Derivative
-) -> Tree:
+def _mapped(arrays: Arrays, axes: Arrays, *, traced: ClosedJaxpr, derivative: Derivative) -> Tree:
     each = zip(traced.in_avals, axes, strict=True)
     axes_of_moving = [axis for aval, axis in each if _is_real(aval)]
     function = jax.vmap(jaxpr_as_fun(traced), in_axes=tuple(axes))  # None: not mapped.
@@ -103,8 +101,8 @@ def _mapped(
         in_axes = (list(axes), axes_of_moving)
         return jax.vmap(derivative, in_axes=in_axes)(list(primals), list(moving))
 
-    whole = jax.make_jaxpr(function)(*arguments)
-    results = call_p.bind(*arguments, traced=whole, derivative=of_all)
+    whole = jax.make_jaxpr(function)(*arrays)
+    results = call_p.bind(*arrays, traced=whole, derivative=of_all)
     return results, [0] * len(results)
 
 

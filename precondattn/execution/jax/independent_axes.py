@@ -12,6 +12,7 @@ of all heads it has. Of a mechanism whose outputs depend on other sequences, no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 
@@ -29,9 +30,7 @@ NUMBERED = "#"
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def axes_of(
-    mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: tuple[Tree, ...]
-) -> Tree:
+def axes_of(mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: Tree) -> Tree:
     """The axes of the arguments of a method: trees like `arrays`, with texts for arrays."""
     inputs, frame = arrays[:2] if verb in ("forward", "backward") else arrays[1:3]
     declared = _DeclaredAxes(mechanism, inputs)
@@ -86,7 +85,7 @@ def axes_of_results(function: Callable[..., Tree], arrays: Tree, axes: Tree) -> 
     """The axes of the results of a function: those that grow with the arguments' axes."""
     shapes = _shapes_of_results(function, arrays)
     grown = {
-        letter: _shapes_of_results(function, jax.tree.map(_doubled(letter), arrays, axes))
+        letter: _shapes_of_results(function, jax.tree.map(partial(_doubled, letter), arrays, axes))
         for letter in dict.fromkeys("".join(jax.tree.leaves(axes)))
         if is_independent(letter)
     }
@@ -112,9 +111,6 @@ def is_independent(letter: str) -> bool:
     return letter in INDEPENDENT or letter.isdigit()
 
 
-def _doubled(letter: str) -> Callable[[Array, str], Tree]:
-    def doubled(array: Array, axes: str) -> Tree:
-        shape = tuple(2 * n if a == letter else n for a, n in zip(axes, array.shape, strict=True))
-        return jax.ShapeDtypeStruct(shape, array.dtype)
-
-    return doubled
+def _doubled(letter: str, array: Array, axes: str) -> Tree:
+    shape = tuple(2 * n if a == letter else n for a, n in zip(axes, array.shape, strict=True))
+    return jax.ShapeDtypeStruct(shape, array.dtype)

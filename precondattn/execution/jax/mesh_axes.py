@@ -37,10 +37,7 @@ NAMES = {**LETTERS, "t": "time", "b": "batch", "h": "heads", NUMBERED: "heads"}
 
 
 def chosen_axes(
-    mesh_sizes: Mapping[str, int],
-    texts: Sequence[str],
-    shapes: Sequence[Shape],
-    specs: Sequence[PartitionSpec],
+    mesh: Mesh, texts: Sequence[str], shapes: Sequence[Shape], specs: Sequence[PartitionSpec]
 ) -> MeshAxes:
     """For each independent axis, the largest sharding of an array that divides it."""
     found: dict[str, set[tuple[str, ...]]] = {}
@@ -57,7 +54,7 @@ def chosen_axes(
             (devices, names)
             for names in candidates
             if not taken.intersection(names)
-            and smallest[letter] % (devices := prod(mesh_sizes[n] for n in names)) == 0
+            and smallest[letter] % (devices := prod(mesh.shape[n] for n in names)) == 0
         ]
         chosen[letter] = max(fitting, default=(1, ()))[1]
     return chosen

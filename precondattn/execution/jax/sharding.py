@@ -52,7 +52,8 @@ def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         return call.on_explicit_shards(mesh, leaves)
     if not all(isinstance(size, int) for leaf in leaves for size in leaf.shape):
         return function(*leaves)  # Exported for any sizes, which JAX does only for one device.
-    return call.differentiable()(*leaves)
+    # Its derivative is that of the function itself, which XLA partitions as it does others.
+    return with_derivative(call.mappable(), partial(jax.jvp, function))(*leaves)
 
 
 @dataclass(eq=False)
@@ -82,17 +83,6 @@ class ShardedCall:
     def texts(self) -> list[str]:
         """The axes of every argument, and of every result."""
         return [*self.axes, *jax.tree.leaves(self.results)]
-
-    def differentiable(self) -> Tree:
-        """The partitioned function, for all of JAX's transformations.
-
-        Its derivative is that of the function itself, which XLA partitions as it does others.
-        """
-
-        def derivative(primals: Tree, tangents: Tree) -> Tree:
-            return jax.jvp(self.function, primals, tangents)
-
-        return with_derivative(self.mappable(), derivative)
 
     def mappable(self) -> Tree:
         """The partitioned function, also under `vmap`: the mapped axis is independent too."""
@@ -163,7 +153,7 @@ class ShardedCall:
     ) -> mesh_axes.MeshAxes:
         """The mesh axes that divide the work; a warning if this gathers some arguments."""
         shapes = [tuple(array.shape) for array in arrays]
-        chosen = mesh_axes.chosen_axes(mesh.shape, self.texts[: len(arrays)], shapes, specs)
+        chosen = mesh_axes.chosen_axes(mesh, self.texts[: len(arrays)], shapes, specs)
         mesh_axes.warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
         return chosen
 
