@@ -13,7 +13,7 @@ from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import nearest
 from precondattn.arrays import Array, Arrays
 from precondattn.execution.input_names import CALL_OPTIONS
-from precondattn.given import Arguments, Given
+from precondattn.given import Given
 from precondattn.limits import KEPT
 
 Settings = tuple[tuple[str, OptionValue], ...]
@@ -148,9 +148,3 @@ def _key(cls: MechanismClass, named: Mapping[str, Given]) -> Hashable | None:
         else:
             return None
     return tuple(key)
-
-
-def build_and_call(cls: MechanismClass, arrays: tuple[Array, ...], named: Arguments) -> Array:
-    """Build the mechanism from its keywords and call it."""
-    mechanism, rest = build(cls, named)
-    return mechanism(*arrays, **rest)

@@ -103,9 +103,7 @@ class NonFiniteRows(NamedTuple):
         if self.by_keys is None:
             return dict(d_states)
         heads = self.by_keys[:, -1:, :]
-        return {
-            key: _replaced(array, heads, self.buffers[key], 0.0) for key, array in d_states.items()
-        }
+        return {key: _replaced(d, heads, self.buffers[key], 0.0) for key, d in d_states.items()}
 
 
 def contained(mechanism: Piece, call: BoundCall) -> BoundCall:

@@ -23,37 +23,31 @@ LARGEST = 8192.0
 
 
 def gradients_at(
-    cotangent: Array, runner: Runner, inputs: Arrays, frame: Frame, out: Array, residuals: Residuals
+    dy: Array, runner: Runner, inputs: Arrays, frame: Frame, out: Array, residuals: Residuals
 ) -> Arrays:
     """The gradients of a piece at a cotangent that may be wider than its output."""
-    c = _divisor(cotangent, out)
-    narrow = cast(_divided(cotangent, c), out.dtype)
+    c = _divisor(dy, out)
+    narrow = cast(_divided(dy, c), out.dtype)
     return _multiplied(runner.backward(inputs, frame, out, residuals, narrow), c)
 
 
 def step_gradients_at(
-    cotangent: Array,
-    d_buffers: Arrays,
-    runner: Runner,
-    past: Arrays,
-    inputs: Arrays,
-    frame: Frame,
-    like: Array,
+    dy: Array, d_new: Arrays, runner: Runner, past: Arrays, inputs: Arrays, frame: Frame, out: Array
 ) -> tuple[Arrays, Arrays]:
-    """Those of a step, which is linear in both cotangents; `like` has the dtype of its output."""
-    c = _divisor(cotangent, like)
-    narrow = cast(_divided(cotangent, c), like.dtype)
-    d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_buffers.items()}
+    """Those of a step, which is linear in both cotangents; only the dtype of `out` is read."""
+    c = _divisor(dy, out)
+    narrow = cast(_divided(dy, c), out.dtype)
+    d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_new.items()}
     gradients, d_past = runner.step_backward(past, inputs, frame, narrow, d_narrow)
     return _multiplied(gradients, c), _multiplied(d_past, c)
 
 
-def _divisor(cotangent: Array, out: Array) -> Array | None:
+def _divisor(dy: Array, out: Array) -> Array | None:
     """c; None where the cotangent is not divided."""
-    if dtype_name(out) != "float16" or cotangent.dtype == out.dtype or 0 in cotangent.shape:
+    if dtype_name(out) != "float16" or dy.dtype == out.dtype or 0 in dy.shape:
         return None
-    xp = namespace(cotangent)
-    sizes = xp.where(xp.isfinite(cotangent), xp.abs(cotangent), 0.0)
+    xp = namespace(dy)
+    sizes = xp.where(xp.isfinite(dy), xp.abs(dy), 0.0)
     return xp.clip(xp.max(sizes) / LARGEST, min=1.0)
 
 

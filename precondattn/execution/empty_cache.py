@@ -18,12 +18,7 @@ from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.windows import FIRST, rows_of
 from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
-from precondattn.execution.input_names import (
-    INIT_OPTIONS,
-    extending_inputs,
-    inputs_by_name,
-    shapes_of,
-)
+from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.torch.autocast import cast_inputs
 
 
@@ -55,8 +50,8 @@ def empty_cache(
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
     inputs, _ = cast_inputs(declared, inputs)
     check_arrays(owner, declared, inputs)
-    of_tokens = {n: a for n, a in inputs.items() if "c" not in declared[n].letters}
-    sizes = declared.sizes(owner, shapes_of(of_tokens))
+    shapes = {n: tuple(a.shape) for n, a in inputs.items() if "c" not in declared[n].letters}
+    sizes = declared.sizes(owner, shapes)
     sizes["c"] = capacity or 0
     # One with the dtype of the call, which is that of the buffers.
     like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))

@@ -23,6 +23,7 @@ import numpy as np
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
     Array,
+    Shape,
     arange_like,
     cast,
     device_of,
@@ -84,13 +85,7 @@ def check_lengths(
 
 
 def check_mask(
-    owner: str,
-    name: str,
-    mask: Array | None,
-    like: Array,
-    shape: tuple[int, ...],
-    dtypes: Sequence[str],
-    pattern: str,
+    owner: str, name: str, mask: Given, like: Array, shape: Shape, dtypes: Sequence[str], axes: str
 ) -> Array | None:
     if mask is None:
         return None
@@ -102,7 +97,7 @@ def check_mask(
         )
     if tuple(mask.shape) != shape:
         raise ShapeError(
-            f"{owner}: {name} is declared {pattern}, that is {shape}; found {tuple(mask.shape)}"
+            f"{owner}: {name} is declared {axes}, that is {shape}; found {tuple(mask.shape)}"
         )
     if dtype_name(mask) not in dtypes:
         expected = "dtype bool" if dtypes == ("bool",) else "an integer dtype"

@@ -226,9 +226,8 @@ class DividedPacking:
         if self.moves is not None:
             slots = moved(slots, self.moves)
         parts = split_rows(slots, [b * t for b, t in self.sizes])
-        return [
-            xp.reshape(part, (*size, *rest)) for part, size in zip(parts, self.sizes, strict=True)
-        ]
+        each = zip(parts, self.sizes, strict=True)
+        return [xp.reshape(part, (*size, *rest)) for part, size in each]
 
     def returned(self, parts: Sequence[Array]) -> Array:
         """(b, s, …), from the part of each batch."""

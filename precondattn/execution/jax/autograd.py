@@ -64,10 +64,8 @@ def _step_backward(planned: PlannedCall, saved: Tree, cotangents: Tree) -> Tree:
     d_out, d_updates = cotangents
     d_new = {name: d_update.value for name, d_update in d_updates.items()}
     like = next(iter(inputs.values()))  # The step's output has the dtype of the inputs.
-    gradients, d_past = step_gradients_at(
-        d_out, d_new, _methods(planned), past, inputs, frame, like
-    )
-    return _cast_as(past, d_past), _cast_as(inputs, gradients), jax.tree.map(no_tangent, frame)
+    d_inputs, d_past = step_gradients_at(d_out, d_new, _methods(planned), past, inputs, frame, like)
+    return _cast_as(past, d_past), _cast_as(inputs, d_inputs), jax.tree.map(no_tangent, frame)
 
 
 apply_step.defvjp(_step_forward, _step_backward)

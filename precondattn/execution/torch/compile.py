@@ -24,7 +24,7 @@ from precondattn.algebra.verbs import Verbs
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
 from precondattn.execution import run
-from precondattn.execution.build import build_and_call
+from precondattn.execution.build import build
 from precondattn.given import Arguments, Given
 
 Tensors = tuple[Tensor, ...]
@@ -101,4 +101,5 @@ def captured_extend(
 @torch.compiler.allow_in_graph
 def captured_shorthand(name: str, arrays: Tensors, named: Arguments) -> Tensor:
     """A shorthand such as `pa.lucid`, which constructs its mechanism from options."""
-    return build_and_call(registry.find(name), arrays, named)
+    mechanism, rest = build(registry.find(name), named)
+    return mechanism(*arrays, **rest)

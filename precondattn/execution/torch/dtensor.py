@@ -2,7 +2,8 @@
 
     out_local = mechanism(q_local, k_local, …)
 
-Nothing is communicated. `dtensor_sharding.py` has the rules.
+Nothing is communicated. `dtensor_sharding.py` has the rules. Each function is the one of its name
+in `run.py`, with the parts of this device; `init_cache` is `empty_cache`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,11 @@ class DTensorCall(NamedTuple):
 
 
 def call(given: GivenCall) -> DTensor:
-    """`run.call`."""
     divided = _divided(given)
     return divided.whole(run.call(given.mechanism, *divided.arguments))
 
 
 def vjp(given: GivenCall) -> tuple[DTensor, Callable[[DTensor], dict[str, DTensor]]]:
-    """`run.vjp`."""
     divided = _divided(given)
     out, pull = run.vjp(given.mechanism, *divided.arguments)
     whole = divided.whole(out)
@@ -74,7 +73,6 @@ def vjp(given: GivenCall) -> tuple[DTensor, Callable[[DTensor], dict[str, DTenso
 
 
 def explain(given: GivenCall) -> Explanation:
-    """`run.explain` of the call on one device."""
     divided = _divided(given)
     return run.explain(given.mechanism, given.verb, divided.cache, *divided.arguments)
 
@@ -82,14 +80,12 @@ def explain(given: GivenCall) -> Explanation:
 def init_cache(
     mechanism: Piece, arrays: Tensor, named: Arrays, capacity: int | None, key_mask: bool
 ) -> Cache:
-    """`empty_cache`."""
     divided = _divided(GivenCall("init_cache", mechanism, arrays, named, {}, None))
     parts = divided.sharding.parts(divided.inputs)
     return divided.whole_cache(empty_cache(mechanism, (), parts, capacity, key_mask))
 
 
 def extend(given: GivenCall, *, donate: bool) -> tuple[DTensor, Cache]:
-    """`run.extend`."""
     divided = _divided(given)
     out, extended = run.extend(given.mechanism, divided.cache, *divided.arguments, donate=donate)
     if donate:
@@ -98,7 +94,6 @@ def extend(given: GivenCall, *, donate: bool) -> tuple[DTensor, Cache]:
 
 
 def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
-    """`run.extend_vjp`."""
     divided, mechanism = _divided(given), given.mechanism
     out, extended, pull = run.extend_vjp(mechanism, divided.cache, *divided.arguments)
     whole, whole_cache = divided.whole(out), divided.whole_cache(extended)

@@ -75,13 +75,7 @@ class MeshSharding(NamedTuple):
 
 
 def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) -> MeshSharding:
-    """The sharding that all arrays have in common.
-
-    Raises
-    ------
-    TypeError, ValueError
-        naming the array, and the axis that can not be sharded, or the other array.
-    """
+    """The sharding that all arrays have in common; an error names the array without it."""
     for name, array in arrays.items():
         if not isinstance(array, DTensor):
             raise TypeError(

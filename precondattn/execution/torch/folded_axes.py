@@ -86,10 +86,7 @@ def _folded(tensor: Tensor, mapped: int | None, at: int, count: int) -> Tensor:
 class OneCall:
     """The call that replaces `count` calls of a piece, along axes of one kind.
 
-    Raises
-    ------
-    SeparateCallsError
-        here or in a method, where it does not replace them.
+    Where it does not, this or a method raises a `SeparateCallsError`.
     """
 
     piece: Piece
@@ -165,10 +162,9 @@ class OneCall:
         described = zip(self.piece.inputs, shapes, tensors, strict=True)
         specs = {name: ArraySpec(shape, dtype_name(t)) for name, shape, t in described}
         runner = runner_of(discover().named(self.backend), self.piece, "torch")
+        frame = frame_of(self.layout, self.frame.of_call(0), tensors[0])
         try:
-            residuals = runner.residual_shapes(
-                specs, frame_of(self.layout, self.frame.of_call(0), tensors[0])
-            )
+            residuals = runner.residual_shapes(specs, frame)
         except NotImplementedError:  # A backend needs it only to be compiled.
             raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]
