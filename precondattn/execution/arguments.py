@@ -57,11 +57,6 @@ class BoundCall(NamedTuple):
     def sizes(self) -> Sizes:
         return self.prepared.sizes
 
-    @property
-    def masks(self) -> frozenset[str]:
-        """Which of segment_ids, lengths and key_mask were passed."""
-        return self.prepared.request.masks
-
 
 EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit"
 

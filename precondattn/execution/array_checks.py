@@ -93,9 +93,14 @@ def check_device(what: str, array: Array, like: Array, hint: str = "") -> None:
         raise ValueError(f"{what} is on {device}; the inputs are on {expected}{hint}")
 
 
+def values_of(inputs: Mapping[str, Array]) -> Array:
+    """v, or the first input: it has the dtype of the call's output."""
+    return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+
+
 def call_dtype(inputs: Mapping[str, Array]) -> str:
-    """The dtype of the output: that of v, or of the first input if there is no v."""
-    return dtype_name(inputs["v"] if "v" in inputs else next(iter(inputs.values())))
+    """The dtype of the output."""
+    return dtype_name(values_of(inputs))
 
 
 def check_cotangent(owner: str, what: str, cotangent: Array, whose: str, array: Array) -> None:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import (
-    Array,
-    Arrays,
-    dtype_name,
-    is_distributed,
-    namespace,
-    placement,
-    traceable,
-)
+from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.windows import FIRST, rows_of
-from precondattn.execution.array_checks import call_dtype, check_arrays
+from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
 from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.torch.autocast import cast_inputs
@@ -53,8 +45,7 @@ def empty_cache(
     shapes = {n: tuple(a.shape) for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, shapes)
     sizes["c"] = capacity or 0
-    # One with the dtype of the call, which is that of the buffers.
-    like = next(a for a in inputs.values() if dtype_name(a) == call_dtype(inputs))
+    like = values_of(inputs)  # Its dtype is that of the buffers.
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):
         reach = None  # All tokens fit.

@@ -30,6 +30,7 @@ from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.arguments import BoundCall
+from precondattn.execution.array_checks import values_of
 from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.masks import nan_where_invalid
@@ -117,10 +118,8 @@ def _steps(
         bridge = None
         if not call.prepared.is_direct:
             bridge = bridge_of(planned, *past.values(), *inputs.values())
-        if bridge is None:
-            out, step_updates = planned.runner.step(past, inputs, frame)
-        else:
-            out, step_updates = bridge(planned, past, inputs, frame)
+        step = planned.runner.step if bridge is None else partial(bridge, planned)
+        out, step_updates = step(past, inputs, frame)
         values[planned.out] = out
         for name, key in planned.owned:
             updates[key] = step_updates[name]
@@ -252,12 +251,10 @@ def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) 
 
 
 def _in_call_dtype(array: Array, call: BoundCall) -> Array:
-    name = call.prepared.request.dtype
-    if dtype_name(array) == name:
+    if dtype_name(array) == call.prepared.request.dtype:
         return array
-    # Taken from an input, because not every namespace has bfloat16.
-    dtype = next(a.dtype for a in call.inputs.values() if dtype_name(a) == name)
-    return namespace(array).astype(array, dtype)
+    # The dtype is an input's, because not every namespace has bfloat16.
+    return namespace(array).astype(array, values_of(call.inputs).dtype)
 
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:

@@ -76,9 +76,6 @@ _prepared: dict[Hashable | None, PreparedCall] = {}
 READ_AT_ONCE = ("numpy", "torch")
 """Libraries whose arrays on the CPU are read without waiting."""
 
-SAME_MASK = {"cu_seqlens": "segment_ids"}
-"""Masks that are another way to write one that backends know."""
-
 
 def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
     """The preparation of a call, found by its signature or made; it is made where that is None.
@@ -115,7 +112,8 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     for name, mask in given_masks.items():
         check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
-    masks = {SAME_MASK.get(name, name) for name in given_masks}
+    # Backends know `cu_seqlens` as `segment_ids`.
+    masks = {"segment_ids" if name == "cu_seqlens" else name for name in given_masks}
     others = [mask for mask in given_masks.values() if library_of(mask) == library]
     if is_full:
         sizes = declared.sizes(owner, shapes)

@@ -13,7 +13,7 @@ is checked and planned every time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -93,12 +93,8 @@ def _of_any(array: Array) -> Hashable:
     return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
 
 
-def _of_sequence(numbers: Sequence[int]) -> Hashable:
-    """Lengths on the host, which are checked in every call."""
-    return "numbers"
-
-
-_described_by: dict[type, Describe | None] = {list: _of_sequence, tuple: _of_sequence}
+# Lists and tuples are lengths, which are checked in every call.
+_described_by: dict[type, Describe | None] = dict.fromkeys((list, tuple), lambda _: "numbers")
 """What is read of the arguments of a type; None for calls without a signature."""
 
 

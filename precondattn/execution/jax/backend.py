@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Arrays, ByName, Residuals, Tree
+from precondattn.arrays import Array, ByName, Tree
 from precondattn.backend import Backend
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -55,16 +55,13 @@ class JaxRunner:
     """Runs a piece as a backend's `run` does. Runners of one piece are equal, and compiled once."""
 
     differentiable = False
-    forward: Callable[..., tuple[Array, Residuals]]
-    backward: Callable[..., Arrays]
-    step: Callable[..., tuple[Array, Updates]]
-    step_backward: Callable[..., tuple[Arrays, Arrays]]
 
     def __init__(self, backend: JaxBackend, piece: Piece, plain: Runner) -> None:
         self.backend, self.piece, self.plain = backend, piece, plain
         self._key, self.algorithm = (backend, piece), plain.algorithm
-        for verb in ("forward", "backward", "step", "step_backward"):
-            setattr(self, verb, partial(backend.run, verb, self))
+        verbs = ("forward", "backward", "step", "step_backward")
+        methods = [partial(backend.run, verb, self) for verb in verbs]
+        self.forward, self.backward, self.step, self.step_backward = methods
         self.forward_with_residuals = self.forward
         self.residuals_from_lse = plain.residuals_from_lse
         self.residual_shapes = plain.residual_shapes

@@ -99,11 +99,6 @@ def spec_of(text: str, chosen: MeshAxes) -> PartitionSpec:
     return PartitionSpec(*(chosen.get(letter) or None for letter in text))
 
 
-def missing_axes(text: str, chosen: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes over which other arrays are sharded, and this one is not."""
-    return tuple(n for letter, names in chosen.items() if letter not in text for n in names)
-
-
 def sharding_rule(texts: Sequence[str], shapes: Sequence[Shape], arguments: int) -> str:
     """Shardy's rule for arguments and then results: `"ib_2 x0 ih_4 -> ib_2 ih_4"`.
 

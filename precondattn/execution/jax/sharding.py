@@ -165,7 +165,8 @@ class ShardedCall:
             return jax.tree.map(total, results, self.results) if self.is_gradient else results
 
         def total(gradient: Tree, text: str) -> Tree:
-            names = mesh_axes.missing_axes(text, chosen)
+            # The mesh axes over which other arrays are sharded, and this one is not.
+            names = tuple(n for letter, by in chosen.items() if letter not in text for n in by)
             return jax.lax.psum(gradient, names) if names else gradient
 
         return part

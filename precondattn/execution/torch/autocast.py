@@ -14,9 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import HALF, Array, Arrays, DType, dtype_name, library_of
 
-CAST = HALF | {"float32"}
-"""The dtypes that autocast casts."""
-
 _OFF: AbstractContextManager[object] = nullcontext()
 
 
@@ -39,7 +36,7 @@ def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[Arrays, DTy
         return inputs, None
     cast = {}
     for name, array in inputs.items():
-        is_cast = library_of(array) == "torch" and dtype_name(array) in CAST
+        is_cast = library_of(array) == "torch" and dtype_name(array) in (*HALF, "float32")
         keeps_float32 = not declared[name].is_rows and is_cast and dtype_name(array) == "float32"
         cast[name] = array.to(dtype) if is_cast and not keeps_float32 else array
     return cast, {name: getattr(array, "dtype", None) for name, array in inputs.items()}

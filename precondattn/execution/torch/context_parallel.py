@@ -48,8 +48,7 @@ def _is_of_package(function: object) -> bool:
 
 
 def _is_pytorchs_attention(call: BoundCall) -> bool:
-    plan = call.prepared.plan
-    is_alone = len(plan.calls) == 1 and not call.masks and _replaces_attention()
-    planned = plan.calls[0]
+    planned, *others = call.prepared.plan.calls
+    is_alone = not others and not call.prepared.request.masks and _replaces_attention()
     is_its = planned.backend.name == "torch" and planned.runner.differentiable
     return is_alone and is_its and planned.piece.program.leaves[0].name == "softmax"

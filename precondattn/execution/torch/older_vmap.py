@@ -9,7 +9,6 @@ axis is removed from it at a level where it has one, and at any other level the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,8 @@ LEVELS = 64
 _key = torch._C._dispatch_key_parse("Batched")
 _library = torch.library.Library("precondattn", "FRAGMENT")
 
-Operator = Any
-"""An operator of PyTorch."""
 
-
-def register(operator: Operator) -> None:
+def register(operator: Tree) -> None:
     """Let the older vmap map an operator that `torch.vmap` maps."""
 
     def kernel(*arguments: Tree) -> Tree:

@@ -34,11 +34,12 @@ from precondattn.arrays import Arrays, Tree, cast
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.cache import updated
 from precondattn.dispatch.discovery import REFERENCE, Discovered, discover
+from precondattn.execution.array_checks import values_of
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
 from precondattn.execution.input_names import shapes_of
 from precondattn.execution.torch.autocast import off
 from precondattn.execution.torch.frames import frame_of
-from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
+from precondattn.execution.torch.outputs import output_dtype, unaliased
 from precondattn.limits import KEPT
 from precondattn.runner import Runner
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def values_of(inputs: dict[str, Tensor]) -> Tensor:
-    """v, or the first input: it has the dtype of the call's output."""
-    return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
+from precondattn.execution.array_checks import values_of
 
 
 def output_dtype(

@@ -13,10 +13,11 @@ from torch.autograd.function import FunctionCtx
 
 from precondattn.arrays import Tree, cast, only_computes
 from precondattn.dispatch.plan import PlannedCall
+from precondattn.execution.array_checks import values_of
 from precondattn.execution.cotangents import gradients_at
 from precondattn.execution.torch.autocast import off
 from precondattn.execution.torch.older_vmap import is_mapped
-from precondattn.execution.torch.outputs import output_dtype, unaliased, values_of
+from precondattn.execution.torch.outputs import output_dtype, unaliased
 from precondattn.frame import Frame
 
 Names = tuple[str, ...]

@@ -24,7 +24,6 @@ from precondattn.execution.torch.folded_axes import (
     OneCall,
     SeparateCallsError,
 )
-from precondattn.execution.torch.older_vmap import Operator
 
 SEQUENCES = (Pattern.read("b"),)
 
@@ -60,9 +59,7 @@ def _step_backward(call: OneCall, past: MappedArrays, cotangents: MappedArrays) 
     return axes, states + gradients
 
 
-def _register(
-    operator: Operator, axes_of: Callable[..., VmapAxes], *, is_step: bool = False
-) -> None:
+def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool = False) -> None:
     """Let both kinds of PyTorch's vmap map an operator."""
 
     def one_call(
