@@ -286,18 +286,18 @@ def _bridge_of_step(
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
     if planned.backend is EMPTY:
         return None
+    if library == "torch" and wants_gradient(*arrays):
+        if is_differentiable:
+            return None
+        from precondattn.execution.torch.autograd import apply_step
+
+        return apply_step
     if library == "jax" and _has_gradient_of_step(planned, call):
         from precondattn.execution.jax.autograd import apply_step
 
         return apply_step
     if library != "torch":
         return None
-    if wants_gradient(*arrays):
-        if is_differentiable:
-            return None
-        from precondattn.execution.torch.autograd import apply_step
-
-        return apply_step
     is_operator = (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
     if is_operator or _operators_of_vmap(planned, *arrays):
         from precondattn.execution.torch.autograd import apply_extension

@@ -161,9 +161,9 @@ class MovedRows(NamedTuple):
 def moved(array: Array, rows: MovedRows) -> Array:
     """The rows (first axis) of an array, moved."""
     if library_of(array) == "torch" and wants_gradient(array):
-        from precondattn.execution.torch.moved_rows import differentiable
+        from precondattn.execution.torch.moved_rows import Moved
 
-        return differentiable(array, rows)
+        return Moved.apply(array, *rows)
     return taken(array, rows)
 
 

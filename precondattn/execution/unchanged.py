@@ -15,10 +15,7 @@ from precondattn.execution.signature import GivenCall
 
 
 def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
-    """The call, and a check that its pullback would read now what the call has read.
-
-    Tensors whose writes PyTorch does not count are copied.
-    """
+    """The call, and a check that its pullback would read now what the call has read."""
     tensors = [(name, a) for name, a in _arguments(call).items() if library_of(a) == "torch"]
     if any(tensor.is_inference() for _, tensor in tensors):
         call = _with_copies(call)

@@ -13,7 +13,7 @@ from precondattn.arrays import Array, Arrays, Residuals, Tree, wants_gradient
 from precondattn.cache import Replace, Updates
 from precondattn.dispatch.plan import PlannedCall
 from precondattn.execution.torch import operators, vmap  # noqa: F401
-from precondattn.execution.torch.derivatives import check_tangents, register_flops
+from precondattn.execution.torch.derivatives import register_flops
 from precondattn.execution.torch.frames import text_of
 from precondattn.frame import Frame
 
@@ -51,19 +51,11 @@ def with_residuals(planned: PlannedCall, inputs: Arrays, frame: Frame) -> tuple[
 def gradients(
     planned: PlannedCall, inputs: Arrays, frame: Frame, out: Tensor, residuals: Tree, d_out: Tensor
 ) -> Arrays:
-    """The gradients of a planned call, under vmap."""
+    """The gradients of a planned call, under vmap or of one without operators (`recorded.py`)."""
     if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
         out, residuals = with_residuals(planned, inputs, frame)
     found = _called(operators.backward, planned, frame, [inputs], [out, *residuals], d_out)
     return dict(zip(inputs, found, strict=True))
-
-
-def recorded_gradients(
-    planned: PlannedCall, inputs: Arrays, frame: Frame, outputs: list[Tensor], cotangent: Tensor
-) -> list[Tensor]:
-    """The gradients of a planned call that was called without operators (`recorded.py`)."""
-    check_tangents([cotangent])
-    return list(_called(operators.backward, planned, frame, [inputs], outputs, cotangent))
 
 
 def step_gradients(

@@ -20,7 +20,9 @@ from precondattn.arrays import flop_counters
 Shapes = Sequence[Sequence[int]]
 
 
-def _flops(work: str, is_step: bool, name: str, backend: str, *shapes: Shapes, **_: object) -> int:
+def _flops(
+    work: str, is_step: bool, name: str, backend: str, *shapes: Shapes, **named: object
+) -> int:
     """The sum over the leaves of a piece, for the whole batch."""
     piece = piece_named(name)
     declared = piece.inputs.extending() if is_step else piece.inputs

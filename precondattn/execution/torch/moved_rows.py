@@ -13,11 +13,7 @@ from precondattn.arrays import Tree
 from precondattn.execution.packed import MovedRows, taken
 
 
-def differentiable(tensor: Tensor, rows: MovedRows) -> Tensor:
-    return _Moved.apply(tensor, *rows)
-
-
-class _Moved(torch.autograd.Function):  # type: ignore[misc]
+class Moved(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
     """Whether `torch.vmap` may map the cotangent."""
 
@@ -32,4 +28,4 @@ class _Moved(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: FunctionCtx, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         back = MovedRows(*ctx.saved_tensors).back
-        return _Moved.apply(cotangent, *back), None, None, None, None
+        return Moved.apply(cotangent, *back), None, None, None, None

@@ -48,13 +48,14 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: FunctionCtx, cotangent: Tensor) -> Tree:
         planned, saved, count = ctx.planned, ctx.saved_tensors, len(ctx.names)
         tensors, outputs = saved[:count], saved[count:]
+        out, *residuals = outputs
         inputs = dict(zip(ctx.names, tensors, strict=True))
         if torch.is_grad_enabled() or not only_computes() or is_mapped(cotangent):
-            from precondattn.execution.torch.autograd import recorded_gradients
+            from precondattn.execution.torch import autograd, derivatives
 
-            gradients = recorded_gradients(planned, inputs, ctx.frame, list(outputs), cotangent)
-            return None, None, None, *gradients
-        out, *residuals = outputs
+            derivatives.check_tangents([cotangent])
+            known = planned, inputs, ctx.frame, out, residuals
+            return None, None, None, *autograd.gradients(*known, cotangent).values()
         if not planned.backend.wide_values:
             out = cast(out, values_of(inputs).dtype)
         arguments = inputs, ctx.frame, out, tuple(residuals)

@@ -16,18 +16,12 @@ from torch import Tensor
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.names import piece_named
 from precondattn.arrays import Tree
-from precondattn.execution.torch import older_vmap, operators
-from precondattn.execution.torch.folded_axes import (
-    KINDS,
-    AxesOf,
-    MappedArrays,
-    OneCall,
-    SeparateCallsError,
-)
+from precondattn.execution.torch import folded_axes, older_vmap, operators
+from precondattn.execution.torch.folded_axes import MappedArrays, OneCall, SeparateCallsError
 
 SEQUENCES = (Pattern.read("b"),)
 
-VmapAxes = tuple[list[AxesOf], AxesOf]
+VmapAxes = tuple[list[folded_axes.AxesOf], folded_axes.AxesOf]
 """The axes into which the mapped one is folded: a list of axes for every argument, which is a list
 of arrays, and the axes of the results."""
 
@@ -70,7 +64,7 @@ def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool
         past = [lists.pop(0)] if is_step else []
         tensors, frame, *others = lists
         sizes = declared.sizes(str(piece), dict(zip(declared, tensors.shapes, strict=True)))
-        for kind in KINDS:
+        for kind in folded_axes.KINDS:
             with suppress(SeparateCallsError):
                 call = OneCall(piece, sizes, kind, count, backend, tensors, frame, layout)
                 return axes_of(call, *past, *others)
