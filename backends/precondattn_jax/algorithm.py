@@ -34,5 +34,4 @@ class AlgorithmInLoops(Algorithm[L]):
         return differentiable.forward(x, frame)[0]
 
     def output_as_defined(self, x: Arrays, frame: Frame) -> Array:
-        out: Array = jax.checkpoint(lambda x: self.leaf.forward(x, frame)[0])(x)
-        return out
+        return jax.checkpoint(lambda x: self.leaf.forward(x, frame)[0])(x)

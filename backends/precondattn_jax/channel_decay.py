@@ -54,8 +54,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
     def read(self, a: Array, y: Array, r: int) -> Array:
         rows = jnp.repeat(y[:, :, :, None], r, axis=3)  # The scores are linear in them.
         _, pull = jax.vjp(lambda x: self.scores(x, y), rows)
-        o: Array = pull(a)[0]
-        return o
+        return pull(a)[0]
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
         def scores(x: Array, y: Array, g: Array) -> Array:

@@ -79,8 +79,7 @@ def products(system: LowerSystem, y: Array) -> Array:
 
         rows = system.rows(a)
         total = product(rows.among(), blocks.take(y, a))
-        result: Array = rows.over_preceding(add, total, DIFFERENTIABLE)
-        return result
+        return rows.over_preceding(add, total, DIFFERENTIABLE)
 
     return joined(DIFFERENTIABLE.each(of_block, blocks.rows))
 
@@ -92,13 +91,12 @@ def solved(system: LowerSystem, constant: LowerSystem, right: Array) -> Array:
         strength, diagonal = (_of_all(system, name) for name in ("strength", "diagonal"))
         return diagonal * y + strength * products(system, y)
 
-    solution: Array = lax.custom_linear_solve(
+    return lax.custom_linear_solve(
         times,
         right,
         solve=lambda _, right: substituted(constant, right),
         transpose_solve=lambda _, right: _substituted_back(constant, right),
     )
-    return solution
 
 
 def _of_all(system: LowerSystem, name: str) -> Array | float:

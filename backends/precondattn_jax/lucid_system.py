@@ -146,5 +146,4 @@ class LucidRows(LowerRows):
             return total + row_sum(jnp.where(here, tile, 0.0))
 
         own = add(0.0, self.scores.diagonal(a), a)
-        score: Array = self.scores.over(a, self.mask.first(a), a, add, own, DIFFERENTIABLE)
-        return score
+        return self.scores.over(a, self.mask.first(a), a, add, own, DIFFERENTIABLE)

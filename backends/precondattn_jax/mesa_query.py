@@ -38,8 +38,7 @@ def solved(
         )
         return x * problem.scale
 
-    result: Array = lax.custom_linear_solve(times, q, solve, symmetric=True)
-    return result
+    return lax.custom_linear_solve(times, q, solve, symmetric=True)
 
 
 class SolvingChunkwise(Solving, Chunkwise):

@@ -50,8 +50,7 @@ class SinceFlush:
         past, new = self.frame.k_valid[:, : self.capacity], self.frame.k_valid[:, self.capacity :]
         valid = self.of_cache(past, new)
         new_frame = Frame(self.frame.q_position, self.position, None, valid)
-        result: Array = new_frame.visible(causal=True, window=window)
-        return result
+        return new_frame.visible(causal=True, window=window)
 
     # ------------------------------------------------------------------ the next flush
 
