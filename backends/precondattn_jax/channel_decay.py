@@ -31,8 +31,8 @@ class ChannelDecay(channel_decay.ChannelDecay):
             first, second = until[FIRST], since[SECOND]
             result.append(HalvedDecay(half, jnp.exp(second), jnp.exp(first)))
             total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
-            until = _halves(first + total_of_second, until[SECOND])
-            since = _halves(since[FIRST], second + total_of_first)
+            until = jnp.stack([first + total_of_second, until[SECOND]], axis=3)
+            since = jnp.stack([since[FIRST], second + total_of_first], axis=3)
             half *= 2
         return result
 
@@ -42,9 +42,8 @@ class ChannelDecay(channel_decay.ChannelDecay):
         if not diagonal:
             whole = jnp.zeros_like(whole)
         for half, since, until in self.halvings:
-            corner = product_with_transposed(
-                self._second(x, half, since), self._first(y, half, until)
-            )
+            later, earlier = self._second(x, half, since), self._first(y, half, until)
+            corner = product_with_transposed(later, earlier)
             whole = jnp.reshape(whole, (chunks, heads, size // (2 * half), 2, half * r, half))
             upper = jnp.concatenate([whole[FIRST], jnp.zeros_like(corner)], axis=-1)
             lower = jnp.concatenate([corner, whole[SECOND]], axis=-1)
@@ -53,8 +52,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
 
     def read(self, a: Array, y: Array, r: int) -> Array:
         rows = jnp.repeat(y[:, :, :, None], r, axis=3)  # The scores are linear in them.
-        _, pull = jax.vjp(lambda x: self.scores(x, y), rows)
-        return pull(a)[0]
+        return jax.vjp(lambda x: self.scores(x, y), rows)[1](a)[0]
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
         def scores(x: Array, y: Array, g: Array) -> Array:
@@ -63,8 +61,3 @@ class ChannelDecay(channel_decay.ChannelDecay):
         _, pull = jax.vjp(scores, x, y, self.g)
         d_x, d_y, d_g = pull(a)
         return d_x, d_y, d_g
-
-
-def _halves(first: Array, second: Array) -> Array:
-    """Blocks (c, n, blocks, 2, …) from their halves."""
-    return jnp.stack([first, second], axis=3)

@@ -18,17 +18,8 @@ from precondattn_jax import chunkwise, definition, layout, read_log_mean_exp, tr
 
 def compiled(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
     """The runner's method of that name."""
-    return _call(verb, runner, _sizes(), *arrays)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(verb: str, runner: JaxRunner, sizes: tuple[int, ...], *arrays: Tree) -> Tree:
-    return on_shards(verb, runner, *arrays)
-
-
-def _sizes() -> tuple[int, ...]:
-    """Module constants that compiled functions depend on; tests change them."""
-    return (
+    # Module constants that compiled functions depend on; tests change them.
+    sizes = (
         layout.BLOCK,
         layout.FEWEST,
         layout.REFLECTIONS,
@@ -40,3 +31,9 @@ def _sizes() -> tuple[int, ...]:
         definition.TOKENS,
         read_log_mean_exp.ELEMENTS,
     )
+    return _call(verb, runner, sizes, *arrays)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(verb: str, runner: JaxRunner, sizes: tuple[int, ...], *arrays: Tree) -> Tree:
+    return on_shards(verb, runner, *arrays)

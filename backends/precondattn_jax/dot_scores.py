@@ -20,6 +20,9 @@ from precondattn_jax.loops import PLAIN, Loops
 Sums = dict[str, Array]
 """Gradients that the tiles add to."""
 
+Pulled = tuple[Sums, Array]
+"""The sums, and the gradient of the queries."""
+
 Step = Callable[[Tree, Array, Array], Tree]
 """Of a state, a tile and its block of keys, to the next state."""
 
@@ -68,17 +71,12 @@ class DotScores:
     def on_trail(self, trail: Array, j: Array) -> Array:
         return trail
 
-    def pulled(
-        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
-    ) -> tuple[Sums, Array]:
+    def pulled(self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array) -> Pulled:
         """Gradients from a tile's: the sums with its part, and y, the queries' gradient so far."""
-        blocks = self.blocks
-        d_k = blocks.add(sums["k"], j, transposed_product(d_tile, trail))
-        return sums | {"k": d_k}, y + product(d_tile, blocks.take(self.k, j))
+        d_k = self.blocks.add(sums["k"], j, transposed_product(d_tile, trail))
+        return sums | {"k": d_k}, y + product(d_tile, self.blocks.take(self.k, j))
 
-    def pulled_diagonal(
-        self, sums: Sums, a: Array, y: Array, d_diagonal: Array
-    ) -> tuple[Sums, Array]:
+    def pulled_diagonal(self, sums: Sums, a: Array, y: Array, d_diagonal: Array) -> Pulled:
         """The same for the tile on the diagonal: the sums, and dq of the block."""
         return self.pulled(sums, self.start(a), y, a, d_diagonal)
 
@@ -100,8 +98,6 @@ class CappedScores(DotScores):
     def tile(self, x: Array, j: Array) -> Array:
         return capped(super().tile(x, j), self.cap)
 
-    def pulled(
-        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
-    ) -> tuple[Sums, Array]:
+    def pulled(self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array) -> Pulled:
         d_tile = d_tile * slope(super().tile(trail, j), self.cap)
         return super().pulled(sums, trail, y, j, d_tile)

@@ -15,10 +15,9 @@ from jax import Array
 
 from precondattn.spec import forget_gate
 from precondattn_jax.arithmetic import zeros
+from precondattn_jax.dot_scores import Sums
 from precondattn_jax.layout import QueryBlocks
 from precondattn_portable.head_decay import sums_from
-
-Sums = dict[str, Array]
 
 
 class ForgetGate:
@@ -34,28 +33,19 @@ class ForgetGate:
         block = jnp.arange(self.blocks.keys)
         return (block > j) & (block < a)
 
-    def _at(self, j: Array) -> Array:
-        return self.blocks.take(self.g, j, 3)
-
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
         """Scores (b, n, r, C, C) plus the decay."""
+        own, g = self.blocks.take(self.g, a, 3), self.blocks.take(self.g, j, 3)
         if diagonal:
-            return tile + self.factor * self._within(a)
-        rows = jnp.cumsum(self._at(a), axis=-1)[..., None]
+            b, n, r, size = own.shape
+            own = jnp.swapaxes(jnp.reshape(own, (b, n * r, size)), 1, 2)
+            within = jnp.reshape(forget_gate.decay(own, size), (b, n, r, size, size))
+            return tile + self.factor * within
+        rows = jnp.cumsum(own, axis=-1)[..., None]
         between = jnp.sum(jnp.where(self._between(a, j), self.totals, 0.0), axis=-1)
-        columns = self._behind(self._at(j))[..., None, :]
+        behind = jnp.concatenate([g[..., 1:], jnp.zeros_like(g[..., :1])], -1)
+        columns = sums_from(behind, axis=-1)[..., None, :]
         return tile + self.factor * (rows + between[..., None, None] + columns)
-
-    @staticmethod
-    def _behind(g: Array) -> Array:
-        """Σ_{τ>j} g_τ within a block."""
-        return sums_from(jnp.concatenate([g[..., 1:], jnp.zeros_like(g[..., :1])], -1), axis=-1)
-
-    def _within(self, a: Array) -> Array:
-        b, n, r, size = self._at(a).shape
-        g = jnp.reshape(self._at(a), (b, n * r, size))
-        result = forget_gate.decay(jnp.swapaxes(g, 1, 2), size)
-        return jnp.reshape(result, (b, n, r, size, size))
 
     def sums(self) -> Sums:
         return {"each": zeros(self.g.shape, self.g), "blocks": zeros(self.totals.shape, self.g)}

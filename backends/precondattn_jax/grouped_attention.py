@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -30,9 +30,6 @@ from precondattn_jax.dot_scores import Sums
 from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.read_mean import ReadRows
 from precondattn_jax.tiled_attention import Reads, TiledAttention
-
-Step = Callable[[Any, Array | int], Any]
-"""Of a state and a distance, to the next state."""
 
 
 def has_groups(leaf: SoftmaxAttention, frame: Frame) -> bool:
@@ -153,8 +150,8 @@ class GroupedAttention(TiledAttention):
         pairs = jnp.reshape(tile, (*tile.shape[:2], self.r, size, size))
         return jnp.reshape(jnp.where(visible[:, None, None], pairs, -math.inf), tile.shape)
 
-    def _at_each_distance(self, group: BlockGroup, step: Step, state: Tree) -> Tree:
-        """The state after a step at every distance o at which the group attends to keys."""
+    def _at_each_distance(self, group: BlockGroup, step: Callable[..., Tree], state: Tree) -> Tree:
+        """The state after step(state, o) at every distance o at which the group attends to keys."""
         if self.leaf.causal:
             state, last = step(state, 0), -1
         else:

@@ -8,7 +8,7 @@ Validity masks individual keys.
 
 from __future__ import annotations
 
-import math
+from math import inf
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -101,13 +101,7 @@ class Mask:
         return whole[:, None, None]
 
     def apply(
-        self,
-        tile: Array,
-        a: Array,
-        j: Array,
-        *,
-        diagonal: bool = False,
-        otherwise: float = -math.inf,
+        self, tile: Array, a: Array, j: Array, *, diagonal: bool = False, otherwise: float = -inf
     ) -> Array:
         """Scores (b, n, r C, C), set to `otherwise` at masked pairs."""
         visible = self.visible(a, j, diagonal=diagonal)

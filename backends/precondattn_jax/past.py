@@ -25,12 +25,7 @@ class BufferedPast:
     """
 
     def __init__(
-        self,
-        frame: Frame,
-        capacity: int,
-        heads: int,
-        window: int | None = None,
-        end: Array | None = None,
+        self, frame: Frame, capacity: int, heads: int, window: int | None, end: Array | None = None
     ) -> None:
         assert frame.k_valid is not None  # A cache has slots that are not filled.
         self.capacity, self.window, self.valid = capacity, window, frame.k_valid[:, :capacity]

@@ -72,15 +72,8 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
         scores = product_with_transposed(rows, self.blocks.take(self.unit, j))
         return self.mask.apply(jnp.exp(scores - self.shift), a, j, otherwise=0.0)
 
-    def diagonal(self, a: Array, own: float) -> Array:
-        """Φ of the tile of block a, and `own` on its diagonal."""
-        tile = self.tile(a, a)
-        return jnp.where(identity_like(tile) == 1, own, tile)
-
-    def summed(
-        self, x: Array, own: float, weighted: Callable[[Array, Array, Array], Array]
-    ) -> Array:
-        """Σ_j weighted(Φ_aj) x_j, for a symmetric matrix."""
+    def summed(self, x: Array, own: float, weighted: Callable[..., Array]) -> Array:
+        """Σ_j weighted(Φ_aj, a, j) x_j, for a symmetric matrix with `own` on Φ's diagonal."""
         blocks = self.blocks
 
         def of_rows(total: Array, a: Array) -> tuple[Array, None]:
@@ -91,7 +84,8 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
                 total = blocks.add(total, a, product(tile, blocks.take(x, j)))
                 return blocks.add(total, j, transposed_product(tile, here))
 
-            tile = weighted(self.diagonal(a, own), a, a)
+            tile = self.tile(a, a)
+            tile = weighted(jnp.where(identity_like(tile) == 1, own, tile), a, a)
             total = blocks.add(total, a, product(tile, here))
             return lax.fori_loop(self.mask.first(a), a, add, total), None
 
@@ -112,18 +106,11 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
 
         return -self.scale * self.summed(self.unit, 0.0, weighted)
 
-    def _is_small(self, right: Array) -> bool:
-        """Whether matrices are factorized. Those of a symbolic size are not."""
-        b, n, s, _ = right.shape
-        if not is_known(b, n, s):
-            return False
-        is_small: bool = s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED
-        return is_small
-
     def solved(self, right: Array) -> Array:
         """(Φ + ρ I)⁻¹ right (b, n, s, e)."""
-        leaf, s = self.leaf, right.shape[2]
-        if self._is_small(right):
+        leaf, (b, n, s, _) = self.leaf, right.shape
+        may_be_small = is_known(b, n, s)  # Those of a symbolic size are not factorized.
+        if may_be_small and s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED:
             with full_precision():
                 similarities = leaf.similarities(self.unit[:, :, :s], self.frame)
                 return leaf.solved(similarities, right)
@@ -190,8 +177,7 @@ class SymmetricLucidSolveBlocks(
     ) -> Arrays:
         leaf, phi = self.leaf, Similarities(self.leaf, x, frame)
         d_v = phi.solved(phi.valid(cotangent))
-        d_k = phi.pulled(*map(phi.blocks.of_keys, (d_v, phi.valid(out))))
-        d_k = d_k[:, :, : phi.blocks.s]
+        d_k = phi.pulled(*map(phi.blocks.of_keys, (d_v, phi.valid(out))))[:, :, : phi.blocks.s]
         if leaf.normalize == "keys":
             d_k = rms_norm_vjp(heads_first(x["k"]), leaf.eps, d_k)
         return {"k": heads_first(d_k), "v": heads_first(d_v)}

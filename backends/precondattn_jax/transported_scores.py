@@ -23,7 +23,7 @@ from jax import Array, lax
 from precondattn.arrays import Tree
 from precondattn.spec.metric import DOT
 from precondattn_jax.arithmetic import product, product_with_transposed, transposed_product, zeros
-from precondattn_jax.dot_scores import DotScores, Step, Sums
+from precondattn_jax.dot_scores import DotScores, Pulled, Step, Sums
 from precondattn_jax.layout import BlockedCall, QueryBlocks
 from precondattn_jax.loops import PLAIN, Loops
 from precondattn_jax.triangular_inverse import unit_lower_inverse
@@ -118,9 +118,7 @@ class TransportedScores(DotScores):
     def on_trail(self, trail: Array, j: Array) -> Array:
         return _at(trail, j)
 
-    def pulled(
-        self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array
-    ) -> tuple[Sums, Array]:
+    def pulled(self, sums: Sums, trail: Array, y: Array, j: Array, d_tile: Array) -> Pulled:
         x = _at(trail, j)
         d_keys = _added(sums["keys"], j, transposed_product(d_tile, x))
         d_whole = _added(sums["whole"], j, transposed_product(x, y))
@@ -128,9 +126,7 @@ class TransportedScores(DotScores):
         y = product(d_tile, _at(self.all.keys, j)) + y
         return sums | {"keys": d_keys, "whole": d_whole}, y
 
-    def pulled_diagonal(
-        self, sums: Sums, a: Array, y: Array, d_diagonal: Array
-    ) -> tuple[Sums, Array]:
+    def pulled_diagonal(self, sums: Sums, a: Array, y: Array, d_diagonal: Array) -> Pulled:
         _, pull = jax.vjp(transport, *self._transport(a))
         d_q, d_k, d_w, d_zr, d_zw = pull((y, d_diagonal))
         return sums | {

@@ -52,10 +52,10 @@ class TokenGrid:
     def cut(self, x: Array) -> Array:
         """(b, s, heads, ·) as (b windows, w, heads, ·), 0 in slots without a token."""
         b, rest = x.shape[0], x.shape[2:]
-        x = _filled(x, prod(self.shape), 1)
+        x = padded(x, 0, prod(self.shape) - x.shape[1], axis=1)
         x = jnp.reshape(x, (b, *self.shape, *rest))
         for axis, n in enumerate(self.whole, 1):
-            x = _filled(x, n, axis)
+            x = padded(x, 0, n - x.shape[axis], axis=axis)
         x = jnp.roll(x, tuple(-shift for shift in self.windows.shift), self._axes)
         x = jnp.reshape(x, (b, *self._sides(), *rest))
         x = jnp.transpose(x, (*self._order(), *range(len(self._order()), x.ndim)))
@@ -96,11 +96,6 @@ class TokenGrid:
             label = label * (n + 1) + (x + w - shift) // w
         label = self.cut(label[None, :, None] + 1)[..., 0]  # 0 without a token
         return (label[:, :, None] != label[:, None, :]) | (label[:, None, :] == 0)
-
-
-def _filled(x: Array, size: int, axis: int) -> Array:
-    """x with zeros after it, to the size of an axis."""
-    return padded(x, 0, size - x.shape[axis], axis=axis)
 
 
 class GridCall(WindowedCall):
