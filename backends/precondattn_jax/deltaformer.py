@@ -92,8 +92,7 @@ class Tiles(BlockedCall[pa.DeltaFormer]):
         constant.log_totals = lax.stop_gradient(self.log_totals)
         u = solved(self, constant, self.v)
         log_totals = jnp.where(some, self.log_totals, -jnp.inf)
-        own = lax.map(lambda a: self.own_weight(a, blocks.take(log_totals, a)), blocks.rows)
-        own = joined(own)
+        own = joined(lax.map(lambda a: self.own_weight(a, blocks.take(log_totals, a)), blocks.rows))
         return self.tokens((1.0 - own) * products(self, u) + own * u)
 
 

@@ -147,18 +147,10 @@ class Chunkwise:
                 for whole, tokens in zip(d_written, result, strict=True)
             ]
         s = x.k.shape[2]
-        d_k, d_v, d_g, d_beta, d_erase, d_undecayed = (
-            None if a is None else work.tokens(a, s) for a in d_written
-        )
-        stream = Stream(
-            work.tokens(d_q, x.q.shape[2]),
-            d_k,
-            d_v,
-            xp.reshape(d_g, x.g.shape),
-            None if d_beta is None else d_beta[..., 0],
-            d_erase,
-            d_undecayed,
-        )
+        written = (None if a is None else work.tokens(a, s) for a in d_written)
+        stream = Stream(work.tokens(d_q, x.q.shape[2]), *written)
+        d_beta = None if stream.beta is None else stream.beta[..., 0]
+        stream = stream._replace(g=xp.reshape(stream.g, x.g.shape), beta=d_beta)
         return StreamGradients(stream, xp.reshape(first, d_final.shape))
 
 

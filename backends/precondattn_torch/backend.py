@@ -83,9 +83,7 @@ class Torch(Portable):
             return False
         from precondattn_torch.scaled_dot_product import fits, needs_sums
 
-        if needs_sums(leaf):
-            return False
-        is_full = request.verb in ("forward", "vjp")
+        is_full = request.verb in ("forward", "vjp") and not needs_sums(leaf)
         return is_full and fits(leaf, dict(request.shapes), request.masks, request.device)
 
     def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
