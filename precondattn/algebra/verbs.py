@@ -150,11 +150,7 @@ class Verbs(Piece):
         return vjp(self, arrays, named, backend, masks)
 
     def init_cache(
-        self,
-        *arrays: Array,
-        capacity: int | None = None,
-        key_mask: bool = False,
-        **named: Array,
+        self, *arrays: Array, capacity: int | None = None, key_mask: bool = False, **named: Array
     ) -> Cache:
         """An empty cache for `capacity` tokens per sequence, for arrays like these.
 

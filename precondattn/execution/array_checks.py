@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from precondattn.algebra.declaration import Inputs
 from precondattn.arrays import (
     FLOATING,
     HALF,
     Array,
+    ByName,
     dtype_name,
     exact_device,
     is_recorded_by_jit,
@@ -18,7 +17,7 @@ from precondattn.arrays import (
 from precondattn.backend import UnsupportedError
 
 
-def check_arrays(owner: str, declared: Inputs, inputs: Mapping[str, Array]) -> str:
+def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
     """Raise an error unless the inputs have one library, one device and compatible dtypes.
 
     Returns the library. Beside half-precision queries, keys and values, other inputs may be
@@ -93,12 +92,12 @@ def check_device(what: str, array: Array, like: Array, hint: str = "") -> None:
         raise ValueError(f"{what} is on {device}; the inputs are on {expected}{hint}")
 
 
-def values_of(inputs: Mapping[str, Array]) -> Array:
+def values_of(inputs: ByName) -> Array:
     """v, or the first input: it has the dtype of the call's output."""
     return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
 
 
-def call_dtype(inputs: Mapping[str, Array]) -> str:
+def call_dtype(inputs: ByName) -> str:
     """The dtype of the output."""
     return dtype_name(values_of(inputs))
 

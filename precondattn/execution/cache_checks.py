@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import HALF, Array, dtype_name, library_of
+from precondattn.arrays import HALF, ByName, dtype_name, library_of
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.cache.windows import FIRST
 from precondattn.execution.array_checks import check_device
@@ -35,7 +34,7 @@ def check_cacheable(mechanism: Piece) -> None:
         raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
 
 
-def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: Mapping[str, Array]) -> int:
+def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: ByName) -> int:
     """The capacity of the cache; 0 for a mechanism that caches no tokens."""
     slots = mechanism.program.slots
     keys = set(slots)

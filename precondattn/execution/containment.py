@@ -36,6 +36,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     arange_like,
     cast,
     gathered,
@@ -68,7 +69,7 @@ class NonFiniteRows(NamedTuple):
     output: Pattern
     buffers: Mapping[str, Pattern]
 
-    def cleaned(self, arrays: Mapping[str, Array]) -> Arrays:
+    def cleaned(self, arrays: ByName) -> Arrays:
         """The inputs, or their gradients, with 0 in bad rows."""
         return {
             name: zero_where_not(self.good[name], array) if name in self.good else array
@@ -95,7 +96,7 @@ class NonFiniteRows(NamedTuple):
             return Rewrite(past, tokens)
         return Replace(_replaced(update.value, self.by_keys[:, -1:, :], pattern, NAN))
 
-    def without_states(self, d_states: Mapping[str, Array]) -> Arrays:
+    def without_states(self, d_states: ByName) -> Arrays:
         """The cotangents of new states, 0 in the heads whose state is NaN.
 
         In these the last token depends on a bad one, which is of its segment.

@@ -5,7 +5,7 @@ The dtypes of intermediate results and of their cotangents are described in `cot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -13,6 +13,7 @@ from precondattn.algebra.piece import ExtendPullback
 from precondattn.arrays import (
     Array,
     Arrays,
+    ByName,
     Residuals,
     cast,
     counts_flops,
@@ -243,7 +244,7 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
     return call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
 
 
-def _inputs(planned: PlannedCall, values: Mapping[str, Array], call: BoundCall) -> Arrays:
+def _inputs(planned: PlannedCall, values: ByName, call: BoundCall) -> Arrays:
     inputs = {name: values[value] for name, value in planned.arguments}
     for name in planned.narrowed:
         inputs[name] = _in_call_dtype(inputs[name], call)

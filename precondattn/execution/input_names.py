@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.text import nearest
-from precondattn.arrays import Array
+from precondattn.arrays import Array, ByName
 from precondattn.limits import KEPT
 
 
@@ -35,7 +35,7 @@ def inputs_by_name(
     owner: str,
     declared: Inputs,
     arrays: Sequence[Array],
-    named: Mapping[str, Array],
+    named: ByName,
     options: Sequence[str],
     *,
     complete: bool = True,
@@ -63,5 +63,5 @@ def inputs_by_name(
     return {name: given[name] for name in declared if name in given}
 
 
-def shapes_of(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+def shapes_of(inputs: ByName) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in inputs.items()}

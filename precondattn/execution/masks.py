@@ -23,6 +23,7 @@ import numpy as np
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.arrays import (
     Array,
+    ByName,
     Shape,
     arange_like,
     cast,
@@ -117,7 +118,7 @@ def is_contiguous(segment_ids: Array) -> Array:
 
 
 def zero_padding(
-    inputs: Mapping[str, Array], declared: Inputs, q_valid: Array | None, k_valid: Array | None
+    inputs: ByName, declared: Inputs, q_valid: Array | None, k_valid: Array | None
 ) -> dict[str, Array]:
     """The inputs (or their gradients) with padding set to 0, so that NaN padding does not spread.
 

@@ -7,9 +7,9 @@ copied. Other libraries count no writes: there the caller has to leave the argum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from precondattn.arrays import Array, Arrays, copied, library_of, writes_in_place
+from precondattn.arrays import Array, Arrays, ByName, copied, library_of, writes_in_place
 from precondattn.cache import Cache
 from precondattn.execution.signature import GivenCall
 
@@ -46,7 +46,7 @@ def _with_copies(call: GivenCall) -> GivenCall:
     def kept(array: Array) -> Array:
         return copied(array) if library_of(array) == "torch" and array.is_inference() else array
 
-    def all_kept(arrays: Mapping[str, Array]) -> Arrays:
+    def all_kept(arrays: ByName) -> Arrays:
         return {name: kept(array) for name, array in arrays.items()}
 
     named, masks, cache = all_kept(call.named), all_kept(call.masks), call.cache

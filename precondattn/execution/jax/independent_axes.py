@@ -11,7 +11,7 @@ of all heads it has. Of a mechanism whose outputs depend on other sequences, no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,7 +19,7 @@ import jax
 from precondattn.algebra.declaration import HEADS as HEAD_LETTERS
 from precondattn.algebra.declaration import Pattern
 from precondattn.algebra.piece import Piece
-from precondattn.arrays import Array, Tree
+from precondattn.arrays import Array, ByName, Tree
 
 BATCH, HEADS = "b", "h"
 INDEPENDENT = BATCH + HEADS
@@ -57,7 +57,7 @@ def axes_of(mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: T
 class _DeclaredAxes:
     """The axes of arrays, by the declared patterns."""
 
-    def __init__(self, mechanism: Piece, inputs: Mapping[str, Array]) -> None:
+    def __init__(self, mechanism: Piece, inputs: ByName) -> None:
         mixes = mechanism.mixes_sequences
         self.batch = NUMBERED if mixes else BATCH
         self.heads = NUMBERED if mixes or mechanism.numbers_heads else HEADS
