@@ -137,11 +137,13 @@ def zero_padding(
     return zeroed
 
 
-def nan_where_invalid(out: Array, invalid: Array) -> Array:
+def nan_where_invalid(out: Array, invalid: Array | None) -> Array:
     """The output, NaN for sequences whose traced arguments were out of range.
 
     NaN is multiplied in, so that the gradients of those sequences are NaN too.
     """
+    if invalid is None:
+        return out
     xp = namespace(out)
     is_invalid = xp.reshape(invalid, (-1,) + (1,) * (out.ndim - 1))
     return out * xp.where(is_invalid, float("nan"), xp.ones_like(out))
