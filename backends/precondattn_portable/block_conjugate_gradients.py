@@ -78,16 +78,16 @@ class Directions(NamedTuple):
         return Directions(x, q, s, ops.product(z, self.c))
 
 
-def lengths(x: Array) -> Array:
-    """‖x‖ of every column (b, n, 1, e)."""
+def lengths(x: Array, axis: int = -2) -> Array:
+    """‖x‖ of every column (b, n, 1, e), or along another axis."""
     xp = namespace(x)
-    return xp.sqrt(xp.sum(x * x, axis=-2, keepdims=True))
+    return xp.sqrt(xp.sum(x * x, axis=axis, keepdims=True))
 
 
-def sizes(right: Array) -> Array:
-    """The largest entry of every column (b, n, 1, e); 1 where there is none."""
+def sizes(right: Array, axis: int = -2) -> Array:
+    """The largest entry of every column (b, n, 1, e), or of another axis; 1 where none is."""
     xp = namespace(right)
-    size = xp.max(xp.abs(right), axis=-2, keepdims=True)
+    size = xp.max(xp.abs(right), axis=axis, keepdims=True)
     return xp.where((size > 0) & xp.isfinite(size), size, 1.0)
 
 

@@ -22,12 +22,6 @@ FORGOTTEN = -1e4
 """A gate below it is as good as −∞: e^g is 0 in every precision. It can be multiplied by 0."""
 
 
-def lower_triangle(size: int, like: Array, k: int = 0) -> Array:
-    """(C, C), true up to the k-th diagonal."""
-    token = arange_like(size, like)
-    return token[None, :] <= token[:, None] + k
-
-
 def sums_before(x: Array) -> Array:
     """Σ_{j<i} x_j over tokens (…, C, w)."""
     return namespace(x).cumulative_sum(x, axis=-2, include_initial=True)[..., :-1, :]
@@ -37,12 +31,6 @@ def sums_from(x: Array, axis: int = -2) -> Array:
     """Σ_{j≥i} x_j over tokens (…, C, w)."""
     xp = namespace(x)
     return xp.flip(xp.cumulative_sum(xp.flip(x, axis=axis), axis=axis), axis=axis)
-
-
-def sums_after(x: Array) -> Array:
-    """Σ_{j>i} x_j over tokens (…, C, w)."""
-    xp = namespace(x)
-    return sums_from(xp.concat([x[..., 1:, :], xp.zeros_like(x[..., :1, :])], axis=-2))
 
 
 def decayed(x: Array, factor: Array | None) -> Array:
@@ -76,7 +64,8 @@ class ChunkDecay:
         if g is not None:
             xp = namespace(g)
             self.reading = xp.exp(xp.cumulative_sum(g, axis=-2))
-            self.writing = xp.exp(sums_after(g))
+            following = xp.concat([g[..., 1:, :], xp.zeros_like(g[..., :1, :])], axis=-2)
+            self.writing = xp.exp(sums_from(following))
             self.total = self.reading[:, :, -1:, :]
 
     def by_gate(self, x: Array) -> Array:
@@ -116,9 +105,9 @@ class HeadDecay(ChunkDecay):
 
     def __init__(self, ops: Arithmetic, g: Array | None, like: Array) -> None:
         super().__init__(ops, g)
-        size = like.shape[2]
-        self.until = cast(lower_triangle(size, like), like.dtype)
-        self.before = cast(lower_triangle(size, like, -1), like.dtype)
+        token = arange_like(like.shape[2], like)
+        self.until = cast(token[None, :] <= token[:, None], like.dtype)
+        self.before = cast(token[None, :] < token[:, None], like.dtype)
 
     @cached_property
     def pairs(self) -> Array:

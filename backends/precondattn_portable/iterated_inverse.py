@@ -7,41 +7,31 @@ With U = dP Xᵀ and V = Xᵀ dP, a step of the gradient takes eight products of
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import identity_like, transpose
 from precondattn.spec.iterated_inverse import largest_sum
 from precondattn_portable.arithmetic import Arithmetic
 
-
-class InverseStep(NamedTuple):
-    """What the gradient of Z' = ¼ Z P reads."""
-
-    z: Array
-    x: Array
-    p: Array
+Steps = list[tuple[Array, Array, Array]]
+"""Z, X and P of each Z' = ¼ Z P, which its gradient reads."""
 
 
-def steps(
-    ops: Arithmetic, a: Array, iterations: int, *, of_all: bool
-) -> tuple[Array, list[InverseStep]]:
+def steps(ops: Arithmetic, a: Array, iterations: int, *, of_all: bool) -> tuple[Array, Steps]:
     """Z ≈ A⁺ of matrices (…, m, m), and the steps to it."""
     c, _ = largest_sum(a, of_all=of_all)
-    z, done, one = transpose(a) / c, [], identity_like(a)
+    z, one = transpose(a) / c, identity_like(a)
+    done: Steps = []
     for _ in range(iterations):
         x = ops.product(a, z)
         p = ops.product(x, 7.0 * one - x)
         p = ops.product(x, 15.0 * one - p)
         p = 13.0 * one - p
-        done.append(InverseStep(z, x, p))
+        done.append((z, x, p))
         z = 0.25 * ops.product(z, p)
     return z, done
 
 
-def steps_vjp(
-    ops: Arithmetic, a: Array, done: list[InverseStep], d_z: Array, *, of_all: bool
-) -> Array:
+def steps_vjp(ops: Arithmetic, a: Array, done: Steps, d_z: Array, *, of_all: bool) -> Array:
     """The gradient of A, from that of Z."""
     xp = namespace(a)
     d_a = ops.zeros(a.shape, a)
@@ -56,5 +46,5 @@ def steps_vjp(
         d_z = ops.add_product(ops.product(d_z, transpose(p)), transpose(a), d_x)
     c, share = largest_sum(a, of_all=of_all)
     axes = tuple(range(a.ndim)) if of_all else (-2, -1)
-    d_c = -xp.sum(d_z * done[0].z, axis=axes, keepdims=True) / c
+    d_c = -xp.sum(d_z * done[0][0], axis=axes, keepdims=True) / c
     return d_a + transpose(d_z) / c + d_c * share

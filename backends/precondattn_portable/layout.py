@@ -174,7 +174,7 @@ def groups_with_scratch(
 
 def zero_padding(x: Array, frame: Frame) -> Array:
     """(b, t, h, …) with 0 at padded queries, which attend to nothing."""
-    return x if frame.q_valid is None else only_at(frame.q_valid, x)
+    return only_at(frame.q_valid, x)
 
 
 def only_at(valid: Array | None, x: Array, axis: int = 1) -> Array:

@@ -236,12 +236,6 @@ class PastSystem:
             self.rms = r if known.offset is not None else xp.where(r > 0, r, 1.0)
         self.mask = Mask(known.frame, count, known.offset, window=leaf.window, strict=True)
 
-    def weights(self, part: Part, tile: Tile) -> Array:
-        """Φ / `factor` (b, n, i1 − i0, count) of some heads and new tokens."""
-        rows = self.queries[part][tile.queries]
-        scores = self.ops.product(rows, transpose(self.keys[part]))
-        return self.ops.exp(self.logs(scores, part, tile))
-
     def logs(self, scores: Array, part: Part, tile: Tile) -> Array:
         """log Φ − log `factor`, from scores with the keys as stored; in `scores`."""
         if self.rms is not None:
@@ -421,8 +415,10 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
             for i0, i1 in blocks(t, size):
                 rhs = v[part][:, :, i0:i1, :]
                 if known.count:
-                    row_block = new.weights(part, Tile(i0, i1, 0, known.count))
-                    rhs = ops.add_product(rhs + 0, row_block, new.solved[part], -new.factor)
+                    tile, keys = Tile(i0, i1, 0, known.count), transpose(new.keys[part])
+                    scores = ops.product(new.queries[part][tile.queries], keys)
+                    weights = ops.exp(new.logs(scores, part, tile))
+                    rhs = ops.add_product(rhs + 0, weights, new.solved[part], -new.factor)
                 right[part][:, :, i0:i1, :] = rhs
         y = self.among_new(x, right, known, frame)
         updates: Updates = {"key": Append(x["k"]), "solved": Append(y)}

@@ -25,7 +25,7 @@ from precondattn.spec.mesa_query import Read
 from precondattn.spec.positive_definite import ROUNDINGS, tolerance_of
 from precondattn.spec.recurrence import Form, Stream
 from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.block_conjugate_gradients import Residual
+from precondattn_portable.block_conjugate_gradients import Residual, lengths, sizes
 from precondattn_portable.chunkwise import Chunkwise
 from precondattn_portable.stateful import StatefulAlgorithm
 
@@ -73,15 +73,14 @@ class MesaProblem(NamedTuple):
     @classmethod
     def of_queries(cls, leaf: pa.MesaQuery, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
         xp = namespace(q)
-        scale = xp.max(xp.abs(q), axis=-1, keepdims=True)
-        scale = xp.where((scale > 0) & xp.isfinite(scale), scale, 1.0)
+        scale = sizes(q, -1)
         # Tokens of padding have none.
         diagonal = xp.where(diagonal == 0, 1.0, diagonal)
         return cls(q / scale, scale, diagonal, ridge, tolerance_of(leaf, q))
 
     def recurring(self, r: Array) -> Residual:
         """That of the recurrence."""
-        return Residual(_length(r), self.tolerance * _length(self.right))
+        return Residual(lengths(r, -1), self.tolerance * lengths(self.right, -1))
 
     def is_open(self, search: Search, allowed: Array, least: Array) -> bool:
         """Whether the residual of the recurrence is still large for any query.
@@ -92,19 +91,15 @@ class MesaProblem(NamedTuple):
         xp = namespace(least)
         if xp.any(Residual(search.size * least, allowed * allowed).is_large()):
             return True
-        return bool(xp.any(Residual(_length(search.r), allowed).is_large()))
+        return bool(xp.any(Residual(lengths(search.r, -1), allowed).is_large()))
 
     def residual(self, times: Read, x: Array) -> tuple[Array, Residual]:
         """q − M x, and its lengths."""
         rest = self.right - times(x)
         rounding = ROUNDINGS * float(namespace(x).finfo(x.dtype).eps)
         norm = row_sum(self.diagonal)  # The trace of M, at least its norm.
-        allowed = self.tolerance * _length(self.right) + rounding * norm * _length(x)
-        return rest, Residual(_length(rest), allowed)
-
-
-def _length(x: Array) -> Array:
-    return namespace(x).sqrt(row_sum(x * x))
+        allowed = self.tolerance * lengths(self.right, -1) + rounding * norm * lengths(x, -1)
+        return rest, Residual(lengths(rest, -1), allowed)
 
 
 def solved(
@@ -129,7 +124,7 @@ def solved(
         if not xp.any(left.is_large()):
             return x * problem.scale
         if used == most:
-            raise leaf.not_solved(left.worst(_length(problem.right)), used, problem.tolerance)
+            raise leaf.not_solved(left.worst(lengths(problem.right, -1)), used, problem.tolerance)
 
 
 class Solving:

@@ -201,10 +201,6 @@ class WindowedCall:
         together = slots[0] if len(slots) == 1 else xp.concat(slots, axis=1)
         return xp.take(together, self.index(self.all.slots), axis=1)
 
-    def entries(self) -> Array:
-        """The table's entry of each pair of slots, (w w,)."""
-        return self.index(self.all.entries)
-
     def visible(self, part: WindowPart) -> Array | None:
         """Which pairs are visible (b windows, 1, w, w); None for all."""
         xp, b = namespace(self.x["q"]), self.x["q"].shape[0]
@@ -236,5 +232,5 @@ class WindowedCall:
             return None
         table, w = self.x["bias_table"], math.prod(self.leaf.windows.size)
         xp = namespace(table)
-        pairs = xp.take(table, self.entries(), axis=0)
+        pairs = xp.take(table, self.index(self.all.entries), axis=0)
         return xp.reshape(xp.permute_dims(pairs, (1, 0)), (1, table.shape[1], w, w))

@@ -70,7 +70,10 @@ def partition(windows: GridWindows, s: int) -> Partition:
     plain = len(tokens) - int(at_border.sum())
     kinds = WindowPart(tokens[:plain], None), WindowPart(tokens[plain:], hidden[plain:])
     parts = tuple(part for part in kinds if len(part.tokens))
-    return Partition(parts, slots, _entries(windows.size))
+    # A window is a grid of its own.
+    window = windows._replace(columns=windows.columns and windows.size[1])
+    slot = np.arange(tokens.shape[1])[None, :]
+    return Partition(parts, slots, window.entry(slot, slot).ravel())
 
 
 def _cut(grid: np.ndarray, windows: GridWindows) -> np.ndarray:
@@ -79,12 +82,3 @@ def _cut(grid: np.ndarray, windows: GridWindows) -> np.ndarray:
     sides = [side for n, w in zip(grid.shape, windows.size, strict=True) for side in (n // w, w)]
     order = (*range(0, 2 * grid.ndim, 2), *range(1, 2 * grid.ndim, 2))
     return rolled.reshape(sides).transpose(order).reshape(-1, int(np.prod(windows.size)))
-
-
-def _entries(size: tuple[int, ...]) -> np.ndarray:
-    """The table's entry of each pair of slots, (w w,)."""
-    places = np.indices(size).reshape(len(size), -1)
-    entry = np.zeros((places.shape[1], places.shape[1]), dtype=np.int64)
-    for place, w in zip(places, size, strict=True):
-        entry = entry * (2 * w - 1) + place[:, None] - place[None, :] + w - 1
-    return entry.ravel()
