@@ -64,7 +64,11 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
             n = row_sum(weights) if is_plain else weights @ _counted(k, frame)
         else:
             scores = ops.lower(scores, s - t)
-            total, n = _running_sum(k, t), _running_count(k, frame, t)
+            total = _running_sum(k, t)
+            if is_plain:
+                n = namespace(k).arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))[:, None]
+            else:
+                n = _running_sum(_counted(k, frame), t)
         a, n = ops.product(scores, k), _positive(n, s, frame)
         contraction = time_first(x["contraction"][..., None])
         return time_first(self._contracted(a, total, n, q, contraction))
@@ -93,15 +97,6 @@ def _counted(k: Array, frame: Frame) -> Array:
 def _running_sum(x: Array, t: int) -> Array:
     """The sums up to each of the last t tokens."""
     return namespace(x).cumulative_sum(x, axis=2)[:, :, x.shape[2] - t :, :]
-
-
-def _running_count(k: Array, frame: Frame, t: int) -> Array:
-    """The number of valid tokens (b or 1, m or 1, t, 1) up to each of the last t."""
-    xp, s = namespace(k), k.shape[2]
-    if frame.valid_keys(s) is not None:
-        return _running_sum(_counted(k, frame), t)
-    count = xp.arange(s - t + 1, s + 1, dtype=k.dtype, **placement(k))
-    return xp.reshape(count, (1, 1, t, 1))
 
 
 def _positive(n: Array, tokens: int, frame: Frame) -> Array:

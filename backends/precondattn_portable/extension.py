@@ -123,7 +123,12 @@ def few_tokens_at_a_time(
         q_valid = None if frame.q_valid is None else frame.q_valid[:, i0:i1]
         k_valid = xp.concat([slot_valid, new_valid[:, i0:i1]], axis=1)
         part_frame = Frame(position, xp.concat([slots, position], axis=1), q_valid, k_valid)
-        out, updates = step(buffers, _tokens(leaf, x, i0, i1), part_frame)
+        new = dict(x)
+        for name, array in x.items():
+            axis = leaf.inputs[name].time_axis
+            if axis is not None:
+                new[name] = array[(*[slice(None)] * axis, slice(i0, i1), ...)]
+        out, updates = step(buffers, new, part_frame)
         outs.append(out)
         count = xp.full_like(length, i1 - i0)
         if q_valid is not None:
@@ -133,12 +138,3 @@ def few_tokens_at_a_time(
         slot_valid = append(slot_valid, new_valid[:, i0:i1], length, count, donate=False)
         length = length + count
     return xp.concat(outs, axis=1), {slot: Replace(buffer) for slot, buffer in buffers.items()}
-
-
-def _tokens(leaf: LeafProtocol, x: Arrays, i0: int, i1: int) -> Arrays:
-    result = dict(x)
-    for name, array in x.items():
-        axis = leaf.inputs[name].time_axis
-        if axis is not None:
-            result[name] = array[(*[slice(None)] * axis, slice(i0, i1), ...)]
-    return result
