@@ -115,18 +115,13 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
                     f"{value} can not be both what {calls[first_number].leaf} declares ({first}) "
                     f"and what {calls[number].leaf} declares ({pattern})"
                 )
-    _equate_bases(calls, families)
-    return families
-
-
-def _equate_bases(calls: Sequence[LeafCall], families: _Families) -> None:
-    """Give equal sizes to a base that is called twice, unless the values contradict this."""
-    first: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, call in enumerate(calls):
-        if not call.leaf.is_base:
-            continue
-        for letter in _letters((Pattern.read(call.leaf.output), *call.leaf.inputs.values())):
-            families.equate(first.setdefault(letter, number), Axis(letter), number, Axis(letter))
+        if call.leaf.is_base:  # One that is called twice has equal sizes, unless values contradict.
+            for letter in _letters((Pattern.read(call.leaf.output), *call.leaf.inputs.values())):
+                axis = Axis(letter)
+                families.equate(numbers.setdefault(letter, number), axis, number, axis)
+    return families
 
 
 def _declarations(calls: Sequence[LeafCall]) -> Declarations:

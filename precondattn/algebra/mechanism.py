@@ -23,7 +23,7 @@ from precondattn.algebra.options import OptionValue, check_options
 from precondattn.algebra.program import Program
 from precondattn.algebra.text import read, text_of_mechanism
 from precondattn.algebra.unfolding import program_of
-from precondattn.algebra.verbs import Verbs, constructed_in_graph, parsed_in_graph
+from precondattn.algebra.verbs import Verbs, in_graph
 from precondattn.arrays import Array, Arrays, ByName, is_traced_by_dynamo
 from precondattn.cache import Updates
 from precondattn.frame import Frame
@@ -41,7 +41,7 @@ class Mechanism(Verbs):
 
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
-            return constructed_in_graph(cls, values, options)
+            return in_graph().constructed(cls, values, options)
         return super().__new__(cls)
 
     def __init_subclass__(cls, **named: object) -> None:
@@ -115,7 +115,7 @@ def parse(text: str) -> Mechanism:
     >>> str(pa.Lucid(pa.Softmax(window=128)))
     'lucid(softmax[window=128])'
     """
-    mechanism: Mechanism = parsed_in_graph(text) if is_traced_by_dynamo() else read(text)
+    mechanism: Mechanism = in_graph().parsed(text) if is_traced_by_dynamo() else read(text)
     return mechanism
 
 

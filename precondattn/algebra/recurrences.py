@@ -59,7 +59,6 @@ class Recurrences:
         return not any(self._missing(recurrence))
 
     def _missing(self, recurrence: Recurrence) -> Iterable[str]:
-        """The fields whose value is not in the set."""
         if recurrence.steps is not None and not self.several_steps:
             yield "steps"
         for name in LISTED:

@@ -53,8 +53,6 @@ def read(text: str) -> AnyMechanism:
 
 
 class _Reader:
-    """A recursive-descent parser over the text of one expression."""
-
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
         self.shown = _quoted(text)

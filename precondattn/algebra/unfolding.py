@@ -11,12 +11,12 @@ from precondattn.algebra.program import Program
 from precondattn.limits import KEPT
 
 if TYPE_CHECKING:
-    from precondattn.algebra.mechanism import Mechanism, Preconditioner
+    from precondattn.algebra.mechanism import Leaf, Mechanism, Preconditioner
 
 
 @lru_cache(maxsize=KEPT)
-def program_of(mechanism: Mechanism) -> Program:
-    """The program of a mechanism.
+def program_of(mechanism: Leaf | Preconditioner) -> Program:
+    """The programs of a mechanism's steps, concatenated, with its own names of the values.
 
     Raises
     ------
@@ -27,11 +27,6 @@ def program_of(mechanism: Mechanism) -> Program:
     if isinstance(mechanism, LeafProtocol):
         call = LeafCall("out", mechanism, tuple([(name, name) for name in mechanism.inputs]))
         return Program([call], "out", {name: mechanism.meaning(name) for name in mechanism.inputs})
-    return _unfold(mechanism)  # type: ignore[arg-type]
-
-
-def _unfold(mechanism: Preconditioner) -> Program:
-    """The programs of the steps, concatenated, with this preconditioner's names of the values."""
     calls: list[LeafCall] = []
     known: dict[tuple[LeafProtocol, tuple[tuple[str, str], ...]], str] = {}
     values: dict[str, str] = {}  # The name of a step's output or of an input -> the value's name.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
@@ -17,25 +18,15 @@ from precondattn.cache import Cache
 from precondattn.cache.kinds import holding
 
 if TYPE_CHECKING:
-    from precondattn.algebra.options import OptionValue
     from precondattn.algebra.registry import AnyMechanism
     from precondattn.dispatch.explanation import Explanation
 
 
-def constructed_in_graph(
-    cls: type[AnyMechanism], values: tuple[OptionValue, ...], options: dict[str, OptionValue]
-) -> AnyMechanism:
-    """A mechanism that compiled code constructs."""
-    from precondattn.execution.torch.compile import constructed
+def in_graph() -> ModuleType:
+    """The functions that code compiled by PyTorch calls instead."""
+    from precondattn.execution.torch import compile as functions
 
-    return constructed(cls, values, options)
-
-
-def parsed_in_graph(text: str) -> AnyMechanism:
-    """A mechanism that compiled code parses."""
-    from precondattn.execution.torch.compile import parsed
-
-    return parsed(text)
+    return functions
 
 
 class _SignatureOfCall:
@@ -98,16 +89,10 @@ class Verbs(Piece):
         TypeError, ValueError
             for bad input, naming it, before anything is computed.
         """
-        masks = {
-            "segment_ids": segment_ids,
-            "cu_seqlens": cu_seqlens,
-            "lengths": lengths,
-            "key_mask": key_mask,
-        }
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
         if is_compiling():
-            from precondattn.execution.torch.compile import captured_call
-
-            return captured_call(self._name, arrays, named, backend, masks)
+            return in_graph().captured_call(self._name, arrays, named, backend, masks)
         from precondattn.execution.run import call
 
         return call(self, arrays, named, backend, masks)
@@ -141,12 +126,8 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import vjp
 
-        masks = {
-            "segment_ids": segment_ids,
-            "cu_seqlens": cu_seqlens,
-            "lengths": lengths,
-            "key_mask": key_mask,
-        }
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
         return vjp(self, arrays, named, backend, masks)
 
     def init_cache(
@@ -200,12 +181,9 @@ class Verbs(Piece):
         masks = {"lengths": lengths, "key_mask": key_mask}
         if is_compiling():
             # A graph does not write in place; the compiler reuses memory that is free.
-            from precondattn.execution.torch.compile import captured_extend
-
             length, store = cache.length, dict(cache.store)
-            out, length, *buffers = captured_extend(
-                self._name, length, store, arrays, named, backend, masks
-            )
+            given = self._name, length, store, arrays, named, backend, masks
+            out, length, *buffers = in_graph().captured_extend(*given)
             if donate:
                 cache.store.clear()
             return out, holding(cache, length, dict(zip(store, buffers, strict=True)))
@@ -270,10 +248,6 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import explain
 
-        masks = {
-            "segment_ids": segment_ids,
-            "cu_seqlens": cu_seqlens,
-            "lengths": lengths,
-            "key_mask": key_mask,
-        }
+        masks = {"lengths": lengths, "key_mask": key_mask}
+        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
         return explain(self, verb, cache, arrays, named, backend, masks)

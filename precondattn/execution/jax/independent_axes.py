@@ -55,8 +55,6 @@ def axes_of(mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: T
 
 
 class _DeclaredAxes:
-    """The axes of arrays, by the declared patterns."""
-
     def __init__(self, mechanism: Piece, inputs: ByName) -> None:
         mixes = mechanism.mixes_sequences
         self.batch = NUMBERED if mixes else BATCH

@@ -24,21 +24,22 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, Tree, cast, upcast
 from precondattn.dispatch.discovery import discover
 from precondattn.execution import definition
-from precondattn.execution.jax.backend import JaxBackend, Output, StepOutput
+from precondattn.execution.jax.backend import JaxBackend
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
 
 
 def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], piece: Piece) -> Tree:
     """A function of a backend that runs a piece, with its derivatives."""
-    computed: Callable[..., Tree]
     if verb in ("forward", "backward"):
-        output = output_of(piece, backend)
+        output = _offered("differentiable", piece, backend) or partial(definition.output, piece)
         computed = output if verb == "forward" else partial(_backward, output)
     elif differentiates_step(backend, piece):
         return function
     else:
-        step = step_of(piece)
+        # The definition is computed again for it: it stores all pairs of tokens.
+        defined = jax.checkpoint(partial(definition.step, piece))
+        step = _offered("differentiable_step", piece, backend) or defined
         computed = step if verb == "step" else partial(_step_backward, step)
 
     def derivative(primals: Tree, tangents: Tree) -> Tree:
@@ -58,36 +59,22 @@ def differentiates_step(backend: Tree, piece: Piece) -> bool:
     return isinstance(backend, JaxBackend) and backend.differentiable_step(piece) is not None
 
 
-def output_of(piece: Piece, first: Tree) -> Output:
-    """F of a piece: that of a backend, `first` if it has one, or the definition."""
-    for backend in (first, *discover().backends):
-        output = backend.differentiable(piece) if isinstance(backend, JaxBackend) else None
-        if output is not None:
-            return output
-    return partial(definition.output, piece)
-
-
-def step_of(piece: Piece) -> StepOutput:
-    """The step of a piece: that of a backend, or the definition."""
-    for backend in discover().backends:
-        step = backend.differentiable_step(piece) if isinstance(backend, JaxBackend) else None
-        if step is not None:
-            return step
-    # It is computed again when it is differentiated, because it stores all pairs of tokens.
-    defined: StepOutput = jax.checkpoint(partial(definition.step, piece))
-    return defined
+def _offered(method: str, piece: Piece, first: Tree) -> Tree:
+    """What a backend of JAX has for a piece, `first` if it does; None where none has it."""
+    backends = (each for each in (first, *discover().backends) if isinstance(each, JaxBackend))
+    offers = (getattr(backend, method)(piece) for backend in backends)
+    return next((offer for offer in offers if offer is not None), None)
 
 
 def _backward(
-    output: Output, inputs: Arrays, frame: Frame, out: Array, residuals: Tree, cotangent: Array
+    output: Tree, inputs: Arrays, frame: Frame, out: Array, residuals: Tree, cotangent: Array
 ) -> Tree:
-    """The gradients by name."""
     out, pull = jax.vjp(lambda inputs: output(inputs, frame), inputs)
     return pull(cast(cotangent, out.dtype))[0]
 
 
 def _step_backward(
-    step: StepOutput, past: Arrays, inputs: Arrays, frame: Frame, cotangent: Array, d_new: Arrays
+    step: Tree, past: Arrays, inputs: Arrays, frame: Frame, cotangent: Array, d_new: Arrays
 ) -> Tree:
     """The gradients of the inputs, and those of the old states, by name."""
 

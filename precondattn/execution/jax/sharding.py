@@ -158,8 +158,6 @@ class ShardedCall:
         return chosen
 
     def _part(self, chosen: mesh_axes.MeshAxes) -> Tree:
-        """The function of one device's parts of the arguments."""
-
         def part(*leaves: Tree) -> Tree:
             results = self.function(*leaves)
             return jax.tree.map(total, results, self.results) if self.is_gradient else results

@@ -17,7 +17,6 @@ from torch import Tensor
 from precondattn.algebra import registry
 from precondattn.algebra.names import piece_named
 from precondattn.algebra.options import OptionValue
-from precondattn.algebra.piece import BackendNames
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
@@ -75,26 +74,16 @@ def captured(function: str, *arguments: Given) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def captured_call(
-    mechanism: str, arrays: Tensors, named: Arrays, backend: BackendNames, masks: Given
-) -> Tensor:
+def captured_call(mechanism: str, *given: Given) -> Tensor:
     """`Mechanism.__call__`."""
-    return run.call(piece_named(mechanism), arrays, named, backend, masks)
+    return run.call(piece_named(mechanism), *given)
 
 
 @torch.compiler.allow_in_graph
-def captured_extend(
-    mechanism: str,
-    length: Tensor,
-    store: Arrays,
-    arrays: Tensors,
-    named: Arrays,
-    backend: BackendNames,
-    masks: Given,
-) -> Tensors:
+def captured_extend(mechanism: str, length: Tensor, store: Arrays, *given: Given) -> Tensors:
     """`Mechanism.extend`: the output, the new length, and the buffers."""
     piece, cache = piece_named(mechanism), Cache(length, dict(store))
-    out, cache = run.extend(piece, cache, arrays, named, backend, masks, donate=False)
+    out, cache = run.extend(piece, cache, *given, donate=False)
     return (out, cache.length, *(cache.store[key] for key in store))
 
 

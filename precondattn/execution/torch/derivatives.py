@@ -46,24 +46,23 @@ def _save(ctx: FunctionCtx, inputs: Tree, *lists: Sequence[Tensor | None]) -> No
 
 
 def _save_arguments(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
-    """Keep all arguments of an operator of lists."""
     _save(ctx, inputs, *inputs[2:-1])
 
 
 def _saved(ctx: FunctionCtx) -> list[list[Tensor]]:
-    """The lists of tensors."""
     tensors = iter(ctx.saved_tensors)
     return [list(islice(tensors, count)) for count in ctx.counts]
 
 
-def _no_gradient(ctx: FunctionCtx, frame: Sequence[Tensor | None]) -> tuple[Tree, tuple[None, ...]]:
-    """The gradients of a frame's arrays and of the text of its layout.
+def _results(ctx: FunctionCtx, lists: Sequence[Tensors], frame: Tree, *others: Tree) -> Tree:
+    """The gradients of all arguments, of which texts and the arrays of a frame have none.
 
     Autograd treats a list that contains None as one argument, and a list of tensors as many. It is
     not given an argument that equals its default, as an empty text does.
     """
     of_frame = None if any(each is None for each in frame) else [None] * len(frame)
-    return of_frame, (None,) if ctx.layout else ()
+    of_layout = (None,) if ctx.layout else ()
+    return None, None, *lists, of_frame, *others, *of_layout
 
 
 def _remember(ctx: FunctionCtx, inputs: Tree, output: Tree) -> None:
@@ -75,8 +74,7 @@ def _differentiate(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     register_flops()
     tensors, frame, outputs = _saved(ctx)
     gradients = backward(*ctx.named, tensors, frame, outputs, cotangents[0], ctx.layout)
-    of_frame, of_layout = _no_gradient(ctx, frame)
-    return None, None, gradients, of_frame, *of_layout
+    return _results(ctx, [gradients], frame)
 
 
 def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
@@ -84,8 +82,7 @@ def _differentiate_step(ctx: FunctionCtx, cotangents: Tree) -> Tree:
     register_flops()
     past, tensors, frame = _saved(ctx)
     gradients = step_backward(*ctx.named, past, tensors, frame, list(cotangents), ctx.layout)
-    of_frame, of_layout = _no_gradient(ctx, frame)
-    return None, None, gradients[: len(past)], gradients[len(past) :], of_frame, *of_layout
+    return _results(ctx, [gradients[: len(past)], gradients[len(past) :]], frame)
 
 
 forward.register_autograd(_differentiate, setup_context=_remember)
@@ -124,8 +121,7 @@ def _differentiate_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
 
     *d_tensors, d_cotangent = _pulled(output, tensors, cotangents, d_gradients)
     # The outputs are functions of the tensors, whose derivatives include this dependence.
-    of_frame, of_layout = _no_gradient(ctx, masks)
-    return None, None, d_tensors, of_frame, [None] * ctx.outputs, d_cotangent, *of_layout
+    return _results(ctx, [d_tensors], masks, [None] * ctx.outputs, d_cotangent)
 
 
 def _differentiate_step_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
@@ -140,9 +136,8 @@ def _differentiate_step_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
         return (out, *(cast(replaced[key].value, old.dtype) for key, old in past.items()))
 
     result = _pulled(output_and_states, [*past, *tensors], cotangents, d_gradients)
-    of_frame, of_layout = _no_gradient(ctx, masks)
-    gradients = list(result[:states]), list(result[states:end]), of_frame, list(result[end:])
-    return None, None, *gradients, *of_layout
+    gradients = [list(result[:states]), list(result[states:end])]
+    return _results(ctx, gradients, masks, list(result[end:]))
 
 
 backward.register_autograd(_differentiate_backward, setup_context=_remember_backward)

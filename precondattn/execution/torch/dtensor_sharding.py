@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from precondattn.algebra.declaration import HEADS, LETTERS, Pattern
+from precondattn.arrays import Arrays
 
 Patterns = dict[str, Pattern]
 Placements = tuple[Placement, ...]
@@ -68,9 +69,7 @@ class MeshSharding(NamedTuple):
     def whole(self, part: Tensor, placements: Placements) -> DTensor:
         return DTensor.from_local(part, self.mesh, placements, run_check=False)
 
-    def whole_gradients(
-        self, parts: Mapping[str, Tensor], arrays: Mapping[str, DTensor]
-    ) -> dict[str, DTensor]:
+    def whole_gradients(self, parts: Arrays, arrays: Arrays) -> Arrays:
         return {n: self.whole(part, self.of_gradient(arrays[n])) for n, part in parts.items()}
 
 
@@ -111,14 +110,20 @@ def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) ->
                 f"{owner}: {name} must have the placements {expected} beside "
                 f"{', '.join(dict.fromkeys(filter(None, by)))}; found {tuple(array.placements)}"
             )
-        _check_divisible(owner, name, array)
+        for at, size in enumerate(array.shape):
+            shards = (i for i, placement in enumerate(expected) if placement.is_shard(at))
+            number = prod(map(mesh.size, shards))
+            if size % number:
+                raise ValueError(
+                    f"{owner}: {name} of shape {tuple(array.shape)} is sharded over {number} "
+                    f"devices along axis {at}: a multiple of {number} expected"
+                )
     return sharding
 
 
 def _divided_by(
     owner: str, name: str, pattern: Pattern, array: DTensor, placement: Placement, i: int
 ) -> str:
-    """What a dimension of the mesh divides in one array."""
     if placement.is_replicate():
         return ""
     where = f"{owner}: {name} is {placement} over {_dimension(array.device_mesh, i)}"
@@ -140,17 +145,6 @@ def _divided_by(
         f"{LETTERS.get(letter, 'of fixed size')}: only batch and heads can be sharded, because "
         f"{reason}; redistribute it first{way_out}"
     )
-
-
-def _check_divisible(owner: str, name: str, array: DTensor) -> None:
-    for axis, size in enumerate(array.shape):
-        shards = (i for i, placement in enumerate(array.placements) if placement.is_shard(axis))
-        number = prod(map(array.device_mesh.size, shards))
-        if size % number:
-            raise ValueError(
-                f"{owner}: {name} of shape {tuple(array.shape)} is sharded over {number} devices "
-                f"along axis {axis}: a multiple of {number} expected"
-            )
 
 
 def _dimension(mesh: DeviceMesh, i: int) -> str:

@@ -157,7 +157,6 @@ class OneCall:
         return at if shape is None or shape[at] == pattern.axes[at].size(self.sizes) else None
 
     def _declared(self, shapes: Shapes) -> Shapes:
-        """The shapes of the residuals for inputs of these shapes."""
         tensors = self.tensors.tensors
         described = zip(self.piece.inputs, shapes, tensors, strict=True)
         specs = {name: ArraySpec(shape, dtype_name(t)) for name, shape, t in described}

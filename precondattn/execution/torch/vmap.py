@@ -54,8 +54,6 @@ def _step_backward(call: OneCall, past: MappedArrays, cotangents: MappedArrays) 
 
 
 def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool = False) -> None:
-    """Let both kinds of PyTorch's vmap map an operator."""
-
     def one_call(
         name: str, backend: str, lists: list[MappedArrays], count: int, layout: str
     ) -> VmapAxes | None:
