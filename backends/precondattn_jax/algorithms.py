@@ -11,12 +11,11 @@ from precondattn.arrays import Arrays
 from precondattn.frame import Frame
 from precondattn.spec.recurrence import Form
 from precondattn.spec.stateful import Stateful
-from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.attention import AttentionBlocks
-from precondattn_jax.chunkwise import Chunkwise
+from precondattn_jax.chunkwise import Chunkwise, SolvingChunkwise
+from precondattn_jax.definition import AlgorithmInLoops
 from precondattn_jax.deltaformer import DeltaFormerBlocks
 from precondattn_jax.lucid_solve import LucidSolveBlocks
-from precondattn_jax.mesa_query import SolvingChunkwise
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks

@@ -2,7 +2,8 @@
 
 No loop runs over the tokens of a chunk; only the state is passed from chunk to chunk. A step of the
 loop processes as many chunks as fit a cache, and computes everything but the state at once. The
-gradient stores the state before every group, and recomputes those within it.
+gradient stores the state before every group, and recomputes those within it. Mesa's query
+reads the chunks in conjugate gradients (the equations are in `precondattn_portable`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+import precondattn as pa
 from precondattn.arrays import Tree
+from precondattn.spec.mesa_query import Read
 from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
-from precondattn_jax.arithmetic import zeros
+from precondattn_jax.arithmetic import JAX, zeros
 from precondattn_jax.chunk_groups import group_of
 from precondattn_jax.layout import is_known, padded
-from precondattn_jax.loops import PLAIN, Loops
+from precondattn_jax.loops import PLAIN, Loops, refined
+from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.chunkwise_additive import WrittenChunks
+from precondattn_portable.mesa_query import MesaProblem, Search, Solving
 
 CHUNK = 64
 """Tokens of a chunk, a power of two: larger costs more within chunks, smaller more between them."""
@@ -136,3 +141,38 @@ class ChunkWork:
         states = group.states(state)
         d_states = group.d_states(q, d_o, d_state)
         return d_states[0], group.vjp(q, d_o, states, d_states)
+
+
+def solved(
+    ops: Arithmetic, leaf: pa.MesaQuery, read: Read, q: Array, diagonal: Array, ridge: Array
+) -> Array:
+    """q* of queries (…, d), differentiable: a linear solve with a symmetric matrix.
+
+    A query whose residual is not reached is NaN.
+    """
+    diagonal = lax.stop_gradient(diagonal)
+
+    def times(p: Array) -> Array:
+        return ops.add_multiple(read(p), ridge, p)
+
+    def solve(times: Read, right: Array) -> Array:
+        problem = MesaProblem.of_queries(leaf, right, diagonal, ridge)
+        x = refined(
+            problem.right,
+            problem.recurring(problem.right),
+            leaf.most_iterations(right.shape[-1]),
+            lambda rest: Search.towards(rest, problem.diagonal),
+            lambda search: search.advanced(ops, times, problem.diagonal),
+            lambda search: problem.recurring(search.r),
+            lambda x: problem.residual(times, x),
+        )
+        return x * problem.scale
+
+    return lax.custom_linear_solve(times, q, solve, symmetric=True)
+
+
+class SolvingChunkwise(Solving, Chunkwise):
+    """The recurrence in chunks, which are read as often as the iteration needs."""
+
+    ops = JAX
+    by = staticmethod(solved)

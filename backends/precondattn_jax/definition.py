@@ -1,28 +1,54 @@
-"""Steps of few new tokens at a time, which bounds their memory to a few times the cache.
+"""Outputs that JAX can differentiate any number of times, and steps of few tokens at a time.
 
-By the definition of a cache, any split of a sequence gives the same output.
+Memory stays linear in the number of tokens. Blocked algorithms run in the loops of `loops.py`, and
+a solve is differentiated as a solve (`lower_system.py`). Leaves whose definition is linear in
+memory are computed by it, and so are packed calls of leaves that sum over whole sequences.
+
+A step of few new tokens bounds its memory to a few times the cache. By the definition of a cache,
+any split of a sequence gives the same output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Arrays, Tree, cast, upcast_all
 from precondattn.cache import Replace, Updates, append, updated
 from precondattn.execution.jax.derivative import with_derivative
 from precondattn.frame import Frame
-from precondattn_jax.algorithm import AlgorithmInLoops, L
 from precondattn_jax.layout import is_known, padded
+from precondattn_jax.loops import DIFFERENTIABLE, PLAIN, Loops
+from precondattn_portable.algorithm import Algorithm
+
+L = TypeVar("L", bound=LeafProtocol)
 
 TOKENS = 64
 """New tokens per step."""
 
 Step = Callable[[Arrays, Arrays, Frame], tuple[Array, Updates]]
 """From old buffers, new inputs and their frame: the output, and the update of every slot."""
+
+
+class AlgorithmInLoops(Algorithm[L]):
+    """An algorithm whose operations can all be differentiated, if its loops can."""
+
+    loops: Loops = PLAIN
+
+    def output(self, x: Arrays, frame: Frame) -> Array:
+        """The output, in operations that JAX can differentiate any number of times."""
+        differentiable = copy(self)
+        differentiable.loops = DIFFERENTIABLE
+        return differentiable.forward(x, frame)[0]
+
+    def output_as_defined(self, x: Arrays, frame: Frame) -> Array:
+        return jax.checkpoint(lambda x: self.leaf.forward(x, frame)[0])(x)
 
 
 class SteppingAsDefined(AlgorithmInLoops[L]):

@@ -73,12 +73,6 @@ class QueryWeightedView(BlockedCall[pa.QueryWeightedQuery]):
 
         return self.over_tiles(a, centred, zeros(q.shape, q)), mu, log_total
 
-    def output(self) -> Array:
-        """q̄ − λ c (b, t, h, d)"""
-        c = self.loops.each(lambda a: self.of_block(a)[0], self.blocks.rows)
-        out = self.blocks.unstacked(self.q - self.contraction * c, self.r)
-        return zero_padding(out, self.frame)
-
 
 class QueryWeighted(SteppingAsDefined[pa.QueryWeightedQuery]):
     """Algorithm of `QueryWeightedQuery`."""
@@ -86,7 +80,10 @@ class QueryWeighted(SteppingAsDefined[pa.QueryWeightedQuery]):
     name = "row blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
-        return QueryWeightedView(self.leaf, x, frame, self.loops).output(), ()
+        view = QueryWeightedView(self.leaf, x, frame, self.loops)
+        c = self.loops.each(lambda a: view.of_block(a)[0], view.blocks.rows)
+        out = view.blocks.unstacked(view.q - view.contraction * c, view.r)
+        return zero_padding(out, frame), ()
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array

@@ -67,11 +67,6 @@ class SinceFlush:
         """The length at the last flush after this step (b, 1)."""
         return self.length - self.length % self.flush
 
-    @property
-    def is_applied(self) -> Array:
-        """Which reflections are applied to the keys by then (b, pending_capacity + t)."""
-        return self.position < self.next_flushed
-
     def left(self, x: Array) -> Array:
         """The tokens after the next flush (b, flush, …), from all (b, pending_capacity + t, …)."""
         position = self.next_flushed + jnp.arange(self.flush, dtype=self.start.dtype)

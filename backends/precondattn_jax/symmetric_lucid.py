@@ -21,7 +21,6 @@ from precondattn.frame import Frame
 from precondattn.spec.array_functions import identity_like, where_valid
 from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
-from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.arithmetic import (
     JAX,
     full_precision,
@@ -30,6 +29,7 @@ from precondattn_jax.arithmetic import (
     transposed_product,
     zeros,
 )
+from precondattn_jax.definition import AlgorithmInLoops
 from precondattn_jax.layout import BlockedCall, heads_first, is_known, joined
 from precondattn_jax.loops import DIFFERENTIABLE, refined
 from precondattn_jax.masks import Mask
@@ -148,17 +148,6 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
 
         return joined(DIFFERENTIABLE.each(of_block, blocks.rows))[:, :, : blocks.s]
 
-    def differentiable(self) -> Array:
-        """y (b, s, n, e), which JAX can differentiate any number of times."""
-        constant = Similarities(self.leaf, lax.stop_gradient(self.x), self.frame)
-        y = lax.custom_linear_solve(
-            self.times_row_by_row,
-            self.valid(self.x["v"]),
-            solve=lambda _, right: constant.solved(right),
-            symmetric=True,
-        )
-        return heads_first(y)
-
 
 class SymmetricLucidSolveBlocks(
     AlgorithmInLoops[pa.SymmetricLucidSolve], symmetric_lucid.SymmetricLucidSolveBlocks
@@ -170,7 +159,15 @@ class SymmetricLucidSolveBlocks(
         return heads_first(phi.solved(phi.valid(x["v"]))), ()
 
     def output(self, x: Arrays, frame: Frame) -> Array:
-        return Similarities(self.leaf, x, frame).differentiable()
+        phi = Similarities(self.leaf, x, frame)
+        constant = Similarities(self.leaf, lax.stop_gradient(x), frame)
+        y = lax.custom_linear_solve(
+            phi.times_row_by_row,
+            phi.valid(x["v"]),
+            solve=lambda _, right: constant.solved(right),
+            symmetric=True,
+        )
+        return heads_first(y)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array

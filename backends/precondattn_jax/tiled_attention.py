@@ -228,7 +228,14 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
             )
         else:
             result = self._pulled(read_of(self.leaf, self.x), self.v, rows)
-        gradients = self._gradients(result)
+        gradients = {"q": self.blocks.unstacked(result.pop("q"), self.r)}
+        gradients["q"] = gradients["q"] * self.leaf.scale_for(self.d)
+        if "bias" in result:
+            gradients["bias"] = jnp.reshape(result.pop("bias"), self.x["bias"].shape)
+        if "g" in result:
+            d_g = result.pop("g")
+            gradients["g"] = self.tokens(jnp.reshape(d_g, (self.b, -1, d_g.shape[3])))
+        gradients |= {name: self.tokens(d) for name, d in result.items()}
         if self.leaf.sink:
             d_log_total = swap_time_and_heads(self.leaf.read.d_log_total(out, d_o))
             log_total = swap_time_and_heads(log_total[..., None])
@@ -244,14 +251,3 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         g = rows.d_o * jnp.exp(-below)
         result = self._pulled(MeanRead(), weights, ReadRows(rows.log_total, jnp.exp(below), g))
         return result | {"v": weights * result["v"]}
-
-    def _gradients(self, result: Sums) -> Arrays:
-        """Gradients by input, from those of the blocks."""
-        gradients = {"q": self.blocks.unstacked(result.pop("q"), self.r)}
-        gradients["q"] = gradients["q"] * self.leaf.scale_for(self.d)
-        if "bias" in result:
-            gradients["bias"] = jnp.reshape(result.pop("bias"), self.x["bias"].shape)
-        if "g" in result:
-            d_g = result.pop("g")
-            gradients["g"] = self.tokens(jnp.reshape(d_g, (self.b, -1, d_g.shape[3])))
-        return gradients | {name: self.tokens(d) for name, d in result.items()}

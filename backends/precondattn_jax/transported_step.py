@@ -63,7 +63,13 @@ class TransportedStep:
         rows = jnp.reshape(q, (b, n, -1, d))
         k, w = heads_first(self.k), heads_first(self.w)
         v = heads_first(since.of_cache(self.past["value"], self.x["v"]))
-        score_bias = self._score_bias()
+        # (b, n or 1, r or 1, t, c + t): a few times the cache, since new tokens are few.
+        score_bias: Array | None = None
+        if self.decay is not None:
+            score_bias = grouped_bias(leaf._gate_scale(d) * self.decay, n)
+        if leaf.bias:
+            bias = grouped_bias(step_bias(self.x["bias"], self.frame), n)
+            score_bias = bias if score_bias is None else score_bias + bias
         read = read_of(leaf, self.x)
 
         def pairs(tile: Array) -> Array:
@@ -94,17 +100,6 @@ class TransportedStep:
         o, _ = read.finish(cached.over(of_block, state))
         return heads_first(jnp.reshape(o, (b, h, t, o.shape[3])))
 
-    def _score_bias(self) -> Array | None:
-        """What is added to the scores (b, n or 1, r or 1, t, c + t). Its memory is a few times the
-        cache, since new tokens are few."""
-        (n, d), score_bias = self.x["k"].shape[2:], None
-        if self.decay is not None:
-            score_bias = grouped_bias(self.leaf._gate_scale(d) * self.decay, n)
-        if self.leaf.bias:
-            bias = grouped_bias(step_bias(self.x["bias"], self.frame), n)
-            score_bias = bias if score_bias is None else score_bias + bias
-        return score_bias
-
     # ------------------------------------------------------------------------------ updates
 
     def updates(self) -> Updates:
@@ -132,7 +127,8 @@ class TransportedStep:
 
     def _flushed(self, past: Array) -> Rewrite:
         since, pending_capacity = self.since, self.since.pending_capacity
-        applied = heads_first(zero_where_not(since.is_applied[:, :, None, None], self.w))
+        is_applied = since.position < since.next_flushed
+        applied = heads_first(zero_where_not(is_applied[:, :, None, None], self.w))
         keys = heads_first(past)
         old = keys - product(product_with_transposed(keys, self.recent.zw), applied)
         old, new = heads_first(old), transposed_product(self.recent.zr, applied)

@@ -21,8 +21,8 @@ import precondattn as pa
 from precondattn.arrays import Arrays, Residuals
 from precondattn.frame import Frame
 from precondattn.spec.grid_windows import GridWindows
-from precondattn_jax.algorithm import AlgorithmInLoops
 from precondattn_jax.arithmetic import full_precision
+from precondattn_jax.definition import AlgorithmInLoops
 from precondattn_portable import windowed
 from precondattn_portable.layout import padded
 from precondattn_portable.windowed import GatheredWindows, WindowedCall
@@ -39,11 +39,6 @@ class TokenGrid:
         pairs = zip(self.shape, windows.size, strict=True)
         self.whole = tuple(-(-n // w) * w for n, w in pairs)
         """Filled up to whole windows."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all windows are whole and none is in two parts."""
-        return self.s == prod(self.whole) and not any(self.windows.shift)
 
     @property
     def _axes(self) -> tuple[int, ...]:
@@ -133,7 +128,7 @@ class GridCall(WindowedCall):
         return jnp.reshape(entry, (-1,))
 
     def never_hidden(self, part: WindowPart | None) -> Array | None:
-        if self.grid.is_plain:
+        if self.is_filled(part) and not any(self.leaf.windows.shift):
             return None
         visible, b = ~self.grid.hidden(), self.x["q"].shape[0]
         each = lax.broadcast(visible, (b,))
