@@ -69,7 +69,9 @@ class GroupedAttention(TiledAttention):
         self.front = self.size - 1 - min(blocks.first, 0)
         self.back = self.groups * self.size - blocks.count + self.size - 1
         self.k = self._keys(self.scores.k)
-        numbers = self._numbers()
+        segment: Array = frame.k_segment
+        is_new = segment[:, 1:] != segment[:, :-1]
+        numbers = jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
         self.run = self._runs(numbers)
         self.each = self._groups(numbers)
 
@@ -100,14 +102,8 @@ class GroupedAttention(TiledAttention):
         total = jnp.reshape(total, (self.size, *stack.shape[1:]))
         return lax.dynamic_update_slice_in_dim(stack, total, j + self.front, 0)
 
-    def _numbers(self) -> Array:
-        """The segment of each key by its number in the sequence (b, s)."""
-        segment: Array = self.frame.k_segment
-        is_new = segment[:, 1:] != segment[:, :-1]
-        return jnp.cumsum(layout.padded(is_new.astype(jnp.int32), 1, 0, 1), axis=1)
-
     def _runs(self, numbers: Array) -> Array:
-        """The numbers as blocks (blocks, b, C); −1: a masked key."""
+        """The numbers of the keys' segments as blocks (blocks, b, C); −1: a masked key."""
         if self.frame.k_valid is not None:
             numbers = jnp.where(self.frame.k_valid, numbers, -1)
         each = self.blocks.of_keys(numbers, axis=1, value=-1)

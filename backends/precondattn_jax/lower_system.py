@@ -101,14 +101,11 @@ def solved(system: LowerSystem, constant: LowerSystem, right: Array) -> Array:
 
 def _of_all(system: LowerSystem, name: str) -> Array | float:
     """The numbers of that name of all rows."""
-
-    def of_block(a: Array) -> Array | float:
-        numbers: Array | float = getattr(system.rows(a), name)
-        return numbers
-
     rows = system.blocks.rows
-    first = of_block(rows[0])
-    return first if isinstance(first, float) else joined(lax.map(of_block, rows))
+    first = getattr(system.rows(rows[0]), name)
+    if isinstance(first, float):
+        return first
+    return joined(lax.map(lambda a: getattr(system.rows(a), name), rows))
 
 
 def substituted(system: LowerSystem, right: Array) -> Array:

@@ -34,9 +34,6 @@ class RowMaxima(NamedTuple):
     first: Array
     """The first j that attains it"""
 
-    def at(self, a: Array) -> RowMaxima:
-        return RowMaxima(self.value[a], self.first[a])
-
 
 class LucidSystem(BlockedCall[pa.LucidSolve]):
     """The system of a full call of `LucidSolve`."""
@@ -108,7 +105,8 @@ class LucidRows(LowerRows):
         keys = blocks.take(self.scores.k, a)
         own = row_sum(keys * keys) * system.scale
         if leaf.normalize == "rows":
-            self.maxima = self._maxima(own) if system.maxima is None else system.maxima.at(a)
+            known = system.maxima
+            self.maxima = self._maxima(own) if known is None else RowMaxima(*(x[a] for x in known))
             self.shift = self.maxima.value
         shifted = own - self.shift
         if system.beta is not None:  # It is not an input, but 1 or, at padding, 0.

@@ -100,13 +100,6 @@ def _pull_factored(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]
     return p * product_with_transposed(g, w), w * transposed_product(p, g)
 
 
-def _pieces(tile: Array) -> tuple[int, int]:
-    """Number of pieces of a tile for element-by-element processing, and keys of each."""
-    columns = tile.shape[-1]
-    width = math.gcd(columns, ELEMENTS)
-    return columns // width, width
-
-
 def _each(tile: Array, v: Array, i: Array, width: int) -> Array:
     """S_ij + v_jc of a piece (b, n, rows, width, e)."""
     scores = lax.dynamic_slice_in_dim(tile, i * width, width, 3)
@@ -114,7 +107,7 @@ def _each(tile: Array, v: Array, i: Array, width: int) -> Array:
 
 
 def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
-    count, width = _pieces(tile)
+    width = math.gcd(tile.shape[-1], ELEMENTS)
 
     def add(i: Array, merged: tuple[Array, Array]) -> tuple[Array, Array]:
         before, total = merged
@@ -126,12 +119,12 @@ def _by_elements(tile: Array, v: Array) -> tuple[Array, Array]:
 
     shape = (*tile.shape[:3], v.shape[3])
     start = zeros(shape, tile) - math.inf, zeros(shape, tile)
-    result: tuple[Array, Array] = lax.fori_loop(0, count, again(add), start)
+    result: tuple[Array, Array] = lax.fori_loop(0, tile.shape[-1] // width, again(add), start)
     return result
 
 
 def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]:
-    count, width = _pieces(logs)
+    width = math.gcd(logs.shape[-1], ELEMENTS)
 
     def pull(i: Array, result: tuple[Array, Array]) -> tuple[Array, Array]:
         d_tile, d_v = result
@@ -141,5 +134,5 @@ def _pull_elements(logs: Array, v: Array, rows: ReadRows) -> tuple[Array, Array]
         return d_tile, lax.dynamic_update_slice_in_dim(d_v, jnp.sum(weighted, 2), i * width, 2)
 
     start = zeros(logs.shape, logs), zeros(v.shape, logs)
-    d_tile, d_v = lax.fori_loop(0, count, pull, start)
+    d_tile, d_v = lax.fori_loop(0, logs.shape[-1] // width, pull, start)
     return d_tile, d_v

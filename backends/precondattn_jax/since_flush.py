@@ -29,6 +29,13 @@ class SinceFlush:
         self.is_held = position < jnp.minimum(self.start, capacity)
         self.position = jnp.concatenate([position, frame.q_position], axis=1)
         self.slot = jnp.minimum(position, capacity - 1)
+        t, valid = frame.q_position.shape[1], frame.q_valid
+        if valid is not None:
+            t = jnp.sum(valid, axis=1, keepdims=True, dtype=self.start.dtype)
+        self.length = self.start + t
+        """The length including new tokens (b, 1)."""
+        self.next_flushed = self.length - self.length % flush
+        """The length at the last flush after this step (b, 1)."""
 
     def of_cache(self, buffer: Array, new: Array) -> Array:
         """The pending tokens of a buffer (b, c, …), followed by new tokens (b, t, …)."""
@@ -51,21 +58,6 @@ class SinceFlush:
         valid = self.of_cache(past, new)
         new_frame = Frame(self.frame.q_position, self.position, None, valid)
         return new_frame.visible(causal=True, window=window)
-
-    # ------------------------------------------------------------------ the next flush
-
-    @property
-    def length(self) -> Array:
-        """The length including new tokens (b, 1)."""
-        valid = self.frame.q_valid
-        if valid is None:
-            return self.start + self.frame.q_position.shape[1]
-        return self.start + jnp.sum(valid, axis=1, keepdims=True, dtype=self.start.dtype)
-
-    @property
-    def next_flushed(self) -> Array:
-        """The length at the last flush after this step (b, 1)."""
-        return self.length - self.length % self.flush
 
     def left(self, x: Array) -> Array:
         """The tokens after the next flush (b, flush, …), from all (b, pending_capacity + t, …)."""

@@ -39,10 +39,7 @@ class TokenGrid:
         pairs = zip(self.shape, windows.size, strict=True)
         self.whole = tuple(-(-n // w) * w for n, w in pairs)
         """Filled up to whole windows."""
-
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        return tuple(range(1, 1 + len(self.whole)))
+        self.axes = tuple(range(1, 1 + len(self.whole)))
 
     def cut(self, x: Array) -> Array:
         """(b, s, heads, ·) as (b windows, w, heads, ·), 0 in slots without a token."""
@@ -51,7 +48,7 @@ class TokenGrid:
         x = jnp.reshape(x, (b, *self.shape, *rest))
         for axis, n in enumerate(self.whole, 1):
             x = padded(x, 0, n - x.shape[axis], axis=axis)
-        x = jnp.roll(x, tuple(-shift for shift in self.windows.shift), self._axes)
+        x = jnp.roll(x, tuple(-shift for shift in self.windows.shift), self.axes)
         x = jnp.reshape(x, (b, *self._sides(), *rest))
         x = jnp.transpose(x, (*self._order(), *range(len(self._order()), x.ndim)))
         return jnp.reshape(x, (-1, prod(self.windows.size), *rest))
@@ -63,7 +60,7 @@ class TokenGrid:
         x = jnp.reshape(x, (b, *(sides[i - 1] for i in order[1:]), *rest))
         back = sorted(range(len(order)), key=order.__getitem__)
         x = jnp.transpose(x, (*back, *range(len(order), x.ndim)))
-        x = jnp.roll(jnp.reshape(x, (b, *self.whole, *rest)), tuple(self.windows.shift), self._axes)
+        x = jnp.roll(jnp.reshape(x, (b, *self.whole, *rest)), tuple(self.windows.shift), self.axes)
         x = x[(slice(None), *map(slice, self.shape))]
         return jnp.reshape(x, (b, prod(self.shape), *rest))[:, : self.s]
 
