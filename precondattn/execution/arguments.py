@@ -58,9 +58,6 @@ class BoundCall(NamedTuple):
         return self.prepared.sizes
 
 
-EXCEEDED = "capacity exceeded: the cache holds at most {} tokens, and the new ones do not fit"
-
-
 def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
     """The arguments of a full call, with its masks."""
     ready = prepared(call, signature)
@@ -126,7 +123,8 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
         now, new = np.asarray(old_lengths), np.asarray(new_lengths)
     checks.require(now >= 0, "the cache's length is negative")
     if capacity:
-        checks.require(now + new <= capacity, EXCEEDED.format(capacity))
+        holds = f"capacity exceeded: the cache holds at most {capacity} tokens"
+        checks.require(now + new <= capacity, f"{holds}, and the new ones do not fit")
     longest = None if old_lengths is None else max(old_lengths, default=0)
     given = {"lengths": lengths, KEY_MASK: key_mask, "segment_ids": masks.get("segment_ids")}
     frame = extending_frame(length, capacity, t, longest=longest, past_mask=cached_mask, **given)

@@ -154,9 +154,6 @@ class MovedRows(NamedTuple):
     def back(self) -> MovedRows:
         return MovedRows(self.slots, self.is_moved, self.sources, self.has_source)
 
-    def on_device_of(self, like: Array) -> MovedRows:
-        return MovedRows(*(None if a is None else on_device_of(like, a) for a in self))
-
 
 def moved(array: Array, rows: MovedRows) -> Array:
     """The rows (first axis) of an array, moved."""
@@ -172,8 +169,7 @@ def taken(array: Array, rows: MovedRows) -> Array:
     result = xp.take(array, rows.sources, axis=0)
     if rows.has_source is None:
         return result
-    shape = (-1, *(1,) * (array.ndim - 1))
-    has_source = xp.reshape(rows.has_source, shape)
+    has_source = xp.reshape(rows.has_source, (-1, *(1,) * (array.ndim - 1)))
     if result.dtype == xp.bool:
         return result & has_source
     return zero_where_not(has_source, result)
@@ -189,7 +185,9 @@ class DividedPacking:
         self.sizes = tuple((len(each), int(each.max())) for each in lengths)
         """The numbers of sequences and of tokens of each batch."""
         like = next(iter(call.inputs.values()))
-        self.moves = None if moves is None else moves.on_device_of(like)
+        if moves is not None:
+            moves = MovedRows(*(None if a is None else on_device_of(like, a) for a in moves))
+        self.moves = moves
         patterns = mechanism.inputs
         self.of_tokens = [name for name in call.inputs if _is_of_tokens(patterns[name])]
 

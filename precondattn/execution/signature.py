@@ -85,8 +85,6 @@ def _state_of_torch(tensor: Array) -> Hashable | None:
 Describe = Callable[[Given], Hashable]
 
 _of_torch: Describe = attrgetter("dtype", "shape", "device", "requires_grad", "layout")
-_of_numpy = attrgetter("dtype", "shape")
-_of_jax = attrgetter("dtype", "shape", "sharding")
 
 
 def _of_any(array: Array) -> Hashable:
@@ -106,8 +104,9 @@ def _learned(argument: Given) -> Describe | None:
         torch = sys.modules["torch"]
         describe = _of_torch if cls in (torch.Tensor, torch.nn.Parameter) else None
     elif library == "jax":
-        describe = _of_jax if cls.__name__ == "ArrayImpl" else None
+        is_plain = cls.__name__ == "ArrayImpl"
+        describe = attrgetter("dtype", "shape", "sharding") if is_plain else None
     elif library == "numpy":
-        describe = _of_numpy
+        describe = attrgetter("dtype", "shape")
     _described_by[cls] = describe
     return describe
