@@ -19,13 +19,12 @@ from precondattn_jax.lucid_solve import LucidSolveBlocks
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks
-from precondattn_portable.algorithm import AnyAlgorithm
+from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm, AsDefined
 from precondattn_portable.backend import RECURRENCES
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
 from precondattn_portable.stateful import StatefulAlgorithm
-from precondattn_portable.token_wise import TOKEN_WISE, AsDefined
 
 
 class RecurrenceInLoops(AlgorithmInLoops[Stateful], StatefulAlgorithm[Stateful]):

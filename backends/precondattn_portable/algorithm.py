@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import precondattn as pa
+from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays, Residuals
 from precondattn.backend import ArraySpec
 from precondattn.cache import Updates
@@ -55,3 +57,33 @@ class Algorithm(Generic[L]):
 
 AnyAlgorithm = Algorithm[Any]
 """An algorithm of some leaf."""
+
+TOKEN_WISE = frozenset(
+    {
+        pa.ContractionGate,
+        pa.Difference,
+        pa.EluPlusOne,
+        pa.HedgehogMap,
+        pa.L2Norm,
+        pa.LayerNorm,
+        pa.RMSNorm,
+        pa.ScaledDims,
+        pa.StableBeta,
+        pa.StableChannels,
+        pa.Tempered,
+        pa.UnitRows,
+    }
+)
+"""Leaves whose definition is linear in memory, and can be traced and compiled: its control flow
+does not depend on array entries."""
+
+
+class AsDefined(Algorithm[LeafProtocol]):
+    """The leaf's own methods."""
+
+    name = "as defined"
+
+    def __init__(self, ops: Arithmetic, leaf: LeafProtocol) -> None:
+        super().__init__(ops, leaf)
+        for method in ("forward", "backward", "step", "step_backward"):
+            setattr(self, method, getattr(leaf, method))

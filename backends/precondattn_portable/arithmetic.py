@@ -232,3 +232,24 @@ IN_PLACE = InPlace()
 def arithmetic_of(library: str | None) -> Arithmetic:
     """The arithmetic of the arrays of a library."""
     return IN_PLACE if library in ("numpy", "cupy") else STANDARD
+
+
+def product_at(ops: Arithmetic, array: Array, where: Index, a: Array, b: Array) -> Array:
+    """array[where] = a b; returns the new part."""
+    view = array[where]
+    return stored(array, where, view, ops.product(a, b, view))
+
+
+def changed_at(
+    operation: Callable[..., Array], array: Array, where: Index, *given: Array | float
+) -> Array:
+    """array[where] = operation(array[where], …); returns the new part."""
+    view = array[where]
+    return stored(array, where, view, operation(view, *given))
+
+
+def stored(array: Array, where: Index, view: Array, result: Array) -> Array:
+    """array[where] = result, where it is not in `view`, which is array[where], already."""
+    if result is not view:
+        array[where] = result
+    return result

@@ -24,9 +24,8 @@ from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.runner import LeafRunner, Runner
 from precondattn.spec.read import MEAN
-from precondattn_portable.algorithm import AnyAlgorithm
+from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic, arithmetic_of
-from precondattn_portable.token_wise import TOKEN_WISE
 
 RECURRENCES = (
     Recurrences(
@@ -63,7 +62,7 @@ ALGORITHMS: Algorithms = {
     pa.Nystrom: "precondattn_portable.nystrom:NystromKernels",
     pa.Windowed: "precondattn_portable.windowed:WindowedBlocks",
     **dict.fromkeys(RECURRENCES, "precondattn_portable.stateful:StatefulAlgorithm"),
-    **dict.fromkeys(TOKEN_WISE, "precondattn_portable.token_wise:AsDefined"),
+    **dict.fromkeys(TOKEN_WISE, "precondattn_portable.algorithm:AsDefined"),
     Group: "precondattn_portable.preconditioned_delta:PreconditionedDelta",
 }
 """A leaf without an entry is declined, and runs on the reference. A full call of a group is that of
@@ -98,8 +97,7 @@ class Portable(Backend):
     algorithms: Algorithms = ALGORITHMS
 
     def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
-        """What computes a leaf; None where this backend has nothing. A group is found by its
-        class."""
+        """What computes a leaf, or groups of leaves; None where this backend has nothing."""
         place = entry_of(self.algorithms, cast("LeafProtocol", leaf))
         return None if place is None else algorithm_at(place)
 

@@ -25,9 +25,8 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.head_decay import ChunkDecay, decayed, flat, sums_before, sums_from
-from precondattn_portable.in_place import add_at
 
 ALL = slice(None)
 FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)
@@ -99,7 +98,7 @@ class ChannelDecay(ChunkDecay):
             result = self.ops.product(corner, self._first(y, half, until))
             o = xp.reshape(o, (*self._blocks(y, half)[:-1], r, y.shape[-1]))
             result = xp.reshape(result, o[SECOND].shape)
-            add_at(self.ops, o, SECOND, self.ops.multiply(result, since[..., None, :]))
+            changed_at(self.ops.add, o, SECOND, self.ops.multiply(result, since[..., None, :]))
         return xp.reshape(o, (*y.shape[:3], r, y.shape[-1]))
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:
@@ -117,12 +116,12 @@ class ChannelDecay(ChunkDecay):
 
             read = xp.reshape(self.ops.product(corner, earlier), d_x[SECOND].shape)
             crossing = xp.sum(read * xp.reshape(later, read.shape), axis=-2)
-            add_at(self.ops, d_g, SECOND, sums_from(crossing))
-            add_at(self.ops, d_x, SECOND, self.ops.multiply(read, since[..., None, :]))
+            changed_at(self.ops.add, d_g, SECOND, sums_from(crossing))
+            changed_at(self.ops.add, d_x, SECOND, self.ops.multiply(read, since[..., None, :]))
 
             written = self.ops.product(transpose(corner), later)
-            add_at(self.ops, d_g, FIRST, sums_before(written * earlier))
-            add_at(self.ops, d_y, FIRST, self.ops.multiply(written, until))
+            changed_at(self.ops.add, d_g, FIRST, sums_before(written * earlier))
+            changed_at(self.ops.add, d_y, FIRST, self.ops.multiply(written, until))
         return xp.reshape(d_x, x.shape), xp.reshape(d_y, y.shape), xp.reshape(d_g, y.shape)
 
     def pull(

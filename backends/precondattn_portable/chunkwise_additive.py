@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import transpose
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, product_at, stored
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.head_decay import HeadDecay, decayed, flat, summed_rows
-from precondattn_portable.in_place import product_at, stored
 
 
 class WrittenChunks(NamedTuple):

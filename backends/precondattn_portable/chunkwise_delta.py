@@ -34,11 +34,10 @@ from functools import cached_property
 
 from precondattn.arrays import Array, namespace
 from precondattn.spec.array_functions import next_token, previous_token, row_sum, transpose
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, product_at
 from precondattn_portable.channel_decay import ChannelDecay
 from precondattn_portable.chunkwise_additive import ChunkGroup, Gradients, WrittenChunks
 from precondattn_portable.head_decay import HeadDecay, decayed, flat, summed_rows, sums_before
-from precondattn_portable.in_place import product_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 
 Pulled = tuple[Array, Array, Array | None, Array]

@@ -36,9 +36,8 @@ from precondattn.spec.array_functions import (
     transpose,
 )
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.extension import filled, past_heads, step_as_defined
-from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import (
     Part,
     Tile,
@@ -184,7 +183,7 @@ class DeltaFormerBlocks(Algorithm[pa.DeltaFormer]):
                 d_rows = d_own * keys[here]
                 d_q[part][here] = ops.add_product(d_rows, d_scores, keys[tile.keys])
                 ops.add_product_at(d_k[part], tile.keys, transpose(d_scores), queries)
-                add_at(ops, d_k[part], here, d_own * queries)
+                changed_at(ops.add, d_k[part], here, d_own * queries)
         return {
             "q": time_first(d_q * rows.scale),
             "k": time_first(sum_heads(d_k, n)),

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.spec import forget_gate
-from precondattn_portable.arithmetic import Scratch
+from precondattn_portable.arithmetic import Scratch, changed_at
 from precondattn_portable.head_decay import sums_from
-from precondattn_portable.in_place import add_at
 from precondattn_portable.layout import Tile, by_query_head
 from precondattn_portable.scores import Scores
 
@@ -49,8 +48,10 @@ class ForgetGate:
         if low < p0:
             rows = xp.cumulative_sum(self.g[..., p0:p1], axis=-1)[..., None]
             columns = self.since[..., low:p0][..., None, :]
-            add_at(self.ops, pairs, (..., slice(p0 - low)), self.factor * (rows + columns))
-        add_at(self.ops, pairs, (..., slice(p0 - low, None)), self.factor * self._within(p0, p1))
+            changed_at(self.ops.add, pairs, (..., slice(p0 - low)), self.factor * (rows + columns))
+        changed_at(
+            self.ops.add, pairs, (..., slice(p0 - low, None)), self.factor * self._within(p0, p1)
+        )
         return xp.reshape(pairs, row_block.shape)
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:

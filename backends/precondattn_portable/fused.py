@@ -21,9 +21,8 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.rms_norm import rms
 from precondattn.spec.softmax import Softmax
 from precondattn_portable.algorithm import Algorithm, AnyAlgorithm
-from precondattn_portable.arithmetic import Arithmetic
+from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.extension import filled, past_columns, past_heads
-from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import (
     ALL_HEADS,
     Tile,

@@ -34,7 +34,7 @@ from precondattn.spec.metric import DOT
 from precondattn.spec.rms_norm import rms, rms_norm_vjp
 from precondattn.spec.transported import Transported
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Arithmetic, Scratch
+from precondattn_portable.arithmetic import Arithmetic, Scratch, product_at
 from precondattn_portable.extension import (
     FilledPart,
     filled,
@@ -42,7 +42,6 @@ from precondattn_portable.extension import (
     past_heads,
     step_as_defined,
 )
-from precondattn_portable.in_place import product_at
 from precondattn_portable.layout import (
     ROW_BLOCK_ENTRIES,
     Part,

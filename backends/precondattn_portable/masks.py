@@ -15,8 +15,7 @@ import numpy as np
 
 from precondattn.arrays import Array, device_of, host_array, namespace
 from precondattn.frame import Frame, runs
-from precondattn_portable.arithmetic import Arithmetic
-from precondattn_portable.in_place import changed_at
+from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.layout import Tile, blocks, by_query_head
 
 MOST_KNOWN = 4

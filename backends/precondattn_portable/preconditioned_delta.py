@@ -22,9 +22,9 @@ from precondattn.frame import Frame
 from precondattn.limits import KEPT
 from precondattn.spec.recurrence import Stream
 from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import stored
 from precondattn_portable.chunkwise import CHUNK, Chunkwise, ChunkWork
 from precondattn_portable.chunkwise_additive import ChunkGroup
-from precondattn_portable.in_place import stored
 from precondattn_portable.layout import blocks
 from precondattn_portable.preconditioned_key import (
     KEY_CHUNK,

@@ -19,8 +19,8 @@ from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.linear_family import forget_other_segments
 from precondattn.spec.preconditioned_key import PreconditionedKey as Leaf
 from precondattn_portable.algorithm import Algorithm
+from precondattn_portable.arithmetic import stored
 from precondattn_portable.head_decay import HeadDecay
-from precondattn_portable.in_place import stored
 from precondattn_portable.layout import blocks, budget, padded, time_first
 from precondattn_portable.stateful import StatefulAlgorithm
 

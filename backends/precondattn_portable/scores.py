@@ -17,8 +17,7 @@ from typing import Protocol
 from precondattn.arrays import Array, Arrays, Index, namespace
 from precondattn.spec.array_functions import sum_to, transpose
 from precondattn.spec.soft_cap import slope
-from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.in_place import add_at
+from precondattn_portable.arithmetic import Arithmetic, Scratch, changed_at
 from precondattn_portable.layout import ALL_HEADS, Tile, by_query_head
 
 
@@ -103,7 +102,7 @@ class BiasedScores:
     def pull(self, tile: Tile, d_row_block: Array) -> None:
         self.scores.pull(tile, d_row_block)
         here, d_pairs = _pairs(tile), by_query_head(d_row_block, tile.i1 - tile.i0)
-        add_at(self.ops, self.d_bias, here, sum_to(d_pairs, self.bias[here].shape))
+        changed_at(self.ops.add, self.d_bias, here, sum_to(d_pairs, self.bias[here].shape))
 
 
 def _pairs(tile: Tile) -> Index:

@@ -26,9 +26,8 @@ from precondattn.spec.array_functions import transpose, where_valid
 from precondattn.spec.positive_definite import tolerance_of
 from precondattn.spec.rms_norm import rms_norm_vjp
 from precondattn_portable.algorithm import Algorithm
-from precondattn_portable.arithmetic import Scratch
+from precondattn_portable.arithmetic import Scratch, changed_at
 from precondattn_portable.block_conjugate_gradients import solved
-from precondattn_portable.in_place import changed_at
 from precondattn_portable.layout import Part, Tile, block_size, groups_with_scratch, time_first
 from precondattn_portable.lucid_solve import shift_and_factor
 from precondattn_portable.masks import Mask

@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 from precondattn.arrays import Array, Arrays, Index, namespace
 from precondattn.spec.array_functions import identity_like, transpose
-from precondattn_portable.arithmetic import Arithmetic, Scratch
-from precondattn_portable.in_place import product_at
+from precondattn_portable.arithmetic import Arithmetic, Scratch, product_at
 from precondattn_portable.layout import Tile, at_chunk, padded, tokens_at
 from precondattn_portable.triangular_inverse import unit_lower_inverse
 

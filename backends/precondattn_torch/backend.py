@@ -15,7 +15,7 @@ from precondattn.algebra.recurrences import Recurrences, key_of
 from precondattn.backend import Request, Support
 from precondattn.runner import Runner
 from precondattn.spec.read import MEAN
-from precondattn_portable.algorithm import AnyAlgorithm
+from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm
 from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.backend import (
     ALGORITHMS,
@@ -25,7 +25,6 @@ from precondattn_portable.backend import (
     Portable,
     algorithm_at,
 )
-from precondattn_portable.token_wise import TOKEN_WISE
 
 UNGATED = Recurrences(gate=(None, "fixed"), normaliser=(None, "sum"))
 GATED_BY_HEAD = Recurrences(gate=("head",))

@@ -72,12 +72,8 @@ class Recurrences:
             return None
         if "rule" in missing:
             return f"{RULES[recurrence.rule]} are not computed"
-        in_words = [
-            f"an axis of {recurrence.steps} steps"
-            if name == "steps"
-            else WORDS[name, getattr(recurrence, name)]
-            for name in missing
-        ]
+        steps = {"steps": f"an axis of {recurrence.steps} steps"}
+        in_words = [steps.get(n) or WORDS[n, getattr(recurrence, n)] for n in missing]
         return f"{RULES[recurrence.rule]} are not computed with {' and '.join(in_words)}"
 
 
