@@ -29,7 +29,7 @@ def solve_one_block(ops: Arithmetic, leaf: pa.LucidSolve, x: Arrays, frame: Fram
     unit = k / rms(k, leaf.eps) if leaf.normalize == "keys" else k
     scale = leaf.scale_for(d)
     phi = ops.exp(ops.subtract(ops.product(unit * scale, transpose(unit)), scale * d))
-    phi = strictly_below(ops, phi[:, :, None, ...], leaf.window, frame.k_segment)[:, :, 0, ...]
+    phi = strictly_below(ops, phi, leaf.window, frame.k_segment)
     beta = strengths(ops, leaf, x, frame)
     if beta is not None:
         phi, right = ops.multiply(phi, beta), beta * right
@@ -37,17 +37,17 @@ def solve_one_block(ops: Arithmetic, leaf: pa.LucidSolve, x: Arrays, frame: Fram
 
 
 def strictly_below(ops: Arithmetic, phi: Array, window: int | None, segment: Array | None) -> Array:
-    """Diagonal blocks of Φ (b, n, chunks, size, size), without their diagonal and masked pairs."""
+    """Φ (b, n, …, size, size) of blocks of keys, without the diagonal and masked pairs."""
     if window is None and segment is None:
         return ops.lower(phi, -1)
-    token = arange_like(phi.shape[3], phi)
+    token = arange_like(phi.shape[-1], phi)
     distance = token[:, None] - token[None, :]
     visible = distance > 0
     if window is not None:
         visible = visible & (distance < window)
     xp = namespace(phi)
     if segment is not None:
-        segment = xp.reshape(segment, (segment.shape[0], 1, *phi.shape[2:4]))
+        segment = xp.reshape(segment, (segment.shape[0], 1, *phi.shape[2:-1]))
         visible = visible & (segment[..., :, None] == segment[..., None, :])
     return ops.keep(phi, xp.broadcast_to(visible, phi.shape), 0.0)
 
