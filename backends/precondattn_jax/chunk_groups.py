@@ -9,8 +9,6 @@ Only what depends on the adjacent chunk is in the loop.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,7 +18,7 @@ from precondattn.spec.recurrence import Stream
 from precondattn_jax.arithmetic import JAX, product, product_with_transposed, transposed_product
 from precondattn_jax.triangular_inverse import unit_lower_inverse
 from precondattn_portable import channel_decay, chunkwise, chunkwise_additive, chunkwise_delta
-from precondattn_portable.channel_decay import FIRST, SECOND, HalvedDecay
+from precondattn_portable.channel_decay import FIRST, SECOND
 from precondattn_portable.chunkwise_additive import ChunkGroup, WrittenChunks
 from precondattn_portable.head_decay import decayed, flat
 
@@ -62,22 +60,6 @@ class ChannelDecay(channel_decay.ChannelDecay):
     The pairs of a chunk are partitioned into squares in which the decay factors. Here nothing is
     written in place, and JAX differentiates them.
     """
-
-    @cached_property
-    def halvings(self) -> list[HalvedDecay]:
-        result = []
-        since, until = self.g, jnp.zeros_like(self.g)
-        half = 1
-        while half < self.size:
-            shape = self._blocks(self.g, half)
-            since, until = jnp.reshape(since, shape), jnp.reshape(until, shape)
-            first, second = until[FIRST], since[SECOND]
-            result.append(HalvedDecay(half, jnp.exp(second), jnp.exp(first)))
-            total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
-            until = jnp.stack([first + total_of_second, until[SECOND]], axis=3)
-            since = jnp.stack([since[FIRST], second + total_of_first], axis=3)
-            half *= 2
-        return result
 
     def scores(self, x: Array, y: Array, *, diagonal: bool = True) -> Array:
         chunks, heads, size, r, _ = x.shape

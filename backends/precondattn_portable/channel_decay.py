@@ -55,16 +55,16 @@ class ChannelDecay(ChunkDecay):
         """For half blocks of 1, 2, 4 … tokens."""
         xp = namespace(self.g)
         result = []
-        since, until = self.g + 0.0, xp.zeros_like(self.g)
+        since, until = self.g, xp.zeros_like(self.g)
         half = 1
         while half < self.size:
             shape = self._blocks(self.g, half)
             since, until = xp.reshape(since, shape), xp.reshape(until, shape)
             first, second = until[FIRST], since[SECOND]
             result.append(HalvedDecay(half, xp.exp(second), xp.exp(first)))
-            total_of_first = since[:, :, :, 0, -1:, :]
-            until[FIRST] = first + second[..., -1:, :]
-            since[SECOND] = second + total_of_first
+            total_of_first, total_of_second = since[FIRST][..., -1:, :], second[..., -1:, :]
+            until = xp.stack([first + total_of_second, until[SECOND]], axis=3)
+            since = xp.stack([since[FIRST], second + total_of_first], axis=3)
             half *= 2
         return result
 
