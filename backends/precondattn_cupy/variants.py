@@ -29,7 +29,8 @@ WIDE = ("bfloat16", "float32", "float64")
 Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]
 """Mechanisms, dtypes, and widths of keys and values. Narrower arrays have the same tiles."""
 
-# By hand: one recurrence for all that have its kernels. A test launches the others.
+# The list is written by hand: one recurrence stands for all that have its kernels, and a test
+# launches the others.
 CALLS: Shipped = (
     ("unit_rows", WIDE, ((64, 64),)),
     ("unit_rows[detach=false]", WIDE, ((64, 64),)),

@@ -31,7 +31,8 @@ UNIT: CallLetter = (-1, FIXED)
 """The size 1; every fixed size is a multiple of it."""
 
 Declarations = dict[str, list[tuple[int, Pattern]]]
-"""By value, (call number, pattern) of its calls: last reader first, the producer last."""
+"""For every value the (call number, pattern) of each call that reads or computes it: the last
+reader comes first, the producer last."""
 
 Axes = tuple[dict[str, Axis], ...]
 """For every call, the program's axis for each letter of its leaf."""

@@ -50,7 +50,7 @@ class BoundCall(NamedTuple):
     segments: np.ndarray | None = None
     """The segment ids (b, s) of a packed call, where they can be read."""
     count: Array = None
-    """In an extension, the tokens (b,) by which each sequence grows; an int where all caches are
+    """The tokens (b,) by which an extension makes each sequence grow; an int where all caches are
     equally long."""
 
     @property

@@ -34,7 +34,7 @@ def gradients_at(
 def step_gradients_at(
     dy: Array, d_new: Arrays, runner: Runner, past: Arrays, inputs: Arrays, frame: Frame, out: Array
 ) -> tuple[Arrays, Arrays]:
-    """Those of a step, which is linear in both cotangents; only the dtype of `out` is read."""
+    """The gradients of a step, which are linear in both cotangents; `out` gives the dtype only."""
     c = _divisor(dy, out)
     narrow = cast(_divided(dy, c), out.dtype)
     d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_new.items()}

@@ -155,7 +155,7 @@ class Packed(NamedTuple):
     segment_ids: Array
     """(b, s). Padding after `cu_seqlens` has an id of its own. None for a call without segments."""
     on_host: np.ndarray | None = None
-    """The same, where they can be read."""
+    """The segment ids as a NumPy array, where they can be read."""
     lengths: Array | None = None
     """The tokens before that padding (1,), int32; None where there is known to be none."""
 

@@ -199,7 +199,7 @@ class DividedPacking:
         """The bound calls of the batches."""
         inputs = {name: self.gathered(self.call.inputs[name]) for name in self.of_tokens}
         masks: Sequence[Array | None] = [None] * len(self.lengths)
-        if "key_mask" in self.call.prepared.request.masks:  # In it padding is masked too.
+        if "key_mask" in self.call.prepared.request.masks:  # Padding is masked in it too.
             masks = self.gathered(self.call.frame.k_valid)
         return [
             self._bound(i, {**self.call.inputs, **{n: a[i] for n, a in inputs.items()}}, mask)

@@ -73,7 +73,7 @@ def _input(name: str, patterns: Iterable[str], default: OptionValue = Parameter.
 
 def _option(field: OptionValue) -> Parameter:
     settings, default = field.metadata["kind"].settings, field.default
-    # Of a sequence, or of one number or name, a tuple is kept.
+    # An option that keeps a tuple takes any sequence, or one number or name.
     annotation = re.sub(r"tuple\[(int|str), \.\.\.\]", r"\1 | Sequence[\1]", str(field.type))
     if settings and not isinstance(default, bool):
         names = ", ".join(f'"{getattr(each, "name", each)}"' for each in settings)

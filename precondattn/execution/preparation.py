@@ -121,7 +121,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         program = mechanism.program
         for leaf_call, axes in zip(program.calls, program.axes, strict=True):
             own = {x: axis.size(sizes) for x, axis in axes.items() if axis.letter in sizes}
-            leaf_call.leaf.check_call(own, frozenset(masks))  # In the leaf's own letters.
+            leaf_call.leaf.check_call(own, frozenset(masks))  # A leaf knows its own letters.
     else:
         capacity = check_cache(owner, mechanism, cache, inputs)
         sizes = declared.sizes(owner, shapes, {"c": capacity, "b": cache.length.shape[0]})

@@ -97,7 +97,7 @@ _described_by: dict[type, Describe | None] = dict.fromkeys((list, tuple), lambda
 
 
 def _learned(argument: Given) -> Describe | None:
-    """That of a type that is seen for the first time."""
+    """What describes the arguments of a type that is seen for the first time."""
     library, cls = library_of(argument), type(argument)
     describe: Describe | None = None if library is None else _of_any
     if library == "torch":

@@ -23,7 +23,7 @@ def is_window(cache: Cache) -> bool:
 
 
 def ordinary(call: GivenCall) -> Cache:
-    """An ordinary cache of the tokens held, with room for the new ones."""
+    """A cache without a window, of the tokens that this one holds, with room for the new ones."""
     mechanism, cache = call.mechanism, call.cache
     length, first = cache.length, cache.store[FIRST]
     # An invalid sequence has a negative length, and stays invalid.

@@ -41,7 +41,7 @@ class DTensorCall(NamedTuple):
 
     @property
     def arguments(self) -> tuple[tuple[()], dict[str, Tensor], BackendNames, Arrays]:
-        """Those of a verb of `run` after the mechanism and the cache."""
+        """The arguments that a verb of `run` has after the mechanism and the cache."""
         return (), self.sharding.parts(self.inputs), self.backend, self.masks
 
     def whole(self, out: Tensor) -> DTensor:

@@ -11,8 +11,8 @@ from precondattn.integrations.transformers.linear import gated_delta, kda, mamba
 from precondattn.integrations.transformers.linear.computed import class_of, code_of
 
 KINDS = {"gated_delta": gated_delta, "kda": kda, "ssd": mamba2}
-"""By mechanism, the file with the names of Transformers' functions and ours in their place. By
-hand: those that models of Transformers have."""
+"""The file for each mechanism that has the names of Transformers' functions, and ours in their
+place. The list is written by hand: it has what models of Transformers have."""
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
