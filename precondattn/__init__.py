@@ -25,6 +25,7 @@ from precondattn.algebra.recurrence import Recurrence
 from precondattn.algebra.registry import unregister as unregister_mechanism
 from precondattn.arrays import namespace
 from precondattn.backend import (
+    CONVENTIONS,
     ArraySpec,
     Backend,
     GatheredWarning,
@@ -146,6 +147,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ATK",
     "CCQ",
+    "CONVENTIONS",
     "DPLR",
     "GDN2",
     "GLA",

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from precondattn.arrays import Array, dtype_name, library_of
+from precondattn.by_autograd import GRADIENTS, gradient_of
 from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.runner import METHODS, Runner
@@ -32,8 +33,24 @@ if TYPE_CHECKING:
     from precondattn.arrays import Arrays, Residuals
 
 
+CONVENTIONS = frozenset({"bottom_right", "empty_rows", "float64", "head_order", "hidden_nan"})
+"""Where published functions differ, and what the results here are.
+
+==============  =================================================================================
+`bottom_right`  with fewer queries than keys, the last query is aligned with the last key
+`head_order`    of h query heads and n key heads, query head i reads key head ⌊i n / h⌋
+`empty_rows`    a row that sees no key is 0, and has no gradient
+`hidden_nan`    a NaN or infinity in a key reaches no query that does not see the key
+`float64`       float64 inputs are computed in float64
+==============  =================================================================================
+"""
+
+
 class UnsupportedError(RuntimeError):
     """The backends requested by name do not support the whole call."""
+
+    request: Request | None = None
+    """The call, where it was declined before it began."""
 
 
 class PassedOverWarning(UserWarning):
@@ -51,8 +68,9 @@ class Support(NamedTuple):
     reason: str = ""
     """Why not."""
     differentiable: bool = False
-    """Whether `forward` consists of the framework's own differentiable calls. The framework's
-    autograd then differentiates it, and `backward` serves the explicit vjp only."""
+    """Whether `forward` and `step` consist of the framework's own differentiable calls. The
+    framework's autograd then differentiates them; `backward` and `step_backward` serve the explicit
+    `vjp` and `extend_vjp` only, and autograd does too where they are not defined."""
     by_name: bool = False
     """Whether a backend that refuses the piece would run it if it were requested by name."""
 
@@ -147,9 +165,17 @@ class Backend(Protocol):
     """If several backends support a piece, the one with the highest preference runs it."""
     covers: frozenset[str] = frozenset()
     """Expressions that it promises to support; conformance fails if it claims no part of one."""
+    declines: tuple[str, ...] = ()
+    """What it declines on purpose, each with the reason: `("float64: kernels of half precision",)`.
+    Conformance fails where it compares less than half of a check, without what is declared. A part
+    is named by words that all apply: a check, a dtype, a library, a mask, a verb, `grouped_heads`,
+    or the name at the beginning of an expression."""
     blocks: tuple[int, ...] = ()
     """The numbers of tokens in a block of its kernels, such as `(64, 128)`; conformance places
     lengths and masks at their edges. Empty: those of 16, 32, 64 and 128."""
+    promises: frozenset[str] = CONVENTIONS
+    """The conventions by which its results are those of this library; conformance does not compare
+    the others. A backend that lacks one must be `only_by_name`: other calls rely on all of them."""
     memory: str = ""
     """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`;
     conformance checks this. Empty for no promise."""
@@ -290,6 +316,8 @@ class MethodsOf:
         differentiable: bool = False,
     ) -> None:
         self.differentiable = differentiable
+        self.by_autograd: frozenset[str] = frozenset()
+        """Which of `backward` and `step_backward` is the framework's autograd."""
         methods = backend if methods is None else methods
         for name in METHODS:
             method = getattr(methods, name, None)
@@ -299,6 +327,17 @@ class MethodsOf:
             self.forward_with_residuals = self.forward
         if not hasattr(methods, "residuals_from_lse"):
             self.residuals_from_lse = lambda lse: None
+        if differentiable:
+            self.by_autograd = frozenset(name for name in GRADIENTS if _lacks(backend, name))
+            for name in self.by_autograd:
+                setattr(self, name, gradient_of(self, name))
+
+
+def _lacks(backend: Backend, method: str) -> bool:
+    """Whether a backend has no such method, nor a runner that may have it."""
+    cls, inherited = type(backend), getattr(Backend, method)
+    inherits_runner = getattr(cls, "runner", Backend.runner) is Backend.runner
+    return inherits_runner and getattr(cls, method, inherited) is inherited
 
 
 def _missing(backend: Backend, method: str, *_: object) -> NoReturn:

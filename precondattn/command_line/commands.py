@@ -105,6 +105,25 @@ def conformance(
         list[str] | None,
         typer.Option(help="the backend to compare; repeat to add backends for other pieces"),
     ] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="a public implementation, such as fla/kda_chunk")
+    ] = None,
+    import_: Annotated[
+        str | None,
+        typer.Option("--import", help="a backend, or a function of --mechanism, as module:name"),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="with --import: the order of the function's axes")
+    ] = "bthd",
+    heads: Annotated[
+        str, typer.Option(help="with --import: grouped or equal numbers of heads")
+    ] = "grouped",
+    multiple: Annotated[
+        int, typer.Option(help="with --import: it takes multiples of so many tokens", min=1)
+    ] = 1,
+    gradient: Annotated[
+        bool, typer.Option(help="with --import: whether it can be differentiated")
+    ] = True,
     level: Annotated[str, typer.Option(help="smoke, full or stress")] = "smoke",
     device: Annotated[str | None, typer.Option(help="as the array library names it")] = None,
     library: Annotated[
@@ -126,6 +145,13 @@ def conformance(
         Path | None, typer.Option(help="file of cases that are expected to fail, with reasons")
     ] = None,
     skip: Annotated[Path | None, typer.Option(help="file of cases to skip, with reasons")] = None,
+    declines: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='what the backend declines on purpose: "float64: why", or a check, mask, verb; '
+            "may be repeated"
+        ),
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -184,6 +210,7 @@ def conformance(
             console.print(f"choosing the cases of level {level}", highlight=False)
         from precondattn_conformance.command import conformance as run
         from precondattn_conformance.session import Session
+        from precondattn_conformance.source import source_of
 
         if self_test:
             from precondattn_conformance.faults.selftest import self_test as test
@@ -196,6 +223,19 @@ def conformance(
             chosen = library[0] if library else "numpy"
             print_design(console, tuple(mechanism or ()), chosen, blocks)
             return
+        source = source_of(
+            peer,
+            import_,
+            mechanism or (),
+            layout=layout,
+            heads=heads,
+            multiple=multiple,
+            gradient=gradient,
+        )
+        if source is not None:
+            backend = [source.register().name, *(backend or ())]
+            mechanism = mechanism or list(source.mechanisms)
+            library = library or sorted(source.backend.libraries)
         session = Session(
             backend=tuple(backend or ()),
             level=level,
@@ -207,9 +247,11 @@ def conformance(
             ids=tuple(case or ()),
             xfail=xfail,
             skip=skip,
+            declines=tuple(declines or ()),
             timeout=timeout,
             jobs=jobs,
             devices=devices,
+            source=source,
             inside=None if mutate else inside,
         )
         if mutate:
@@ -240,6 +282,43 @@ def conformance(
             if is_given:
                 raise ValueError(f"{option} needs --mutate")
         raise typer.Exit(run(session, console, record=record, html=html, junit=junit))
+
+
+@app.command()
+def ecosystem(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="only rows of this name, such as 'fla/*'; may be repeated"),
+    ] = None,
+    level: Annotated[str, typer.Option(help="smoke, full or stress")] = "smoke",
+    jobs: Annotated[int, typer.Option(help="rows that run at a time", min=1)] = 2,
+    timeout: Annotated[
+        float, typer.Option(help="seconds after which a row has hung", min=0.5)
+    ] = 300,
+    record: Annotated[Path | None, typer.Option(help="write the table here, as JSON")] = None,
+    page: Annotated[Path | None, typer.Option(help="write a page here, as Markdown")] = None,
+    install: Annotated[
+        bool, typer.Option("--install", help="print commands that install what it compares")
+    ] = False,
+) -> None:
+    """Compare public implementations, and our backends, by every check: one table of all."""
+    with reported():
+        if install:
+            from precondattn_conformance.ecosystem.installation import commands
+
+            print(commands())
+            return
+        from precondattn_conformance.ecosystem.command import ecosystem as run
+
+        run(
+            console,
+            patterns=tuple(peer or ()),
+            level=level,
+            jobs=jobs,
+            seconds=timeout,
+            record=record,
+            page=page,
+        )
 
 
 @app.command()

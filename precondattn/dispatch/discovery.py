@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import NamedTuple
 
-from precondattn.backend import Backend
+from precondattn.backend import CONVENTIONS, Backend
 from precondattn.dispatch.reference import Reference
 from precondattn.plug_ins import PlugIns
 
@@ -74,7 +74,8 @@ def register_backend(backend: Backend | type[Backend]) -> None:
     TypeError
         when it lacks one of the attributes or methods of `Backend`.
     ValueError
-        when its name is taken.
+        when its name is taken, it promises a convention that is none, or it lacks one and may be
+        chosen for calls that name no backend.
     """
     _add(_checked(backend))
 
@@ -93,7 +94,24 @@ def _checked(backend: Backend | type[Backend]) -> Backend:
         missing.insert(0, "name")
     if missing:
         raise TypeError(f"{backend!r} is not a backend: it lacks {', '.join(missing)}")
+    _check_promises(backend)
     return backend
+
+
+def _check_promises(backend: Backend) -> None:
+    promises = getattr(backend, "promises", CONVENTIONS)
+    is_set = isinstance(promises, set | frozenset)
+    if not is_set or not promises <= CONVENTIONS:
+        raise ValueError(
+            f"backend {backend.name!r}: promises must be a set of conventions, of "
+            f"{', '.join(sorted(CONVENTIONS))}; found {promises!r}"
+        )
+    lacking = ", ".join(sorted(CONVENTIONS - promises))
+    if lacking and not getattr(backend, "only_by_name", False):
+        raise ValueError(
+            f"backend {backend.name!r} does not promise {lacking}, on which calls that name no "
+            f"backend rely: it must set only_by_name = True"
+        )
 
 
 def _add(backend: Backend) -> None:

@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from precondattn.algebra.declaration import Pattern
@@ -176,7 +176,9 @@ def _plan(
                 break
     unclaimed = set(range(len(program.calls))) - taken
     if unclaimed:
-        raise UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
+        error = UnsupportedError(_refusal(mechanism, program, unclaimed, considered, backends))
+        error.request = request
+        raise error
     order = _in_order(program, list(claimed))
     assert order is not None  # Every group was tried with those before it.
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
@@ -364,11 +366,15 @@ def _refusal(
 ) -> str:
     names = ", ".join(backend.name for backend in backends)
     lines = [f"{mechanism}: the requested backend {names} does not support all of it"]
-    for i in sorted(unclaimed):
-        lines.append(f"  {program.calls[i]}")
-        lines += [
-            f"    {c.backend}: {c.support.reason}" for c in considered if c.calls == frozenset([i])
-        ]
+    answers = [(c.calls, f"    {c.backend}: {c.support.reason}") for c in considered]
+    of_leaves = {i: [line for calls, line in answers if calls == {i}] for i in sorted(unclaimed)}
+    known = set(chain.from_iterable(of_leaves.values()))
+    every = frozenset(range(len(program.calls)))
+    of_whole = [line for calls, line in answers if calls == every and line not in known]
+    if of_whole:
+        lines += ["  as a whole", *of_whole]
+    for i, of_leaf in of_leaves.items():
+        lines += [f"  {program.calls[i]}", *of_leaf]
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from precondattn.arrays import (
     wants_gradient,
     zero_where_not,
 )
+from precondattn.backend import MethodsOf
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import holding
 from precondattn.dispatch.discovery import REFERENCE
@@ -62,7 +63,7 @@ def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     trace: list[Traced] = []
     for planned in plan.calls:
         inputs = _inputs(planned, values, call)
-        operators = None if is_direct else _operators_of_vmap(planned, *inputs.values())
+        operators = None if is_direct else _operators_of_vmap(planned, "backward", *inputs.values())
         if operators is None:
             out, residuals = planned.runner.forward(inputs, call.frame)
         else:
@@ -83,7 +84,7 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
         if planned.out not in cotangents:
             continue
         d_out = cotangents[planned.out]
-        operators = _operators_of_vmap(planned, d_out, out)
+        operators = _operators_of_vmap(planned, "backward", d_out, out)
         if operators is None:
             gradients = gradients_at(d_out, planned.runner, inputs, call.frame, out, residuals)
         else:
@@ -161,7 +162,7 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
                 name: d_store[key] if name in used else namespace(past[name]).zeros_like(past[name])
                 for name, key in keys.items()
             }
-            operators = _operators_of_vmap(planned, d_out, out, *d_new.values())
+            operators = _operators_of_vmap(planned, "step_backward", d_out, out, *d_new.values())
             if operators is None:
                 gradients, d_old = step_gradients_at(
                     d_out, d_new, planned.runner, past, inputs, frame, out
@@ -267,9 +268,7 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | Non
         from precondattn.execution.torch.recorded import apply
 
         return apply
-    if library == "torch" and (
-        not is_differentiable or (counts_flops() and not transforms_of(*call.inputs.values()))
-    ):  # PyTorch counts the FLOPs of operators, and a transform can not use them.
+    if library == "torch" and (not is_differentiable or _is_counted(planned, call)):
         from precondattn.execution.torch.autograd import apply
 
         return apply
@@ -278,6 +277,15 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | Non
 
         return apply
     return None
+
+
+def _is_counted(planned: PlannedCall, call: BoundCall) -> bool:
+    """Whether PyTorch counts the FLOPs of differentiable calls as those of an operator.
+
+    A transform can not use operators, and they need a gradient that is not autograd's.
+    """
+    is_possible = not transforms_of(*call.inputs.values())
+    return is_possible and counts_flops() and not _is_by_autograd(planned, "backward")
 
 
 def _bridge_of_step(
@@ -300,7 +308,7 @@ def _bridge_of_step(
     if library != "torch":
         return None
     is_operator = (planned.is_symbolic or counts_flops()) and not transforms_of(*arrays)
-    if is_operator or _operators_of_vmap(planned, *arrays):
+    if is_operator or _operators_of_vmap(planned, "step_backward", *arrays):
         from precondattn.execution.torch.autograd import apply_extension
 
         return partial(apply_extension, length=length, count=call.count)
@@ -319,14 +327,24 @@ def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
 
 
 def _bridge_of_mapped_step(planned: PlannedCall, *arrays: Array) -> BridgeOfStep | None:
-    operators = _operators_of_vmap(planned, *arrays)
+    operators = _operators_of_vmap(planned, "step_backward", *arrays)
     return None if operators is None else operators.apply_step
 
 
-def _operators_of_vmap(planned: PlannedCall, *arrays: Array) -> ModuleType | None:
-    """The operators that `torch.vmap` maps; None outside it. It maps the reference without them."""
+def _operators_of_vmap(planned: PlannedCall, gradient: str, *arrays: Array) -> ModuleType | None:
+    """The operators that `torch.vmap` maps; None outside it.
+
+    It maps without them the reference, and what has its gradient from autograd.
+    """
     if planned.backend is REFERENCE or transforms_of(*arrays) != {"vmap"}:
+        return None
+    if _is_by_autograd(planned, gradient):
         return None
     from precondattn.execution.torch import autograd
 
     return autograd
+
+
+def _is_by_autograd(planned: PlannedCall, gradient: str) -> bool:
+    """Whether the backend leaves a gradient that is its method elsewhere to autograd."""
+    return isinstance(planned.runner, MethodsOf) and gradient in planned.runner.by_autograd

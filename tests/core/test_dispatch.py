@@ -191,6 +191,46 @@ def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference)
         pa.unregister_backend("reference")
 
 
+class TopLeft(pa.Backend):
+    """Of few queries, it aligns the first with the first key."""
+
+    name = "top_left"
+    promises = pa.CONVENTIONS - {"bottom_right"}
+
+    def supports(self, mechanism, request):
+        return pa.Support.no("never runs")
+
+    def forward(self, mechanism, inputs, frame):
+        raise AssertionError
+
+
+def test_a_backend_that_lacks_a_convention_has_to_be_named(only_the_reference):
+    with pytest.raises(ValueError, match="'top_left' does not promise bottom_right, on which call"):
+        pa.register_backend(TopLeft)
+
+    class ByName(TopLeft):
+        only_by_name = True
+
+    pa.register_backend(ByName)
+    q, k, v = np.ones((3, 1, 4, 2, 8))
+    assert "top_left" not in pa.Softmax().explain(q, k, v).text(others=True)
+
+
+@pytest.mark.parametrize("promises", [{"top_left"}, "bottom_right", ["float64"]])
+def test_promises_are_a_set_of_conventions(only_the_reference, promises):
+    class Misspelt(TopLeft):
+        only_by_name = True
+
+    Misspelt.promises = promises
+    with pytest.raises(ValueError, match="promises must be a set of conventions, of bottom_right"):
+        pa.register_backend(Misspelt)
+
+
+def test_every_backend_of_ours_promises_every_convention():
+    for backend in discover().backends:
+        assert backend.promises == pa.CONVENTIONS, backend.name
+
+
 def test_a_backend_that_claims_a_gradient_that_it_lacks_is_named_in_the_error(only_the_reference):
     class ForwardOnly(pa.Backend):
         name = "forward_only"

@@ -46,6 +46,14 @@ def test_the_page_of_versions_is_up_to_date():
     assert written == maker["page"](maker["load_records"]()), "run python docs/make_versions.py"
 
 
+def test_the_table_of_the_ecosystem_and_its_reports_are_up_to_date():
+    maker = runpy.run_path(str(DOCS / "make_ecosystem.py"))
+    files = maker["files"](maker["load"](maker["RECORD"]))
+    assert {*maker["REPORTS"].glob("*.md")} == {path for path in files if path != maker["PAGE"]}
+    for path, text in files.items():
+        assert path.read_text(encoding="utf-8") == text, "run python docs/make_ecosystem.py"
+
+
 def test_the_page_of_recipes_is_up_to_date():
     maker = runpy.run_path(str(DOCS / "make_recipes.py"))
     assert maker["PAGE"].read_text(encoding="utf-8") == maker["page"](), (
