@@ -1,0 +1,295 @@
+"""`check(function, "kda")`: whether a function computes a mechanism, in one call.
+
+The suite runs on the function as on a backend, in this process. What the function declines is
+shown beside what was compared. Where its plain call is wrong, conventions that would explain it are
+tried (`diagnosis.py`).
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import precondattn as pa
+from precondattn.dispatch.discovery import register_backend, unregister_backend
+from precondattn_conformance.declines import declared
+from precondattn_conformance.enough import CheckShare, shares
+from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
+from precondattn_conformance.functions.diagnosis import Finding, diagnosis
+from precondattn_conformance.functions.parameters import Function, Parameters, State
+from precondattn_conformance.promises import BROKEN, UNPROMISED, Promise
+from precondattn_conformance.report.refusal import in_few_words
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.session import Session
+from precondattn_conformance.status import COMPARED, FAILED, UNSUPPORTED
+
+NO_PARAMETER = re.compile(r"has no parameter for (?:the option |the input )?(.+)")
+SHOWN = 5
+"""Failures that a summary has."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of `check`; true if the function passed. In a notebook it is shown as a table."""
+
+    name: str
+    mechanism: str
+    outcomes: tuple[Outcome, ...]
+    findings: tuple[Finding, ...] = ()
+    """What the function computes instead, where its plain call is wrong."""
+    notes: tuple[str, ...] = ()
+    """How it was called, where its parameters' names do not say so."""
+    promises: tuple[Promise, ...] = ()
+    """Of each convention, whether it is promised, and whether it holds."""
+    declines: tuple[str, ...] = ()
+    """What it declines by its parameters; what it declines else was found by calling it."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, and nothing of it was wrong."""
+        return bool(self.compared) and not self.failures
+
+    @property
+    def failures(self) -> tuple[Outcome, ...]:
+        return tuple(each for each in self.outcomes if each.status == FAILED)
+
+    @property
+    def compared(self) -> tuple[Outcome, ...]:
+        return tuple(each for each in self.outcomes if each.status in COMPARED)
+
+    @property
+    def declined(self) -> dict[str, int]:
+        """The reasons why cases were not compared, with the number of these."""
+        reasons = (in_few_words(o.reason) for o in self.outcomes if o.status == UNSUPPORTED)
+        # After the whole, each of its leaves is asked about, and never computed alone.
+        of_leaves = f"; computes {self.mechanism} only"
+        return dict(Counter(reason.removesuffix(of_leaves) for reason in reasons).most_common())
+
+    @property
+    def _declined(self) -> list[str]:
+        """A line for each reason; parameters that the function has not are in one line."""
+        missing, lines, total = Counter[str](), list[str](), 0
+        for why, count in self.declined.items():
+            match = NO_PARAMETER.fullmatch(why)
+            if match is None:
+                lines.append(f"declined ({count}): {why}")
+                continue
+            total += count
+            for name in match[1].split(", "):
+                missing[name] += count
+        if not missing:
+            return lines
+        names = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
+        return [f"declined ({total}): has no parameter for {names}", *lines]
+
+    @property
+    def told(self) -> tuple[Promise, ...]:
+        """The conventions that are not promised, or do not hold."""
+        return tuple(each for each in self.promises if each.verdict in (BROKEN, UNPROMISED))
+
+    @property
+    def outputs_only(self) -> dict[str, int]:
+        """The reasons why no gradients were compared, with the number of the cases."""
+        measured = (o.measured for o in self.outcomes if o.measured is not None)
+        reasons = (in_few_words(m.outputs_only) for m in measured if m.outputs_only)
+        return dict(Counter(reasons).most_common())
+
+    @property
+    def by_check(self) -> dict[str, tuple[int, int, int]]:
+        """Of each check: how many cases passed, how many failed, how many there were."""
+        counts: dict[str, list[int]] = {}
+        for outcome in self.outcomes:
+            of_check = counts.setdefault(outcome.case.check, [0, 0, 0])
+            of_check[0] += outcome.status in COMPARED and outcome.status != FAILED
+            of_check[1] += outcome.status == FAILED
+            of_check[2] += 1
+        return {name: (right, wrong, all_) for name, (right, wrong, all_) in counts.items()}
+
+    @property
+    def partial(self) -> tuple[CheckShare, ...]:
+        """The checks of which less than half was compared, without what it declines by parameters.
+
+        The result is not wrong by that, because nobody has said what the function is to compute;
+        in a run of the command it is.
+        """
+        of_checks = shares(self.outcomes, declared(self.declines))
+        return tuple(share for share in of_checks if not share.is_enough)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        lines = [self.verdict, *(f"  {each}" for each in (*self.findings, *self.notes))]
+        lines += [
+            f"  {name}: {right + wrong} of {count} compared" + (f", {wrong} wrong" if wrong else "")
+            for name, (right, wrong, count) in self.by_check.items()
+        ]
+        lines += [f"  {promise}" for promise in self.told]
+        lines += [f"  {line}" for line in self._declined]
+        lines += [f"  in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
+        lines += [f"  failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
+        if len(self.failures) > SHOWN:
+            lines.append(f"  … and {len(self.failures) - SHOWN} more failures")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    @property
+    def verdict(self) -> str:
+        right = len(self.compared) - len(self.failures)
+        counts = f"{right} right, {len(self.failures)} wrong"
+        what = "computes" if self.passed else "does not compute"
+        if self.passed and self.partial:
+            what = "is right where it could be compared with"
+        if not self.compared:
+            what = "could not be compared with"
+        of = f"{len(self.compared)} of {len(self.outcomes)} cases compared"
+        return f"{self.name} {what} {self.mechanism}: {of}, {counts}"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{right}</td><td>{wrong}</td><td>{count}</td></tr>"
+            for name, (right, wrong, count) in self.by_check.items()
+        )
+        notes = [*map(str, self.findings), *map(str, self.told), *self.notes, *self._declined]
+        notes += [f"in outputs only ({n}): {why}" for why, n in self.outputs_only.items()]
+        notes += [f"failed {o.case.id}: {o.reason}" for o in self.failures[:SHOWN]]
+        listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+        return (
+            f"<p><b>{html.escape(self.verdict)}</b></p><ul>{listed}</ul>"
+            "<table><tr><th>check</th><th>right</th><th>wrong</th><th>cases</th></tr>"
+            f"{rows}</table>"
+        )
+
+
+def check(
+    function: Function,
+    mechanism: str | pa.Mechanism,
+    *,
+    layout: str = "bthd",
+    heads: str = "grouped",
+    multiple: int = 1,
+    dtypes: Iterable[str] | None = None,
+    gradient: bool = True,
+    inputs: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
+    state: State | tuple[str, str] | None = None,
+    library: str | None = None,
+    promises: frozenset[str] = pa.CONVENTIONS,
+    device: str | None = None,
+    level: str = "smoke",
+    checks: Iterable[str] = (),
+    progress: bool = True,
+) -> CheckResult:
+    """Compare a function with the definition of a mechanism, in all that the suite looks at.
+
+    Parameters
+    ----------
+    function : callable
+        Of PyTorch, JAX or NumPy; see `backend_from_function`, also for the other parameters.
+    mechanism : str or Mechanism
+        What it is to compute.
+    device : str, optional
+        As the array library names it.
+    level : {"smoke", "full", "stress"}
+    checks : iterable of str
+        Only these checks.
+    progress : bool
+        Whether to print how far it is.
+
+    Raises
+    ------
+    TypeError
+        if the parameters do not fit, or the function can not be called with arrays of any library.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def mean_of_past(q, k, v):
+    ...     return np.cumsum(v, axis=1) / np.arange(1, v.shape[1] + 1)[:, None, None]
+    >>> result = check(mean_of_past, "softmax", library="numpy", heads="equal", progress=False,
+    ...     checks=["outputs"])
+    >>> result.passed
+    False
+    """
+    backend = backend_from_function(
+        function,
+        mechanism,
+        library=library,
+        layout=layout,
+        heads=heads,
+        multiple=multiple,
+        dtypes=dtypes,
+        gradient=gradient,
+        inputs=inputs,
+        options=options,
+        state=state,
+        device=device,
+        promises=promises,
+    )
+    return checked(backend, device=device, level=level, checks=checks, progress=progress)
+
+
+def checked(
+    backend: FunctionBackend,
+    *,
+    device: str | None = None,
+    level: str = "smoke",
+    checks: Iterable[str] = (),
+    progress: bool = True,
+) -> CheckResult:
+    """`check` of a function that is a backend already."""
+    register_backend(backend)
+    try:
+        session = Session(
+            backend=(backend.name,),
+            level=level,
+            device=device,
+            libraries=tuple(sorted(backend.libraries)),
+            mechanisms=(str(backend.mechanism),),
+            checks=tuple(checks),
+            jobs=0,
+        )
+        outcomes = tuple(_shown(session, progress=progress))
+        promises = tuple(session.promises(outcomes))
+        wrong = any(each.status == FAILED for each in outcomes)
+        findings = tuple(diagnosis(backend)) if wrong else ()
+    finally:
+        unregister_backend(backend.name)
+    return CheckResult(
+        backend.name,
+        str(backend.mechanism),
+        outcomes,
+        findings,
+        notes=tuple(_notes_on(backend.parameters)),
+        promises=promises,
+        declines=backend.declines,
+    )
+
+
+def _notes_on(parameters: Parameters) -> Iterator[str]:
+    if parameters.by_position:
+        yield f"called by position: {', '.join(parameters.inputs)}"
+    if parameters.unused:
+        yield f"parameters that keep their defaults: {', '.join(parameters.unused)}"
+
+
+def _shown(session: Session, *, progress: bool) -> list[Outcome]:
+    """The outcomes of a run, with its progress where there is a terminal or a notebook."""
+    from rich.console import Console
+
+    from precondattn_conformance.progress import Progress
+
+    todo = session.cases()
+    running = session.run(todo, session.expectations(todo))
+    if not progress:
+        return list(running)
+    outcomes = []
+    with Progress(Console(), len(todo)) as bar:
+        for outcome in running:
+            outcomes.append(outcome)
+            bar.advance(is_failed=outcome.status == FAILED)
+    return outcomes

@@ -1,0 +1,1 @@
+"""Anyone's function under test: a bare function of arrays, without a package or a class."""

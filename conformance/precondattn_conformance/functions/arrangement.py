@@ -1,0 +1,128 @@
+"""How a function wants its arrays: the order of their axes, their heads, the number of tokens.
+
+    layout="bhtd"      heads before tokens
+    layout="thd"       one sequence a call, without an axis for the batch
+    heads="equal"      as many key and value heads as query heads: ours are repeated
+    multiple=64        a multiple of 64 tokens: zeros are appended, and their output is cut off
+
+All of it is made of array functions that the framework differentiates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from precondattn.algebra.declaration import FIXED, HEADS, Pattern
+from precondattn.arrays import Array, Arrays, namespace, placement
+
+ROLES = {"b": "b", "t": "t", "s": "t", "c": "t", FIXED: "t", "n": "h", "h": "h", "u": "h"}
+"""The letter of a layout for an axis of an input; every other axis is d. Several steps of a token
+(a fixed number) stay behind it."""
+PLAIN = "bthd"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a function wants its arrays.
+
+    Raises
+    ------
+    ValueError
+        if the layout has not the letters b, t, h, d, each once (b may be missing).
+    """
+
+    layout: str = PLAIN
+    heads: str = "grouped"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if "".join(sorted(self.layout)) not in ("bdht", "dht"):
+            raise ValueError(
+                f"layout must have the letters b, t, h and d, each once, as 'bthd', 'bhtd' or "
+                f"'thd' for one sequence; found {self.layout!r}"
+            )
+        if self.heads not in ("grouped", "equal"):
+            raise ValueError(f"heads must be 'grouped' or 'equal'; found {self.heads!r}")
+        if self.multiple < 1:
+            raise ValueError(f"multiple must be at least 1; found {self.multiple}")
+
+    def arranged(self, patterns: Mapping[str, Pattern], x: Mapping[str, Array]) -> Arrays:
+        """Inputs in our order (b, t, h, d) as the function wants them.
+
+        Raises
+        ------
+        ValueError
+            if a multiple of tokens is wanted of fewer queries than keys: with zeros behind both,
+            the last query would not see what it saw.
+        """
+        if self.multiple > 1:
+            counts = {n for name, a in x.items() if (n := _tokens(patterns[name], a)) is not None}
+            if len(counts) > 1:
+                raise ValueError(f"takes a multiple of {self.multiple} tokens, of all inputs alike")
+        most = max((_heads(patterns[name], a) for name, a in x.items()), default=1)
+        arrays = {}
+        for name, array in x.items():
+            pattern = patterns[name]
+            if self.heads == "equal":
+                array = _repeated(pattern, array, most)
+            array = self._padded(pattern, array)
+            # A bias (b, h, t, s) is as the scores are, in every layout.
+            order = None if pattern.is_pairwise else self._order(_roles(pattern))
+            arrays[name] = array if order is None else _permuted(array, order)
+        return arrays
+
+    def output(self, out: Array, tokens: int) -> Array:
+        """The function's output in our order, without the tokens that were appended."""
+        order = self._order(PLAIN)
+        inverse = tuple(sorted(range(4), key=order.__getitem__))
+        return _permuted(out, inverse)[:, :tokens, ...]
+
+    def _order(self, roles: str) -> tuple[int, ...]:
+        """The axes of an array, by their roles, in the order of the layout."""
+        layout = self.layout if "b" in self.layout else "b" + self.layout
+        return tuple(sorted(range(len(roles)), key=lambda axis: layout.index(roles[axis])))
+
+    def _padded(self, pattern: Pattern, array: Array) -> Array:
+        axis = _time(pattern)
+        if axis is None or array.shape[axis] % self.multiple == 0:
+            return array
+        xp, shape = namespace(array), list(array.shape)
+        shape[axis] = -shape[axis] % self.multiple
+        more = xp.zeros(tuple(shape), dtype=array.dtype, **placement(array))
+        return xp.concat([array, more], axis=axis)
+
+
+def _roles(pattern: Pattern) -> str:
+    return "".join(ROLES.get(axis.letter, "d") for axis in pattern.axes)
+
+
+def _time(pattern: Pattern) -> int | None:
+    return next((i for i, axis in enumerate(pattern.axes) if axis.letter in "ts"), None)
+
+
+def _tokens(pattern: Pattern, array: Array) -> int | None:
+    axis = _time(pattern)
+    return None if axis is None else int(array.shape[axis])
+
+
+def _heads(pattern: Pattern, array: Array) -> int:
+    axis = next((i for i, a in enumerate(pattern.axes) if a.letter in HEADS), None)
+    return 1 if axis is None else int(array.shape[axis])
+
+
+def _repeated(pattern: Pattern, array: Array, heads: int) -> Array:
+    axis = next((i for i, a in enumerate(pattern.axes) if a.letter in HEADS), None)
+    if axis is None or array.shape[axis] == heads or _broadcasts(pattern, array, axis):
+        return array
+    return namespace(array).repeat(array, heads // array.shape[axis], axis=axis)
+
+
+def _broadcasts(pattern: Pattern, array: Array, axis: int) -> bool:
+    return pattern.axes[axis].broadcasts and array.shape[axis] == 1
+
+
+def _permuted(array: Array, order: tuple[int, ...]) -> Array:
+    return (
+        array if order == tuple(range(len(order))) else namespace(array).permute_dims(array, order)
+    )

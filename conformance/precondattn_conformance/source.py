@@ -1,0 +1,148 @@
+"""Where the backend under test comes from, if it is not installed: a module, or a peer.
+
+    --import my_kernels:chunk_kda --mechanism kda
+    --peer fla/kda_chunk
+
+Each process of a run registers it, by the same text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import precondattn as pa
+from precondattn.dispatch.discovery import register_backend
+from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
+from precondattn_conformance.peers.everyone import peer_named
+
+
+@dataclass(frozen=True)
+class Source:
+    """A peer by its name, or a function, backend or class as "module:name"."""
+
+    text: str
+    mechanism: str | None = None
+    """What a function computes; a peer and a backend say it themselves."""
+    layout: str = "bthd"
+    heads: str = "grouped"
+    multiple: int = 1
+    gradient: bool = True
+
+    def register(self) -> pa.Backend:
+        """The backend, registered in this process."""
+        backend = self.backend
+        if isinstance(backend, FunctionBackend):
+            backend.registered_by = self._code
+        register_backend(backend)
+        return backend
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """What a function computes; empty for a backend, which is asked about every mechanism."""
+        backend = self.backend
+        return (str(backend.mechanism),) if isinstance(backend, FunctionBackend) else ()
+
+    @cached_property
+    def backend(self) -> pa.Backend:
+        """The backend.
+
+        Raises
+        ------
+        ValueError
+            where the text names nothing, or a function is given without a mechanism.
+        ImportError
+            where the module, or a peer's project, can not be imported.
+        """
+        if ":" not in self.text:
+            return peer_named(self.text).backend()
+        found = self._imported()
+        if hasattr(found, "supports"):
+            backend: pa.Backend = found() if isinstance(found, type) else found
+            return backend
+        if not callable(found):
+            raise ValueError(
+                f"{self.text} must be a function or a backend; found {type(found).__name__}"
+            )
+        if self.mechanism is None:
+            raise ValueError(f"--import {self.text} is a function: --mechanism says of what")
+        return backend_from_function(
+            found,
+            self.mechanism,
+            layout=self.layout,
+            heads=self.heads,
+            multiple=self.multiple,
+            gradient=self.gradient,
+        )
+
+    def _imported(self) -> Any:
+        module, _, name = self.text.partition(":")
+        here = str(Path.cwd())
+        if here not in sys.path:  # As with `python -m`.
+            sys.path.insert(0, here)
+        found: Any = import_module(module)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise ValueError(f"{module} has no {name!r}")
+            found = getattr(found, part)
+        return found
+
+    @property
+    def _code(self) -> str:
+        """Python code that registers it again, for a snippet."""
+        if ":" not in self.text:
+            return (
+                "from precondattn_conformance.peers.everyone import peer_named\n\n"
+                f"register_backend(peer_named({self.text!r}).backend())\n"
+            )
+        module, _, name = self.text.partition(":")
+        plain = {"layout": "bthd", "heads": "grouped", "multiple": 1, "gradient": True}
+        differing = (
+            f", {key}={getattr(self, key)!r}"
+            for key, usual in plain.items()
+            if getattr(self, key) != usual
+        )
+        arguments = "".join((f"{name}, {self.mechanism!r}", *differing))
+        return (
+            f"from {module} import {name}\n"
+            "from precondattn_conformance import backend_from_function\n\n"
+            f"register_backend(backend_from_function({arguments}))\n"
+        )
+
+
+def source_of(
+    peer: str | None,
+    imported: str | None,
+    mechanisms: Sequence[str],
+    *,
+    layout: str = "bthd",
+    heads: str = "grouped",
+    multiple: int = 1,
+    gradient: bool = True,
+) -> Source | None:
+    """The source that command-line options name; None where they name none.
+
+    Raises
+    ------
+    ValueError
+        where options do not go together.
+    """
+    if peer is not None and imported is not None:
+        raise ValueError(f"--peer {peer} does not go with --import {imported}: one is under test")
+    arrangement = {"layout": layout, "heads": heads, "multiple": multiple, "gradient": gradient}
+    if imported is None:
+        for name, value in arrangement.items():
+            if value != getattr(Source, name):
+                raise ValueError(f"--{name} needs --import; found {value!r}")
+        return None if peer is None else Source(peer)
+    if ":" not in imported:
+        raise ValueError(f"--import is given as module:name; found {imported!r}")
+    if len(mechanisms) > 1:
+        raise ValueError(f"--import is of one mechanism; found {', '.join(mechanisms)}")
+    mechanism = mechanisms[0] if mechanisms else None
+    return Source(imported, mechanism, layout, heads, multiple, gradient)
