@@ -22,7 +22,6 @@ from precondattn_conformance.bench import (
     correct,
     layers,
     models,
-    naive_references,
     neighbours,
     plot,
 )
@@ -37,6 +36,7 @@ from precondattn_conformance.bench.plot import draw_curves
 from precondattn_conformance.bench.record import TIMED, WRONG, BenchRecord, Row, load
 from precondattn_conformance.bench.selection import chosen
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
+from precondattn_conformance.peers import project
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -266,18 +266,17 @@ def test_a_naive_reference_is_loaded_by_its_file_and_compared(monkeypatch, tmp_p
     source.parent.mkdir(parents=True)
     source.write_text(
         "import precondattn as pa\n"
-        "def naive_chunk_kda(q, k, v, g, beta):\n"
-        "    return pa.kda(q, k, v, g=g, beta=beta), None\n"
+        "def naive_chunk_kda(q, k, v, g, beta, scale):\n"
+        "    return pa.kda(q, k, v, g=g, beta=beta, scale=scale), None\n"
     )
 
     class Installed:
         def locate_file(self, path):
             return tmp_path / path
 
-    monkeypatch.setattr(naive_references, "distribution", lambda name: Installed())
-    naive_references.module_of.cache_clear()
+    monkeypatch.setattr(project, "distribution", lambda name: Installed())
+    monkeypatch.setattr(project, "version", lambda name: "0")
     code, printed = run_quick("kda")
-    naive_references.module_of.cache_clear()
     assert code == 0
     assert "naive_fla" in printed
 

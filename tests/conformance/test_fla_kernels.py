@@ -17,9 +17,10 @@ import triton.language as tl
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import measure, naive_references
+from precondattn_conformance.bench import measure
+from precondattn_conformance.bench.adapters import FLA, KERNELS, NAIVE
 from precondattn_conformance.bench.cases import BenchCase, layout
-from precondattn_conformance.bench.fla_kernels import KERNELS, fla_kernel
+from tests.conformance import fla_stub
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Another package warns.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,8 +44,8 @@ def interpreted():
     from precondattn_kernel_tools.triton_interpreter import patch_interpreter
 
     patch_interpreter()
-    for kernel in KERNELS.values():
-        importlib.import_module(kernel.module)
+    for module in fla_stub.MODULES:
+        importlib.import_module(module)
     for name, module in list(sys.modules.items()):
         if name.startswith("fla.ops."):
             module.range = lambda *ends: map(Index, range(*ends))
@@ -56,15 +57,15 @@ def assert_agrees(of, text, sizes, work, dtype):
     measure._checked_run(of, case, sizes, libraries.named("torch", DEVICE))
 
 
-@pytest.mark.parametrize("text", KERNELS)
+@pytest.mark.parametrize("text", FLA)
 def test_a_kernel_agrees_with_the_oracle(text):
     """Output and gradients, in half precision."""
     sizes = SIZES._replace(n=1 if text in GROUPED else 2, values_per_head=2)
-    of = fla_kernel(pa.parse(text))
+    of = KERNELS.computation(pa.parse(text))
     assert_agrees(of, text, sizes, "forward_backward", "float16")
 
 
-@pytest.mark.parametrize("text", naive_references.REFERENCES)
+@pytest.mark.parametrize("text", NAIVE.adapters)
 def test_a_naive_reference_agrees_with_the_oracle(text):
-    of = naive_references.naive_reference(pa.parse(text))
+    of = NAIVE.computation(pa.parse(text))
     assert_agrees(of, text, SIZES, "forward", "float32")

@@ -6,6 +6,8 @@ import inspect
 import io
 import re
 import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from rich.console import Console
 
 import precondattn as pa
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import command, fla_kernels, measure, peers
+from precondattn_conformance.bench import command, measure, peers
+from precondattn_conformance.bench.adapters import FLA, KERNELS
 from precondattn_conformance.bench.cases import MODELS, BenchCase, layout
-from precondattn_conformance.bench.fla_kernels import KERNELS
 from precondattn_conformance.bench.record import TIMED, load
+from precondattn_conformance.peers import project
 from tests.conformance import fla_stub
 
 torch = pytest.importorskip("torch")
@@ -125,7 +128,7 @@ def test_cudnn_of_jax_gets_what_it_demands(monkeypatch):
 
 
 @pytest.mark.parametrize("work", ["forward", "forward_backward"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", FLA)
 def test_kernels_of_fla_get_what_they_demand(monkeypatch, name, work):
     fla_stub.install(monkeypatch)
     sizes = GROUPED._replace(d=128, e=128) if name == "gated_delta" else GROUPED
@@ -145,13 +148,18 @@ def test_a_gated_gradient_on_hopper_is_refused_where_tiles_are_wrong(monkeypatch
 
 
 def test_the_lack_of_a_kernel_of_fla_is_named(monkeypatch):
-    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(project, "version", lambda name: "0")
     case = BenchCase("delta", "delta", "forward", GROUPED)
-    assert "delta does not support float32" in fla_kernels.lack(case, "cuda")
-    assert "needs a GPU" in fla_kernels.lack(case, "cpu")
-    assert fla_kernels.lack(BenchCase("kda", "kda", "forward", GROUPED), "cuda") == ""
-    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: None)
-    assert "is not installed" in fla_kernels.lack(case, "cuda")
+    assert "kernel_delta does not support float32" in KERNELS.lack(case, "cuda")
+    assert "needs arrays on cuda; found cpu" in KERNELS.lack(case, "cpu")
+    assert "not in decode" in KERNELS.lack(replace(case, work="decode"), "cuda")
+    assert KERNELS.lack(BenchCase("kda", "kda", "forward", GROUPED), "cuda") == ""
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(project, "version", absent)
+    assert "is not installed" in KERNELS.lack(case, "cuda")
 
 
 def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkeypatch):
@@ -165,9 +173,7 @@ def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkey
     monkeypatch.setattr(module, name, decorate(inspect.unwrap(getattr(module, name))))
     with pytest.raises(RuntimeError, match="0 active drivers"):
         getattr(module, name)(None)
-    peers.transformers_rule.cache_clear()
     assert checked(of_name("transformers"), "gated_delta", GROUPED, dtype="float32") > 0
-    peers.transformers_rule.cache_clear()
 
 
 @pytest.mark.thorough

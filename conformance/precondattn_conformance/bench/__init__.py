@@ -9,6 +9,7 @@ cases           the measurements, by name: a mechanism, its sizes, and the work
 selection       the requested ones
 computation     one mechanism on one backend, ready to run forward, backward or decode
 peers           the implementations to compare with, by mechanism
+adapters        peers of other projects, as the suite checks them
 naive_lucid     one of the peers: LUCID as in its paper
 by_hand         peers of small calls
 layers          attention layers, beside the same by hand in `layers_by_hand`

@@ -37,10 +37,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from importlib import import_module
+from functools import cache
 from importlib.util import find_spec
-from inspect import unwrap
 from typing import NamedTuple
 
 import numpy as np
@@ -48,18 +46,17 @@ import numpy as np
 import precondattn as pa
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance import libraries
-from precondattn_conformance.bench import fla_kernels, naive_references
+from precondattn_conformance.bench.adapters import KERNELS, NAIVE, OF_TRANSFORMERS
 from precondattn_conformance.bench.by_hand import by_hand, is_written, lack
 from precondattn_conformance.bench.cases import MODELS, BenchCase
-from precondattn_conformance.bench.computation import Computation, entry_for, ours, token_count
+from precondattn_conformance.bench.computation import Computation, ours, token_count
 from precondattn_conformance.bench.naive_lucid import naive_lucid
-from precondattn_conformance.bench.nystromformer import nystromformer
 from precondattn_conformance.libraries import Library
 
 SOFTMAX = pa.Softmax()
 
 
-class Peer(NamedTuple):
+class TimedPeer(NamedTuple):
     """A row of the table above."""
 
     name: str
@@ -73,7 +70,7 @@ class Peer(NamedTuple):
     """The computation for a mechanism; the backend is used if the peer is one of ours."""
 
 
-def peers_of(case: BenchCase) -> list[Peer]:
+def peers_of(case: BenchCase) -> list[TimedPeer]:
     """The peers of a case: those that it names, or else all that fit.
 
     Raises
@@ -99,7 +96,7 @@ def _no_decoding(case: BenchCase, device: str) -> str:
     return "has no decoding" if case.work == "decode" else ""
 
 
-def lacks(peer: Peer, case: BenchCase, device: str) -> str:
+def lacks(peer: TimedPeer, case: BenchCase, device: str) -> str:
     """Why a peer can not run this case on this device; empty if it can."""
     name = peer.library or case.library
     library = libraries.named(name)
@@ -227,37 +224,26 @@ def _jax_attention_by(implementation: str) -> Callable[..., Array]:
 
 # Transformers: only the module is imported, no model is loaded.
 
-FUNCTIONS_OF_TRANSFORMERS = ("gated_delta", "nystrom")
-"""Mechanisms that have a function of their own there."""
 OF_MODELS = tuple(mechanism for _, mechanism, _ in MODELS.values())
-"""Those of the models that are measured."""
+"""The mechanisms of the models that are measured."""
 
 
 def _lacks_transformers(case: BenchCase, device: str) -> str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if case.mechanism not in FUNCTIONS_OF_TRANSFORMERS and not case.model:
+    if case.model:
+        return ""
+    if case.mechanism not in OF_TRANSFORMERS.adapters:
         return f"{case.mechanism} of Transformers is measured in its models"
-    return _no_decoding(case, device)
-
-
-@cache
-def transformers_rule() -> Callable[..., Array]:
-    """Transformers' gated delta rule in plain PyTorch, whatever else is installed."""
-    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    rule: Callable[..., Array] = unwrap(module.torch_chunk_gated_delta_rule)
-    return rule
-
-
-def transformers_gated_delta(q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
-    return transformers_rule()(q, k, v, g=g, beta=beta)[0]
+    return OF_TRANSFORMERS.lack(case, device)
 
 
 def _transformers(mechanism: pa.Mechanism, backend: str | None) -> Computation:
-    if isinstance(mechanism, pa.Nystrom):
-        same = replace(mechanism, start="batch")
-        return Computation("transformers", same, partial(nystromformer(), mechanism.landmarks))
-    return Computation("transformers", mechanism, transformers_gated_delta)
+    if not isinstance(mechanism, pa.Nystrom):
+        return OF_TRANSFORMERS.computation(mechanism)
+    same = replace(mechanism, start="batch")
+    function = OF_TRANSFORMERS.adapter(mechanism).function_of(same)
+    return Computation("transformers", same, function)
 
 
 def _base(mechanism: pa.Mechanism, backend: str | None) -> Computation:
@@ -285,14 +271,14 @@ def _again_in_torch(case: BenchCase, device: str) -> str:
 
 
 PEERS = (
-    Peer(
+    TimedPeer(
         "sdpa",
         "torch",
         _is_softmax_inside,
         lambda case, device: "",
         lambda m, backend: _sdpa(causal=m.offers.causal),
     ),
-    Peer(
+    TimedPeer(
         "masked_sdpa",
         "torch",
         lambda m: m == pa.Softmax(window=getattr(m, "window", None) or 1),
@@ -300,7 +286,7 @@ PEERS = (
         _masked_sdpa,
     ),
     *(
-        Peer(
+        TimedPeer(
             name,
             "torch",
             _is_softmax_inside,
@@ -312,7 +298,7 @@ PEERS = (
         for name, kernel in (("flash_sdpa", "FLASH_ATTENTION"), ("cudnn_sdpa", "CUDNN_ATTENTION"))
     ),
     *(
-        Peer(
+        TimedPeer(
             name,
             "jax",
             _is_softmax_inside,
@@ -323,36 +309,26 @@ PEERS = (
         )
         for name, why in (("xla", _no_decoding), ("cudnn", _lacks_gpu_kernel))
     ),
-    Peer(
+    TimedPeer(
         "naive_lucid",
         "torch",
         lambda m: str(m) == "lucid",
         _no_decoding,
         lambda m, backend: Computation("naive_lucid", m, naive_lucid),
     ),
-    Peer(
+    TimedPeer(
         "transformers",
         "torch",
-        lambda m: str(m) in (*FUNCTIONS_OF_TRANSFORMERS, *OF_MODELS),
+        lambda m: str(m) in (*OF_TRANSFORMERS.adapters, *OF_MODELS),
         _lacks_transformers,
         _transformers,
     ),
-    Peer(
-        fla_kernels.NAME,
-        "torch",
-        lambda m: entry_for(fla_kernels.KERNELS, m) is not None,
-        fla_kernels.lack,
-        lambda m, backend: fla_kernels.fla_kernel(m),
-    ),
-    Peer(
-        naive_references.NAME,
-        "torch",
-        lambda m: entry_for(naive_references.REFERENCES, m) is not None,
-        lambda case, device: naive_references.lack(case),
-        lambda m, backend: naive_references.naive_reference(m),
+    *(
+        TimedPeer(each.name, "torch", each.fits, each.lack, each.computation)
+        for each in (KERNELS, NAIVE)
     ),
     *(
-        Peer(
+        TimedPeer(
             name,
             library,
             lambda m, library=library: is_written(m, library),  # type: ignore[misc]
@@ -363,21 +339,25 @@ PEERS = (
         )
         for name, library in (("by_hand", "torch"), ("numpy_by_hand", "numpy"))
     ),
-    Peer(
+    TimedPeer(
         "gated_delta",
         None,
         _adds_to_gated_delta,
         lambda case, device: "",
         lambda m, backend: ours(pa.GatedDelta(), backend, "gated_delta"),
     ),
-    Peer(
+    TimedPeer(
         "kda",
         None,
         _adds_to_kda,
         lambda case, device: "",
         lambda m, backend: ours(pa.KDA(), backend, "kda"),
     ),
-    Peer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
-    Peer("batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")),
-    Peer("torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")),
+    TimedPeer("base", None, lambda m: m.role == "preconditioner", lambda case, device: "", _base),
+    TimedPeer(
+        "batch", None, lambda m: True, lambda case, device: "", lambda m, b: ours(m, b, "batch")
+    ),
+    TimedPeer(
+        "torch", "torch", lambda m: True, _again_in_torch, lambda m, b: ours(m, None, "torch")
+    ),
 )

@@ -21,7 +21,7 @@ its weights, and returns the call of a dict of them and x.
     mesa_net        the exact solve in place of conjugate gradients
 """
 
-from precondattn_conformance.bench.naive_references import module_of
+from precondattn_conformance.peers.fla import references
 
 HEADS = 4
 
@@ -74,7 +74,7 @@ def gla():
         k, v = (linear(w, f"{n}_proj", x, 2).repeat_interleave(2, 2) for n in "kv")
         gate = linear(w, "gk_proj.1", linear(w, "gk_proj.0", x), 2).repeat_interleave(2, 2)
         gate = torch.nn.functional.logsigmoid(gate) / 16
-        o, _ = module_of("gla").naive_recurrent_gla(q, k, v, gate)
+        o, _ = references("gla").naive_recurrent_gla(q, k, v, gate)
         o = normed(w, "g_norm_swish_gate", o)
         o = o * torch.nn.functional.silu(linear(w, "g_proj", x, HEADS))
         return linear(w, "o_proj", o.flatten(2))
@@ -106,7 +106,7 @@ def delta_net(expand_v=1):
         if "A_log" in w:
             step = torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
             g = -w["A_log"].exp() * step
-        rule = module_of("gated_delta_rule").naive_recurrent_gated_delta_rule
+        rule = references("gated_delta_rule").naive_recurrent_gated_delta_rule
         o, _ = rule(unit(q), unit(k), v, beta, g)
         o = normed(w, "o_norm", o)
         if "g_proj.weight" in w:
@@ -151,7 +151,7 @@ def kda():
         step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
         g = -w["A_log"].exp()[:, None] * step
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = module_of("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
+        o, _ = references("kda").naive_recurrent_kda(unit(q), unit(k), v, g, beta)
         gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
         o = normed(w, "o_norm", o) * gate.sigmoid()
         return linear(w, "o_proj", o.flatten(2))
@@ -176,7 +176,7 @@ def gdn2():
         step = torch.nn.functional.softplus(score).unflatten(-1, (HEADS, -1))
         g = -w["A_log"].exp()[:, None] * step
         b, strength = (linear(w, f"{n}_proj", x, HEADS).sigmoid() for n in "bw")
-        o, _ = module_of("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
+        o, _ = references("gdn2").naive_recurrent_gdn2(unit(q), unit(k), v, g, b, strength)
         gate = linear(w, "g_proj.1", linear(w, "g_proj.0", x), HEADS)
         o = normed(w, "o_norm", o) * gate.sigmoid()
         return linear(w, "o_proj", o.flatten(2))
@@ -202,7 +202,7 @@ def comba():
         q = q - w["D"][:, None] * p
         g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
         beta = linear(w, "b_proj", x).sigmoid()
-        o, _ = module_of("comba").naive_chunk_comba(
+        o, _ = references("comba").naive_chunk_comba(
             unit(q), unit(k), v, unit(p), g, beta, chunk_size=16
         )
         o = normed(w, "o_norm", o) * linear(w, "g_proj", x, HEADS).sigmoid()
@@ -234,7 +234,7 @@ def mesa_net():
         )
         g = torch.nn.functional.logsigmoid(linear(w, "a_proj", x))
         ridge = torch.nn.functional.softplus(w["lambda_params"]).unflatten(0, (HEADS, -1)) + 0.25
-        o, *_ = module_of("mesa_net").naive_mesa_net_exact(
+        o, *_ = references("mesa_net").naive_mesa_net_exact(
             q=unit(q),
             k=unit(k),
             v=linear(w, "v_proj", x, HEADS),
@@ -262,7 +262,7 @@ def hgrn2():
         g = torch.nn.functional.logsigmoid(f)
         g = torch.logaddexp(bound.log(), torch.log1p(-bound) + g)
         q = torch.nn.functional.silu(q)
-        o, _ = module_of("gla").naive_recurrent_gla(q, 1 - g.exp(), v, g)
+        o, _ = references("gla").naive_recurrent_gla(q, 1 - g.exp(), v, g)
         return linear(w, "o_proj", normed(w, "g_norm", o.flatten(2)))
 
     return shapes, call
@@ -300,7 +300,7 @@ def rwkv6():
         r, k, v = (linear(w, f"{n}_proj", mixed[n], HEADS) for n in "rkv")
         g = -linear(w, "w_proj.lora.2", linear(w, "w_proj.lora.0", mixed["w"]).tanh()).exp()
         arrays = (r, k, v, g.unflatten(-1, (HEADS, -1)))
-        operator = module_of("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
+        operator = references("rwkv6", "recurrent_naive").naive_recurrent_rwkv6
         o, _ = operator(*(array.transpose(1, 2) for array in arrays), w["bonus"], scale=1.0)
         o = o.transpose(1, 2).flatten(0, 1).flatten(1)
         norm = torch.nn.functional.group_norm
@@ -346,7 +346,7 @@ def rwkv7():
         k = k + k * (rate - 1) * w["k_a"]
         r, k, v, g, rate = (y.unflatten(-1, (HEADS, -1)) for y in (r, k, v, g, rate))
         arrays = (r * 8**0.5, k, v, -kappa, kappa * rate, g)  # The operator has no option scale.
-        o, _ = module_of("generalized_delta_rule/dplr").dplr_recurrence(
+        o, _ = references("generalized_delta_rule/dplr").dplr_recurrence(
             *(array.transpose(1, 2) for array in arrays)
         )
         o = o.transpose(1, 2).flatten(0, 1).flatten(1)
@@ -373,7 +373,7 @@ def gated_delta_product():
         beta = linear(w, "b_proj", x).sigmoid().unflatten(-1, (2, HEADS)).flatten(1, 2)
         g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])
         q = unit(q.unflatten(-1, (HEADS, -1)))
-        operator = module_of("gated_delta_product").naive_recurrent_gated_delta_product
+        operator = references("gated_delta_product").naive_recurrent_gated_delta_product
         o, _ = operator(q, unit(k), v, g, beta, q.shape[-1] ** -0.5, num_householder=2)
         gate = linear(w, "g_proj", x, HEADS)
         o = normed(w, "o_norm", o) * torch.nn.functional.silu(gate)
@@ -400,7 +400,7 @@ def precond_gated_delta_net():
         softplus = torch.nn.functional.softplus
         g = -w["A_log"].exp() * softplus(linear(w, "a_proj", x) + w["dt_bias"])
         g_atk = -w["A_log_atk"].exp() * softplus(linear(w, "a_atk_proj", x) + w["dt_bias_atk"])
-        o, _, _ = module_of("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
+        o, _, _ = references("precond_gated_delta_rule").naive_recurrent_precond_gated_delta_rule(
             q,
             k,
             v,
@@ -432,7 +432,7 @@ def gsa():
         k, v = (silu(linear(w, f"{n}_proj", x, 2)) for n in "kv")
         f = torch.nn.functional.logsigmoid(linear(w, "f_proj", x, 2)) / 8
         k, v, f, s = (y.repeat_interleave(2, 2) for y in (k, v, f, 1 - f.exp()))
-        o, _ = module_of("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
+        o, _ = references("gsa").naive_recurrent_gsa(q, k, v, s, f, scale=1.0)
         return linear(w, "o_proj", normed(w, "g_norm", silu(o.flatten(2))))
 
     return shapes, call
@@ -469,7 +469,7 @@ def retention():
 def retain(q, k, v):
     """`naive_retention`, whose heads are before time."""
     arrays = (y.transpose(1, 2) for y in (q, k, v))
-    return module_of("retention").naive_retention(*arrays).transpose(1, 2)
+    return references("retention").naive_retention(*arrays).transpose(1, 2)
 
 
 def path():
@@ -491,7 +491,7 @@ def path():
         directions = short_convolution(w, "w_conv1d", directions).unflatten(-1, (HEADS, -1))
         beta = 2 * linear(w, "bt_proj", x).sigmoid()
         g = torch.nn.functional.logsigmoid(linear(w, "g_proj", x))
-        rule = module_of("path_attn").naive_path_attn
+        rule = references("path_attn").naive_path_attn
         o = rule(q, k, v, unit(directions), beta, g, scale=8**-0.5, chunk_size=4)
         return linear(w, "o_proj", o.flatten(2))
 

@@ -83,7 +83,7 @@ from pathlib import Path
 
 import numpy as np
 
-from precondattn_conformance.bench.naive_references import module_of
+from precondattn_conformance.peers.fla import references
 
 # torch and transformers are imported where they are used: pytest imports this file to collect it.
 
@@ -121,7 +121,7 @@ def path_entries():
     """Return the entries of path_fla.npz, without `versions`."""
     import torch
 
-    naive_path_attn = module_of("path_attn").naive_path_attn
+    naive_path_attn = references("path_attn").naive_path_attn
     rng = np.random.default_rng(20260)
     entries = {}
     for case, how in PATH_CASES.items():
@@ -269,14 +269,14 @@ def linear_entries():
     """Return the entries of linear_fla.npz, without `versions`."""
 
     def linear(x, initial):
-        out, state = module_of("linear_attn").naive_recurrent_linear_attn(
+        out, state = references("linear_attn").naive_recurrent_linear_attn(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def normalized(x, initial):
         # The mass of the peer has an axis for time.
-        out, (state, mass) = module_of("linear_attn").naive_recurrent_linear_attn(
+        out, (state, mass) = references("linear_attn").naive_recurrent_linear_attn(
             **x,
             initial_state=(initial["state"], initial["mass"][:, None]),
             output_final_state=True,
@@ -286,16 +286,16 @@ def linear_entries():
 
     def retention(x, _initial):
         time_behind_heads = (x[name].transpose(1, 2) for name in "qkv")
-        return module_of("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
+        return references("retention").naive_retention(*time_behind_heads).transpose(1, 2), {}
 
     def gla(x, initial):
-        out, state = module_of("gla").naive_recurrent_gla(
+        out, state = references("gla").naive_recurrent_gla(
             x["q"], x["k"], x["v"], x["g"], initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def simple(x, initial):
-        out, state = module_of("simple_gla").naive_recurrent_simple_gla(
+        out, state = references("simple_gla").naive_recurrent_simple_gla(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
@@ -332,7 +332,7 @@ def rwkv6_entries():
 
     def rwkv6(x, initial):
         rows = (x[name].transpose(1, 2) for name in "qkvg")
-        out, state = module_of("rwkv6", "recurrent_naive").naive_recurrent_rwkv6(
+        out, state = references("rwkv6", "recurrent_naive").naive_recurrent_rwkv6(
             *rows, x["u"], 1.0, initial["state"], output_final_state=True
         )
         return out.transpose(1, 2), {"state": state}
@@ -354,7 +354,7 @@ def hgrn2_entries():
     """Return the entries of hgrn2_fla.npz, without `versions`."""
 
     def hgrn2(x, initial):
-        out, state = module_of("gla").naive_recurrent_gla(
+        out, state = references("gla").naive_recurrent_gla(
             x["q"], 1 - x["g"].exp(), x["v"], x["g"], initial["state"], output_final_state=True
         )
         return out, {"state": state}
@@ -375,19 +375,19 @@ def delta_entries():
 
     def delta(x, initial):
         time_behind_heads = {name: array.transpose(1, 2) for name, array in x.items()}
-        out, state = module_of("delta_rule").delta_rule_recurrence(
+        out, state = references("delta_rule").delta_rule_recurrence(
             **time_behind_heads, initial_state=initial["state"]
         )
         return out.transpose(1, 2), {"state": state}
 
     def recurrent(x, initial):
-        out, state = module_of("gated_delta_rule").naive_recurrent_gated_delta_rule(
+        out, state = references("gated_delta_rule").naive_recurrent_gated_delta_rule(
             **x, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
 
     def chunk(x, initial):
-        out, state = module_of("gated_delta_rule").naive_chunk_gated_delta_rule(
+        out, state = references("gated_delta_rule").naive_chunk_gated_delta_rule(
             **x, chunk_size=16, initial_state=initial["state"], output_final_state=True
         )
         return out, {"state": state}
@@ -445,7 +445,7 @@ def of_naive(operation, name, **options):
     """Return the call of a reference that takes and returns a state."""
 
     def call(x, initial):
-        out, state = getattr(module_of(operation), name)(
+        out, state = getattr(references(operation), name)(
             **x, initial_state=initial["state"], output_final_state=True, **options
         )
         return out, {"state": state}
@@ -485,7 +485,7 @@ def dplr_entries():
     def call(x, initial):
         rows = {"q": "q", "k": "k", "v": "v", "a": "alpha", "b": "beta", "g": "gk"}
         time_behind_heads = {rows[name]: array.transpose(1, 2) for name, array in x.items()}
-        out, state = module_of("generalized_delta_rule/dplr").dplr_recurrence(
+        out, state = references("generalized_delta_rule/dplr").dplr_recurrence(
             **time_behind_heads, initial_state=initial["state"]
         )
         return out.transpose(1, 2), {"state": state}
@@ -503,7 +503,7 @@ def delta_product_entries():
     """Return the entries of delta_product_fla.npz, without `versions`."""
 
     def call(x, initial):
-        out, state = module_of("gated_delta_product").naive_recurrent_gated_delta_product(
+        out, state = references("gated_delta_product").naive_recurrent_gated_delta_product(
             **x,
             scale=x["q"].shape[-1] ** -0.5,
             initial_state=initial["state"],
@@ -529,7 +529,7 @@ def atk_entries():
     """Return the entries of atk_fla.npz, without `versions`."""
 
     def of(operation):
-        naive = getattr(module_of(operation), f"naive_recurrent_{operation}")
+        naive = getattr(references(operation), f"naive_recurrent_{operation}")
 
         def call(x, initial):
             out, state, squares = naive(
@@ -574,7 +574,7 @@ def gsa_entries():
     """Return the entries of gsa_fla.npz, without `versions`."""
 
     def gsa(x, initial):
-        out, (keys, values) = module_of("gsa").naive_recurrent_gsa(
+        out, (keys, values) = references("gsa").naive_recurrent_gsa(
             **x,
             initial_state=(initial["keys"], initial["values"]),
             output_final_state=True,
@@ -601,7 +601,7 @@ def mesa_entries():
     """Return the entries of mesa_fla.npz, without `versions`."""
 
     def mesa(x, initial):
-        return module_of("mesa_net").naive_mesa_net_exact(**x)[0], {}
+        return references("mesa_net").naive_mesa_net_exact(**x)[0], {}
 
     rng = np.random.default_rng(20276)
     batch, time, heads, dim = 2, 24, 2, 8
@@ -620,7 +620,7 @@ def deltaformer_entries():
     """Return the entries of deltaformer_fla.npz, without `versions`."""
 
     def deltaformer(x, initial):
-        return module_of("deltaformer").naive_deltaformer_attn(**x), {}
+        return references("deltaformer").naive_deltaformer_attn(**x), {}
 
     rng = np.random.default_rng(20267)
     batch, time, heads, dim = 2, 33, 3, 8

@@ -1,0 +1,89 @@
+"""Files of public projects, alone: the packages around them may need what is not installed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from threading import Lock
+from types import ModuleType
+
+
+class MissingError(ImportError):
+    """A project that is not there, or a part of it that can not be imported."""
+
+
+def module_of(file: Path) -> ModuleType:
+    """A file as a module, with its imports."""
+    name = f"_precondattn_peer{file.with_suffix('').as_posix().replace('/', '_').replace('.', '_')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, _there(file))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+ONE_PARSES = Lock()
+"""CPython counts the depth of syntax trees in the interpreter, not in the thread: of two threads
+that convert one at a time, one raises a SystemError."""
+
+
+def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleType:
+    """Functions and classes of a file whose imports are not installed.
+
+    Only these definitions of the file are executed, as they are written: neither its imports nor
+    its other statements. Decorators are left out, for they compile or register. Annotations are not
+    evaluated.
+
+    Parameters
+    ----------
+    file : Path
+    *names : str
+        The definitions at the top of the file, with those that they call.
+    given : mapping
+        What they use besides, by its name there: `{"torch": torch}`.
+
+    Returns
+    -------
+    module
+        With the definitions as its attributes.
+
+    Raises
+    ------
+    MissingError
+        if there is no such file, or no such definition in it.
+    """
+    with ONE_PARSES:
+        parsed = ast.parse(_there(file).read_text(encoding="utf-8"))
+    known = {
+        node.name: node for node in parsed.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise MissingError(f"{file} defines no {', '.join(missing)}")
+    body: list[ast.stmt] = [ast.ImportFrom("__future__", [ast.alias("annotations")], 0)]
+    for name in names:
+        known[name].decorator_list = []
+        body.append(known[name])
+    module = ModuleType(f"excerpt of {file.name}")
+    vars(module).update(given)
+    with ONE_PARSES:
+        code = compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec")
+    exec(code, vars(module))
+    return module
+
+
+def _there(file: Path) -> Path:
+    if not file.is_file():
+        raise MissingError(f"there is no file {file}")
+    return file

@@ -1,0 +1,119 @@
+"""flash-linear-attention's kernels, in Triton on a GPU.
+
+Their functions have our names of inputs, our layouts and our default scale; decays are logarithms.
+What differs is given as each of them demands:
+
+* linear attention, retention and GLA have one number of heads, so keys, values and gates are
+  repeated for each query head, and for the delta rule queries and keys for each value head;
+* PaTH takes its directions and strengths in float32, in which they are as they were rounded before;
+* the delta rule has no float32.
+
+They were compared with the functions of version 0.6.0.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from precondattn.arrays import Array
+from precondattn_conformance.libraries import HALF
+from precondattn_conformance.peers.arrays import HALF32
+from precondattn_conformance.peers.fla import FLA, STATE, by_key_heads
+
+ALL = (FLA,)
+
+of_gpu = partial(FLA.peer, devices=frozenset({"cuda"}))
+
+
+def _kernel(operation: str, function: str) -> Any:
+    return getattr(FLA.imported(f"fla.ops.{operation}"), function)
+
+
+@of_gpu("linear", heads="equal", dtypes=HALF32)
+def kernel_linear(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float | None,
+    normalize: bool,
+    initial_state: Array | None = None,
+) -> object:
+    function = partial(_kernel("linear_attn", "chunk_linear_attn"), normalize=normalize)
+    return by_key_heads(
+        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
+    )
+
+
+@of_gpu("retention", heads="equal", dtypes=HALF32)
+def kernel_retention(
+    q: Array, k: Array, v: Array, scale: float | None, initial_state: Array | None = None
+) -> object:
+    function = _kernel("retention", "chunk_retention")
+    return by_key_heads(
+        lambda state: function(q, k, v, scale, state, state is not None), q.shape[2], initial_state
+    )
+
+
+@of_gpu("gla", heads="equal", dtypes=HALF32)
+def kernel_gla(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    scale: float | None,
+    initial_state: Array | None = None,
+) -> object:
+    function = _kernel("gla", "chunk_gla")
+    return by_key_heads(
+        lambda state: function(q, k, v, g, scale, state, state is not None),
+        q.shape[2],
+        initial_state,
+    )
+
+
+@of_gpu("gsa", dtypes=HALF32)
+def kernel_gsa(q: Array, k: Array, v: Array, s: Array, g: Array, scale: float | None) -> object:
+    return _kernel("gsa", "chunk_gsa")(q, k, v, s, g, scale)
+
+
+@of_gpu("delta", heads="equal", dtypes=HALF, state=STATE)
+def kernel_delta(
+    q: Array, k: Array, v: Array, beta: Array, scale: float | None, **state: Any
+) -> object:
+    return _kernel("delta_rule", "chunk_delta_rule")(q, k, v, beta, scale, **state)
+
+
+WIDEST_WRONG_TILE = 64
+"""The key width up to which fla's refusal on Hopper is right."""
+
+
+@of_gpu("gated_delta", dtypes=HALF32, state=STATE)
+def kernel_gated_delta(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
+) -> object:
+    """It lets the gradient run on Hopper where only the width is in doubt.
+
+    With Triton from 3.4 to 3.7.0, fla refuses this gradient on Hopper at every width. What is wrong
+    there is a product in tiles of 64 key channels, and wider keys have tiles of 128 (issue 640 of
+    flash-linear-attention). Its module asks a flag of its own, which is set for wider keys only.
+    """
+    chunk_o: Any = FLA.imported("fla.ops.common.chunk_o")
+    if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
+        is_mended = FLA.imported("fla.utils").TRITON_ABOVE_3_7_1
+        chunk_o.TRITON_ABOVE_3_7_1 = is_mended or q.shape[-1] > WIDEST_WRONG_TILE
+    function = _kernel("gated_delta_rule", "chunk_gated_delta_rule")
+    return function(q, k, v, g, beta, scale, **state)
+
+
+@of_gpu("kda", dtypes=HALF32, state=STATE)
+def kernel_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
+) -> object:
+    return _kernel("kda", "chunk_kda")(q, k, v, g, beta, scale, **state)
+
+
+@of_gpu("path", dtypes=HALF32)
+def kernel_path(q: Array, k: Array, v: Array, w: Array, beta: Array, scale: float | None) -> object:
+    function = _kernel("path_attn.parallel", "parallel_path_attn")
+    return function(q, k, v, w.float(), beta.float(), scale=scale)

@@ -1,0 +1,78 @@
+"""FlashAttention: the references in PyTorch that its kernels are tested against."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers import given
+from precondattn_conformance.peers.arrays import HALF32, Foreign
+from precondattn_conformance.peers.project import Project
+
+FLASH_ATTENTION = Project(
+    "flash-attention",
+    "FlashAttention",
+    "https://github.com/Dao-AILab/flash-attention",
+    repository="Dao-AILab/flash-attention",
+    revision="0251105a2fb19d2957484b7f023cd8c115286ced",
+    date="2026-08-15",
+)
+ALL = (FLASH_ATTENTION,)
+
+
+@cache
+def _reference(path: str, *more: str) -> Foreign:
+    names = given.of_pytorch() | given.of_einops()
+    return FLASH_ATTENTION.excerpt(path, "attention_ref", *more, given=names).attention_ref
+
+
+@FLASH_ATTENTION.peer("softmax", library="torch", dtypes=HALF32)
+def attention_ref(
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    bias: Array | None = None,
+) -> Array:
+    """It adds the bias after the softcap, and a window of w keys is (w − 1, 0).
+
+    Its mask of keys is not passed: with it, queries are aligned with the last key that counts.
+    """
+    sides = (-1 if window is None else window - 1, 0 if causal else -1)
+    run = _reference("tests/test_flash_attn.py", "construct_local_mask")
+    return run(
+        q,
+        k,
+        v,
+        attn_bias=bias,
+        window_size=sides,
+        softcap=softcap or 0.0,
+    )[0]
+
+
+@FLASH_ATTENTION.peer("softmax", library="torch")
+def cute_attention_ref(
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+) -> Array:
+    """Without `upcast` it computes in the dtype of its inputs."""
+    sides = (None if window is None else window - 1, 0 if causal else None)
+    run = _reference("flash_attn/cute/testing.py", "construct_local_mask", "construct_chunk_mask")
+    return run(
+        q,
+        k,
+        v,
+        attn_bias=bias,
+        window_size=sides,
+        softcap=softcap or 0.0,
+        learnable_sink=sink,
+        upcast=False,
+    )[0]

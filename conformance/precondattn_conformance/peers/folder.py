@@ -1,0 +1,32 @@
+"""A folder of an installed package, without what the packages around it import."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.peers.project import Project
+
+
+def imported_from(project: Project, package: str, folder: str, module: str) -> ModuleType:
+    """A module of a folder, which is imported as a package of another name.
+
+        imported_from(TIMM, "timm", "layers", "attention")
+
+    Raises
+    ------
+    MissingError
+        where the package is not there, or what the module itself imports.
+    """
+    alias = f"_precondattn_peer_{package}_{folder.replace('/', '_')}"
+    if alias not in sys.modules:
+        found = find_spec(package)
+        if found is None or found.origin is None:
+            raise MissingError(f"{package} is not installed")
+        made = ModuleType(alias)
+        made.__path__ = [str(Path(found.origin).parent / folder)]
+        sys.modules[alias] = made
+    return project.imported(f"{alias}.{module}")

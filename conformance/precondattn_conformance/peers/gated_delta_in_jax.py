@@ -1,0 +1,213 @@
+"""Gated delta rules and linear attention of MaxText, EasyDeL and axlearn in JAX."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers import given
+from precondattn_conformance.peers.arrays import HALF32, Foreign, scale_of, widened
+from precondattn_conformance.peers.project import Project
+
+MAXTEXT = Project(
+    "maxtext",
+    "MaxText",
+    "https://github.com/AI-Hypercomputer/maxtext",
+    repository="AI-Hypercomputer/maxtext",
+    revision="e591f30cbbf217ed67ef71263ec0538239f9c3b8",
+    date="2026-08-22",
+)
+EASYDEL = Project(
+    "easydel",
+    "EasyDeL",
+    "https://github.com/erfanzar/EasyDeL",
+    repository="erfanzar/EasyDeL",
+    revision="090a03b2e0b3606bd38e0e3fcfdc640cd7e6e246",
+    date="2026-04-22",
+)
+EJKERNEL = Project(
+    "ejkernel",
+    "ejKernel",
+    "https://github.com/erfanzar/ejkernel",
+    repository="erfanzar/ejkernel",
+    revision="2107406ec1b90a7fa06b3af40799c8f9c7f02aff",
+    date="2025-11-10",
+)
+ALL = (MAXTEXT, EASYDEL, EJKERNEL)
+
+JAX: dict[str, Foreign] = {"library": "jax", "heads": "equal"}
+
+
+@cache
+def _of_maxtext(function: str) -> Foreign:
+    path = "src/maxtext/models/qwen3.py"
+    return getattr(MAXTEXT.excerpt(path, function, given=given.of_jax()), function)
+
+
+@MAXTEXT.peer("gated_delta", dtypes=HALF32, **JAX)
+def naive_jax_chunk_gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> object:
+    run = _of_maxtext("naive_jax_chunk_gated_delta_rule")
+    return run(q, k, v, g, beta, initial_state=initial_state)
+
+
+@MAXTEXT.peer("gated_delta", dtypes=HALF32, **JAX)
+def jax_chunk_gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> object:
+    """Its default dtype is bfloat16; here it is that of the queries."""
+    run = _of_maxtext("jax_chunk_gated_delta_rule")
+    return run(q, k, v, g, beta, initial_state=initial_state, compute_dtype=q.dtype)
+
+
+@MAXTEXT.peer("gated_delta", dtypes=HALF32, **JAX)
+def jax_ar_gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> object:
+    """One token after the other."""
+    from jax import lax
+    from jax import numpy as jnp
+
+    step = _of_maxtext("jax_ar_gated_delta_rule")
+    if initial_state is None:
+        initial_state = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]))
+
+    def of_token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        out, state = step(*(a[:, None] for a in x), state, compute_dtype=q.dtype)
+        return state, out[:, 0]
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    state, out = lax.scan(of_token, initial_state.astype("float32"), tokens)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+@cache
+def _of_easydel(function: str, *more: str) -> Foreign:
+    path = "easydel/operations/kernels/kda.py"
+    names = given.of_jax() | {"_MATMUL_PRECISION": None}
+    return getattr(EASYDEL.excerpt(path, function, *more, given=names), function)
+
+
+@EASYDEL.peer("gated_delta", layout="bhtd", dtypes=HALF32, **JAX)
+def recurrent_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    """It has one decay for each head, which is the gated delta rule and not KDA."""
+    run = _of_easydel("_recurrent_kda_fwd")
+    out, state = run(q, k, v, beta, g, initial_state, use_qk_l2norm=False)
+    return out.astype(q.dtype), state
+
+
+@EASYDEL.peer("gated_delta", layout="bhtd", dtypes=HALF32, **JAX)
+def chunk_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    """It has one decay for each head, which is the gated delta rule and not KDA."""
+    run = _of_easydel("_chunk_kda_fwd")
+    out, state = run(q, k, v, beta, g, initial_state=initial_state, use_qk_l2norm=False)
+    return out.astype(q.dtype), state
+
+
+@EASYDEL.peer("gated_delta", **JAX)
+def recurrent_gated_delta_rule_step(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    from jax import lax
+    from jax import numpy as jnp
+
+    path, name = "easydel/operations/kernels/inference_gdn.py", "recurrent_gated_delta_rule_step"
+    step = getattr(EASYDEL.excerpt(path, name, given=given.of_jax()), name)
+    if initial_state is None:
+        initial_state = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]), dtype=q.dtype)
+
+    def of_token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        out, after = step(*x, state)
+        return after.astype(state.dtype), out
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    state, out = lax.scan(of_token, initial_state, tokens)
+    return jnp.moveaxis(out, 0, 1).astype(q.dtype), state
+
+
+@cache
+def _of_ejkernel(file: str, function: str, *more: str) -> Foreign:
+    path = f"ejkernel/kernels/_xla/{file}.py"
+    return getattr(EJKERNEL.excerpt(path, function, *more, given=given.of_jax()), function)
+
+
+@cache
+def _recurrent() -> Foreign:
+    """With its own derivative, put together as its module does."""
+    import jax
+
+    parts = {
+        name: _of_ejkernel(f"recurrent/_xla_impl_{kind}", name, *more)
+        for kind, name, *more in (
+            ("fwd", "_recurrent_attention_fwd", "_recurrent_attention_step"),
+            ("bwd", "_recurrent_attention_bwd"),
+        )
+    }
+    path = "ejkernel/kernels/_xla/recurrent/_interface.py"
+    own = ("_recurrent_core", "_recurrent_fwd", "_recurrent_bwd")
+    module = EJKERNEL.excerpt(path, *own, given=given.of_jax() | parts)
+    core = jax.custom_vjp(module._recurrent_core, nondiff_argnums=(4, 7, 9, 10))
+    core.defvjp(module._recurrent_fwd, module._recurrent_bwd)
+    return core
+
+
+def _equally_wide(q: Array, k: Array, v: Array, g: Array | None = None) -> list[Foreign]:
+    """q, k, v and the gates of keys; ejKernel's recurrence has as many keys as values."""
+    width = max(q.shape[-1], v.shape[-1])
+    return [None if x is None else widened(x, width) for x in (q, k, v, g)]
+
+
+@EJKERNEL.peer("linear", dtypes=HALF32, **JAX)
+def recurrent(q: Array, k: Array, v: Array, scale: float | None) -> Array:
+    scale, e = scale_of(q, scale), v.shape[-1]
+    q, k, v, _ = _equally_wide(q, k, v)
+    out, _ = _recurrent()(q, k, v, None, None, None, None, scale, None, False, None)
+    return out[..., :e].astype(q.dtype)
+
+
+@EJKERNEL.peer("gla", dtypes=HALF32, **JAX)
+def recurrent_gated(q: Array, k: Array, v: Array, g: Array, scale: float | None) -> Array:
+    scale, e = scale_of(q, scale), v.shape[-1]
+    q, k, v, g = _equally_wide(q, k, v, g)
+    out, _ = _recurrent()(q, k, v, None, None, g, None, scale, None, False, None)
+    return out[..., :e].astype(q.dtype)
+
+
+@EJKERNEL.peer("gla", dtypes=HALF32, **JAX)
+def recurrent_forward(q: Array, k: Array, v: Array, g: Array, scale: float | None) -> Array:
+    """The same without the derivative that it has itself."""
+    more = ("_recurrent_attention_step",)
+    run = _of_ejkernel("recurrent/_xla_impl_fwd", "_recurrent_attention_fwd", *more)
+    scale, e = scale_of(q, scale), v.shape[-1]
+    q, k, v, g = _equally_wide(q, k, v, g)
+    return run(q, k, v, gk=g, softmax_scale=scale)[0][..., :e].astype(q.dtype)
+
+
+@EJKERNEL.peer("softmax", library="jax", heads="equal")
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    scale: float | None,
+    softcap: float | None,
+    sink: Array | None = None,
+) -> Array:
+    """Its defaults are bfloat16 and a softmax in float32; here both are in the queries' dtype."""
+    run = _of_ejkernel("attention/_interface", "attention")
+    return run(
+        q,
+        k,
+        v,
+        visible,
+        softmax_aux=None if sink is None else sink[:, None],
+        softmax_scale=scale,
+        logits_soft_cap=softcap,
+        dtype=q.dtype,
+        softmax_dtype=q.dtype,
+    )[0]

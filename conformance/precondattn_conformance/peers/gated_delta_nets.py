@@ -1,0 +1,136 @@
+"""Gated delta rules of training and serving frameworks in PyTorch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers import given
+from precondattn_conformance.peers.arrays import HALF32, Foreign, scale_of
+from precondattn_conformance.peers.project import Project
+
+MEGATRON = Project(
+    "megatron",
+    "Megatron-LM",
+    "https://github.com/NVIDIA/Megatron-LM",
+    repository="NVIDIA/Megatron-LM",
+    revision="d98e8a64ddf34856e74b24714e3bedb2f5a39553",
+    date="2026-08-22",
+)
+GATED_DELTA_NET = Project(
+    "gated-delta-net",
+    "Gated DeltaNet",
+    "https://github.com/NVlabs/GatedDeltaNet",
+    repository="NVlabs/GatedDeltaNet",
+    revision="5ddd1e4845336f6b07b506ad77a8c92db9e5478d",
+    date="2025-03-17",
+)
+FLASHINFER = Project(
+    "flashinfer",
+    "FlashInfer",
+    "https://github.com/flashinfer-ai/flashinfer",
+    repository="flashinfer-ai/flashinfer",
+    revision="fb28d7242b3506a2348265962041acc1fb56cca4",
+    date="2026-08-22",
+)
+STATE = ("initial_state", "output_final_state")
+ALL = (MEGATRON, GATED_DELTA_NET, FLASHINFER)
+
+
+@cache
+def _of_megatron(path: str, function: str, *more: str) -> Foreign:
+    return getattr(MEGATRON.excerpt(path, function, *more, given=given.of_pytorch()), function)
+
+
+@MEGATRON.peer("gated_delta", library="torch", heads="equal", dtypes=HALF32, state=STATE)
+def torch_chunk_gated_delta_rule(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
+) -> object:
+    path = "megatron/core/ssm/gated_delta_net/gdn.py"
+    run = _of_megatron(path, "torch_chunk_gated_delta_rule")
+    return run(q, k, v, g, beta, scale=scale, **state)
+
+
+@MEGATRON.peer(
+    "gdn2",
+    library="torch",
+    heads="equal",
+    dtypes=HALF32,
+    state=STATE,
+    limits={
+        "stability": "centering 'keeps exp() in fp32 range for roughly twice the decay strength', "
+        "and not for more"
+    },
+)
+def torch_chunk_gdn2(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array,
+    w: Array,
+    scale: float | None,
+    **state: object,
+) -> object:
+    run = _of_megatron("megatron/core/ssm/gated_delta_net/gdn2.py", "torch_chunk_gdn2")
+    return run(q, k, v, g, b, w, scale=scale, **state)
+
+
+@MEGATRON.peer("gated_delta", library="torch", dtypes=HALF32, gradient=False)
+def gated_delta_rule_ref(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None
+) -> Array:
+    """The reference of its tests, which changes the state in place."""
+    import torch
+
+    path = "tests/unit_tests/ssm/test_gdp_dynamic_inference.py"
+    state = torch.zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    return _of_megatron(path, "_gated_delta_rule_ref")(q, k, v, g, beta, state, None, False, scale)
+
+
+@MEGATRON.peer("softmax[sink=true]", library="torch", heads="equal", dtypes=HALF32)
+def sink_attention_reference(
+    q: Array, k: Array, v: Array, scale: float | None, sink: Array
+) -> Array:
+    path = "tests/unit_tests/inference/test_dynamic_sink_attention.py"
+    run = _of_megatron(path, "_sink_attention_reference")
+    return run(q, k, v, scale_of(q, scale), sink).to(q.dtype)
+
+
+@cache
+def _of_gated_delta_net(function: str) -> Foreign:
+    path = "lit_gpt/gated_delta_rule_ops/chunk.py"
+    names = given.of_pytorch() | given.of_einops()
+    return getattr(GATED_DELTA_NET.excerpt(path, function, given=names), function)
+
+
+@GATED_DELTA_NET.peer("gated_delta", library="torch", layout="bhtd", heads="equal", dtypes=HALF32)
+def recurrent_gated_delta_rule_ref(q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+    return _of_gated_delta_net("recurrent_gated_delta_rule_ref")(q, k, v, beta, g).to(q.dtype)
+
+
+@GATED_DELTA_NET.peer(
+    "gated_delta", library="torch", layout="bhtd", heads="equal", multiple=64, dtypes=HALF32
+)
+def chunk_gated_delta_rule_ref(q: Array, k: Array, v: Array, g: Array, beta: Array) -> Array:
+    return _of_gated_delta_net("chunk_gated_delta_rule_ref")(q, k, v, beta, g, 64)[0].to(q.dtype)
+
+
+@FLASHINFER.peer("kda", library="torch", heads="equal", dtypes=HALF32, state=STATE)
+def naive_recurrent_kda(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: object
+) -> object:
+    path, function = "tests/kda/test_recurrent_kda.py", "naive_recurrent_kda"
+    run = FLASHINFER.excerpt(path, function, given=given.of_pytorch())
+    return run.naive_recurrent_kda(q, k, v, g, beta, scale, **state)
+
+
+@FLASHINFER.peer("gated_delta", library="torch", dtypes=HALF32[:1], gradient=False)
+def delta_rule(q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None) -> Array:
+    """Sequences stand one behind the other; it changes its state in place."""
+    path, more = "tests/gdn/reference_delta_rule.py", ("matmul", "exclusive_cumsum")
+    run = FLASHINFER.excerpt(path, "delta_rule", *more, given=given.of_pytorch()).delta_rule
+    q, k, v, decay, beta_ = (x.flatten(0, 1) for x in (q, k, v, g.exp(), beta))
+    lengths = [g.shape[1]] * g.shape[0]
+    out, _ = run(q, k, v, lengths, alpha=decay, beta=beta_, scale_factor=scale_of(q, scale))
+    return out.unflatten(0, g.shape[:2])

@@ -1,0 +1,69 @@
+"""JAX's own attention, computed by XLA, and the references of its kernels for GPUs and TPUs.
+
+Its softmax is in float32, whatever the dtype is.
+"""
+
+from __future__ import annotations
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers.arrays import HALF32, equally_wide, scale_of
+from precondattn_conformance.peers.project import Project
+
+JAX = Project("jax", "JAX", "https://github.com/jax-ml/jax", package="jax")
+ALL = (JAX,)
+
+
+@JAX.peer("softmax", library="jax", dtypes=HALF32)
+def dot_product_attention(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    from jax.nn import dot_product_attention as attend
+
+    arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
+    return attend(*arrays, bias, visible, scale=scale)[..., : v.shape[-1]]
+
+
+@JAX.peer("softmax", library="jax", dtypes=HALF32)
+def dot_product_attention_is_causal(
+    q: Array, k: Array, v: Array, causal: bool, scale: float | None
+) -> Array:
+    from jax.nn import dot_product_attention as attend
+
+    arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
+    return attend(*arrays, scale=scale, is_causal=causal)[..., : v.shape[-1]]
+
+
+@JAX.peer("softmax", library="jax", dtypes=HALF32)
+def dot_product_attention_local_window(
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Array:
+    from jax.nn import dot_product_attention as attend
+
+    arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
+    # Ours counts the token itself, and JAX's the tokens on each side of it.
+    near = None if window is None else (window - 1, 0 if causal else window - 1)
+    out = attend(*arrays, scale=scale, is_causal=causal, local_window_size=near)
+    return out[..., : v.shape[-1]]
+
+
+@JAX.peer("softmax", library="jax", heads="equal", dtypes=HALF32)
+def pallas_gpu_mha_reference(
+    q: Array, k: Array, v: Array, causal: bool, scale: float | None
+) -> Array:
+    attend = JAX.imported("jax.experimental.pallas.ops.gpu.attention").mha_reference
+    out = attend(q, k, v, None, scale_of(q, scale), causal=causal)
+    return out.astype(q.dtype)
+
+
+@JAX.peer("softmax", library="jax", layout="bhtd", heads="equal", dtypes=HALF32)
+def pallas_tpu_mha_reference(
+    q: Array, k: Array, v: Array, causal: bool, scale: float | None, bias: Array | None = None
+) -> Array:
+    attend = JAX.imported("jax.experimental.pallas.ops.tpu.flash_attention").mha_reference
+    arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
+    return attend(*arrays, bias, causal=causal, sm_scale=scale)[..., : v.shape[-1]]

@@ -1,0 +1,149 @@
+"""ONNX: the operators Attention and LinearAttention by its reference evaluator, which is NumPy."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from precondattn.arrays import Array, namespace
+from precondattn_conformance.peers.arrays import Foreign, scale_of
+from precondattn_conformance.peers.project import Project
+
+ONNX = Project("onnx", "ONNX", "https://github.com/onnx/onnx", package="onnx")
+ALL = (ONNX,)
+
+
+@cache
+def _evaluator(
+    operator: str, inputs: tuple[str, ...], attributes: tuple[tuple[str, Foreign], ...]
+) -> Foreign:
+    """A graph of one node. An operator's first output is the result, its second a state."""
+    helper = ONNX.imported("onnx.helper")
+    evaluated = ONNX.imported("onnx.reference").ReferenceEvaluator
+    opset = ONNX.imported("onnx.defs").onnx_opset_version()
+    node = helper.make_node(operator, inputs, ["out", "second"], **dict(attributes))
+    tensor = helper.make_tensor_value_info
+    used = [tensor(name, 0, None) for name in inputs if name]
+    graph = helper.make_graph(
+        [node], operator, used, [tensor("out", 0, None), tensor("second", 0, None)]
+    )
+    imports = [helper.make_opsetid("", opset)]
+    return evaluated(helper.make_model(graph, opset_imports=imports))
+
+
+def _run(operator: str, inputs: dict[str, Array | None], **attributes: Foreign) -> list[Array]:
+    """The outputs of an operator; an input that is None is left out."""
+    names = tuple(name if x is not None else "" for name, x in inputs.items())
+    given = {name: x for name, x in inputs.items() if x is not None}
+    known = tuple((name, x) for name, x in attributes.items() if x is not None)
+    return list(_evaluator(operator, names, known).run(None, given))
+
+
+@ONNX.peer("softmax", library="numpy", layout="bhtd", gradient=False)
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    scale: float | None,
+    softcap: float | None,
+    bias: Array | None = None,
+) -> Array:
+    mask = visible
+    if bias is not None:
+        xp = namespace(q)
+        mask = xp.where(visible, bias, -float("inf")).astype(q.dtype)
+    inputs: dict[str, Array | None] = {"Q": q, "K": k, "V": v, "attn_mask": mask}
+    return _run("Attention", inputs, scale=scale, softcap=softcap)[0]
+
+
+@ONNX.peer("softmax", library="numpy", layout="bhtd", gradient=False)
+def attention_is_causal(
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, scale: float | None
+) -> Array:
+    near: dict[str, int] = {}
+    if window is not None:  # Ours counts the token itself.
+        near = {"left_window_size": window - 1, "right_window_size": window - 1}
+    inputs: dict[str, Array | None] = {"Q": q, "K": k, "V": v}
+    return _run("Attention", inputs, is_causal=int(causal), scale=scale, **near)[0]
+
+
+def _linear_attention(
+    rule: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float | None,
+    state: Array | None,
+    decay: Array | None = None,
+    beta: Array | None = None,
+) -> tuple[Array, Array]:
+    def flat(x: Array | None) -> Array | None:
+        return None if x is None else x.reshape(*x.shape[:2], -1)
+
+    inputs = {"query": flat(q), "key": flat(k), "value": flat(v), "past_state": state}
+    inputs |= {"decay": flat(decay), "beta": beta}
+    while list(inputs.values())[-1] is None:
+        inputs.popitem()
+    heads = {"q_num_heads": q.shape[2], "kv_num_heads": k.shape[2]}
+    scale = scale_of(q, scale)
+    out, last = _run("LinearAttention", inputs, update_rule=rule, scale=scale, **heads)
+    return out.reshape(*q.shape[:3], v.shape[-1]), last
+
+
+@ONNX.peer("linear", library="numpy", gradient=False)
+def linear_attention_linear(
+    q: Array, k: Array, v: Array, scale: float | None, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    return _linear_attention("linear", q, k, v, scale, initial_state)
+
+
+@ONNX.peer("ssd", library="numpy", heads="equal", gradient=False)
+def linear_attention_gated_by_head(
+    q: Array, k: Array, v: Array, g: Array, scale: float, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    return _linear_attention("gated", q, k, v, scale, initial_state, g)
+
+
+@ONNX.peer("gla", library="numpy", gradient=False)
+def linear_attention_gated_by_channel(
+    q: Array, k: Array, v: Array, g: Array, scale: float | None, initial_state: Array | None = None
+) -> tuple[Array, Array]:
+    return _linear_attention("gated", q, k, v, scale, initial_state, g)
+
+
+@ONNX.peer("delta", library="numpy", heads="equal", gradient=False)
+def linear_attention_delta(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
+    scale: float | None,
+    initial_state: Array | None = None,
+) -> tuple[Array, Array]:
+    return _linear_attention("delta", q, k, v, scale, initial_state, None, beta)
+
+
+@ONNX.peer("gated_delta", library="numpy", heads="equal", gradient=False)
+def linear_attention_gated_delta(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    scale: float | None,
+    initial_state: Array | None = None,
+) -> tuple[Array, Array]:
+    return _linear_attention("gated_delta", q, k, v, scale, initial_state, g, beta)
+
+
+@ONNX.peer("kda", library="numpy", heads="equal", gradient=False)
+def linear_attention_gated_delta_by_channel(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    scale: float | None,
+    initial_state: Array | None = None,
+) -> tuple[Array, Array]:
+    return _linear_attention("gated_delta", q, k, v, scale, initial_state, g, beta)

@@ -1,0 +1,96 @@
+"""timm: `Attention` and `DiffAttention`, with identities for their projections and norms.
+
+The package needs torchvision, which its attention does not: the layers' files are imported without
+the package.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers.arrays import (
+    equally_wide_by_default,
+    only_self_attention,
+    widened,
+)
+from precondattn_conformance.peers.folder import imported_from
+from precondattn_conformance.peers.project import Project
+
+TIMM = Project(
+    "timm", "timm", "https://github.com/huggingface/pytorch-image-models", package="timm"
+)
+ALL = (TIMM,)
+
+
+def _layers(file: str) -> ModuleType:
+    return imported_from(TIMM, "timm", "layers", file)
+
+
+def _attention(q: Array, k: Array, v: Array, visible: Array, *, fused: bool) -> Array:
+    import torch
+
+    only_self_attention(q, k)
+    e = v.shape[-1]
+    q, k, v = equally_wide_by_default(q, k, v)
+    b, t, h, d = q.shape
+    layer = _layers("attention").Attention(3 * h * d, h, d, h * d)
+    layer.qkv = layer.proj = torch.nn.Identity()
+    layer.fused_attn = fused
+    rows = torch.stack([q, k, v], 2).reshape(b, t, -1)
+    return layer(rows, visible).reshape(b, t, h, d)[..., :e]
+
+
+@TIMM.peer("softmax", heads="equal")
+def attention(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    return _attention(q, k, v, visible, fused=False)
+
+
+@TIMM.peer("softmax", heads="equal")
+def attention_fused(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    return _attention(q, k, v, visible, fused=True)
+
+
+def _differential(
+    q: Array,
+    k: Array,
+    v: Array,
+    q2: Array,
+    k2: Array,
+    lam: Array,
+    visible: Array,
+    *,
+    fused: bool,
+) -> Array:
+    import torch
+
+    only_self_attention(q, k)
+    # Values are twice as wide as keys.
+    (b, t, h, d), e = q.shape, v.shape[-1]
+    width = max(d, (e + 1) // 2)
+    to_scale = (width / d) ** 0.5
+    pairs = (q * to_scale, q2 * to_scale), (k, k2)
+    stacked = [torch.stack([widened(x, width) for x in pair], 3) for pair in pairs]
+    rows = torch.cat([x.reshape(b, t, -1) for x in (*stacked, widened(v, 2 * width))], -1)
+    layer = _layers("diff_attention").DiffAttention(2 * h * width, h)
+    layer.sub_norm = layer.proj = torch.nn.Identity()
+    del layer.qkv  # A function can not take the place of a module.
+    layer.qkv = lambda _: rows
+    layer._compute_lambda, layer.lambda_init, layer.fused_attn = (lambda: lam), 0.0, fused
+    # The output is as wide as the input, which is only looked at for that.
+    out = layer(rows[..., : 2 * h * width], visible)
+    return out.reshape(b, t, h, 2 * width)[..., :e]
+
+
+@TIMM.peer("differential", heads="equal")
+def diff_attention(
+    q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
+) -> Array:
+    return _differential(q, k, v, q2, k2, lam, visible, fused=False)
+
+
+@TIMM.peer("differential", heads="equal")
+def diff_attention_fused(
+    q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
+) -> Array:
+    return _differential(q, k, v, q2, k2, lam, visible, fused=True)

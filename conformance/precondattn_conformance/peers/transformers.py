@@ -1,0 +1,361 @@
+"""Transformers: the plain PyTorch functions of its models, whatever kernels are installed.
+
+The functions of arrays are called as they are. Of attention that is a module's method, the method
+is called on the arrays that its projections would return.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import unwrap
+from types import SimpleNamespace
+
+from precondattn.arrays import Array
+from precondattn_conformance.peers.arrays import (
+    HALF32,
+    Foreign,
+    equally_wide,
+    forget_gate,
+    heads_first,
+    widened,
+)
+from precondattn_conformance.peers.project import Project
+
+TRANSFORMERS = Project(
+    "transformers",
+    "Transformers",
+    "https://github.com/huggingface/transformers",
+    package="transformers",
+)
+ALL = (TRANSFORMERS,)
+STATE = ("initial_state", "output_final_state")
+
+
+def _of_model(model: str, name: str) -> Foreign:
+    """A function or class of a model; if kernels replace a function, the one that they replace."""
+    module = TRANSFORMERS.imported(f"transformers.models.{model}.modeling_{model}")
+    return unwrap(getattr(module, name))
+
+
+# Softmax attention: `eager_attention_forward` of each model that has one of its own. Where it makes
+# the softmax in float32 whatever the inputs are, it does not compute in float64.
+
+
+def _mask(visible: Array, like: Array, bias: Array | None) -> Array:
+    """The mask that Transformers makes: 0, and the lowest number where a key is not visible."""
+    import torch
+
+    low = torch.finfo(like.dtype).min
+    zero = like.new_zeros(())
+    return torch.where(visible, zero if bias is None else bias.clamp(min=low), low)
+
+
+def _eager(
+    model: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    scale: float | None,
+    bias: Array | None,
+    sink: Array | None = None,
+    **given: Foreign,
+) -> Array:
+    groups = q.shape[2] // k.shape[2]
+    module = SimpleNamespace(num_key_value_groups=groups, training=False, sinks=sink)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    function, mask = _of_model(model, "eager_attention_forward"), _mask(visible, q, bias)
+    out: Array = function(module, *heads_first(q, k, v), mask, scaling=scale, **given)[0]
+    return out
+
+
+@TRANSFORMERS.peer("softmax", dtypes=HALF32)
+def llama_eager(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    """The function of most models: 169 files have it word for word."""
+    return _eager("llama", q, k, v, visible, scale, bias)
+
+
+@TRANSFORMERS.peer("softmax", heads="equal")
+def bert_eager(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    return _eager("bert", q, k, v, visible, scale, bias)
+
+
+@TRANSFORMERS.peer("softmax", heads="equal")
+def gpt2_eager(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    return _eager("gpt2", q, k, v, visible, scale, bias)
+
+
+@TRANSFORMERS.peer("softmax", heads="equal")
+def longt5_eager(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    """With a bias beside the mask."""
+    return _eager("longt5", q, k, v, visible, scale, None, position_bias=bias)
+
+
+@TRANSFORMERS.peer("softmax", dtypes=HALF32)
+def gemma2_eager(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    scale: float | None,
+    softcap: float | None,
+    bias: Array | None = None,
+) -> Array:
+    return _eager("gemma2", q, k, v, visible, scale, bias, softcap=softcap)
+
+
+@TRANSFORMERS.peer("softmax[sink=true]")
+def gpt_oss_eager(
+    q: Array,
+    k: Array,
+    v: Array,
+    sink: Array,
+    visible: Array,
+    scale: float | None,
+    bias: Array | None = None,
+) -> Array:
+    """A sink is one more key, which has a logit and no value."""
+    return _eager("gpt_oss", q, k, v, visible, scale, bias, sink)
+
+
+@TRANSFORMERS.peer("softmax")
+def mimo_v2_flash_eager(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    scale: float | None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+) -> Array:
+    return _eager("mimo_v2_flash", q, k, v, visible, scale, bias, sink)
+
+
+@TRANSFORMERS.peer("softmax[sink=true]", dtypes=HALF32)
+def granite_swa_eager(
+    q: Array,
+    k: Array,
+    v: Array,
+    sink: Array,
+    visible: Array,
+    scale: float | None,
+    bias: Array | None = None,
+) -> Array:
+    """A sink scales the output of plain attention."""
+    return _eager("granite_swa", q, k, v, visible, scale, bias, sink)
+
+
+@TRANSFORMERS.peer("softmax")
+def sdpa_attention(
+    q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
+) -> Array:
+    """What its models call for `attn_implementation="sdpa"`."""
+    function = TRANSFORMERS.imported(
+        "transformers.integrations.sdpa_attention"
+    ).sdpa_attention_forward
+    module = SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2])
+    mask = visible.expand(-1, -1, q.shape[1], k.shape[1])
+    given = {"scaling": scale, "position_bias": bias}
+    out: Array = function(module, *heads_first(q, k, v), mask, **given)[0]
+    return out
+
+
+@TRANSFORMERS.peer("differential", dtypes=HALF32)
+def diffllama(
+    q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
+) -> Array:
+    """The heads of the second map come behind those of the first; λ is a difference of two.
+
+    It takes values twice as wide as queries.
+    """
+    import torch
+
+    (b, t, h, d), n, e = q.shape, k.shape[2], v.shape[-1]
+    width = max(d, -(-e // 2))
+    q, k, q2, k2 = (widened(x, width) for x in (q, k, q2, k2))
+    v = widened(v, 2 * width)
+    one, zero = torch.ones(1, dtype=lam.dtype), torch.zeros((), dtype=q.dtype)
+    above, below = torch.log(1 + lam.clamp(min=0)), torch.log(1 + (-lam).clamp(min=0))
+    module = SimpleNamespace(
+        head_dim=width,
+        num_key_value_groups=h // n,
+        scaling=d**-0.5,
+        training=False,
+        config=SimpleNamespace(_attn_implementation="eager"),
+        q_proj=lambda _: torch.cat([q, q2], 2),
+        k_proj=lambda _: torch.cat([k, k2], 2),
+        v_proj=lambda _: torch.cat([v[..., :width], v[..., width:]], 2),
+        o_proj=lambda x: x,
+        groupnorm=lambda x: x,
+        lambda_init=0.0,
+        lambda_q1=above[None],
+        lambda_q2=below[None],
+        lambda_k1=one,
+        lambda_k2=one,
+    )
+    forward = _of_model("diffllama", "DiffLlamaAttention").forward
+    rotation = 1 + zero.expand(b, t, width), zero.expand(b, t, width)
+    out: Array = forward(module, q.flatten(2), rotation, _mask(visible, q, None))[0]
+    return out.unflatten(2, (h, 2 * width))[..., :e]
+
+
+# Recurrences.
+
+
+@TRANSFORMERS.peer("gated_delta", dtypes=HALF32, state=STATE)
+def gated_delta_chunk(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object
+) -> object:
+    """Of Qwen3-Next, and word for word of four other models."""
+    return _of_model("qwen3_next", "torch_chunk_gated_delta_rule")(q, k, v, g, beta, **state)
+
+
+@TRANSFORMERS.peer("gated_delta", dtypes=HALF32, state=STATE)
+def gated_delta_recurrent(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object
+) -> object:
+    return _of_model("qwen3_next", "torch_recurrent_gated_delta_rule")(q, k, v, g, beta, **state)
+
+
+@TRANSFORMERS.peer("kda", heads="equal", dtypes=HALF32, state=STATE)
+def kda_chunk(q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object) -> object:
+    """Of Kimi Linear, and word for word of two other models."""
+    return _of_model("kimi_linear", "chunk_kimi_delta_attention")(q, k, v, g, beta, **state)
+
+
+@TRANSFORMERS.peer("kda", heads="equal", dtypes=HALF32)
+def kda_recurrent(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+) -> object:
+    function = _of_model("kimi_linear", "recurrent_kimi_delta_attention")
+    return function(q, k, v, g, beta, initial_state, output_final_state)
+
+
+@TRANSFORMERS.peer("ssd", dtypes=HALF32)
+def mamba2_chunk_scan(
+    q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
+) -> object:
+    """Of Mamba-2, and word for word of five other models. Its state has the values' axis first."""
+    import torch
+
+    state = None if initial_state is None else initial_state.transpose(2, 3)
+    out, last = _of_model("mamba2", "mamba2_chunk_scan")(
+        v, torch.ones_like(g), g, k, q, 64, initial_states=state, return_final_states=True
+    )
+    return out.to(v.dtype), last.transpose(2, 3)
+
+
+@TRANSFORMERS.peer("ssd", dtypes=HALF32, gradient=False)
+def mamba2_step(
+    q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
+) -> object:
+    """The update of the state in decoding, token by token. It writes the state in place."""
+    import torch
+
+    (b, t, u, e), d = v.shape, k.shape[-1]
+    shape = b, u, d, e
+    state = torch.zeros(shape) if initial_state is None else initial_state
+    state = state.transpose(2, 3).clone()
+    function, outs = _of_model("mamba2", "mamba2_selective_state_update"), []
+    for i in range(t):
+        decay = g[:, i, :, None, None]
+        outs.append(function(state, v[:, i], torch.ones_like(v[:, i]), decay, k[:, i], q[:, i]))
+    return torch.stack(outs, 1), state.transpose(2, 3)
+
+
+class _LinearCache:
+    """A cache with one state, as MiniMax's attention reads and writes it."""
+
+    def __init__(self, state: Array | None) -> None:
+        self.state = state
+
+    def get_linear_cache(self, layer: int) -> Array | None:
+        return self.state
+
+    def set_linear_cache(self, layer: int, state: Array) -> None:
+        self.state = state
+
+
+@TRANSFORMERS.peer("retention[scale=1]", heads="equal")
+def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None = None) -> object:
+    """With RetNet's decays in place of its own, and without its gate and its norm.
+
+    It takes values as wide as queries.
+    """
+    import torch
+
+    (h, d), e = q.shape[2:], v.shape[-1]
+    if d != e and initial_state is not None:
+        raise ValueError("its state has as many rows as columns")
+    q, k, v = equally_wide(q, k, v)
+    width = q.shape[-1]
+    attention = _of_model("minimax", "MiniMaxLightningAttention")
+    exponents = -5.0 - torch.arange(h, dtype=torch.float64)
+    slopes = -torch.log1p(-torch.exp2(exponents)).to(q.device)[:, None, None]
+    module = SimpleNamespace(block_size=64, num_attention_heads=h, head_dim=width, layer_idx=0)
+    factors = attention.decay_factors(module, slopes)
+    module.query_decay, module.key_decay, module.diagonal_decay = (x.to(q.dtype) for x in factors)
+    module.slope_rate = slopes.to(q.dtype)
+    module.qkv_proj = lambda _: torch.cat([q, k, v], 3).flatten(2)
+    module.act_fn = module.norm = module.out_proj = lambda x: x
+    module.output_gate = lambda x: x.new_full((), torch.inf)
+    cache = _LinearCache(initial_state)
+    out, _ = attention.forward(module, q.flatten(2), None, None, cache)
+    return out.unflatten(2, (h, width))[..., :e], cache.state
+
+
+# mLSTM. The running maximum begins at 0, and ours at −∞. That changes what ε is relative to, which
+# float64 sees.
+
+
+@TRANSFORMERS.peer("mlstm", layout="bhtd", heads="equal", multiple=64, dtypes=HALF32)
+def xlstm_chunk(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
+    """It takes gates in the dtype of the queries, one behind the other in memory."""
+    function = _of_model("xlstm", "mlstm_chunkwise_native_autograd")
+    i, f = (x.to(q.dtype).contiguous() for x in (i, forget_gate(g)))
+    return function(q, k, v, i, f, eps=eps)
+
+
+@TRANSFORMERS.peer("mlstm", layout="bhtd", heads="equal", dtypes=HALF32)
+def xlstm_recurrent(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
+    function = _of_model("xlstm", "mlstm_recurrent_sequence_native")
+    return function(q, k, v, i, forget_gate(g), eps=eps)
+
+
+@TRANSFORMERS.peer("nystrom[landmarks=8,start=batch]", heads="equal")
+def nystromformer(q: Array, k: Array, v: Array, landmarks: int) -> Array:
+    """Without its projections and its convolution. It scales queries and keys by d^(-1/4)."""
+    (_, t, h, d), e = q.shape, v.shape[-1]
+    q, k, v = equally_wide(q, k, v)
+    width = q.shape[-1]
+    q, k = ((width / d) ** 0.25 * x for x in (q, k)) if width != d else (q, k)
+    attention = _of_model("nystromformer", "NystromformerSelfAttention")
+    module = SimpleNamespace(
+        num_attention_heads=h,
+        attention_head_size=width,
+        all_head_size=h * width,
+        num_landmarks=landmarks,
+        seq_len=t,
+        conv_kernel_size=None,
+        init_option="original",
+        query=lambda _: q.flatten(2),
+        key=lambda _: k.flatten(2),
+        value=lambda _: v.flatten(2),
+    )
+    module.iterative_inv = partial(attention.iterative_inv, module)
+    out: Array = attention.forward(module, q.flatten(2))[0].unflatten(2, (h, width))
+    return out[..., :e]

@@ -1,0 +1,76 @@
+"""Each adapter of a public implementation computes its mechanism, where its project is there."""
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.frame import full_frame
+from precondattn_conformance import libraries
+from precondattn_conformance.checks import CHECKS
+from precondattn_conformance.grid import PLAIN
+from precondattn_conformance.inputs import make_inputs
+from precondattn_conformance.peers.checkout import FOLDER
+from precondattn_conformance.peers.everyone import all_peers, peer_named
+from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.peers.project import Project
+
+LAYOUT = PLAIN._replace(t=64, s=64, d=8, e=8)
+ERRORS = {"fla/mesa_cg": 0.02}
+"""Of an approximation, as its adapter declares; of all others as of float32."""
+FLOAT32 = 1e-5
+INSTEAD = {"fla/comba_recurrent": "comba[erases=decayed]"}
+"""What those with a defect compute, in place of the mechanism of their description."""
+
+
+def backend_of(name):
+    pytest.importorskip(peer_named(name).library)
+    try:
+        return peer_named(name).backend()
+    except MissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("name", all_peers())
+def test_a_peer_computes_its_mechanism(name):
+    backend, peer = backend_of(name), peer_named(name)
+    (device,) = peer.devices or ("cpu",)
+    if device == "cuda" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip(peer.lacks_device("cpu"))
+    library = libraries.named(peer.library, None if device == "cpu" else device)
+    mechanism = backend.mechanism
+    arrays = make_inputs(mechanism, LAYOUT, "random", seed=4)
+    x = {each: library.array(array, "float32") for each, array in arrays.items()}
+    rounded = {each: library.numpy(array) for each, array in x.items()}
+    expected = pa.parse(INSTEAD.get(name, str(mechanism)))(**rounded, backend="reference")
+    out = library.numpy(backend.call(mechanism, x, full_frame(64, 64, x["v"]))[0])
+    error = np.abs(out - expected).max() / np.abs(expected).max()
+    assert error <= ERRORS.get(name, FLOAT32)
+
+
+def test_a_project_that_is_not_there_says_so(monkeypatch):
+    package = Project("none", "None", "", package="precondattn-none")
+    with pytest.raises(MissingError, match="precondattn-none is not installed"):
+        package.imported("none.py")
+    monkeypatch.delenv(FOLDER, raising=False)
+    with pytest.raises(MissingError, match="no folder with a checkout of someone/none"):
+        Project("none", "None", "", repository="someone/none", revision="0").imported("none.py")
+
+
+def test_a_file_that_a_package_has_not_says_so():
+    numpy = Project("numpy", "NumPy", "", package="numpy")
+    assert numpy.imported("numpy/version.py").version == np.__version__
+    with pytest.raises(MissingError, match=r"there is no file .*numpy/none\.py"):
+        numpy.imported("numpy/none.py")
+
+
+def test_an_unknown_peer_is_refused_with_its_neighbours():
+    with pytest.raises(ValueError, match=r"'pytorch/none' is no peer; there are pytorch/sdpa, "):
+        peer_named("pytorch/none")
+
+
+def test_a_limit_names_a_check():
+    for peer in all_peers().values():
+        assert set(peer.limits) <= set(CHECKS), peer.name
+        assert pa.parse(peer.mechanism)
