@@ -1,0 +1,153 @@
+"""The rows of the table: one implementation of one mechanism, and how the suite calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import precondattn as pa
+from precondattn.dispatch.discovery import register_backend
+from precondattn_conformance.functions.backend import FunctionBackend
+from precondattn_conformance.libraries import named
+from precondattn_conformance.peers.everyone import all_peers, peer_named
+from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.peers.peer import Peer
+
+LIBRARIES = {
+    "reference": "numpy",
+    "portable": "numpy",
+    "torch": "torch",
+    "jax": "jax",
+    "triton": "torch",
+    "pallas": "jax",
+    "cupy": "cupy",
+}
+"""Our own backends, each with the library of its arrays."""
+
+MECHANISMS = ("softmax", "lucid", "path", "gated_delta", "kda")
+"""Those of our own backends: the suite's own runs have the others."""
+
+WITHOUT = {("pallas", "path"), ("cupy", "path")}
+"""What a backend has no kernel for."""
+
+
+class Contender(Protocol):
+    """One implementation of one mechanism."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mechanism(self) -> str: ...
+
+    @property
+    def library(self) -> str: ...
+
+    def described(self) -> dict[str, str]:
+        """Its project, and where this is: title, url, date."""
+
+    def version(self) -> str:
+        """Of the project. Raises a MissingError where it is not there."""
+
+    def limits(self) -> Mapping[str, str]:
+        """What its documentation says that it does not compute, by the name of the check."""
+
+    def ready(self) -> tuple[str, FunctionBackend | None]:
+        """The name of its backend, which is registered; and the backend, if it is a function."""
+
+
+@dataclass(frozen=True)
+class OfProject:
+    """A peer, by its name: a process of its own looks it up again."""
+
+    name: str
+
+    @property
+    def peer(self) -> Peer:
+        return peer_named(self.name)
+
+    @property
+    def mechanism(self) -> str:
+        return str(pa.parse(self.peer.mechanism))
+
+    @property
+    def library(self) -> str:
+        return self.peer.library
+
+    def described(self) -> dict[str, str]:
+        project = self.peer.project
+        return {"project": project.title, "url": project.url, "date": project.date or ""}
+
+    def version(self) -> str:
+        return self.peer.project.version
+
+    def limits(self) -> Mapping[str, str]:
+        return self.peer.limits
+
+    def ready(self) -> tuple[str, FunctionBackend | None]:
+        backend = self.peer.backend()
+        backend.promises = pa.CONVENTIONS  # What it does not keep is found.
+        register_backend(backend)
+        return backend.name, backend
+
+
+@dataclass(frozen=True)
+class OfOurs:
+    """One of our own backends, with one mechanism."""
+
+    backend: str
+    mechanism: str
+
+    @property
+    def name(self) -> str:
+        return f"precondattn/{self.backend}/{self.mechanism}"
+
+    @property
+    def library(self) -> str:
+        return LIBRARIES[self.backend]
+
+    def described(self) -> dict[str, str]:
+        return {"project": "precondattn", "url": "", "date": ""}
+
+    def version(self) -> str:
+        if not named(self.library).is_installed():
+            raise MissingError(f"{self.library} is not installed")
+        return pa.__version__
+
+    def limits(self) -> Mapping[str, str]:
+        return {}
+
+    def ready(self) -> tuple[str, FunctionBackend | None]:
+        return self.backend, None
+
+
+def contenders(patterns: Iterable[str] = ()) -> list[Contender]:
+    """All rows, in the order of the table; those whose name matches a pattern, such as `"fla/*"`.
+
+    Raises
+    ------
+    ValueError
+        for a pattern that matches none.
+    """
+    every = list(_every())
+    wanted = tuple(patterns)
+    for pattern in wanted:
+        if not any(fnmatchcase(each.name, pattern) for each in every):
+            raise ValueError(f"{pattern!r} matches no peer; there are {_projects(every)}")
+    if not wanted:
+        return every
+    return [each for each in every if any(fnmatchcase(each.name, p) for p in wanted)]
+
+
+def _every() -> Iterator[Contender]:
+    yield from map(OfProject, all_peers())
+    for backend in LIBRARIES:
+        for mechanism in MECHANISMS:
+            if (backend, mechanism) not in WITHOUT:
+                yield OfOurs(backend, mechanism)
+
+
+def _projects(every: list[Contender]) -> str:
+    return ", ".join(dict.fromkeys(each.name.partition("/")[0] + "/…" for each in every))

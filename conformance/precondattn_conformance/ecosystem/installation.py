@@ -1,0 +1,26 @@
+"""The commands that install what is compared: packages of the extra `ecosystem`, and checkouts.
+
+The packages are installed without their dependencies, which would replace each other's versions.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib.metadata import requires
+
+from precondattn_conformance.peers.everyone import lines_to_check_out
+
+EXTRA = "ecosystem"
+"""Of precondattn; it has every package that a peer imports, beside the frameworks."""
+
+
+def packages() -> list[str]:
+    """The requirements of the extra, with their versions."""
+    marked = (text.partition(";") for text in requires("precondattn") or ())
+    wanted = (f"extra == '{EXTRA}'", f'extra == "{EXTRA}"')
+    return [name.strip() for name, _, marker in marked if marker.strip() in wanted]
+
+
+def commands() -> str:
+    """Shell lines for an environment that has precondattn with PyTorch, JAX and Transformers."""
+    return f"pip install --no-deps {shlex.join(packages())}\n{lines_to_check_out()}"

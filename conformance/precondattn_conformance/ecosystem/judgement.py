@@ -1,0 +1,89 @@
+"""What was found by looking at red cells: a limit, a convention or a defect.
+
+A judgement belongs to cells that are red. Where one of them is not red any more, the judgement is
+stale, and that is an error: so the page never blames a version that is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from precondattn_conformance.ecosystem.cells import CONVENTION, NOT_COMPARED, RED
+from precondattn_conformance.ecosystem.table import Table, TableRow
+
+LIMIT, CONVENTIONAL, DEFECT = "limit", "convention", "defect"
+"""Documented; one of two that are in use; against its own description."""
+KINDS = (DEFECT, LIMIT, CONVENTIONAL)
+MOST_REPORTS = 10
+
+
+class StaleError(ValueError):
+    """Judgements that do not belong to red cells, or whose code did not run."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is behind the red cells of some rows and checks."""
+
+    peers: str
+    """Patterns of names of rows, with spaces between them, such as `"fla/kda_* fla/gdn2_chunk"`."""
+    checks: tuple[str, ...]
+    kind: str
+    sentence: str
+    """It begins with a capital, and says what happens on which input."""
+    code: str = ""
+    """A minimal input that a reader can paste. What it prints is shown: the error against the
+    definition in float64."""
+    expected: str = ""
+    """For a report: what should have been computed, and by which description."""
+    title: str = ""
+    """For a report; a judgement with a title has one."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is one of {', '.join(KINDS)}; found {self.kind!r}")
+        if not self.checks or isinstance(self.checks, str):
+            raise ValueError(f"checks is a tuple of names of checks; found {self.checks!r}")
+        if self.kind == DEFECT and not self.code:
+            raise ValueError(f"a defect has code that shows it; {self.peers} has none")
+        if self.title and not (self.kind == DEFECT and self.expected):
+            raise ValueError(f"a report is of a defect and says what is expected: {self.title!r}")
+
+    @property
+    def patterns(self) -> list[str]:
+        return self.peers.split()
+
+    def is_of(self, row: TableRow, check: str) -> bool:
+        return check in self.checks and any(fnmatchcase(row.name, p) for p in self.patterns)
+
+    def rows(self, table: Table) -> list[TableRow]:
+        """The rows of the table that it is about."""
+        return [row for row in table.rows if any(fnmatchcase(row.name, p) for p in self.patterns)]
+
+
+def require_true(table: Table, judgements: Sequence[Judgement]) -> None:
+    """Raise a StaleError unless each judgement is about red cells, and its code has run."""
+    reports = [each for each in judgements if each.title]
+    faults = [fault for judgement in judgements for fault in _faults(table, judgement)]
+    if len(reports) > MOST_REPORTS:
+        faults.append(f"there are {len(reports)} reports, and at most {MOST_REPORTS} may be")
+    if faults:
+        raise StaleError("\n".join(["judgements do not fit the table:", *faults]))
+
+
+def _faults(table: Table, judgement: Judgement) -> Iterator[str]:
+    rows = judgement.rows(table)
+    for pattern in judgement.patterns:
+        if not table.patterns and not any(fnmatchcase(row.name, pattern) for row in rows):
+            yield f"{pattern}: no row has such a name"
+    compared = [row for row in rows if any(c.word != NOT_COMPARED for c in row.checks.values())]
+    for row in compared:
+        for check in judgement.checks:
+            cell = row.checks.get(check)
+            word = "not there" if cell is None else cell.word
+            if word not in (*RED, CONVENTION, NOT_COMPARED):
+                yield f"{row.name}, {check}: the cell is {word}, and is judged a {judgement.kind}"
+    if compared and judgement.code and judgement.code not in table.printed:
+        yield f"{judgement.peers}: its code has not run with this version"

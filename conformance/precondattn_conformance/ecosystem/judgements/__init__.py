@@ -1,0 +1,39 @@
+"""The judgements of red cells, made by looking at each: a file for each project.
+
+They are in the order of the page. A measured error is never written here: the code prints it.
+"""
+
+from __future__ import annotations
+
+from precondattn_conformance.ecosystem.judgement import Judgement
+from precondattn_conformance.ecosystem.judgements import (
+    ejkernel,
+    fla,
+    gated_delta_nets,
+    haiku,
+    linear_attentions,
+    mamba,
+    mlstm,
+    nystrom_attention,
+    online_softmax,
+    pytorch,
+    timm,
+    transformers,
+    x_transformers,
+)
+
+JUDGEMENTS: tuple[Judgement, ...] = (
+    *ejkernel.JUDGEMENTS,
+    *fla.JUDGEMENTS,
+    *gated_delta_nets.JUDGEMENTS,
+    *haiku.JUDGEMENTS,
+    *linear_attentions.JUDGEMENTS,
+    *mamba.JUDGEMENTS,
+    *mlstm.JUDGEMENTS,
+    *nystrom_attention.JUDGEMENTS,
+    *online_softmax.JUDGEMENTS,
+    *pytorch.JUDGEMENTS,
+    *timm.JUDGEMENTS,
+    *transformers.JUDGEMENTS,
+    *x_transformers.JUDGEMENTS,
+)

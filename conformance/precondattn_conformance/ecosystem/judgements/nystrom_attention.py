@@ -1,0 +1,24 @@
+"""The judgements of nystrom-attention."""
+
+from __future__ import annotations
+
+from precondattn_conformance.ecosystem.judgement import CONVENTIONAL, Judgement
+
+JUDGEMENTS: tuple[Judgement, ...] = (
+    Judgement(
+        "nystrom_attention/nystrom_attention",
+        ("outputs", "gradients", "padding"),
+        CONVENTIONAL,
+        "The iteration for the inverse begins with the largest sums of all landmarks, "
+        "masked ones included, and ours with those of visible ones. After its 6 steps "
+        "this is seen; after 30, both are the same to rounding.",
+    ),
+    Judgement(
+        "nystrom_attention/nystrom_attention",
+        ("future",),
+        CONVENTIONAL,
+        "The iteration begins with the largest sums of the whole batch, so that a NaN "
+        "in one sequence reaches all others: this variant of the mechanism is defined "
+        "so.",
+    ),
+)

@@ -1,0 +1,92 @@
+"""What the process of a row does: it runs the cases, and sends each outcome as soon as it is known.
+
+A project is imported here and nowhere else, so that it can neither pollute nor end another run.
+What it prints goes to a file, whose last line says why a process died.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+
+from precondattn_conformance.case import Case
+from precondattn_conformance.ecosystem.contenders import Contender
+from precondattn_conformance.ecosystem.conventions import explained
+from precondattn_conformance.functions.diagnosis import diagnosis
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.session import Session
+from precondattn_conformance.status import FAILED
+
+
+@dataclass(frozen=True)
+class Started:
+    """A case has begun."""
+
+    case: Case
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The project, or what it needs, is not there."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class FinishedRow:
+    """All cases have run."""
+
+    conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the id of a failed case: the conventions, not kept, without which it does not fail."""
+    findings: tuple[str, ...] = ()
+    """What the function computes instead (`functions/diagnosis.py`)."""
+
+
+Message = Started | Outcome | Missing | FinishedRow
+
+
+def serve(
+    connection: Connection, contender: Contender, level: str, done: Collection[str], prints: str
+) -> None:
+    """Run the cases of a row, except those in `done`. What it prints goes to the file `prints`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
+    with open(prints, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable()
+    del sys.argv[1:]  # A project may read the command line as its own.
+    try:
+        contender.version()
+        name, backend = contender.ready()
+    except (ImportError, TypeError) as error:
+        connection.send(Missing(str(error)))
+        return
+    session = Session(
+        backend=(name,),
+        level=level,
+        libraries=(contender.library,),
+        mechanisms=(contender.mechanism,),
+        jobs=0,
+    )
+    todo = [case for case in session.cases() if case.id not in done]
+    outcomes = []
+    for outcome in session.run(
+        todo, session.expectations(todo), lambda case: connection.send(Started(case))
+    ):
+        connection.send(_picklable(outcome))
+        outcomes.append(outcome)
+    if backend is None or not any(each.status == FAILED for each in outcomes):
+        connection.send(FinishedRow())
+        return
+    findings = tuple(map(str, diagnosis(backend)))
+    connection.send(FinishedRow(explained(session, backend, outcomes), findings))
+
+
+def _picklable(outcome: Outcome) -> Outcome:
+    """The outcome with its texts as plain strings: a reason may be of a subclass of str."""
+    return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))

@@ -1,0 +1,153 @@
+"""Rows in processes of their own, several at once, each with a limit of time.
+
+    for contender, ran in run_all(contenders("fla/*"), "smoke", jobs=2): …
+
+A process that dies has failed in the case that it was running; another one goes on with the cases
+after it. A process that has no time left has failed in its case, and the cases after it are not
+compared.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from precondattn_conformance.case import Case
+from precondattn_conformance.cores import shared_by
+from precondattn_conformance.ecosystem.contenders import Contender
+from precondattn_conformance.ecosystem.process import FinishedRow, Message, Missing, Started, serve
+from precondattn_conformance.isolation import cause
+from precondattn_conformance.runner import Outcome
+from precondattn_conformance.status import FAILED
+from precondattn_conformance.xla import compiling_quickly
+
+SECONDS = 300.0
+"""The time for a row at the level smoke."""
+
+STARTS = 4
+"""The largest number of processes of a row, of which all but the last have died."""
+
+
+@dataclass
+class Ran:
+    """What became of a row."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    findings: tuple[str, ...] = ()
+    missing: str = ""
+    """Why nothing, or nothing more, was compared."""
+    seconds: float = 0.0
+
+
+def run_all(
+    rows: Iterable[Contender], level: str, *, jobs: int = 2, seconds: float = SECONDS
+) -> Iterator[tuple[Contender, Ran]]:
+    """What became of each row, as soon as it is known."""
+    todo = deque(rows)
+    running: list[_Row] = []
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                running.append(_Row(todo.popleft(), level, jobs, seconds))
+            left = min(row.deadline for row in running) - time.monotonic()
+            ready = wait([row.connection for row in running], max(left, 0))
+            for row in running:
+                if row.connection in ready:
+                    row.receive()
+                elif time.monotonic() > row.deadline:
+                    row.give_up()
+            for row in [each for each in running if each.is_over]:
+                running.remove(row)
+                yield row.contender, row.ran
+    finally:
+        for row in running:
+            row.stop()
+
+
+class _Row:
+    """A row that is running."""
+
+    def __init__(self, contender: Contender, level: str, beside: int, seconds: float) -> None:
+        self.contender, self.level, self.beside, self.limit = contender, level, beside, seconds
+        self.ran = Ran()
+        self.since = time.monotonic()
+        self.deadline = self.since + seconds
+        self.starts = 0
+        self.is_over = False
+        self._start()
+
+    def _start(self) -> None:
+        self.starts += 1
+        self.case: Case | None = None
+        self.prints = tempfile.NamedTemporaryFile(prefix="precondattn-")  # noqa: SIM115
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        done = frozenset(outcome.case.id for outcome in self.ran.outcomes)
+        arguments = (theirs, self.contender, self.level, done, self.prints.name)
+        self.process = context.Process(target=serve, args=arguments, daemon=True)
+        with shared_by(self.beside), compiling_quickly():
+            self.process.start()
+        theirs.close()
+
+    def receive(self) -> None:
+        """Take the next message, or notice that the process has died."""
+        try:
+            message: Message = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._died()
+            return
+        match message:
+            case Started(case):
+                self.case = case
+            case Outcome():
+                self.ran.outcomes.append(message)
+                self.case = None
+            case Missing(reason):
+                self._end(reason)
+            case FinishedRow(conventions, findings):
+                self.ran.conventions, self.ran.findings = conventions, findings
+                self._end()
+
+    def _died(self) -> None:
+        self.process.join()
+        text = Path(self.prints.name).read_text(errors="replace").strip()
+        last = text.rpartition("\n")[2] if self.process.exitcode == 1 else ""
+        reason = f"the process died of {cause(self.process.exitcode)}" + (last and f": {last}")
+        if self.case is None or self.starts == STARTS:
+            self._failed(reason)
+            self._end(reason)
+            return
+        self._failed(reason)
+        self.stop()
+        self._start()
+
+    def give_up(self) -> None:
+        """End a row that has had its time."""
+        reason = f"no result after {self.limit:g} s"
+        self._failed(f"it hung: {reason}")
+        self._end(reason)
+
+    def _failed(self, reason: str) -> None:
+        """The case that was running has failed."""
+        if self.case is not None:
+            self.ran.outcomes.append(Outcome(self.case, FAILED, reason=reason))
+
+    def _end(self, missing: str = "") -> None:
+        self.ran.missing = missing
+        self.ran.seconds = time.monotonic() - self.since
+        self.is_over = True
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, which may have hung."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.prints.close()

@@ -1,0 +1,37 @@
+"""The code of judgements is run as a reader would run it, and what it prints is recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from precondattn_conformance.ecosystem.judgement import Judgement
+from precondattn_conformance.ecosystem.table import Table
+from precondattn_conformance.report.printable import printable
+
+SECONDS = 120
+
+
+def run_snippets(table: Table, judgements: Iterable[Judgement]) -> None:
+    """Run the code of judgements of rows that were compared, and add what it prints to the table.
+
+    Raises
+    ------
+    RuntimeError
+        if one fails.
+    """
+    table.printed.clear()
+    for judgement in judgements:
+        if judgement.code and any(row.checks for row in judgement.rows(table)):
+            table.printed[judgement.code] = printed(judgement.code)
+
+
+def printed(code: str) -> str:
+    """What a process of its own prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the code of a judgement failed with {last!r}:\n{code}")
+    return printable(done.stdout).strip()

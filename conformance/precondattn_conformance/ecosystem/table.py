@@ -1,0 +1,151 @@
+"""The whole table as data, and its JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import precondattn
+from precondattn_conformance.ecosystem.cells import TableCell, cells_of
+from precondattn_conformance.ecosystem.contenders import Contender
+from precondattn_conformance.ecosystem.run import Ran
+from precondattn_conformance.peers.files import MissingError
+from precondattn_conformance.report import environment
+from precondattn_conformance.report.printable import printable
+
+if TYPE_CHECKING:
+    from precondattn.json_types import JsonObject
+
+SCHEMA = "precondattn-ecosystem/1"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One implementation of one mechanism."""
+
+    name: str
+    project: str
+    url: str
+    version: str
+    date: str
+    """Of the version: year, month and day, or empty."""
+    mechanism: str
+    library: str
+    seconds: float
+    missing: str
+    """Why nothing, or nothing more, was compared."""
+    checks: Mapping[str, TableCell]
+    findings: tuple[str, ...] = ()
+    """What it computes instead, where its plain call is wrong."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """What its documentation says that it does not compute, by the name of the check."""
+
+    def as_dict(self) -> JsonObject:
+        return {
+            "name": self.name,
+            "project": self.project,
+            "url": self.url,
+            "version": self.version,
+            "date": self.date,
+            "mechanism": self.mechanism,
+            "library": self.library,
+            "seconds": self.seconds,
+            "missing": self.missing,
+            "findings": list(self.findings),
+            "limits": dict(self.limits),
+            "checks": {check: cell.as_dict() for check, cell in self.checks.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> TableRow:
+        checks = {name: TableCell.from_dict(cell) for name, cell in content["checks"].items()}
+        return cls(**{**content, "checks": checks, "findings": tuple(content["findings"])})
+
+
+@dataclass
+class Table:
+    """The rows, and when and with what they were made."""
+
+    level: str
+    patterns: tuple[str, ...] = ()
+    """Only rows whose name matches one of these; none: all."""
+    date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d}")
+    suite: str = precondattn.__version__
+    environment: JsonObject = field(default_factory=environment.describe)
+    seconds: float = 0.0
+    rows: list[TableRow] = field(default_factory=list)
+    printed: dict[str, str] = field(default_factory=dict)
+    """What the code of each judgement printed."""
+
+    def save(self, path: Path) -> None:
+        content: JsonObject = {
+            "schema": SCHEMA,
+            "date": self.date,
+            "suite": self.suite,
+            "level": self.level,
+            "patterns": list(self.patterns),
+            "seconds": round(self.seconds),
+            "environment": self.environment,
+            "rows": [row.as_dict() for row in self.rows],
+            "printed": [{"code": code, "text": text} for code, text in self.printed.items()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Table:
+    """A table from its file.
+
+    Raises
+    ------
+    ValueError
+        if the file is no table.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} is no table of `precondattn ecosystem`: its schema is not {SCHEMA}"
+        )
+    return Table(
+        content["level"],
+        tuple(content["patterns"]),
+        content["date"],
+        content["suite"],
+        content["environment"],
+        content["seconds"],
+        [TableRow.from_dict(row) for row in content["rows"]],
+        {each["code"]: each["text"] for each in content["printed"]},
+    )
+
+
+def row_of(contender: Contender, ran: Ran) -> TableRow:
+    """The row of a contender that has run."""
+    try:
+        version = contender.version()
+    except MissingError:
+        version = ""
+    cells = cells_of(ran.outcomes, ran.conventions)
+    return TableRow(
+        contender.name,
+        **contender.described(),
+        version=version,
+        mechanism=contender.mechanism,
+        library=contender.library,
+        seconds=round(ran.seconds, 1),
+        missing=printable(ran.missing or _why_not(cells)),
+        checks=cells,
+        findings=tuple(map(printable, ran.findings)),
+        limits=contender.limits(),
+    )
+
+
+def _why_not(cells: Mapping[str, TableCell]) -> str:
+    """The most common reason of the first check, where nothing was compared."""
+    if any(cell.compared for cell in cells.values()):
+        return ""
+    return next((reason for cell in cells.values() for reason, _ in cell.declines), "no cases")
