@@ -57,6 +57,9 @@ KERNELS: KernelTable = {
     (pa.LucidSolve, pa.Softmax): "precondattn_cupy.lucid.step:LucidStep",
 }
 
+ONE_BY_ONE = ("softmax", "laser", "row_normalized", "ccq", "lucid")
+"""Mechanisms whose keys are cached."""
+
 
 class Cupy(KernelBackend):
     """LUCID, softmax attention, LASER, recurrences and rows of unit norm on a GPU."""
@@ -64,6 +67,11 @@ class Cupy(KernelBackend):
     name = "cupy"
     accelerates = frozenset({"cuda"})
     preference = 20
+    declines = (
+        *(f"extend {name}: a step of one token" for name in ONE_BY_ONE),
+        "extend lucid_solve: no step of the solve alone",
+        "cache_operations: steps of attention are of one token",
+    )
     table = KERNELS
     has_ledger = True
 

@@ -149,6 +149,12 @@ class Pallas(JaxBackend, KernelBackend):
     libraries = frozenset({"jax"})
     accelerates = frozenset({CUDA, TPU})
     preference = 20
+    declines = (
+        "extend softmax: no step of attention",
+        "extend laser: no step of attention",
+        "extend lucid: no step of attention",
+        "extend lucid_solve: no step of the solve",
+    )
     has_ledger = True
 
     @property

@@ -99,6 +99,14 @@ class Triton(KernelBackend):
     libraries = frozenset({"torch"})
     accelerates = frozenset({"cuda"})
     preference = 20
+    declines = (
+        "transforms: kernels are not mapped by torch.vmap",
+        "laser: values of a width that is a multiple of 4",
+        "extend lucid_solve: no step of the solve alone",
+        "extend lucid: a step of one token",
+        "extend path: a step of one token",
+        "segment_ids windowed: no windows of packed sequences",
+    )
     table = KERNELS
     has_ledger = True
 

@@ -2,8 +2,9 @@
 
     precondattn conformance --backend NAME --level smoke
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
+    check(function, "kda")
 
-Both run the same cases (`cases.py`), which are generated from the mechanisms' declarations.
+All run the same cases (`cases.py`), which are generated from the mechanisms' declarations.
 """
 
 from __future__ import annotations
@@ -13,10 +14,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import precondattn as pa
     from precondattn.arrays import Arrays
+    from precondattn_conformance.check_function import CheckResult, check
     from precondattn_conformance.checks.check import Backend
+    from precondattn_conformance.functions.backend import backend_from_function
     from precondattn_conformance.oracle import Oracle
 
+__all__ = [
+    "CheckResult",
+    "backend_from_function",
+    "cache_of",
+    "call_of",
+    "check",
+    "expected_of",
+    "replay",
+]
+
 # Every pytest run imports this package for its plugin, so the functions import what they need.
+
+
+def __getattr__(name: str) -> object:
+    if name in ("check", "CheckResult"):
+        from precondattn_conformance import check_function
+
+        return getattr(check_function, name)
+    if name == "backend_from_function":
+        from precondattn_conformance.functions.backend import backend_from_function
+
+        return backend_from_function
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def replay(case: str, backend: Backend = None, device: str | None = None) -> str:

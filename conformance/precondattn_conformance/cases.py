@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import precondattn as pa
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK, CHECKS
+from precondattn_conformance.conventions import HEAD_ORDER, PROBES, with_equal_heads
 from precondattn_conformance.declared import expressions, is_bounded, mechanism_of
 from precondattn_conformance.design.chosen import rows
 from precondattn_conformance.design.rows import design
@@ -40,13 +41,15 @@ def cases(
     blocks: tuple[int, ...] = (),
     is_narrow: IsNarrow = never_narrow,
     is_shared: bool = False,
+    unpromised: frozenset[str] = frozenset(),
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
     `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
     each other, since they share the oracle's results. `blocks` are those that a backend declares.
     Where it `is_narrow`, cases in float64 become cases in float32. If `is_shared`, the libraries
-    share the cases of `smoke` (`sharing.py`).
+    share the cases of `smoke` (`sharing.py`). `unpromised` are the conventions that the backend
+    under test does not promise (`conventions.py`).
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; found {level!r}")
@@ -64,13 +67,18 @@ def cases(
     sharing = None
     if is_shared and level == LEVELS[0]:
         sharing = Sharing({name: libraries.named(name).dtypes for name in chosen})
-    return _cases(level, mechanisms, chosen, checks, only_dtypes, blocks, is_narrow, sharing)
+    named = "" if is_shared else "mechanism" if only_mechanisms else "library"
+    found = _cases(
+        level, mechanisms, chosen, checks, only_dtypes, blocks, is_narrow, sharing, named
+    )
+    return _comparable(found, unpromised)
 
 
 def known_cases(
     blocks: tuple[int, ...] = (),
     is_wanted: Callable[[str], bool] = lambda expression: True,
     is_narrow: IsNarrow = never_narrow,
+    unpromised: frozenset[str] = frozenset(),
 ) -> Iterator[Case]:
     """Every case of every library, installed or not: the last level contains all others.
 
@@ -78,7 +86,20 @@ def known_cases(
     """
     every_library = tuple(cls.name for cls in libraries.ALL)
     wanted = tuple(filter(is_wanted, expressions()))
-    return _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks, is_narrow)
+    found = _cases(LEVELS[-1], wanted, every_library, CHECKS, (), blocks, is_narrow)
+    return _comparable(found, unpromised)
+
+
+def _comparable(found: Iterator[Case], unpromised: frozenset[str]) -> Iterator[Case]:
+    """The cases, each once, with equal heads if the order of grouped ones is not promised."""
+    ids: set[str] = set()
+    for case in found:
+        if HEAD_ORDER in unpromised:
+            case = with_equal_heads(case)
+            if case.id in ids:
+                continue
+            ids.add(case.id)
+        yield case
 
 
 def _cases(
@@ -90,16 +111,27 @@ def _cases(
     blocks: tuple[int, ...],
     is_narrow: IsNarrow,
     sharing: Sharing | None = None,
+    named: str = "",
 ) -> Iterator[Case]:
     ids: set[str] = set()
     """Of the design: a class's row with one option may be a row of its variant too."""
     for mechanism in mechanisms:
-        for case in of_named_layouts(level, mechanism, chosen, checks, only_dtypes, is_narrow):
+        for case in of_named_layouts(
+            level, mechanism, chosen, checks, only_dtypes, is_narrow, named
+        ):
             if sharing is None or sharing.has_case(case):
                 yield case
         for library in chosen:
             narrow = is_narrow(mechanism, library)
-            made = designed(level, mechanism, library, blocks, is_narrow=narrow, sharing=sharing)
+            made = designed(
+                level,
+                mechanism,
+                library,
+                blocks,
+                is_narrow=narrow,
+                sharing=sharing,
+                is_one=named == "mechanism",
+            )
             for case in made:
                 is_wanted = not only_dtypes or case.dtype in only_dtypes
                 if is_wanted and case.check in checks and case.id not in ids:
@@ -114,8 +146,12 @@ def of_named_layouts(
     checks: tuple[str, ...] = CHECKS,
     only_dtypes: tuple[str, ...] = (),
     is_narrow: IsNarrow = never_narrow,
+    named: str = "",
 ) -> Iterator[Case]:
-    """The cases of one mechanism at a level, on these libraries, without the rows of the design."""
+    """The cases of one mechanism at a level, on these libraries, without the rows of the design.
+
+    `named` is what the run names, as in `data`.
+    """
     is_alone = len(chosen) == 1
     for dtype in libraries.WIDE + libraries.HALF:
         if only_dtypes and dtype not in only_dtypes:
@@ -123,9 +159,10 @@ def of_named_layouts(
         for library in chosen:
             if dtype not in libraries.named(library).dtypes:
                 continue
-            traits = {"is_alone": is_alone, "is_narrow": is_narrow(mechanism, library)}
+            narrow = is_narrow(mechanism, library)
+            chosen_data = partial(data, is_alone=is_alone, is_narrow=narrow, named=named)
             for check in checks:
-                for layout, kind in data(level, check, library, dtype, mechanism, **traits):
+                for layout, kind in chosen_data(level, check, library, dtype, mechanism):
                     case = Case(check, mechanism, library, dtype, layout, kind)
                     if makes_sense(case):
                         yield case
@@ -139,11 +176,15 @@ def designed(
     *,
     is_narrow: bool = False,
     sharing: Sharing | None = None,
+    is_one: bool = False,
 ) -> list[Case]:
-    """The cases of the design's rows at a level. Those of one expression follow each other."""
+    """The cases of the design's rows at a level. Those of one expression follow each other.
+
+    `is_one`: the run names the mechanism.
+    """
     made = design(mechanism, library, blocks)
     found: dict[str, Case] = {}
-    for number, row in enumerate(rows(level, mechanism, library, blocks)):
+    for number, row in enumerate(rows(level, mechanism, library, blocks, is_one=is_one)):
         if sharing is not None and not sharing.has_row(number, row, mechanism, library):
             continue
         check, layout, kind, dtype, expression = made.entry(row)
@@ -155,7 +196,7 @@ def designed(
     return sorted(found.values(), key=lambda case: case.mechanism)
 
 
-def case_of(text: str, checks: tuple[str, ...] = CHECKS) -> Case:
+def case_of(text: str, checks: tuple[str, ...] = tuple(CHECK)) -> Case:
     """The case of an id, of one of these checks.
 
     Raises
@@ -175,7 +216,7 @@ def case_of(text: str, checks: tuple[str, ...] = CHECKS) -> Case:
     ):
         if part not in known:
             raise ValueError(f"{text!r}: {part!r} is no {what}; there are {', '.join(known)}")
-    sizes = LAYOUTS.get(layout) or layout_named(layout)
+    sizes = LAYOUTS.get(layout) or PROBES.get(layout) or layout_named(layout)
     if sizes is None:
         raise ValueError(f"{text!r}: {layout!r} is no layout; there are {', '.join(LAYOUTS)}")
     return Case(check, str(pa.parse(mechanism)), library, dtype, sizes, kind)

@@ -14,10 +14,14 @@ from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.plain import WRONG_TOO
 from precondattn_conformance.design.coverage import Pairs, total
+from precondattn_conformance.enough import CheckShare, print_shares, too_little
 from precondattn_conformance.expectations import Expectations
 from precondattn_conformance.floor import below_floor
+from precondattn_conformance.functions.backend import FunctionBackend
+from precondattn_conformance.functions.diagnosis import diagnosis
 from precondattn_conformance.grid import LEVELS
 from precondattn_conformance.progress import Progress
+from precondattn_conformance.promises import BROKEN, UNKNOWN, Promise
 from precondattn_conformance.report.junit import write_junit
 from precondattn_conformance.report.matrix import matrix
 from precondattn_conformance.report.page import write_page
@@ -60,6 +64,8 @@ def conformance(
     )
     report, is_interrupted = Report(), False
     looked_at: list[Pairs] = []
+    promised: list[Promise] = []
+    compared: list[CheckShare] = []
     try:
         with recording:
             try:
@@ -68,16 +74,26 @@ def conformance(
                 recording.put_in_order(case.id for case in todo)
             looked_at = session.pairs(report.outcomes)
             recording.looked_at(looked_at)
+            promised = session.promises(report.outcomes)
+            recording.has_promises(promised)
+            compared = session.shares(report.outcomes)
+            recording.compared(share.to_json() for share in compared)
     except KeyboardInterrupt:
         is_interrupted = True
     report.put_in_order(todo)
     _print_failures(report, console)
     matrix(report.outcomes, console)
     _print_refusals(report, console)
+    print_shares(compared, console)
     below = [] if is_interrupted else below_floor(session.under_test, todo, report.outcomes)
+    _print_promises(promised, console)
+    below += too_little(compared)
     _print_pairs(looked_at, session.level, console)
+    _print_outputs_only(report, console)
     _print_oracles(report, console)
     _print_verdict(report, below, session, len(todo), console)
+    if not is_interrupted and report.count(FAILED):
+        _print_diagnosis(session, console)
     if junit is not None:
         write_junit(recording.record, junit)
     if html is not None:
@@ -126,6 +142,17 @@ def _print_refusals(report: Report, console: Console) -> None:
         console.print(f"[yellow]unsupported[/yellow] {escape(reason)}", soft_wrap=True)
 
 
+def _print_promises(promised: list[Promise], console: Console) -> None:
+    """What holds of the conventions, where a case needed them or they are not promised."""
+    told = [each for each in promised if each.verdict != UNKNOWN]
+    if told:
+        console.print("; ".join(map(str, told)), markup=False, highlight=False, soft_wrap=True)
+    for each in told:
+        if each.verdict == BROKEN:
+            text = f"{each.why}; who means otherwise leaves it out of `promises`"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _difficulty(outcome: Outcome) -> tuple[bool, int, int]:
     """Causes before consequences, then short sequences, then simple mechanisms."""
     case = outcome.case
@@ -149,6 +176,14 @@ def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _print_outputs_only(report: Report, console: Console) -> None:
+    """How many cases were compared without gradients, and why."""
+    reasons = (o.measured.outputs_only for o in report.outcomes if o.measured is not None)
+    for reason, count in Counter(in_few_words(r) for r in reasons if r).most_common():
+        text = f"compared in outputs only: {count}, since the backend {reason}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _print_oracles(report: Report, console: Console) -> None:
     """Who computed what was expected, other than the reference."""
     names = Counter(o.measured.expected_by for o in report.outcomes if o.measured is not None)
@@ -167,7 +202,7 @@ def _print_verdict(
     names = ", ".join(session.backend) or "the backends chosen by default"
     console.print(f"{names}: {', '.join(shown)}", markup=False, highlight=False)
     for line in below:
-        console.print(f"[red]below its floor[/red]: {escape(line)}", soft_wrap=True)
+        console.print(escape(line), style="red", highlight=False, soft_wrap=True)
     if len(report.outcomes) < requested:
         missing = requested - len(report.outcomes)
         console.print(f"[red]interrupted[/red]: {missing} of {requested} cases were not run")
@@ -175,6 +210,14 @@ def _print_verdict(
         console.print("[red]nothing was compared, which counts as a failure[/red]")
     elif report.is_good and not below:
         _print_next(session, console)
+
+
+def _print_diagnosis(session: Session, console: Console) -> None:
+    """What a function computes instead, where its plain call is wrong."""
+    backend = session.source.backend if session.source is not None else None
+    if isinstance(backend, FunctionBackend):
+        for finding in diagnosis(backend):
+            console.print(str(finding), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_next(session: Session, console: Console) -> None:

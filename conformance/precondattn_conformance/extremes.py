@@ -4,8 +4,8 @@
 huge_logits    queries and keys so long that e^⟨q, k⟩ overflows: softmax has to subtract a maximum
 tied_logits    the same with three distinct keys: several weights are equal, all others nearly 0
 tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
-extreme_gates  decays of 1, of almost 1, of e⁻²⁰ and of 0, next to each other; β at its ends; input
-               gates of which e^{i} overflows or is 0, with weights of one sign
+extreme_gates  decays of 1, of almost 1, of nearly 0 and of 0, next to each other; β at its ends;
+               input gates of which e^{i} overflows or is 0, with weights of one sign
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
 far_segments   values around 100 and around −100, three tokens each: as in segments of a packed
                call, and in both signs beside the output of a padded query, which is 0
@@ -49,8 +49,12 @@ HUGE = {"float64": 2000.0}
 HUGE_ELSEWHERE = 60.0
 TINY = {"float64": 1e-8, "float32": 1e-6}
 TINY_ELSEWHERE = 2.0**-5
-GATES = np.asarray([0.0, -1e-4, -20.0, -0.5, -1e4, 0.0, -3.0])
-"""Logarithms of decays."""
+JUMP = -9999.3
+GATES = np.asarray([0.0, -0.03, -1e-4, -19.7, -0.47, JUMP, 0.0, -0.011, -3.3])
+"""Logarithms of decays. No sum of several of them is exact in binary: a decay that is a difference
+of cumulative sums has lost its digits behind the large ones."""
+EDGE = 16
+"""Blocks of recurrences begin at multiples of it."""
 OPENINGS = np.asarray([0.0, -1e4, 100.0, -3.0, 1e4, 9.0, 9990.0, -100.0])
 """Logarithms of input gates. After 10⁴ a token counts only if the state was forgotten."""
 FAR = 50.0
@@ -84,7 +88,8 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
     inputs = mechanism.inputs
     leaves = mechanism.program.leaves
     if kind == "extreme_gates":
-        return any(_is_gate(mechanism, name) for name in inputs)
+        has_gates = any(_is_gate(mechanism, name) for name in inputs)
+        return has_gates and not _magnifies_a_solve(leaves)
     if kind == "hidden_by_bias":
         return "bias" in inputs and inputs["bias"].is_pairwise
     if kind == "overwritten":
@@ -129,10 +134,14 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
     if kind == "extreme_gates":
         for name, array in arrays.items():
             if _is_gate(mechanism, name):
-                arrays[name] = np.resize(GATES, array.size).reshape(array.shape)
+                gates = np.resize(GATES, array.size).reshape(array.shape)
+                arrays[name] = _with_jumps_at_edges(gates)
             elif name == "i":
                 arrays[name] = np.resize(OPENINGS, array.size).reshape(array.shape)
                 arrays |= {rows: np.abs(arrays[rows]) for rows in "qk"}
+                # Features that are nearly even: a mass near ε depends on how m is rounded.
+                weights = [rows for rows in ("q_weight", "k_weight") if rows in arrays]
+                arrays |= {rows: arrays[rows] / len(arrays[rows]) for rows in weights}
             elif name in ("beta", "lucid_beta"):
                 pattern = mechanism.inputs[name]
                 assert pattern.high is not None
@@ -170,6 +179,19 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
         sign = np.where(segment % 2 == 0, 1.0, -1.0)[:, :, None, None]
         arrays["v"] = arrays["v"] + high * sign
     return arrays
+
+
+def _with_jumps_at_edges(gates: np.ndarray) -> np.ndarray:
+    """Gates (b, s, heads, …) with a jump in the first token of a block, or in the last before it.
+
+    Of a cumulative sum within the block all terms have lost digits, or the last one has. They
+    alternate from head to head and from block to block, since after the first nothing is read that
+    was written before the block.
+    """
+    for block, start in enumerate(range(EDGE, gates.shape[1], EDGE)):
+        for head in range(gates.shape[2]):
+            gates[:, start - (block + head) % 2, head] = JUMP
+    return gates
 
 
 def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
@@ -236,6 +258,16 @@ def _is_norm(leaf: LeafProtocol) -> bool:
     """Whether the leaf normalises its rows, or its keys, and so takes them at any length."""
     norms = pa.RMSNorm | pa.LayerNorm | pa.L2Norm
     return isinstance(leaf, norms) or getattr(leaf, "normalize", None) == "keys"
+
+
+def _magnifies_a_solve(leaves: Sequence[LeafProtocol]) -> bool:
+    """Whether small rows of a ridge regression, which is accurate to its largest row where gates
+    empty the state, are divided by their length or by a sum, or subtracted from each other."""
+    if not any(isinstance(leaf, pa.MesaQuery) for leaf in leaves):
+        return False
+    recurrences = (leaf.recurrence for leaf in leaves if isinstance(leaf, pa.LinearFamily))
+    divides = any(each is not None and each.normaliser for each in recurrences)
+    return divides or any(isinstance(leaf, pa.UnitRows | pa.Difference) for leaf in leaves)
 
 
 def _needs_short(leaves: Sequence[LeafProtocol]) -> bool:

@@ -39,6 +39,7 @@ def below_floor(
             else:
                 reasons.setdefault(outcome.case.mechanism, outcome.reason)
     return [
-        f"{backend} promises {name}, and supports none of it: {reasons.get(name, 'not run')}"
+        f"below its floor: {backend} promises {name}, and supports none of it: "
+        f"{reasons.get(name, 'not run')}"
         for name in sorted(missing)
     ]

@@ -109,6 +109,16 @@ SPECIAL: dict[str, Data] = {
 OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
 """Where half precision overflows, or a state in it loses what was written."""
 
+ONE_SIZE = (PLAIN, RAGGED, PACKED, MASKED)
+"""JAX compiles once for all of them, so that each more costs little."""
+OF_ONE_SIZE = (
+    *("outputs", "gradients", "caching", "states", "packing"),
+    *("padding", "future", "stability", "dtypes", "determinism"),
+)
+"""Checks of calls in that size, but for the single tokens of caches."""
+NAMED = ("", "library", "mechanism")
+"""What a run names, if not everything; a backend counts as a library."""
+
 OF_KERNELS = ("stability", "packing", "padding", "determinism")
 """Checks for kernels in JAX, even where only a few cases are run."""
 
@@ -127,11 +137,12 @@ def data(
     *,
     is_alone: bool = False,
     is_narrow: bool = False,
+    named: str = NAMED[0],
 ) -> Data:
     """Layouts and kinds of keys.
 
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
-    mechanism in float32 at most (`widest.py`).
+    mechanism in float32 at most (`widest.py`). `named`: one of `NAMED`.
     """
     if check == "threads":
         # Long sequences. Of the libraries only PyTorch has a number of threads.
@@ -141,6 +152,9 @@ def data(
         # It compiles twice for each mechanism, which takes too long for the first level.
         return SPECIAL[check] if dtype == "float32" and level != "smoke" else ()
     if level == "smoke":
+        is_whole = mechanism in registry.registered()
+        if library == "jax" and (named == "mechanism" or (named and is_whole)):
+            return _smoke_of_named_jax(check, dtype, mechanism, named, is_narrow)
         if library == "jax" and (is_alone or is_narrow):
             return _smoke_of_jax(check, dtype, mechanism in derived(), is_narrow)
         if not is_narrow or dtype not in WIDE:
@@ -180,6 +194,32 @@ def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> 
     if dtype != "float32":
         return SMOKE[:1] if check == "outputs" and dtype == "bfloat16" else ()
     return {"outputs": SMOKE[:1], "caching": SMOKE[1:2], "gradients": SMOKE[2:3]}[check]
+
+
+def _smoke_of_named_jax(
+    check: str, dtype: str, mechanism: str, named: str, is_narrow: bool
+) -> Data:
+    """What PyTorch has in the widest dtype, and a few cases in others.
+
+    Without layouts of other sizes and checks that compile anew, unless the mechanism is named.
+    """
+    is_one = named == "mechanism"
+    dtypes = ("float32", "float64") if is_narrow else ("float64",)
+    if check == "future":
+        entries = _smoke(check, "torch", "float32", mechanism) if dtype == dtypes[0] else ()
+    elif dtype == dtypes[0]:
+        found = [_smoke(check, "torch", each, mechanism) for each in dtypes]
+        entries = tuple(dict.fromkeys(sum(found, ())))
+    else:
+        others = {"float32": ("outputs",), "bfloat16": ("outputs", "gradients", "stability")}
+        is_wanted = check in others.get(dtype, ())[: None if is_one else 1]
+        return (
+            _smoke(check, "torch", dtype, mechanism)[: None if is_one else 1] if is_wanted else ()
+        )
+    if is_one:
+        return tuple(entry for entry in entries if entry[0] is not REAL_SHORT)
+    is_cheap = check in OF_ONE_SIZE
+    return tuple(entry for entry in entries if is_cheap and entry[0] in ONE_SIZE)
 
 
 def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:

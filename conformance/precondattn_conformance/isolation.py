@@ -44,6 +44,12 @@ TO_END = 10.0
 
 Lane = deque[list[Case]]
 """Cases of one mechanism and dtype after the other."""
+Prepare = Callable[[], object]
+"""What a process calls before its first case; it can be pickled."""
+
+
+def nothing_to_prepare() -> None:
+    """Where backends are found by their entry points."""
 
 
 class Worker:
@@ -57,13 +63,15 @@ class Worker:
         beside: int = 1,
         *,
         is_quick: bool = False,
+        prepare: Prepare = nothing_to_prepare,
     ) -> None:
         """`beside` is the number of processes that share the cores.
 
-        If it `is_quick`, JAX compiles without optimisations (`xla.py`).
+        If it `is_quick`, JAX compiles without optimisations (`xla.py`). The process calls
+        `prepare` first.
         """
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
-        self.is_quick = is_quick
+        self.is_quick, self.prepare = is_quick, prepare
         self.lanes: tuple[Lane, ...] = ()
         """The cases that are left. It takes the next ones from the first lane that has any."""
         self.todo: deque[Case] = deque()
@@ -76,7 +84,10 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.traces = tempfile.NamedTemporaryFile(prefix="precondattn-")  # noqa: SIM115
-        arguments = (theirs, self.backend, self.device, self.timeout, self.traces.name)
+        arguments = (
+            *(theirs, self.backend, self.device, self.timeout, self.traces.name),
+            self.prepare,
+        )
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         quickly = compiling_quickly() if self.is_quick else nullcontext()
         with shared_by(self.beside), quickly:
@@ -164,12 +175,18 @@ def cause(exitcode: int | None) -> str:
 
 
 def _serve(
-    connection: Connection, backend: Backend, device: str | None, timeout: float, traces: str
+    connection: Connection,
+    backend: Backend,
+    device: str | None,
+    timeout: float,
+    traces: str,
+    prepare: Prepare,
 ) -> None:
     """The loop of the process: receive a case, send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(traces, "w") as file:
         faulthandler.enable(file)
+        prepare()
         connection.send("started")
         while True:
             try:
@@ -195,19 +212,20 @@ def run_isolated(
     timeout: float = TIMEOUT,
     jobs: int = 1,
     is_quick: bool = False,
+    prepare: Prepare = nothing_to_prepare,
     started: Callable[[Case], object] = lambda case: None,
     expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:
     """The outcomes, as soon as each is known; with several jobs, not in the order of the cases.
 
     Failures that are not `expected` are replayed alone. If it `is_quick`, JAX compiles without
-    optimisations.
+    optimisations. Each process calls `prepare` first.
     """
     lanes = lanes_of(cases, jobs)
     count = min(jobs, sum(map(len, lanes)))
 
     def start() -> Worker:
-        return Worker(backend, device, timeout, count, is_quick=is_quick)
+        return Worker(backend, device, timeout, count, is_quick=is_quick, prepare=prepare)
 
     workers = [start() for _ in range(count)]
     for worker in workers:

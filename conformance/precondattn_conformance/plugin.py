@@ -23,6 +23,7 @@ MANY = {
     "check": "only this check, such as outputs or gradients (repeat for several)",
     "dtype": "only this dtype (repeat for several)",
     "case": "only this case, by its id (repeat for several)",
+    "declines": 'what the backend declines on purpose: "float64: why" (repeat for several)',
 }
 ONE = {
     "level": "how much to run: smoke (the default), full or stress",

@@ -19,8 +19,10 @@ from precondattn_conformance.alone import Alone
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of
 from precondattn_conformance.checks.check import Measured
+from precondattn_conformance.enough import CheckShare, too_little
 from precondattn_conformance.floor import below_floor
 from precondattn_conformance.isolation import Worker
+from precondattn_conformance.promises import BROKEN, UNPROMISED, Promise
 from precondattn_conformance.report.page import write_page
 from precondattn_conformance.report.record import RecordWriter
 from precondattn_conformance.runner import Outcome, run_case
@@ -40,6 +42,8 @@ class PytestRun:
             raise pytest.UsageError(str(error)) from None
         self.outcomes: list[Outcome] = []
         self.below: list[str] = []
+        self.promises: list[Promise] = []
+        self.shares: list[CheckShare] = []
         self.recording = RecordWriter(
             record,
             backends=session.backend,
@@ -118,11 +122,17 @@ class PytestRun:
             return
         is_whole = len(self.outcomes) == len(self.todo)
         self.recording.looked_at(self.session.pairs(self.outcomes))
+        self.promises = self.session.promises(self.outcomes)
+        self.recording.has_promises(self.promises)
+        if is_whole:
+            self.shares = self.session.shares(self.outcomes)
+            self.recording.compared(share.to_json() for share in self.shares)
         self.recording.close(complete=is_whole)
         if self.html is not None:
             write_page(self.recording.record, self.html)
         if is_whole:
             self.below = below_floor(self.session.under_test, self.todo, self.outcomes)
+            self.below += too_little(self.shares)
         if self.session.backend and (self.below or not self._compared()):
             session.exitstatus = 1
 
@@ -132,8 +142,14 @@ class PytestRun:
         if self.session.backend and not config.option.collectonly:
             names = ", ".join(self.session.backend)
             terminalreporter.write_line(f"{names}: {self._compared()} cases compared")
+            for promise in self.promises:
+                if promise.verdict in (BROKEN, UNPROMISED):
+                    terminalreporter.write_line(str(promise))
+            for share in self.shares:
+                if share.compared < share.total:
+                    terminalreporter.write_line(str(share))
             for line in self.below:
-                terminalreporter.write_line(f"below its floor: {line}")
+                terminalreporter.write_line(line)
 
     def _compared(self) -> int:
         return sum(outcome.status in COMPARED for outcome in self.outcomes)
@@ -155,6 +171,7 @@ def _plain(outcome: Outcome) -> JsonObject:
         "snippet": outcome.snippet,
         "seconds": outcome.seconds,
         "hung": outcome.hung,
+        "verb": outcome.verb,
         "alone": outcome.alone,
         "after": list(outcome.after),
     }

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from precondattn import UnsupportedError
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import run
-from precondattn_conformance.checks.check import Backend, Measured
+from precondattn_conformance.checks.check import Backend, Measured, NotRunError
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.expecting import REFERENCE, expected_by
 from precondattn_conformance.snippet import snippet
-from precondattn_conformance.status import FAILED, PASSED, UNSUPPORTED
+from precondattn_conformance.status import FAILED, PASSED, SKIPPED, UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Outcome:
     """Python code that reproduces a failure."""
     seconds: float = 0.0
     hung: bool = False
+    verb: str = ""
+    """Of a case that was declined: the verb of the call."""
     alone: str = ""
     """Of a failure that was replayed alone in a new process: its status there."""
     after: tuple[str, ...] = ()
@@ -86,7 +88,10 @@ def run_case(case: Case, backend: Backend = None, device: str | None = None) -> 
     try:
         return outcome(PASSED, run(case, backend, device))
     except UnsupportedError as refusal:
-        return outcome(UNSUPPORTED, None, str(refusal))
+        verb = "" if refusal.request is None else refusal.request.verb
+        return replace(outcome(UNSUPPORTED, None, str(refusal)), verb=verb)
+    except NotRunError as obstacle:
+        return outcome(SKIPPED, None, str(obstacle))
     except DisagreementError as disagreement:
         measured = None
         if disagreement.error is not None and disagreement.bound is not None:

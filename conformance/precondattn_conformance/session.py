@@ -12,15 +12,20 @@ import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.cases import case_of, cases, known_cases
+from precondattn_conformance.conventions import unpromised_by
 from precondattn_conformance.declared import expressions
+from precondattn_conformance.declines import declared
 from precondattn_conformance.design.coverage import Pairs, pairs
 from precondattn_conformance.division import cases as division
 from precondattn_conformance.division.run import run_divided
+from precondattn_conformance.enough import CheckShare, shares
 from precondattn_conformance.expectations import Expectations, name_of
 from precondattn_conformance.grid import LEVELS
-from precondattn_conformance.isolation import TIMEOUT, run_isolated
+from precondattn_conformance.isolation import TIMEOUT, nothing_to_prepare, run_isolated
 from precondattn_conformance.libraries import installed
+from precondattn_conformance.promises import Promise, promises
 from precondattn_conformance.runner import Outcome, run_case
+from precondattn_conformance.source import Source
 from precondattn_conformance.status import COMPARED
 from precondattn_conformance.widest import is_narrow
 
@@ -41,6 +46,8 @@ class Session:
     """Only these cases."""
     xfail: str | Path | None = None
     skip: str | Path | None = None
+    declines: tuple[str, ...] = ()
+    """Parts that the backend under test declines on purpose, each as "part: why"."""
     timeout: float | None = None
     """Seconds for a case; None: those that are usual."""
     jobs: int | None = None
@@ -48,6 +55,8 @@ class Session:
     the cases in this process."""
     devices: int | None = None
     """If given, the cases are of sequences that so many devices divide."""
+    source: Source | None = None
+    """Where the backend under test comes from, if it is not installed."""
     inside: str | None = None
     """A context manager for the calls of those processes, "module:function"."""
 
@@ -64,6 +73,22 @@ class Session:
     def blocks(self) -> tuple[int, ...]:
         """The sizes of blocks that the backend under test declares."""
         return tuple(discover().named(self.under_test).blocks) if self.under_test else ()
+
+    @property
+    def declared(self) -> dict[str, str]:
+        """What the backend under test declines on purpose: the reasons, by the part.
+
+        Raises
+        ------
+        ValueError
+            if a part is not known, or has no reason; if there is no backend under test.
+        """
+        if self.under_test is None:
+            if self.declines:
+                raise ValueError(f"--declines {self.declines[0]!r} needs a backend: --backend NAME")
+            return {}
+        of_backend = discover().named(self.under_test).declines
+        return declared(of_backend) | declared(self.declines)
 
     @property
     def filters(self) -> dict[str, tuple[str, ...]]:
@@ -88,6 +113,7 @@ class Session:
         """
         for name in self.backend:
             discover().named(name)
+        _ = self.declared  # An error in it is one before any case runs.
         if self.devices is not None:
             return self._divided(self.devices)
         if self.ids:
@@ -101,6 +127,7 @@ class Session:
             blocks=self.blocks,
             is_narrow=self.is_narrow,
             is_shared=self.is_of_everything,
+            unpromised=unpromised_by(self.backend),
         )
         return list(chosen)
 
@@ -151,6 +178,37 @@ class Session:
         ]
         return pairs(self.level, mechanisms, libraries, compared, self.blocks)
 
+    def promises(self, outcomes: Sequence[Outcome]) -> list[Promise]:
+        """What the backend under test promises, and what holds of it; empty if none is named.
+
+        Small calls are run for what is not promised, and for what a failure needs.
+        """
+        if self.under_test is None or self.devices is not None:
+            return []
+        return promises(self.backend, outcomes, self._tried)
+
+    def _tried(self, cases: list[Case]) -> list[Outcome]:
+        """The outcomes of cases of which nothing is expected."""
+        backend = self.backend or None
+        if self.jobs == 0:
+            return [run_case(case, backend, self.device) for case in cases]
+        return list(
+            run_isolated(
+                cases,
+                backend,
+                self.device,
+                timeout=self.seconds,
+                expected=lambda outcome: True,
+                prepare=nothing_to_prepare if self.source is None else self.source.register,
+            )
+        )
+
+    def shares(self, outcomes: Sequence[Outcome]) -> list[CheckShare]:
+        """How much of each check was compared; nothing without a backend, or for cases by id."""
+        if not self.backend or self.ids or self.devices is not None:
+            return []
+        return shares(outcomes, self.declared, self.backend)
+
     def expectations(self, todo: list[Case]) -> Expectations:
         """The expectations of both files. Raises an error if a line matches no case."""
         expectations = Expectations.read(self.xfail, self.skip)
@@ -161,7 +219,8 @@ class Session:
 
         others: Callable[[], Iterator[Case]]
         if self.devices is None:
-            others = partial(known_cases, self.blocks, is_wanted, self.is_narrow)
+            unpromised = unpromised_by(self.backend)
+            others = partial(known_cases, self.blocks, is_wanted, self.is_narrow, unpromised)
         else:
             others = partial(division.divided_cases, self.devices, LEVELS[-1])
         expectations.require_true(_chained(todo, others))
@@ -205,7 +264,8 @@ class Session:
             self.device,
             timeout=self.timeout or TIMEOUT,
             jobs=jobs,
-            is_quick=self.is_of_everything and self.level == LEVELS[0] and not self.device,
+            is_quick=self.level == LEVELS[0] and not self.device,
+            prepare=nothing_to_prepare if self.source is None else self.source.register,
             started=started,
             expected=expectations.expects,
         ):

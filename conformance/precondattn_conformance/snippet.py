@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks import CHECK
 from precondattn_conformance.checks.check import VJP, Backend, Check
@@ -42,7 +43,8 @@ def snippet(
     helpers = [n for n in ("cache_of", "call_of", "expected_of") if f"{n}(" in call]
     names = ", ".join(sorted({*helpers, "call_of", "replay"}))
     return (
-        f"{_imports(case, call)}from precondattn_conformance import {names}\n\n"
+        f"{_imports(case, call)}from precondattn_conformance import {names}\n"
+        f"{_registered(backend)}\n"
         f"case = {case.id!r}\n"
         f"outcome = replay(case, backend={chosen}{where})  # The whole check.\n"
         f"print(outcome)\n\n"
@@ -50,6 +52,14 @@ def snippet(
         f"{call}\n\n"
         f'assert outcome.startswith("passed")\n'
     )
+
+
+def _registered(backend: Backend) -> str:
+    """Code that registers the backend under test, where it was made of a function."""
+    name = backend if isinstance(backend, str) else (backend or (None,))[0]
+    found = next((b for b in discover().backends if b.name == name), None)
+    code = getattr(found, "registered_by", "")
+    return f"from precondattn import register_backend\n{code}" if code else ""
 
 
 def after(

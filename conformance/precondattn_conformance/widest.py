@@ -9,18 +9,29 @@ from __future__ import annotations
 from functools import cache
 
 from precondattn.dispatch.described import DEVICES, explain_described
+from precondattn.dispatch.discovery import selection
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.grid import PLAIN
 
+CALLS = (PLAIN, PLAIN._replace(h=2, n=2, d=8, e=8, values_per_head=1))
+"""With grouped heads and odd widths; and for a backend that has neither."""
 
-@cache
+
 def is_narrow(
     backend: tuple[str, ...], expression: str, library: str, device: str | None = None
 ) -> bool:
     """Whether the first of these backends runs a part of the mechanism in float32 only.
 
-    It is asked about a small call, on the kind of the device, or on all that the library has.
+    It is asked about small calls, on the kind of the device, or on all that the library has.
     """
+    _, changes = selection(None)  # A name may be another backend's later.
+    return _is_narrow(backend, expression, library, device, changes)
+
+
+@cache
+def _is_narrow(
+    backend: tuple[str, ...], expression: str, library: str, device: str | None, changes: int
+) -> bool:
     return not runs(backend, expression, library, "float64", device) and runs(
         backend, expression, library, "float32", device
     )
@@ -35,11 +46,14 @@ def runs(
 
 
 def _runs(backend: tuple[str, ...], expression: str, library: str, dtype: str, device: str) -> bool:
-    mechanism, sizes = mechanism_of(expression), PLAIN.sizes
-    try:
-        explained = explain_described(
-            mechanism, library, dtype, device, "forward", sizes, backend=backend
-        )
-    except Exception:  # It declines, or its answer is an error that the case itself will show.
-        return False
-    return backend[0] in explained.backends
+    mechanism = mechanism_of(expression)
+    for call in CALLS:
+        try:
+            explained = explain_described(
+                mechanism, library, dtype, device, "forward", call.sizes, backend=backend
+            )
+        except Exception:  # It declines, or its answer is an error that the case itself will show.
+            continue
+        if backend[0] in explained.backends:
+            return True
+    return False

@@ -60,7 +60,9 @@ def here(tmp_path, only_the_reference, monkeypatch):
         path, printed = tmp_path / "record.json", io.StringIO()
         chosen = {"mechanisms": ("softmax",), "libraries": ("numpy",), **chosen}
         session = Session(backend=(backend,), jobs=0, **chosen)
-        code = run_suite(session, Console(file=printed, width=80), record=path)
+        junit, page = tmp_path / "junit.xml", tmp_path / "page.html"
+        files = {"record": path, "junit": junit, "html": page}
+        code = run_suite(session, Console(file=printed, width=80), **files)
         return code, load(path), printed.getvalue()
 
     return run
@@ -265,6 +267,53 @@ def test_a_backend_below_its_declared_minimum_fails(here):
     assert "late promises lucid_solve, and supports none of it" in printed
     code, _, printed = here("late", **OUTPUTS)
     assert code == 0, printed
+
+
+def test_a_backend_that_declines_most_of_a_check_fails_with_what_why_and_how_to_declare(here):
+    code, record, printed = here("choosy")
+    assert record.count("failed") == 0
+    assert record.count("passed") == 2
+    assert {outcome.dtype for outcome in record.outcomes} == {"float32"}
+    assert code == 1
+    assert "too little was compared, less than half: outputs 1 of 8, gradients 1 of 12" in printed
+    assert "stability 0 of 5" in printed
+    assert "caching" not in printed.split("too little")[1]
+    assert "most often because: takes a key head for each query head (32)" in printed
+    assert '--declines "outputs: why"' in printed
+    assert "agrees with the definitions" not in printed
+
+
+def test_what_is_declared_is_shown_with_its_reason_and_not_counted(here, tmp_path):
+    code, record, printed = here("choosy", declines=("grouped_heads: a head of its own each",))
+    assert code == 0, printed
+    assert record.count("passed") == 2
+    assert re.search(r"stability +0 of 5 +a head of its own each, as declared \(5\)", printed)
+    rows = {row["check"]: row for row in record.checks}
+    assert rows["stability"]["declared"] == {"a head of its own each": 5}
+    assert (rows["outputs"]["compared"], rows["outputs"]["of"]) == (1, 8)
+    assert all(row["is_enough"] for row in rows.values())
+    assert "a head of its own each: 5" in (tmp_path / "page.html").read_text()
+    junit = (tmp_path / "junit.xml").read_text()
+    assert '"compared of stability" value="0 of 5"' in junit
+
+
+def test_the_page_of_a_run_that_compared_too_little_is_not_green(here, tmp_path):
+    here("choosy")
+    page = (tmp_path / "page.html").read_text()
+    assert "Too little was compared" in page
+    assert "choosy: fewer than half of a check" in page
+
+
+def test_cases_by_their_ids_are_not_counted(here):
+    cases = ("outputs-numpy-float32-own_kv_heads-random-softmax", f"outputs-{PACKED}", STABLE)
+    code, record, printed = here("choosy", mechanisms=(), libraries=(), ids=cases)
+    assert (record.count("passed"), record.count("unsupported")) == (1, 2)
+    assert code == 0, printed
+    assert record.checks == []
+
+
+PACKED = "numpy-float32-packed-zero-softmax"
+STABLE = "stability-numpy-float32-plain-huge_logits-softmax"
 
 
 def children_of(process):

@@ -48,7 +48,9 @@ def shared():
 
 def test_a_run_of_everything_has_every_check_of_a_library_and_every_mechanism(every, shared):
     assert set(shared) < set(every)
-    assert {(c.library, c.check) for c in shared} == {(c.library, c.check) for c in every}
+    assert {(c.library, c.check) for c in shared} == {
+        (c.library, c.check) for c in every if c.library != "jax" or c.check == "outputs"
+    }
     outputs = {(c.library, c.mechanism) for c in shared if c.check == "outputs"}
     main = [library for library in SHARING if library in installed()]
     assert {(library, text) for library in main for text in expressions()} <= outputs

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+BAD_BACKENDS = Path(__file__).parent / "bad_backends"
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 
 BARE = """
@@ -86,7 +87,26 @@ def test_a_third_party_backend_is_compared_with_the_oracle_on_the_piece_it_claim
         PYTHONPATH=str(THIRD_PARTY),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "third_party: 24 cases compared" in done.stdout
+    assert "third_party: 34 cases compared" in done.stdout
+
+
+CHOOSY = (
+    "--pyargs", "precondattn_conformance", "--precondattn-library=numpy",
+    "--precondattn-mechanism=softmax", "--precondattn-backend=choosy", "--precondattn-in-process",
+)  # fmt: skip
+
+
+def test_a_backend_that_declines_most_of_a_check_fails_unless_it_is_declared(tmp_path):
+    path = {"PYTHONPATH": os.pathsep.join([str(BAD_BACKENDS), os.environ.get("PYTHONPATH", "")])}
+    done = pytest_run(tmp_path, *CHOOSY, **path)
+    assert done.returncode == 1
+    assert "choosy: 2 cases compared\noutputs: 1 of 8 compared; takes a key head" in done.stdout
+    assert "too little was compared, less than half: outputs 1 of 8, " in done.stdout
+    declared = "--precondattn-declines=grouped_heads: a head of its own each"
+    done = pytest_run(tmp_path, *CHOOSY, declared, **path)
+    assert done.returncode == 0, done.stdout
+    assert "outputs: 1 of 8 compared; a head of its own each, as declared (7)" in done.stdout
+    assert "too little" not in done.stdout
 
 
 @pytest.mark.thorough

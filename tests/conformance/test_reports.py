@@ -22,6 +22,7 @@ from rich.console import Console
 import precondattn_conformance.report.record as record_module
 from precondattn_conformance.bench.record import BenchRecord
 from precondattn_conformance.cases import cases
+from precondattn_conformance.checks.check import Measured
 from precondattn_conformance.command import _print_pairs, _print_verdict
 from precondattn_conformance.design.coverage import Pairs
 from precondattn_conformance.report import command, environment
@@ -68,7 +69,7 @@ def an_outcome(status="passed", error=1e-6, bound=2e-5, **changed):
     identity = changed.pop("id", "-".join((*parts.values(), layout.name, kind)))
     measured = None
     if error is not None:
-        measured = SimpleNamespace(error=error, bound=bound, expected_by="reference")
+        measured = Measured(error, bound, expected_by="reference")
     texts = {"reason": "", "details": "", "snippet": "", "seconds": 0.1, "alone": "", "after": ()}
     texts |= changed
     return SimpleNamespace(

@@ -15,6 +15,7 @@ calls: list[str] = []
 class ThirdParty(pa.Backend):
     name = "third_party"
     preference = 10
+    declines = ("extend: does not extend", "vjp lucid: lucid as a whole has no gradient")
 
     def supports(self, mechanism, request):
         if mechanism.program == pa.group_of("lucid"):

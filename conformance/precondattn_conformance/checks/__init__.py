@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from precondattn_conformance import libraries
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.autocast import Autocast
 from precondattn_conformance.checks.cache_operations import CacheOperations
 from precondattn_conformance.checks.caching import Alternation, Caching, Splits
 from precondattn_conformance.checks.check import Backend, Check, Measured, Trial
+from precondattn_conformance.checks.conventions import Conventions
 from precondattn_conformance.checks.determinism import Determinism
 from precondattn_conformance.checks.dtypes import Dtypes
 from precondattn_conformance.checks.dynamic_shapes import DynamicShapes
@@ -28,6 +31,7 @@ from precondattn_conformance.checks.states import States
 from precondattn_conformance.checks.strides import Strides
 from precondattn_conformance.checks.threads import Threads
 from precondattn_conformance.checks.transforms import Transforms
+from precondattn_conformance.conventions import require_promised, unpromised_by
 from precondattn_conformance.disagreement import DisagreementError
 
 ALL: tuple[Check, ...] = (
@@ -56,17 +60,19 @@ ALL: tuple[Check, ...] = (
     Leaks(),
     Memory(),
 )
-CHECK: dict[str, Check] = {check.name: check for check in ALL}
-CHECKS = tuple(CHECK)
+CHECKS = tuple(check.name for check in ALL)
+CHECK: dict[str, Check] = {check.name: check for check in (*ALL, Conventions())}
+"""Also the one that no level runs: a run asks for it when it has ended (`promises.py`)."""
 
 
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:
     """Run one case on one backend, or on the backends chosen by default."""
     library = libraries.named(case.library, device)
     library.forget()
-    check, trial = CHECK[case.check], Trial(case, library, backend)
+    check, trial = CHECK[case.check], Trial(case, library, backend, unpromised_by(backend))
+    require_promised(case, trial.under_test, trial.unpromised)
     with library.precision(case.dtype):
         try:
-            return check.run(trial)
+            return replace(check.run(trial), outputs_only=trial.outputs_only)
         except DisagreementError as error:
             raise (error if check.is_plain else explained(trial, error)) from None

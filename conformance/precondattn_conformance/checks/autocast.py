@@ -30,24 +30,22 @@ with torch.autocast({device}, torch.{dtype}):
         return case.library == "torch"
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
+        trial.require_outputs()
         wide = _Wide(trial.case, trial.library, trial.backend)
         given = _every_other_in_half(trial, wide.inputs)
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
         with trial.library.autocast(trial.case.dtype):
             out = wide.call()
-            automatic = trial.library.gradients(wide.call, wide.inputs, cotangent) or {}
-            _, explicit = wide.vjp(given)
+            automatic = trial.automatic(wide.call, wide.inputs, cotangent)
+            _, explicit = wide.results(given)
             tokens = _extended(wide)
         _require_alike("the output", out, trial.case.dtype, trial)
-        for name, array in given.items():
-            dtype = trial.library.dtype_name(array)
-            _require_alike(f"the gradient of {name}", explicit[name], dtype, trial)
+        for name, gradient in explicit.items():
+            dtype = trial.library.dtype_name(given[name])
+            _require_alike(f"the gradient of {name}", gradient, dtype, trial)
         half = _rows_in_half(trial, wide.inputs)
         _require_same(trial, "the output", out, trial.call(half))
-        of_half = trial.library.gradients(trial.call, half, cotangent)
-        assert of_half is not None  # PyTorch has autograd.
-        for name, gradient in of_half.items():
+        for name, gradient in trial.automatic(trial.call, half, cotangent).items():
             _require_same(trial, f"the gradient of {name}", automatic[name], gradient)
         pairs = {"the output": (trial.numpy(out), trial.expected.out)}
         pairs |= trial.pairs_of_gradients(explicit)

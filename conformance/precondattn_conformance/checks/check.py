@@ -15,6 +15,7 @@ from precondattn.dispatch.explanation import Explanation
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn_conformance.cancellation import Sizes
 from precondattn_conformance.case import Case
+from precondattn_conformance.conventions import EMPTY_ROWS, FLOAT64, meaning, without_empty_rows
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, agree, require_unchanged
 from precondattn_conformance.expecting import expected_by
@@ -42,6 +43,8 @@ class Measured:
     bound: float
     expected_by: str = ""
     """Who computed what was expected, if not the reference (`expecting.py`)."""
+    outputs_only: str = ""
+    """Why outputs alone were compared, where a backend with a gradient has gradients compared."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Trial:
     case: Case
     library: Library
     backend: Backend
+    unpromised: frozenset[str] = frozenset()
+    """The conventions by which the results are not compared (`conventions.py`)."""
 
     @cached_property
     def mechanism(self) -> pa.Mechanism:
@@ -60,13 +65,20 @@ class Trial:
     def expected(self) -> Oracle:
         case = self.case
         by = expected_by(case, self.backend)
-        return oracle(case.mechanism, case.layout, case.kind, case.dtype, by)
+        expected = oracle(case.mechanism, case.layout, case.kind, self.precision, by)
+        return without_empty_rows(case, expected) if EMPTY_ROWS in self.unpromised else expected
+
+    @property
+    def precision(self) -> str:
+        """The dtype to which the numbers of the case are rounded, and whose bounds hold."""
+        is_float32 = FLOAT64 in self.unpromised and self.case.dtype == "float64"
+        return "float32" if is_float32 else self.case.dtype
 
     @property
     def numpy_inputs(self) -> dict[str, np.ndarray]:
         """The inputs in NumPy. They do not need the oracle, which a declined case never runs."""
         case = self.case
-        return inputs_of(case.mechanism, case.layout, case.kind, case.dtype)
+        return inputs_of(case.mechanism, case.layout, case.kind, self.precision)
 
     @property
     def reversed_inputs(self) -> dict[str, np.ndarray]:
@@ -76,7 +88,7 @@ class Trial:
     @property
     def bound(self) -> float:
         """The largest allowed error."""
-        return bound(self.case.dtype, self.case.kind)
+        return bound(self.precision, self.case.kind)
 
     @cached_property
     def inputs(self) -> Arrays:
@@ -119,7 +131,10 @@ class Trial:
     def require_used(self, explanation: Explanation) -> None:
         """Raise an UnsupportedError if the backend under test runs no part of a call."""
         if not self.is_used(explanation):
-            raise pa.UnsupportedError(f"{self.under_test} supports none of this:\n{explanation}")
+            text = f"{self.under_test} supports none of this:\n{explanation}"
+            error = pa.UnsupportedError(text)
+            error.request = explanation.request
+            raise error
 
     def require_support(self, verb: str = "forward") -> None:
         """Raise an UnsupportedError if the backend runs no part of a full call, or of its vjp."""
@@ -127,6 +142,28 @@ class Trial:
             **self.inputs, **self.masks, backend=self.backend, verb=verb
         )
         self.require_used(explanation)
+
+    @cached_property
+    def no_gradient(self) -> str:
+        """Why the backend runs no part of the gradient of a call; empty if it does.
+
+        Raises an UnsupportedError if it runs no part of the call either.
+        """
+        try:
+            self.require_support("vjp")
+        except pa.UnsupportedError as declined:
+            self.require_support()
+            return str(declined)
+        return ""
+
+    @property
+    def outputs_only(self) -> str:
+        """`no_gradient` of a check that asked for it; empty for one that has no gradients."""
+        return str(vars(self).get("no_gradient", ""))
+
+    def require_outputs(self) -> None:
+        """Raise an UnsupportedError if the backend runs no part of a call; gradients may lack."""
+        _ = self.no_gradient
 
     def call(self, inputs: Mapping[str, Array] | None = None) -> Array:
         """The output."""
@@ -152,6 +189,23 @@ class Trial:
         self.require_same_cotangent(cotangent)
         return out, gradients
 
+    def results(
+        self,
+        inputs: Mapping[str, Array] | None = None,
+        *,
+        order: str | None = None,
+    ) -> tuple[Array, Arrays]:
+        """`vjp`, or the output and no gradients if the backend has none."""
+        return (self.call(inputs), {}) if self.no_gradient else self.vjp(inputs, order=order)
+
+    def automatic(
+        self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
+    ) -> Arrays:
+        """Gradients by the library's own differentiation; none if it or the backend has none."""
+        if self.no_gradient:
+            return {}
+        return self.library.gradients(function, inputs, cotangent) or {}
+
     def require_same_cotangent(self, cotangent: Array) -> None:
         """Raise a DisagreementError if the cotangent was written to."""
         after, before = self.numpy(cotangent), self.expected.cotangent
@@ -175,9 +229,10 @@ class Trial:
         the plain call or its gradient. It is called if a bound is exceeded.
         """
         worst = Measured(0.0, self.bound)
-        smallest = smallest_measured(self.case.dtype)
-        for what, (result, expected) in pairs.items():
+        smallest = smallest_measured(self.precision)
+        for what, (result, exact) in pairs.items():
             size = (terms or {}).get(what, 0.0)
+            result, expected = self._without_left_out(what, result, exact)
             result = _without_overflow(result, expected, self.case.dtype)
             limit = self.bound_of(what)
             same_shape = result.shape == expected.shape
@@ -185,7 +240,7 @@ class Trial:
             if not found <= limit:  # It may be NaN.
                 error_of_model = model().get(what) if model else None
                 if error_of_model is None:
-                    error_of_model = self._error_of_model(what, expected)
+                    error_of_model = self._error_of_model(what, exact)
                 limit = max(limit, 2 * error_of_model)
                 axes = self.axes(what)
                 found = agree(
@@ -195,25 +250,45 @@ class Trial:
                 worst = Measured(found, limit)
         return worst
 
+    def _without_left_out(
+        self, what: str, result: np.ndarray, expected: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A result and what is expected, with 0 in rows that see no key, if these are left out.
+
+        Raises an UnsupportedError if such rows spoil a gradient, of which none can be left out.
+        """
+        if EMPTY_ROWS not in self.unpromised or result.shape != expected.shape:
+            return result, expected
+        is_spoilt = self._is_gradient(what) and not np.isfinite(result).all()
+        if is_spoilt and np.isnan(self.expected.out).any():
+            promise = f"{self.under_test} does not promise {meaning(EMPTY_ROWS)}"
+            raise pa.UnsupportedError(f"{promise}: {what} is not finite")
+        is_left_out = np.isnan(expected)
+        return np.where(is_left_out, 0.0, result), np.where(is_left_out, 0.0, expected)
+
+    def _is_gradient(self, what: str) -> bool:
+        """Whether a result is a gradient, by its name such as "vjp of q"."""
+        name = what.rpartition(" of ")[2]
+        return name in self.mechanism.inputs or name in self.mechanism.program.slots
+
     def bound_of(self, what: str) -> float:
         """The bound of a result that has this name."""
-        name, m = what.rpartition(" of ")[2], self.mechanism
-        is_gradient = name in m.inputs or name in m.program.slots
+        m = self.mechanism
         rules = [leaf.declares for leaf in m.program.leaves if isinstance(leaf, pa.Stateful)]
         is_delta = any(rule is not None and not rule.is_diagonal for rule in rules)
         return bound(
-            self.case.dtype,
+            self.precision,
             self.case.kind,
-            is_delta_gradient=is_gradient and is_delta,
+            is_delta_gradient=is_delta and self._is_gradient(what),
             inverts=any(isinstance(leaf, pa.Nystrom | MesaQuery) for leaf in m.program.leaves),
         )
 
     def _error_of_model(self, what: str, expected: np.ndarray) -> float:
         """The error that rounding makes in a result of the oracle's, or 0."""
         case, own = self.case, self.expected
-        if case.dtype == "float64" or case.kind in EXTREMES:
+        if self.precision == "float64" or case.kind in EXTREMES:
             return 0.0
-        errors = partial(errors_of_model, case.mechanism, case.layout, case.kind, case.dtype)
+        errors = partial(errors_of_model, case.mechanism, case.layout, case.kind, self.precision)
         if expected is own.out:
             return errors().out
         name = what.rpartition(" of ")[2]
@@ -245,6 +320,10 @@ def _without_overflow(result: np.ndarray, expected: np.ndarray, dtype: str) -> n
     return np.where(is_beyond, expected, result)
 
 
+class NotRunError(Exception):
+    """The check can not run here, for a reason that is not the backend's."""
+
+
 class Check:
     """One property that a backend must have.
 
@@ -262,7 +341,10 @@ class Check:
         return True
 
     def run(self, trial: Trial) -> Measured:
-        """The worst error. Raises DisagreementError, or the backend's UnsupportedError."""
+        """The worst error.
+
+        Raises DisagreementError, the backend's UnsupportedError, or NotRunError.
+        """
         raise NotImplementedError
 
     def written_out(self, case: Case, error: DisagreementError | None) -> str:

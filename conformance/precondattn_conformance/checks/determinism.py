@@ -30,23 +30,24 @@ class Determinism(Check):
 again, _ = mechanism.vjp(**inputs, backend={backend})  # It has the same bits."""
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
-        first = trial.vjp()
+        trial.require_outputs()
+        first = trial.results()
         before = _all(trial, first)
         _require_repeatable(trial, before, REPEATS)
-        other = _all(trial, trial.vjp(trial.arrays(trial.reversed_inputs)))
+        other = _all(trial, trial.results(trial.arrays(trial.reversed_inputs)))
         _require_same(trial, before, _all(trial, first), "was changed by a later call")
-        after = _all(trial, trial.vjp())
+        after = _all(trial, trial.results())
         _require_same(trial, before, after, "differs after a call with other inputs")
-        once, twice = _called_twice(trial)
-        _require_same(trial, before, once, "differs after a call with other inputs")
-        _require_same(trial, once, twice, "differs when the same pullback is called again")
+        if not trial.no_gradient:
+            once, twice = _called_twice(trial)
+            _require_same(trial, before, once, "differs after a call with other inputs")
+            _require_same(trial, once, twice, "differs when the same pullback is called again")
         if trial.case.library in MUTABLE:
             arrays = trial.arrays(trial.numpy_inputs)
-            trial.vjp(arrays)
+            trial.results(arrays)
             for name, array in trial.arrays(trial.reversed_inputs).items():
                 arrays[name][...] = array
-            overwritten = _all(trial, trial.vjp(arrays))
+            overwritten = _all(trial, trial.results(arrays))
             reason = "differs if the inputs are written into the arrays of an earlier call"
             _require_same(trial, other, overwritten, reason)
         return trial.agree({"the output": (before["the output"], trial.expected.out)})
@@ -55,7 +56,7 @@ again, _ = mechanism.vjp(**inputs, backend={backend})  # It has the same bits.""
 def _require_repeatable(trial: Trial, before: Arrays, repeats: int) -> None:
     """Raise a DisagreementError if the same call gives other bits, with nothing in between."""
     for number in range(2, repeats + 2):
-        for what, array in _all(trial, trial.vjp()).items():
+        for what, array in _all(trial, trial.results()).items():
             require_same(
                 what,
                 array,
@@ -72,7 +73,7 @@ def _require_same(trial: Trial, expected: Arrays, results: Arrays, reason: str) 
     for what, array in expected.items():
         if np.array_equal(results[what], array, equal_nan=True):
             continue
-        _require_repeatable(trial, _all(trial, trial.vjp()), MORE_REPEATS)
+        _require_repeatable(trial, _all(trial, trial.results()), MORE_REPEATS)
         axes, words = trial.axes(what), ("found", "before")
         require_same(what, results[what], array, reason, axes, words)
 

@@ -20,8 +20,8 @@ class Dtypes(Check):
     is_plain = True
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
-        out, gradients = trial.vjp()
+        trial.require_outputs()
+        out, gradients = trial.results()
         _require_alike("the output", out, next(iter(trial.inputs.values())), trial)
         for name, gradient in gradients.items():
             _require_alike(f"the gradient of {name}", gradient, trial.inputs[name], trial)

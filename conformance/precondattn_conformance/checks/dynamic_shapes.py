@@ -33,7 +33,7 @@ out = call(inputs)  # The check calls it at three lengths and batches."""
         return case.library == "torch" and case.layout.mask is None
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
+        trial.require_outputs()
         mechanism, backend = trial.mechanism, trial.backend
 
         def call(inputs: Arrays) -> Array:
@@ -43,7 +43,7 @@ out = call(inputs)  # The check calls it at three lengths and batches."""
         worst = Measured(0.0, trial.bound)
         for b, t in SIZES:
             layout = trial.case.layout._replace(b=b, t=t, s=t)
-            sized = Trial(replace(trial.case, layout=layout), trial.library, backend)
+            sized = replace(trial, case=replace(trial.case, layout=layout))
             measured = _measured(sized, compiled)
             worst = max(worst, measured, key=lambda each: each.error)
         if graphs() > MOST_GRAPHS:
@@ -64,8 +64,9 @@ def _measured(trial: Trial, compiled: Callable[[Arrays], Array]) -> Measured:
         return outs[-1]
 
     cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
-    gradients = trial.library.gradients(call, trial.inputs, cotangent) or {}
+    gradients = trial.automatic(call, trial.inputs, cotangent)
+    out = outs[0].detach() if outs else compiled(trial.inputs)
     trial.require_purity()
-    pairs = {"the output": (trial.numpy(outs[0].detach()), trial.expected.out)}
+    pairs = {"the output": (trial.numpy(out), trial.expected.out)}
     pairs |= trial.pairs_of_gradients(gradients, "autograd")
     return trial.agree(pairs, trial.terms_of_gradients())

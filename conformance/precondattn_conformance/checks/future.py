@@ -13,6 +13,7 @@ from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
+from precondattn_conformance.conventions import HIDDEN_NAN
 from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import CallLayout
@@ -36,7 +37,8 @@ class Future(Check):
 
     Keys, and what else belongs to a key (directions, gates, β), reach no earlier output, also of a
     block of new tokens, and, but for softmax, no gradient of earlier outputs. Nothing of a token
-    reaches another sequence, head or packed segment, neither outputs nor gradients.
+    reaches another sequence, head or packed segment, neither outputs nor gradients. A backend that
+    does not promise this of NaN gets a token with other numbers.
     """
 
     name = "future"
@@ -49,14 +51,14 @@ class Future(Check):
         return any(not isinstance(leaf, pa.TokenWise) for leaf in _leaves(case.mechanism))
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
+        trial.require_outputs()
         with np.errstate(all="ignore"):
             if trial.case.layout.has("segment_ids"):
                 errors = [_other_segments(trial, bad) for bad in (np.nan, np.inf)]
             else:
                 errors = [_others(trial)]
                 if trial.mechanism.offers.causal:
-                    errors += [_earlier(trial), _earlier_of_infinity(trial), _extended(trial)]
+                    errors += [_earlier(trial), before_a_key(trial, np.inf), _extended(trial)]
         return Measured(max(errors), trial.bound)
 
 
@@ -69,18 +71,23 @@ def _earlier(trial: Trial) -> float:
     """Outputs before a token with NaN keys, and their gradients."""
     j = _bad_token(trial.case.layout)
     inputs = _with_bad_keys(trial, np.nan)
-    out, pullback = trial.mechanism.vjp(**trial.arrays(inputs), backend=trial.backend)
+    if trial.no_gradient:
+        out = trial.call(trial.arrays(inputs))
+    else:
+        out, pullback = trial.mechanism.vjp(**trial.arrays(inputs), backend=trial.backend)
     pairs = {"the output before a NaN": _only(trial, "out", trial.numpy(out), _before(j))}
     worst = trial.agree(pairs).error
     if all(leaf.hides_later_keys for leaf in _leaves(trial.case.mechanism)):
         return worst
     finite = np.argwhere(np.isfinite(trial.numpy(out)[:, j:]).all(axis=-1))
-    if finite.size:
+    if finite.size and HIDDEN_NAN not in trial.unpromised:
         sequence, later, *_ = map(int, finite[0])
         raise DisagreementError(
             f"the keys of token {j} are NaN, but the output at b={sequence}, t={j + later} depends "
             "on them and is finite: something replaces NaN, or skips the key"
         )
+    if trial.no_gradient:
+        return worst
     cotangent = np.where(np.arange(out.shape[1])[:, None, None] < j, trial.expected.cotangent, 0)
     gradients = pullback(trial.library.array(cotangent, trial.case.dtype))
     _, exact = trial.mechanism.vjp(**trial.expected.inputs, backend="reference")
@@ -92,12 +99,13 @@ def _earlier(trial: Trial) -> float:
     return trial.agree(pairs, trial.terms_of_gradients()).error
 
 
-def _earlier_of_infinity(trial: Trial) -> float:
+def before_a_key(trial: Trial, bad: float) -> float:
+    """The error of outputs before a token whose keys are NaN or infinite."""
     j = _bad_token(trial.case.layout)
-    inputs = _with_bad_keys(trial, np.inf)
+    inputs = _with_bad_keys(trial, bad)
     out = trial.mechanism(**trial.arrays(inputs), backend=trial.backend)
     found = _only(trial, "out", trial.numpy(out), _before(j))
-    return trial.agree({"the output before an infinity": found}).error
+    return trial.agree({f"the output before {bad}": found}).error
 
 
 def _extended(trial: Trial) -> float:
@@ -151,7 +159,7 @@ def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -
     if not gradients:
         found = _only(trial, "out", trial.numpy(trial.call(given)), chosen)
         return trial.agree({"the output elsewhere": found}).error
-    out, by_name = trial.vjp(given)
+    out, by_name = trial.results(given)
     pairs = {"the output elsewhere": _only(trial, "out", trial.numpy(out), chosen)}
     for name, gradient in by_name.items():
         pattern = trial.mechanism.inputs[name]
@@ -177,13 +185,17 @@ def _with_bad(
     chosen: Chosen,
     among: Callable[[Pattern], bool] = lambda pattern: True,
 ) -> Arrays:
-    """The inputs with bad entries at chosen places, in token inputs with a suitable pattern."""
-    inputs = {}
+    """The inputs with bad entries at chosen places, in token inputs with a suitable pattern.
+
+    If the backend does not promise to hide them, the entries are those of the token before.
+    """
+    inputs, is_promised = {}, HIDDEN_NAN not in trial.unpromised
     for name, array in trial.numpy_inputs.items():
         pattern = trial.mechanism.inputs[name]
         has_tokens = pattern.time_axis is not None and not pattern.is_pairwise
         if has_tokens and among(pattern):
-            array = np.where(chosen(_places(trial, pattern, array.shape)), bad, array)
+            others = bad if is_promised else np.roll(array, 1, axis=pattern.time_axis)
+            array = np.where(chosen(_places(trial, pattern, array.shape)), others, array)
         inputs[name] = array
     return inputs
 

@@ -30,14 +30,14 @@ class Leaks(Check):
         return case.library != "jax" and case.layout.name == "leak"
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
+        trial.require_outputs()
         measured = _agreed(trial)
         for _ in range(WARM):
-            trial.vjp()
+            trial.results()
         held = [held_bytes(trial.library)]
         for _ in range(2):
             for _ in range(CALLS):
-                trial.vjp()
+                trial.results()
             held.append(held_bytes(trial.library))
         output = 4 * int(trial.expected.out.size)
         # An allocator that grows once is no leak, so the smaller growth counts.
@@ -54,7 +54,7 @@ class Leaks(Check):
 
 def _agreed(trial: Trial) -> Measured:
     """The error of one call. What is wrong at this size is no leak, and is said first."""
-    out, gradients = trial.vjp()
+    out, gradients = trial.results()
     pairs = {"the output": (trial.numpy(out), trial.expected.out)}
     pairs |= trial.pairs_of_gradients(gradients)
     try:

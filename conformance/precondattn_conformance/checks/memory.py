@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.case import Case
-from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
+from precondattn_conformance.checks.check import VJP, Check, Measured, NotRunError, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.memory import MeasuredCall, peak_bytes
 
@@ -32,7 +31,7 @@ class Memory(Check):
         case = trial.case
         declared = discover().named(trial.under_test).memory if trial.under_test else ""
         if not declared:
-            raise pa.UnsupportedError(f"{trial.under_test} declares no memory class")
+            raise NotRunError(f"{trial.under_test} declares no memory class")
         trial.require_support("vjp")
         call = MeasuredCall(
             case.mechanism,

@@ -60,8 +60,10 @@ gradients = pullback(out)"""
         return _code_after_options(case, worst) if what == AFTER_OPTIONS else self.snippet
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
-        worst = [trial.agree(_kept(trial)).error, trial.agree(_held(trial), _terms(trial)).error]
+        trial.require_outputs()
+        worst = [trial.agree(_kept(trial)).error]
+        if not trial.no_gradient:
+            worst.append(trial.agree(_held(trial), _terms(trial)).error)
         for expression in _with_the_same_inputs(trial.case.mechanism):
             worst.append(_in_turn(trial, expression))
         found = {AFTER_OPTIONS: _output(trial, trial.mechanism, trial.expected)}
@@ -126,7 +128,7 @@ def _in_turn(trial: Trial, expression: str) -> float:
     """The error of a call with another option, between two without it."""
     case = trial.case
     mechanism = mechanism_of(expression)
-    expected = oracle(expression, case.layout, case.kind, case.dtype)
+    expected = oracle(expression, case.layout, case.kind, trial.precision)
     try:
         found = _output(trial, mechanism, expected)
     except pa.UnsupportedError:

@@ -14,7 +14,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn.cache.windows import FIRST
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching
-from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.checks.check import Check, Measured, NotRunError, Trial
 from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.inputs import slice_tokens
 
@@ -46,7 +46,7 @@ out = call(inputs)  # The check shards the arrays over devices."""
     def run(self, trial: Trial) -> Measured:
         import jax
 
-        trial.require_support("vjp")
+        trial.require_outputs()
         devices = jax.devices(trial.library.device)[:4]
         shards = _Shards(devices, divides_heads=not trial.mechanism.numbers_heads)
         inputs = shards.placed(trial.mechanism.inputs, trial.inputs)
@@ -63,10 +63,11 @@ out = call(inputs)  # The check shards the arrays over devices."""
             out, pullback = jax.vjp(lambda x: call(x, masks), x)
             return out, pullback(cotangent)[0]
 
-        shards.run("the output", call, (inputs, masks))
-        arguments = (inputs, masks, shards.put(output, cotangent))
-        sums = sum(shards.sums(trial.mechanism.inputs[n], a) for n, a in inputs.items())
-        out, found = shards.run("the gradient", gradients, arguments, sums)
+        out, found = shards.run("the output", call, (inputs, masks)), {}
+        if not trial.no_gradient:
+            arguments = (inputs, masks, shards.put(output, cotangent))
+            sums = sum(shards.sums(trial.mechanism.inputs[n], a) for n, a in inputs.items())
+            out, found = shards.run("the gradient", gradients, arguments, sums)
         shards.require("the output", output, out)
         for name, gradient in found.items():
             shards.require(f"the gradient of {name}", trial.mechanism.inputs[name], gradient)
@@ -84,7 +85,7 @@ class _Shards:
         from jax.sharding import Mesh
 
         if len(devices) < 2:
-            raise pa.UnsupportedError(f"there is one device; on a CPU, set {FLAG}")
+            raise NotRunError(f"there is one device; on a CPU, set {FLAG}")
         self.divides_heads = divides_heads
         sequences = len(devices) // 2
         self.mesh = Mesh(np.array(devices[: 2 * sequences]).reshape(sequences, 2), ("b", "h"))

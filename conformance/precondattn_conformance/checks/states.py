@@ -81,7 +81,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
 
         def model() -> dict[str, float]:
             """The errors of the definition in float32."""
-            if case.dtype != "float32":
+            if trial.precision != "float32":
                 return {}
             x, first, d_out, d_first = (
                 _in_float32(a) for a in arguments if a is not expected.masks

@@ -32,14 +32,14 @@ class Threads(Check):
         return case.layout.name == "threads"
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support("vjp")
+        trial.require_outputs()
         expected, pairs = trial.expected, {}  # The oracle is not computed at once with the calls.
         other = trial.arrays(trial.reversed_inputs)
-        alone = trial.numpy(trial.vjp(other)[0])
+        alone = trial.numpy(trial.results(other)[0])
         for count in trial.library.thread_counts:
             with trial.library.threads(count):
                 first, second, third = _at_once(
-                    trial, count, trial.vjp, trial.vjp, lambda: trial.vjp(other)
+                    trial, count, trial.results, trial.results, lambda: trial.results(other)
                 )
             by = f"with {count or 'all'} thread{'' if count == 1 else 's'}"
             for which, (out, gradients) in (("", first), (" again", second)):

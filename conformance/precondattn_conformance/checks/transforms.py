@@ -23,7 +23,7 @@ out = call(inputs)  # The check also maps it, and differentiates it."""
         return case.library in ("torch", "jax") and case.layout.mask is None
 
     def run(self, trial: Trial) -> Measured:
-        trial.require_support()
+        trial.require_outputs()
         pairs = {}
         cotangent = trial.library.array(trial.expected.cotangent, trial.case.dtype)
         for name, transform in trial.library.transforms().items():
@@ -33,7 +33,7 @@ out = call(inputs)  # The check also maps it, and differentiates it."""
                 continue
             out = trial.numpy(function(trial.inputs))
             pairs[f"the output under {name}"] = (out, trial.expected.out)
-            gradients = trial.library.gradients(function, trial.inputs, cotangent) or {}
+            gradients = trial.automatic(function, trial.inputs, cotangent)
             pairs |= trial.pairs_of_gradients(gradients, f"the gradient under {name}")
         trial.require_purity()
         terms = {

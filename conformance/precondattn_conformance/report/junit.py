@@ -51,6 +51,7 @@ def _of_the_run(record: RunRecord) -> dict[str, str]:
         "level": record.level,
         "complete": str(record.complete).lower(),
     }
+    about |= {f"compared of {r['check']}": f"{r['compared']} of {r['of']}" for r in record.checks}
     return about | {"device": record.device} if record.device else about
 
 

@@ -81,7 +81,7 @@ class RunVerdict:
 
 
 def verdict(record: RunRecord) -> RunVerdict:
-    """A run is good if something was compared, nothing failed, and it was completed."""
+    """A run is good if enough of each check was compared, nothing failed, and it was completed."""
     names = ", ".join(record.names) or "the default backends"
     compared = sum(result.is_compared for result in record.outcomes)
     failed = record.count(FAILED)
@@ -102,6 +102,14 @@ def verdict(record: RunRecord) -> RunVerdict:
     if not record.count(PASSED):
         return RunVerdict(
             False, "Nothing was compared", f"{names}: no case passed, and none failed."
+        )
+    few = [row for row in record.checks if not row["is_enough"]]
+    if few:
+        counts = ", ".join(f"{row['check']} {row['compared']} of {row['of']}" for row in few)
+        return RunVerdict(
+            False,
+            "Too little was compared",
+            f"{names}: fewer than half of a check's cases, without what is declared: {counts}.",
         )
     excused = record.count(XFAILED)
     agreeing = f"{compared - excused} of the" if excused else "All"
@@ -125,6 +133,7 @@ def environment_of(record: RunRecord) -> list[tuple[str, str]]:
         ("Backends", ", ".join(map(_backend, record.backends)) or "those chosen by default"),
         ("Suite", f"precondattn {record.suite}, level {record.level}"),
         ("Oracle", _oracles(record)),
+        ("Outputs only", _outputs_only(record)),
         ("Only", "; ".join(f"{name} {', '.join(f)}" for name, f in record.filters.items())),
         ("Revision", _revision(revision) if revision else ""),
         ("Date", f"{record.date.replace('T', ' ').partition('+')[0]} UTC"),
@@ -138,6 +147,12 @@ def environment_of(record: RunRecord) -> list[tuple[str, str]]:
         ("Settings", _pairs(named["settings"], "{0}={1}")),
     ]
     return [(heading, text) for heading, text in pairs if text]
+
+
+def _outputs_only(record: RunRecord) -> str:
+    """How many cases were compared without gradients, and why."""
+    reasons = Counter(in_few_words(r.outputs_only) for r in record.outcomes if r.outputs_only)
+    return "; ".join(f"{_many(n, 'case')}: {why}" for why, n in reasons.most_common())
 
 
 def _oracles(record: RunRecord) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from precondattn.json_types import Json, JsonObject
     from precondattn_conformance.case import Case
     from precondattn_conformance.design.coverage import Pairs
+    from precondattn_conformance.promises import Promise
     from precondattn_conformance.runner import Outcome
 
 SCHEMA = "precondattn-conformance/1"
@@ -62,6 +63,11 @@ class RunRecord:
     pairs: list[JsonObject] = field(default_factory=list)
     """By mechanism: how many pairs of levels of the design were looked at, and how many go
     together. Written when the run ends."""
+    promises: list[JsonObject] = field(default_factory=list)
+    """Of each convention: whether it is promised, and whether it holds. Written when the run ends;
+    empty if no backend is named."""
+    checks: list[JsonObject] = field(default_factory=list)
+    """Of a run of a named backend: how much of each check was compared. Written when it ends."""
     seconds: float = 0.0
     complete: bool = False
     running: str | None = None
@@ -92,6 +98,8 @@ class RunRecord:
             "environment": self.environment,
             "layouts": self.layouts,
             "pairs": self.pairs,
+            "promises": self.promises,
+            "checks": self.checks,
         }
 
 
@@ -128,6 +136,8 @@ def load(path: Path | str) -> RunRecord:
             running=content.get("running"),
             layouts=content.get("layouts", {}),
             pairs=list(content.get("pairs", [])),
+            promises=list(content.get("promises", [])),
+            checks=list(content.get("checks", [])),
             outcomes=[Result.from_json(entry) for entry in content["outcomes"]],
         )
     except KeyError as error:
@@ -237,6 +247,14 @@ class RecordWriter:
     def looked_at(self, pairs: Iterable[Pairs]) -> None:
         """Set how many pairs of levels the run looked at."""
         self.record.pairs = [row.to_json() for row in pairs]
+
+    def has_promises(self, promises: Iterable[Promise]) -> None:
+        """Set what the backend promises, and what holds of it."""
+        self.record.promises = [promise.to_json() for promise in promises]
+
+    def compared(self, checks: Iterable[JsonObject]) -> None:
+        """Set how much of each check was compared."""
+        self.record.checks = [all_printable(row) for row in checks]
 
     def close(self, *, complete: bool) -> None:
         """Write the record for the last time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-ANSWER = re.compile(r"^\s+(?P<backend>[\w.-]+)(?: for .+?)?: (?P<why>.+)$", re.MULTILINE)
+ANSWER = re.compile(r"^\s+(?P<backend>[\w./-]+)(?: for .+?)?: (?P<why>.+)$", re.MULTILINE)
 """A line of an explanation: a backend, possibly a piece, and the reason."""
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
 """Errors for which JSON has no number."""
+TEXTS = ("reason", "details", "snippet", "alone", "expected_by", "outputs_only")
+"""Fields that an entry lacks where they are empty."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Result:
     bound: float | None = None
     expected_by: str = ""
     """Who computed what was expected; empty for the reference, or if nothing was measured."""
+    outputs_only: str = ""
+    """Why no gradients were compared, where a backend with a gradient has them compared."""
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
@@ -61,6 +65,7 @@ class Result:
             error=None if measured is None else float(measured.error),
             bound=None if measured is None else float(measured.bound),
             expected_by="" if measured is None else measured.expected_by,
+            outputs_only="" if measured is None else printable(measured.outputs_only),
             seconds=float(outcome.seconds),
             reason=printable(outcome.reason),
             details=printable(outcome.details),
@@ -88,7 +93,7 @@ class Result:
                 known[field.name] = float(entry["seconds"])
             elif field.name == "after":
                 known["after"] = tuple(map(printable, entry.get("after", ())))
-            elif field.name in ("reason", "details", "snippet", "alone", "expected_by"):
+            elif field.name in TEXTS:
                 known[field.name] = printable(entry.get(field.name, ""))
             else:
                 known[field.name] = printable(entry[field.name])

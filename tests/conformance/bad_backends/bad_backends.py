@@ -17,6 +17,7 @@ class Definition(pa.Backend):
     """Supports single leaves, and runs their definition."""
 
     libraries = frozenset({"numpy", "torch"})
+    declines = ("extend: does full calls only",)
 
     def supports(self, mechanism, request):
         if len(mechanism.program.calls) > 1:
@@ -138,6 +139,18 @@ class Narrow(Definition):
     def supports(self, mechanism, request):
         if request.dtype == "float64":
             return pa.Support.no("has no float64")
+        return super().supports(mechanism, request)
+
+
+class Choosy(Narrow):
+    """Right in the few cases that it does not decline."""
+
+    name = "choosy"
+
+    def supports(self, mechanism, request):
+        shapes = dict(request.shapes)
+        if shapes["q"][2] != shapes["k"][2]:
+            return pa.Support.no("takes a key head for each query head")
         return super().supports(mechanism, request)
 
 

@@ -1,0 +1,75 @@
+"""What a backend declines on purpose, and why: `Backend.declines`, and `--declines` of a run.
+
+    class Solve(pa.Backend):
+        declines = ("float64: kernels of half precision", "extend lucid_solve: has no step")
+
+    --declines "float64: kernels of half precision"
+
+A part of the suite is named by words, all of which apply to its cases: a check, a dtype, a library,
+a mask, a verb, `grouped_heads`, or the name at the beginning of an expression. `enough.py` does not
+ask for these cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from precondattn.algebra import registry
+from precondattn_conformance.checks import CHECKS
+from precondattn_conformance.expectations import name_of
+from precondattn_conformance.libraries import ALL, HALF, WIDE
+from precondattn_conformance.runner import Outcome
+
+MASKS = ("lengths", "key_mask", "segment_ids")
+VERBS = ("vjp", "extend", "extend_vjp")
+GROUPED = "grouped_heads"
+LIBRARIES = tuple(library.name for library in ALL)
+WORDS = (*CHECKS, *WIDE, *HALF, *LIBRARIES, *MASKS, *VERBS, GROUPED)
+"""Those besides names of mechanisms."""
+EXAMPLE = '"float64: kernels of half precision"'
+
+
+def declared(texts: Iterable[str]) -> dict[str, str]:
+    """The reasons by the part, from texts "part: why".
+
+    Raises
+    ------
+    TypeError
+        if there is one text in place of several.
+    ValueError
+        if a text has no reason, or a word of its part is none that the suite knows.
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"declines: several texts expected, as in ({texts!r},); found one")
+    known = {*WORDS, *registry.registered()}
+    parts: dict[str, str] = {}
+    for text in texts:
+        part, _, reason = (each.strip() for each in text.partition(":"))
+        if not part or not reason:
+            raise ValueError(f'declines: "PART: WHY" expected, such as {EXAMPLE}; found {text!r}')
+        wrong = [word for word in part.split() if word not in known]
+        if wrong:
+            raise ValueError(
+                f"declines {part!r}: the suite has no part {wrong[0]!r}; there are "
+                f"{', '.join(WORDS)}, and the names of mechanisms"
+            )
+        parts[part] = reason
+    return parts
+
+
+def reason_for(outcome: Outcome, parts: Mapping[str, str]) -> str | None:
+    """Why this case was to be declined, or None."""
+    words = _words(outcome)
+    return next((reason for part, reason in parts.items() if words >= {*part.split()}), None)
+
+
+def _words(outcome: Outcome) -> set[str]:
+    """All words that apply to a case that was declined."""
+    case = outcome.case
+    words = {case.check, case.dtype, case.library, name_of(case.mechanism), outcome.verb}
+    words |= {mask for mask in MASKS if case.layout.has(mask)}
+    if outcome.verb == "extend_vjp":
+        words |= {"extend", "vjp"}
+    if case.layout.h != case.layout.n:
+        words.add(GROUPED)
+    return words

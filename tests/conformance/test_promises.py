@@ -1,0 +1,317 @@
+"""Conventions that a backend does not promise: not compared, and told in the report."""
+
+import io
+import json
+import subprocess
+import sys
+from importlib.resources import files
+
+import jsonschema
+import numpy as np
+import pytest
+from rich.console import Console
+
+import precondattn as pa
+from precondattn_conformance import backend_from_function, check
+from precondattn_conformance.case import Case
+from precondattn_conformance.command import conformance
+from precondattn_conformance.conventions import EMPTY_ROWS, MEANING, PROBES, needed
+from precondattn_conformance.functions.diagnosis import diagnosis
+from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.masks import PATTERNS
+from precondattn_conformance.oracle import oracle
+from precondattn_conformance.session import Session
+
+torch = pytest.importorskip("torch")
+
+
+def weights(scores):
+    return scores.softmax(-1)
+
+
+def attend(q, k, v, key_mask, *, tiled=False, top_left=False, hidden=None, weights=weights):
+    """Softmax attention, with what others do differently."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat(1, 1, group, 1) if tiled else x.repeat_interleave(group, 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    t, s = q.shape[2], k.shape[2]
+    visible = torch.ones(t, s, dtype=torch.bool).tril(0 if top_left else s - t)[None, None]
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None, :]
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if hidden is None:
+        empty = ~visible.any(-1, keepdim=True)
+        p = weights(scores.masked_fill(~visible & ~empty, -torch.inf)).masked_fill(empty, 0.0)
+    else:
+        p = weights(hidden(scores, visible))
+    return (p @ v).transpose(1, 2)
+
+
+def right(q, k, v, key_mask=None):
+    return attend(q, k, v, key_mask)
+
+
+def top_left(q, k, v, key_mask=None):
+    return attend(q, k, v, key_mask, top_left=True)
+
+
+def tiled(q, k, v, key_mask=None):
+    return attend(q, k, v, key_mask, tiled=True)
+
+
+def nan_of_no_key(q, k, v, key_mask=None):
+    return attend(q, k, v, key_mask, hidden=lambda s, seen: s.masked_fill(~seen, -torch.inf))
+
+
+def mean_of_no_key(q, k, v, key_mask=None):
+    def hidden(scores, visible):
+        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+
+    return attend(q, k, v, key_mask, hidden=hidden)
+
+
+def additive(q, k, v):
+    def hidden(scores, visible):
+        return scores + torch.zeros_like(scores).masked_fill(~visible, -torch.inf)
+
+    return attend(q, k, v, None, hidden=hidden)
+
+
+def in_float32(q, k, v, key_mask=None):
+    return attend(q, k, v, key_mask, weights=lambda s: s.float().softmax(-1).to(s.dtype))
+
+
+LACKS = {
+    top_left: "bottom_right",
+    tiled: "head_order",
+    nan_of_no_key: "empty_rows",
+    mean_of_no_key: "empty_rows",
+    additive: "hidden_nan",
+    in_float32: "float64",
+}
+
+
+def checked(function, *lacking, **options):
+    promises = pa.CONVENTIONS - set(lacking)
+    dtypes = {"float64", "float32"}
+    return check(function, "softmax", promises=promises, dtypes=dtypes, progress=False, **options)
+
+
+def verdicts(result):
+    return {each.convention: each.verdict for each in result.promises}
+
+
+@pytest.mark.parametrize("function", LACKS)
+def test_a_convention_that_is_promised_and_broken_is_named_and_fails(function):
+    result = checked(function)
+    assert not result.passed
+    broken = [each for each in result.promises if each.verdict == "broken"]
+    assert [each.convention for each in broken] == [LACKS[function]]
+    assert broken[0].why.startswith(
+        f"softmax breaks {LACKS[function]} ({MEANING[LACKS[function]]}): the output"
+    )
+    assert f"{LACKS[function]}: broken" in str(result)
+
+
+@pytest.mark.parametrize("function", LACKS)
+def test_without_the_promise_the_rest_is_compared_and_right(function):
+    lacking = LACKS[function]
+    result = checked(function, lacking)
+    assert result.passed, str(result)
+    told = {each.convention: each for each in result.promises}
+    assert str(told[lacking]) == f"{lacking}: not promised, and not kept"
+    others = {each.verdict for name, each in told.items() if name != lacking}
+    assert others <= {"kept", "not known"}
+    assert f"{lacking}: not promised, and not kept" in result._repr_html_()
+    assert diagnosis(of(function, lacking)) == []
+    # Next to nothing is lost: what can not be compared is declined with the promise as the reason.
+    lost = len(checked(function).compared) - len(result.compared)
+    assert lost == sum(n for why, n in result.declined.items() if "does not promise" in why)
+    assert lost <= 5
+
+
+@pytest.mark.parametrize("function", LACKS)
+def test_another_promise_that_is_missing_excuses_nothing(function):
+    others = pa.CONVENTIONS - {LACKS[function]}
+    assert not checked(function, *others).passed
+
+
+def test_what_is_kept_without_a_promise_is_told():
+    result = checked(right, *pa.CONVENTIONS)
+    assert result.passed, str(result)
+    told = {str(each) for each in result.promises}
+    assert told == {f"{name}: not promised, but kept" for name in pa.CONVENTIONS}
+    assert set(verdicts(checked(right)).values()) == {"kept"}
+
+
+def test_a_function_that_promises_nothing_may_not_read_later_keys():
+    def of_the_future(q, k, v):
+        return attend(q, torch.cat([k[:, 1:], k[:, -1:]], 1), v, None)
+
+    result = checked(of_the_future, *pa.CONVENTIONS)
+    assert {each.case.check for each in result.failures} >= {"outputs", "gradients", "future"}
+
+
+def test_float64_that_is_computed_in_float32_is_declined_or_compared_as_such():
+    def narrow(q, k, v):
+        return right(q.float(), k.float(), v.float()).to(v.dtype)
+
+    def dtypes(*lacking):
+        result = checked(narrow, *lacking, checks=["outputs", "gradients"])
+        assert result.passed, str(result)
+        return {each.case.dtype for each in result.compared}
+
+    assert dtypes() == {"float32"}
+    assert dtypes("float64") == {"float64", "float32"}
+
+
+def test_a_function_that_is_wrong_either_way_breaks_no_convention():
+    def unscaled(q, k, v, key_mask=None):
+        return attend(q * q.shape[-1] ** 0.5, k, v, key_mask)
+
+    result = checked(unscaled)
+    assert len(result.failures) > 10
+    assert "broken" not in verdicts(result).values()
+
+
+def test_rows_beside_those_without_keys_are_compared():
+    def halved_where_masked(q, k, v, key_mask=None):
+        out = mean_of_no_key(q, k, v, key_mask)
+        return out if key_mask is None or key_mask.all() else out / 2
+
+    result = checked(halved_where_masked, "empty_rows", checks=["outputs"])
+    assert "masked" in {each.case.layout.name for each in result.failures}
+
+
+@pytest.mark.parametrize("mask", [*PATTERNS, "key_mask+segment_ids", "lengths_edge+key_start"])
+@pytest.mark.parametrize("mechanism", ["softmax", "softmax[window=3]", "softmax[causal=false]"])
+def test_rows_without_keys_are_foreseen(mask, mechanism):
+    layout = CallLayout("", b=3, t=9, s=9, mask=mask, block=4)
+    case = Case("outputs", mechanism, "numpy", "float32", layout, "random")
+    rows = (oracle(mechanism, layout, "random", "float32").out == 0).all(axis=(2, 3))
+    if layout.has("lengths"):  # Padding is 0 too, also where a query of it sees keys.
+        lengths = layout.masks()["lengths"]
+        is_padding = np.arange(9) >= lengths[:, None]
+        rows = rows & ~(is_padding & (lengths > 0)[:, None])
+    assert (EMPTY_ROWS in needed(case)) >= bool(rows.any())
+    if not layout.has("lengths"):
+        assert (EMPTY_ROWS in needed(case)) == bool(rows.any())
+
+
+def test_only_what_relates_tokens_has_rows_without_keys():
+    layout = CallLayout("", b=3, t=9, s=9, mask="key_mask")
+    needs = {
+        mechanism: needed(Case("outputs", mechanism, "numpy", "float32", layout, "random"))
+        for mechanism in ("rms_norm", "windowed", "lucid")
+    }
+    assert "empty_rows" not in needs["rms_norm"]
+    assert "empty_rows" in needs["windowed"] & needs["lucid"]
+
+
+def test_a_call_that_tells_needs_its_convention_and_no_other():
+    for name, layout in PROBES.items():
+        dtype = "float64" if name == "float64" else "float32"
+        assert needed(Case("conventions", "softmax", "numpy", dtype, layout, "random")) == {name}
+    assert PROBES.keys() == MEANING.keys() == pa.CONVENTIONS
+
+
+def of(function, *lacking):
+    """The function as a backend."""
+    promises = pa.CONVENTIONS - set(lacking)
+    return backend_from_function(function, "softmax", library="torch", promises=promises)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function, run by the command: exit code, record, printed text, page."""
+    names = []
+
+    def run(function, *lacking, **options):
+        backend = function() if isinstance(function, type) else of(function, *lacking)
+        pa.register_backend(backend)
+        names.append(backend.name)
+        record, page, printed = tmp_path / "record.json", tmp_path / "page.html", io.StringIO()
+        given = {"libraries": ("torch",), "mechanisms": ("softmax",), "jobs": 0, **options}
+        session = Session(backend=(backend.name,), **given)
+        console = Console(file=printed, width=200)
+        code = conformance(session, console, record=record, html=page)
+        return code, json.loads(record.read_text()), printed.getvalue(), page.read_text()
+
+    yield run
+    for name in names:
+        pa.unregister_backend(name)
+
+
+def test_an_exception_breaks_no_convention(run):
+    def raises(q, k, v):
+        if q.shape[1] == 7:
+            raise RuntimeError("out of registers")
+        return right(q, k, v)
+
+    class Claims(pa.Backend):
+        name, only_by_name, libraries = "claims", True, frozenset({"torch"})
+
+        def supports(self, mechanism, request):
+            is_plain = mechanism == pa.Softmax() and not request.masks
+            return pa.Support.yes() if is_plain else pa.Support.no("is for plain calls")
+
+        def forward(self, mechanism, inputs, frame):
+            return raises(**inputs), ()
+
+    code, record, printed, _ = run(Claims, checks=("outputs",))
+    assert code == 1
+    assert "out of registers" in printed
+    assert "broken" not in {each["verdict"] for each in record["promises"]}
+
+
+def test_a_report_has_a_column_for_promises(run):
+    code, record, printed, page = run(tiled, "head_order", checks=("outputs", "future"))
+    assert code == 0, printed
+    schema = files("precondattn_conformance.report").joinpath("schema.json").read_text()
+    jsonschema.validate(record, json.loads(schema))
+    told = {each["convention"]: each["verdict"] for each in record["promises"]}
+    assert told["head_order"] == "not promised"
+    assert told["bottom_right"] == told["hidden_nan"] == "kept"
+    assert "head_order: not promised, and not kept" in printed
+    assert ">not promised</td>" in page
+    code, _, printed, page = run(top_left, checks=("outputs",))
+    assert code == 1
+    assert "breaks bottom_right" in printed
+    assert 'class="failed">broken</td>' in page
+
+
+def test_a_case_of_an_unpromised_convention_is_declined_by_its_id(run):
+    ids = tuple(
+        f"outputs-torch-float32-{name}-clustered-softmax" for name in ("plain", "fewer_masked")
+    )
+    code, record, *_ = run(right, "bottom_right", "head_order", ids=ids)
+    assert code == 1  # Nothing was compared.
+    reasons = [each["reason"] for each in record["outcomes"]]
+    assert reasons[0].startswith("right does not promise head_order (of h query heads")
+    assert reasons[1].startswith("right does not promise bottom_right (with fewer queries")
+
+
+def test_the_call_that_tells_runs_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "unaligned.py").write_text(
+        "import numpy as np, precondattn as pa\n"
+        "from precondattn_conformance import backend_from_function\n"
+        "def first(q, k, v):\n"
+        "    t = q.shape[1]\n"
+        "    return pa.softmax(q, k[:, :t], v[:, :t], backend='reference')\n"
+        "promises = pa.CONVENTIONS - {'bottom_right'}\n"
+        "backend = backend_from_function(first, 'softmax', library='numpy', gradient=False,\n"
+        "    promises=promises)\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "precondattn", "conformance", "--import", "unaligned:backend"),
+            *("--check", "outputs", "--jobs", "1"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bottom_right: not promised, and not kept; head_order: kept" in done.stdout
