@@ -19,6 +19,7 @@ from precondattn_conformance.bench import command, measure, peers
 from precondattn_conformance.bench.adapters import FLA, KERNELS
 from precondattn_conformance.bench.cases import MODELS, BenchCase, layout
 from precondattn_conformance.bench.record import TIMED, load
+from precondattn_conformance.inputs import make_inputs
 from precondattn_conformance.peers import project
 from tests.conformance import fla_stub
 
@@ -160,6 +161,17 @@ def test_the_lack_of_a_kernel_of_fla_is_named(monkeypatch):
 
     monkeypatch.setattr(project, "version", absent)
     assert "is not installed" in KERNELS.lack(case, "cuda")
+
+
+def test_a_kernel_of_fla_is_not_compared_without_its_device(monkeypatch):
+    """As a backend, it says so before it is called: no module of fla is there."""
+    monkeypatch.setattr(project, "version", lambda name: "0")
+    backend = KERNELS.adapter(pa.KDA()).backend()
+    shapes = {name: a.shape for name, a in make_inputs(pa.KDA(), GROUPED, "random", seed=0).items()}
+    on_a_cpu = pa.Request("forward", "torch", "cpu", "float32", tuple(shapes.items()), frozenset())
+    assert backend.supports(pa.KDA(), on_a_cpu).reason == "needs arrays on cuda; found cpu"
+    on_a_gpu = replace(on_a_cpu, device="cuda")
+    assert not backend.lacks(pa.KDA(), on_a_gpu)
 
 
 def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkeypatch):
