@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 CONVENTIONS = frozenset({"bottom_right", "empty_rows", "float64", "head_order", "hidden_nan"})
-"""Where published functions differ, and what the results here are.
+"""The conventions in which published functions differ; results here keep all of them.
 
 ==============  =================================================================================
 `bottom_right`  with fewer queries than keys, the last query is aligned with the last key

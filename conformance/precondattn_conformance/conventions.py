@@ -51,7 +51,7 @@ PROBES = {
 }
 """Its calls, each of which needs one convention, after which it is named."""
 LEFT_OUT = np.nan
-"""In place of an expected number: every result is right there."""
+"""A number that stands where nothing is expected: every result is right there."""
 
 
 def unpromised_by(backend: str | tuple[str, ...] | None) -> frozenset[str]:

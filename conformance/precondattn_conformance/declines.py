@@ -25,7 +25,7 @@ VERBS = ("vjp", "extend", "extend_vjp")
 GROUPED = "grouped_heads"
 LIBRARIES = tuple(library.name for library in ALL)
 WORDS = (*CHECKS, *WIDE, *HALF, *LIBRARIES, *MASKS, *VERBS, GROUPED)
-"""Those besides names of mechanisms."""
+"""The words that are no names of mechanisms."""
 EXAMPLE = '"float64: kernels of half precision"'
 
 

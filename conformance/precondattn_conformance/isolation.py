@@ -196,10 +196,10 @@ def _serve(
             faulthandler.dump_traceback_later(max(timeout - BEFORE_KILLING, 0.1), file=file)
             outcome = run_case(case, backend, device)
             faulthandler.cancel_dump_traceback_later()
-            connection.send(_picklable(outcome))
+            connection.send(picklable(outcome))
 
 
-def _picklable(outcome: Outcome) -> Outcome:
+def picklable(outcome: Outcome) -> Outcome:
     """The outcome with its texts as plain strings: a reason may be of a subclass of str."""
     return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))
 

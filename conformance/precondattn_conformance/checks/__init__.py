@@ -62,7 +62,7 @@ ALL: tuple[Check, ...] = (
 )
 CHECKS = tuple(check.name for check in ALL)
 CHECK: dict[str, Check] = {check.name: check for check in (*ALL, Conventions())}
-"""Also the one that no level runs: a run asks for it when it has ended (`promises.py`)."""
+"""Every check by its name, with the one that a run asks for when it has ended (`promises.py`)."""
 
 
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:

@@ -62,7 +62,7 @@ def _error(trial: Trial, convention: str) -> Measured:
 
 
 def _without(trial: Trial, convention: str) -> Trial:
-    """The same call where the convention does not matter."""
+    """The trial of the same call where the convention does not matter."""
     case = trial.case
     if convention == BOTTOM_RIGHT:
         case = replace(case, layout=case.layout._replace(t=case.layout.s))

@@ -49,7 +49,7 @@ class TableCell:
     declines: tuple[tuple[str, int], ...] = ()
     """The most common reasons why cases were declined."""
     conventions: tuple[str, ...] = ()
-    """Those that are not kept, and that failures need."""
+    """The conventions that are not kept, and that failures need."""
 
     def as_dict(self) -> JsonObject:
         worst = self.worst

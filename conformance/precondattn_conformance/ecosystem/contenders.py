@@ -27,7 +27,7 @@ LIBRARIES = {
 """Our own backends, each with the library of its arrays."""
 
 MECHANISMS = ("softmax", "lucid", "path", "gated_delta", "kda")
-"""Those of our own backends: the suite's own runs have the others."""
+"""The mechanisms of our own backends' rows: the suite's own runs have the others."""
 
 WITHOUT = {("pallas", "path"), ("cupy", "path")}
 """What a backend has no kernel for."""
@@ -49,7 +49,7 @@ class Contender(Protocol):
         """Its project, and where this is: title, url, date."""
 
     def version(self) -> str:
-        """Of the project. Raises a MissingError where it is not there."""
+        """The version of the project. Raises a MissingError where it is not there."""
 
     def limits(self) -> Mapping[str, str]:
         """What its documentation says that it does not compute, by the name of the check."""

@@ -19,7 +19,7 @@ from precondattn_conformance.status import FAILED
 def explained(
     session: Session, backend: FunctionBackend, outcomes: Sequence[Outcome]
 ) -> dict[str, tuple[str, ...]]:
-    """By the id of a failed case: the conventions, not kept, without which it does not fail."""
+    """The conventions, not kept, without which a case does not fail, by the id of the case."""
     broken = {each.convention for each in session.promises(outcomes) if each.verdict == BROKEN}
     found = {}
     promised = backend.promises

@@ -11,7 +11,7 @@ from importlib.metadata import requires
 from precondattn_conformance.peers.everyone import lines_to_check_out
 
 EXTRA = "ecosystem"
-"""Of precondattn; it has every package that a peer imports, beside the frameworks."""
+"""The extra of precondattn that has every package of a peer, beside the frameworks."""
 
 
 def packages() -> list[str]:

@@ -37,7 +37,7 @@ class Judgement:
     """A minimal input that a reader can paste. What it prints is shown: the error against the
     definition in float64."""
     expected: str = ""
-    """For a report: what should have been computed, and by which description."""
+    """What should have been computed, and by which description; a report has it."""
     title: str = ""
     """For a report; a judgement with a title has one."""
 

@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from precondattn_conformance.case import Case
 from precondattn_conformance.ecosystem.contenders import Contender
 from precondattn_conformance.ecosystem.conventions import explained
 from precondattn_conformance.functions.diagnosis import diagnosis
+from precondattn_conformance.isolation import picklable
 from precondattn_conformance.runner import Outcome
 from precondattn_conformance.session import Session
 from precondattn_conformance.status import FAILED
@@ -78,15 +79,10 @@ def serve(
     for outcome in session.run(
         todo, session.expectations(todo), lambda case: connection.send(Started(case))
     ):
-        connection.send(_picklable(outcome))
+        connection.send(picklable(outcome))
         outcomes.append(outcome)
     if backend is None or not any(each.status == FAILED for each in outcomes):
         connection.send(FinishedRow())
         return
     findings = tuple(map(str, diagnosis(backend)))
     connection.send(FinishedRow(explained(session, backend, outcomes), findings))
-
-
-def _picklable(outcome: Outcome) -> Outcome:
-    """The outcome with its texts as plain strings: a reason may be of a subclass of str."""
-    return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import Lock
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 class MissingError(ImportError):
@@ -63,8 +64,18 @@ def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleTy
     MissingError
         if there is no such file, or no such definition in it.
     """
+    module = ModuleType(f"excerpt of {file.name}")
+    vars(module).update(given)
+    exec(_code_of(file, names), vars(module))
+    return module
+
+
+@cache
+def _code_of(file: Path, names: tuple[str, ...]) -> CodeType:
+    """The definitions of an excerpt, compiled. Adapters ask for them in each call."""
+    text = _there(file).read_text(encoding="utf-8")
     with ONE_PARSES:
-        parsed = ast.parse(_there(file).read_text(encoding="utf-8"))
+        parsed = ast.parse(text)
     known = {
         node.name: node for node in parsed.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
@@ -75,12 +86,8 @@ def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleTy
     for name in names:
         known[name].decorator_list = []
         body.append(known[name])
-    module = ModuleType(f"excerpt of {file.name}")
-    vars(module).update(given)
     with ONE_PARSES:
-        code = compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec")
-    exec(code, vars(module))
-    return module
+        return compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec")
 
 
 def _there(file: Path) -> Path:
