@@ -32,6 +32,7 @@ class Source:
     layout: str = "bthd"
     heads: str = "grouped"
     multiple: int = 1
+    widths: str = "any"
     gradient: bool = True
 
     def register(self) -> pa.Backend:
@@ -77,6 +78,7 @@ class Source:
             layout=self.layout,
             heads=self.heads,
             multiple=self.multiple,
+            widths=self.widths,
             gradient=self.gradient,
         )
 
@@ -101,7 +103,13 @@ class Source:
                 f"register_backend(peer_named({self.text!r}).backend())\n"
             )
         module, _, name = self.text.partition(":")
-        plain = {"layout": "bthd", "heads": "grouped", "multiple": 1, "gradient": True}
+        plain = {
+            "layout": "bthd",
+            "heads": "grouped",
+            "multiple": 1,
+            "widths": "any",
+            "gradient": True,
+        }
         differing = (
             f", {key}={getattr(self, key)!r}"
             for key, usual in plain.items()
@@ -123,6 +131,7 @@ def source_of(
     layout: str = "bthd",
     heads: str = "grouped",
     multiple: int = 1,
+    widths: str = "any",
     gradient: bool = True,
 ) -> Source | None:
     """The source that command-line options name; None where they name none.
@@ -134,7 +143,13 @@ def source_of(
     """
     if peer is not None and imported is not None:
         raise ValueError(f"--peer {peer} does not go with --import {imported}: one is under test")
-    arrangement = {"layout": layout, "heads": heads, "multiple": multiple, "gradient": gradient}
+    arrangement = {
+        "layout": layout,
+        "heads": heads,
+        "multiple": multiple,
+        "widths": widths,
+        "gradient": gradient,
+    }
     if imported is None:
         for name, value in arrangement.items():
             if value != getattr(Source, name):
@@ -145,4 +160,4 @@ def source_of(
     if len(mechanisms) > 1:
         raise ValueError(f"--import is of one mechanism; found {', '.join(mechanisms)}")
     mechanism = mechanisms[0] if mechanisms else None
-    return Source(imported, mechanism, layout, heads, multiple, gradient)
+    return Source(imported, mechanism, layout, heads, multiple, widths, gradient)

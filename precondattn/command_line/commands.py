@@ -121,6 +121,9 @@ def conformance(
     multiple: Annotated[
         int, typer.Option(help="with --import: it takes multiples of so many tokens", min=1)
     ] = 1,
+    widths: Annotated[
+        str, typer.Option(help="with --import: any width of values, or equal to that of keys")
+    ] = "any",
     gradient: Annotated[
         bool, typer.Option(help="with --import: whether it can be differentiated")
     ] = True,
@@ -230,6 +233,7 @@ def conformance(
             layout=layout,
             heads=heads,
             multiple=multiple,
+            widths=widths,
             gradient=gradient,
         )
         if source is not None:

@@ -78,7 +78,7 @@ class OfProject:
 
     def described(self) -> dict[str, str]:
         project = self.peer.project
-        return {"project": project.title, "url": project.url, "date": project.date or ""}
+        return {"project": project.title, "url": project.url, "date": project.day}
 
     def version(self) -> str:
         return self.peer.project.version
@@ -95,7 +95,7 @@ class OfProject:
 
 @dataclass(frozen=True)
 class OfOurs:
-    """One of our own backends, with one mechanism."""
+    """A backend of this library, with one mechanism."""
 
     backend: str
     mechanism: str

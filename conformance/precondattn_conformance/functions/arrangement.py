@@ -3,6 +3,7 @@
     layout="bhtd"      heads before tokens
     layout="thd"       one sequence a call, without an axis for the batch
     heads="equal"      as many key and value heads as query heads: ours are repeated
+    widths="equal"     values as wide as keys: zeros are appended, and their output cut off
     multiple=64        a multiple of 64 tokens: zeros are appended, and their output is cut off
 
 All of it is made of array functions that the framework differentiates.
@@ -35,6 +36,7 @@ class Arrangement:
     layout: str = PLAIN
     heads: str = "grouped"
     multiple: int = 1
+    widths: str = "any"
 
     def __post_init__(self) -> None:
         if "".join(sorted(self.layout)) not in ("bdht", "dht"):
@@ -44,6 +46,8 @@ class Arrangement:
             )
         if self.heads not in ("grouped", "equal"):
             raise ValueError(f"heads must be 'grouped' or 'equal'; found {self.heads!r}")
+        if self.widths not in ("any", "equal"):
+            raise ValueError(f"widths must be 'any' or 'equal'; found {self.widths!r}")
         if self.multiple < 1:
             raise ValueError(f"multiple must be at least 1; found {self.multiple}")
 
@@ -54,8 +58,12 @@ class Arrangement:
         ------
         ValueError
             if a multiple of tokens is wanted of fewer queries than keys: with zeros behind both,
-            the last query would not see what it saw.
+            the last query would not see what it saw; or if values are wider than keys, where equal
+            widths are wanted: zeros behind the keys would change norms and scales.
         """
+        d, e = width(patterns, x, "d"), width(patterns, x, "e")
+        if self.widths == "equal" and e > d:
+            raise ValueError(f"takes values as wide as keys; found {e} beside {d}")
         if self.multiple > 1:
             counts = {n for name, a in x.items() if (n := _tokens(patterns[name], a)) is not None}
             if len(counts) > 1:
@@ -66,7 +74,7 @@ class Arrangement:
             pattern = patterns[name]
             if self.heads == "equal":
                 array = _repeated(pattern, array, most)
-            array = self._padded(pattern, array)
+            array = self._padded(pattern, self.widened(pattern, array, d))
             # A bias (b, h, t, s) is as the scores are, in every layout.
             order = None if pattern.is_pairwise else self._order(_roles(pattern))
             arrays[name] = array if order is None else _permuted(array, order)
@@ -78,6 +86,20 @@ class Arrangement:
         inverse = tuple(sorted(range(4), key=order.__getitem__))
         return _permuted(out, inverse)[:, :tokens, ...]
 
+    def widened(self, pattern: Pattern, array: Array, d: int) -> Array:
+        """Values, or a state, with zeros behind their channels where those of keys are more."""
+        axes = [i for i, axis in enumerate(pattern.axes) if axis.letter == "e"]
+        for axis in axes if self.widths == "equal" else ():
+            array = _longer(array, axis, d * pattern.axes[axis].multiple)
+        return array
+
+    def narrowed(self, pattern: Pattern, array: Array, e: int) -> Array:
+        """An output or a state without the channels that were appended."""
+        index = tuple(
+            slice(e * axis.multiple) if axis.letter == "e" else slice(None) for axis in pattern.axes
+        )
+        return array[index] if self.widths == "equal" else array
+
     def _order(self, roles: str) -> tuple[int, ...]:
         """The axes of an array, by their roles, in the order of the layout."""
         layout = self.layout if "b" in self.layout else "b" + self.layout
@@ -85,12 +107,31 @@ class Arrangement:
 
     def _padded(self, pattern: Pattern, array: Array) -> Array:
         axis = _time(pattern)
-        if axis is None or array.shape[axis] % self.multiple == 0:
+        if axis is None:
             return array
-        xp, shape = namespace(array), list(array.shape)
-        shape[axis] = -shape[axis] % self.multiple
-        more = xp.zeros(tuple(shape), dtype=array.dtype, **placement(array))
-        return xp.concat([array, more], axis=axis)
+        n = array.shape[axis]
+        return _longer(array, axis, n + -n % self.multiple)
+
+
+def width(patterns: Mapping[str, Pattern], x: Mapping[str, Array], letter: str) -> int:
+    """The number of channels of keys (d) or values (e); 0 where no input has them."""
+    sizes = (
+        int(array.shape[i]) // axis.multiple
+        for name, array in x.items()
+        for i, axis in enumerate(patterns[name].axes)
+        if axis.letter == letter
+    )
+    return next(sizes, 0)
+
+
+def _longer(array: Array, axis: int, size: int) -> Array:
+    """The array with zeros behind it, up to a size along an axis."""
+    xp, shape = namespace(array), list(array.shape)
+    shape[axis] = size - shape[axis]
+    if not shape[axis]:
+        return array
+    more = xp.zeros(tuple(shape), dtype=array.dtype, **placement(array))
+    return xp.concat([array, more], axis=axis)
 
 
 def _roles(pattern: Pattern) -> str:

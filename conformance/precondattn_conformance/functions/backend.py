@@ -7,30 +7,23 @@ error there is the reason why the backend declines such calls, and reports show 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 import precondattn as pa
-from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.group import group_of
 from precondattn.algebra.options import fields_of
 from precondattn.algebra.piece import Piece
 from precondattn.algebra.program import Program
-from precondattn.arrays import Array, Arrays, Residuals, library_of, namespace, placement
+from precondattn.arrays import Array, Residuals, library_of, namespace
 from precondattn.cache import Updates
 from precondattn.dispatch.discovery import discover
-from precondattn.frame import Frame, full_frame
-from precondattn.native.autograd import DIFFERENTIATING, vjp
-from precondattn_conformance.conventions import FLOAT64
-from precondattn_conformance.functions.arrangement import Arrangement
+from precondattn.frame import Frame
+from precondattn.native.autograd import DIFFERENTIATING
+from precondattn_conformance.functions.arrangement import Arrangement, width
 from precondattn_conformance.functions.declined import declined
 from precondattn_conformance.functions.parameters import (
     IN_VISIBLE,
@@ -40,20 +33,20 @@ from precondattn_conformance.functions.parameters import (
     State,
     leaf_or_whole,
 )
-from precondattn_conformance.grid import PLAIN
-from precondattn_conformance.inputs import numbers_in_range
-from precondattn_conformance.libraries import named
+from precondattn_conformance.functions.trial import (
+    plain_request,
+    reason_against,
+    shortened,
+    sizes_of,
+)
 
 T = TypeVar("T")
 
 TRIED = ("torch", "jax", "numpy")
 """The libraries that a function may be of, in the order in which they are tried."""
-MOST_TOKENS = 320
-"""Tokens of the longest call that is tried before the call itself."""
 PLAIN_SIZES = ((2, 5, 8), (1, 64, 64), (1, 128, 128))
 """Sequences, tokens and width of the calls by which libraries are found. The first of them shows
 the most, and many kernels take larger ones only."""
-LONGEST_REASON = 120
 
 
 def backend_from_function(
@@ -65,6 +58,7 @@ def backend_from_function(
     layout: str = "bthd",
     heads: str = "grouped",
     multiple: int = 1,
+    widths: str = "any",
     dtypes: Iterable[str] | None = None,
     gradient: bool = True,
     inputs: Mapping[str, str] | None = None,
@@ -97,6 +91,9 @@ def backend_from_function(
         "equal": it takes as many key and value heads as query heads, so they are repeated.
     multiple : int
         It takes multiples of so many tokens; zeros are appended, and their output is cut off.
+    widths : {"any", "equal"}
+        "equal": it takes values as wide as keys; zeros are appended to narrower ones, and their
+        output is cut off. Calls with wider values are declined.
     dtypes : iterable of str, optional
         Those in which it computes; found by calling it by default.
     gradient : bool
@@ -133,7 +130,7 @@ def backend_from_function(
     if isinstance(state, tuple):
         state = State(*state)
     parameters = Parameters.of(function, parsed, inputs=inputs, options=options, state=state)
-    arrangement = Arrangement(layout, heads, multiple)
+    arrangement = Arrangement(layout, heads, multiple, widths)
     known = None if dtypes is None else frozenset(dtypes)
     chosen = name or _name_of(function)
     return FunctionBackend(
@@ -211,7 +208,7 @@ class FunctionBackend(pa.Backend):
         for sizes in PLAIN_SIZES:
             found = set()
             for library in filter(find_spec, TRIED):
-                request = _plain_request(self.mechanism, library, device, *sizes)
+                request = plain_request(self.mechanism, library, device, *sizes)
                 errors[library] = self.tried(self.mechanism, request)
                 if not errors[library]:
                     found.add(library)
@@ -308,72 +305,11 @@ class FunctionBackend(pa.Backend):
 
     def tried(self, piece: Piece, request: pa.Request) -> str:
         """Why such a call with random inputs fails; empty where it runs."""
-        request = replace(request, shapes=_shortened(piece, request), differentiated=False)
+        request = shortened(piece, request)
         key = piece, request
         if key not in self._answers:
-            self._answers[key] = self._error_of(piece, request)
+            self._answers[key] = reason_against(self.call, *key, promises=self.promises)
         return self._answers[key]
-
-    def _error_of(self, piece: Piece, request: pa.Request) -> str:
-        library = named(request.library, None if request.device == "cpu" else request.device)
-        rng = np.random.default_rng(0)
-        try:
-            with library.precision(request.dtype), _outside_of_jit(request.library):
-                x: Arrays = {
-                    name: library.array(
-                        numbers_in_range(rng, piece.inputs[name], shape), request.dtype
-                    )
-                    for name, shape in request.shapes
-                }
-                return self._fault_of(piece, request, x)
-        except pa.UnsupportedError as error:
-            return str(error)
-        except Exception as error:
-            return f"raised {type(error).__name__}{_first_line_of(error)}"
-
-    def _fault_of(self, piece: Piece, request: pa.Request, x: Arrays) -> str:
-        frame = self._all_visible(piece, request, x)
-        states = self._no_states(piece, request, x)
-        results = self.call(piece, x, frame, *states)
-        out = results[0]
-        if library_of(out) != request.library:
-            return f"returned {type(out).__name__}, no array of {request.library}"
-        expected = tuple(piece.program.output.shape(_sizes(piece.inputs, dict(request.shapes))))
-        if tuple(out.shape) != expected:
-            return f"returned the shape {tuple(out.shape)}; expected {expected}"
-        if request.dtype == FLOAT64 and FLOAT64 in self.promises and _is_rounded(out):
-            return "computes in float32"
-        if request.verb.endswith("vjp"):
-
-            def function(*arrays: Array) -> tuple[Array, ...]:
-                given = dict(zip(x, arrays, strict=False))
-                return self.call(piece, given, frame, *arrays[len(x) :])
-
-            vjp(function, [*x.values(), *states], results)
-        return ""
-
-    def _all_visible(self, piece: Piece, request: pa.Request, x: Arrays) -> Frame:
-        """The frame of a request, with all keys valid and one segment."""
-        like, sizes = next(iter(x.values())), _sizes(piece.inputs, dict(request.shapes))
-        s = sizes["s"] if "s" in sizes else sizes["t"]
-        xp, shape = namespace(like), (sizes["b"], s)
-        masks: Arrays = {}
-        if request.masks & {"key_mask", "lengths"}:
-            masks["key_mask"] = xp.ones(shape, dtype=xp.bool, **placement(like))
-        if "segment_ids" in request.masks:
-            masks["segment_ids"] = xp.zeros(shape, dtype=xp.int32, **placement(like))
-        return full_frame(sizes.get("t", s), s, like, **masks)
-
-    def _no_states(self, piece: Piece, request: pa.Request, x: Arrays) -> list[Array]:
-        """The state before the first token, for a request that has one."""
-        if not request.verb.startswith("extend"):
-            return []
-        (_, pattern), *_ = piece.program.slots.values()
-        sizes = _sizes(piece.inputs, dict(request.shapes))
-        like = next(iter(x.values()))
-        xp = namespace(like)
-        dtype = xp.float64 if request.dtype == "float64" else xp.float32
-        return [xp.zeros(tuple(pattern.shape(sizes)), dtype=dtype, **placement(like))]
 
     def call(
         self,
@@ -383,25 +319,28 @@ class FunctionBackend(pa.Backend):
         past: Array | None = None,
     ) -> tuple[Array, ...]:
         """The output; after a state `past`, the output and the new state."""
-        parameters, tokens = self.parameters, _tokens(piece, x)
-        arrays = self.arrangement.arranged(piece.inputs, x)
+        parameters, arrangement = self.parameters, self.arrangement
+        d, e = (width(piece.inputs, x, letter) for letter in "de")
+        arrays = arrangement.arranged(piece.inputs, x)
         named = self._options_of(piece, x)
         named |= self._masks_of(frame, piece)
         if past is not None and parameters.state is not None:
-            named[parameters.state.given] = past
+            ((_, slot),) = piece.program.slots.values()
+            named[parameters.state.given] = arrangement.widened(slot, past, d)
             if parameters.state.wanted is not None:
                 named[parameters.state.wanted] = True
-        if "b" in self.arrangement.layout:
+        if "b" in arrangement.layout:
             result = self._called(arrays, named)
         else:
             result = self._called_for_each(piece, arrays, named)
         out, *more = result if isinstance(result, tuple | list) and result else (result,)
-        out = self.arrangement.output(out, tokens)
+        out = arrangement.output(out, _tokens(piece, x))
+        out = arrangement.narrowed(piece.program.output, out, e)
         if past is None:
             return (out,)
         if not more:
             raise pa.UnsupportedError("returned no state beside its output")
-        return out, more[0]
+        return out, arrangement.narrowed(slot, more[0], e)
 
     def _options_of(self, piece: Piece, x: Mapping[str, Array]) -> dict[str, object]:
         """The options that are not the function's defaults, by its names of them.
@@ -497,78 +436,14 @@ def _program(piece: Piece) -> Program:
     return piece.program if len(piece.program.calls) == 1 else group_of(piece)
 
 
-def _plain_request(
-    mechanism: pa.Mechanism, library: str, device: str, b: int, t: int, d: int
-) -> pa.Request:
-    """A call with a key head and a value head for each query head, and equal widths."""
-    sizes = PLAIN._replace(b=b, t=t, s=t, h=2, n=2, d=d, e=d, values_per_head=1).sizes
-    shapes = tuple((name, tuple(p.shape(sizes))) for name, p in mechanism.inputs.items())
-    return pa.Request("forward", library, device, "float32", shapes, frozenset())
-
-
-def _shortened(piece: Piece, request: pa.Request) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The shapes of one sequence of the call, with at most `MOST_TOKENS` tokens.
-
-    JAX compiles for each shape, so there it is all sequences.
-    """
-
-    def size(letter: str, n: int) -> int:
-        if letter == "b" and request.library != "jax":
-            return min(n, 1)
-        return min(n, MOST_TOKENS) if letter in "ts" else n
-
-    return tuple(
-        (
-            name,
-            tuple(size(a.letter, n) for a, n in zip(piece.inputs[name].axes, shape, strict=True)),
-        )
-        for name, shape in request.shapes
-    )
-
-
-def _sizes(patterns: Inputs, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The sizes by letter; an axis that broadcasts tells nothing."""
-    return {
-        axis.letter: n // axis.multiple
-        for name, shape in shapes.items()
-        for axis, n in zip(patterns[name].axes, shape, strict=True)
-        if not axis.broadcasts
-    }
-
-
 def _tokens(piece: Piece, x: Mapping[str, Array]) -> int:
     """How many tokens the output has."""
     shapes = {name: tuple(array.shape) for name, array in x.items()}
-    sizes = _sizes(piece.inputs, shapes)
+    sizes = sizes_of(piece.inputs, shapes)
     return sizes[next(axis.letter for axis in piece.program.output.axes if axis.letter in "ts")]
-
-
-def _is_rounded(out: Array) -> bool:
-    """Whether an output in float64 has float32's digits only."""
-    xp = namespace(out)
-    return bool(xp.all(xp.astype(xp.astype(out, xp.float32), xp.float64) == out))
-
-
-def _first_line_of(error: Exception) -> str:
-    """Of its message; without one, where it was raised."""
-    message = str(error).strip().partition("\n")[0]
-    if message:
-        return f": {message[:LONGEST_REASON]}"
-    (*_, last) = traceback.extract_tb(error.__traceback__)
-    return f" at {Path(last.filename).name}:{last.lineno}: {last.line}"
 
 
 def _in_short(result: object) -> str:
     """What a result is, with the names of what it has."""
     names = f" with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else ""
     return f"{type(result).__name__ if result is not None else None}{names}"
-
-
-def _outside_of_jit(library: str) -> AbstractContextManager[object]:
-    """Where JAX computes with numbers, also while it traces the call that asks."""
-    if library != "jax":
-        return nullcontext()
-    import jax
-
-    outside: AbstractContextManager[object] = jax.ensure_compile_time_eval()
-    return outside

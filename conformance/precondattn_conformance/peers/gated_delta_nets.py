@@ -125,7 +125,14 @@ def naive_recurrent_kda(
     return run.naive_recurrent_kda(q, k, v, g, beta, scale, **state)
 
 
-@FLASHINFER.peer("gated_delta", library="torch", dtypes=HALF32[:1], gradient=False)
+@FLASHINFER.peer(
+    "gated_delta",
+    library="torch",
+    heads="equal",
+    widths="equal",
+    dtypes=HALF32[:1],
+    gradient=False,
+)
 def delta_rule(q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None) -> Array:
     """Sequences stand one behind the other; it changes its state in place."""
     path, more = "tests/gdn/reference_delta_rule.py", ("matmul", "exclusive_cumsum")

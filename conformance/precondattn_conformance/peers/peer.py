@@ -35,6 +35,7 @@ class Peer:
     layout: str = "bthd"
     heads: str = "grouped"
     multiple: int = 1
+    widths: str = "any"
     dtypes: Iterable[str] | None = None
     gradient: bool = True
     state: State | tuple[str, str] | None = None
@@ -86,6 +87,7 @@ class Peer:
             layout=self.layout,
             heads=self.heads,
             multiple=self.multiple,
+            widths=self.widths,
             dtypes=self.dtypes,
             gradient=self.gradient,
             state=self.state,

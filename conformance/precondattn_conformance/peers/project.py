@@ -20,6 +20,7 @@ from precondattn_conformance.peers.arrays import Foreign
 from precondattn_conformance.peers.checkout import Checkout
 from precondattn_conformance.peers.files import MissingError, excerpt_of, module_of
 from precondattn_conformance.peers.peer import Function, Peer
+from precondattn_conformance.peers.released import day_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Project:
     """ "owner/name" on GitHub, for what is on no index."""
     revision: str | None = None
     date: str | None = None
-    """Of the revision: year, month and day."""
+    """Of the revision, or of a version that `released.py` has not: year, month and day."""
     peers: dict[str, Peer] = field(default_factory=dict)
 
     def peer(self, mechanism: str, **arrangement: Foreign) -> Callable[[Function], Function]:
@@ -73,6 +74,16 @@ class Project:
                 raise MissingError(f"{self.package} is not installed") from None
         self.folder  # noqa: B018 - It raises the error.
         return str(self.revision)[:12]
+
+    @property
+    def day(self) -> str:
+        """On which its version was released, or its revision was made; empty if unknown."""
+        if self.date is not None or self.package is None:
+            return self.date or ""
+        try:
+            return day_of(self.package, self.version)
+        except MissingError:
+            return ""
 
     @property
     def checkout(self) -> Checkout | None:

@@ -290,19 +290,15 @@ class _LinearCache:
         self.state = state
 
 
-@TRANSFORMERS.peer("retention[scale=1]", heads="equal")
+@TRANSFORMERS.peer("retention[scale=1]", heads="equal", widths="equal")
 def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None = None) -> object:
     """With RetNet's decays in place of its own, and without its gate and its norm.
 
-    It takes values as wide as queries.
+    It keeps its state in the dtype of the values.
     """
     import torch
 
-    (h, d), e = q.shape[2:], v.shape[-1]
-    if d != e and initial_state is not None:
-        raise ValueError("its state has as many rows as columns")
-    q, k, v = equally_wide(q, k, v)
-    width = q.shape[-1]
+    h, width = q.shape[2:]
     attention = _of_model("minimax", "MiniMaxLightningAttention")
     exponents = -5.0 - torch.arange(h, dtype=torch.float64)
     slopes = -torch.log1p(-torch.exp2(exponents)).to(q.device)[:, None, None]
@@ -313,9 +309,9 @@ def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None 
     module.qkv_proj = lambda _: torch.cat([q, k, v], 3).flatten(2)
     module.act_fn = module.norm = module.out_proj = lambda x: x
     module.output_gate = lambda x: x.new_full((), torch.inf)
-    cache = _LinearCache(initial_state)
+    cache = _LinearCache(None if initial_state is None else initial_state.to(v.dtype))
     out, _ = attention.forward(module, q.flatten(2), None, None, cache)
-    return out.unflatten(2, (h, width))[..., :e], cache.state
+    return out.unflatten(2, (h, width)), cache.state
 
 
 # mLSTM. The running maximum begins at 0, and ours at −∞. That changes what ε is relative to, which

@@ -1,5 +1,7 @@
 """`check` of bare functions: right ones, wrong ones, and those that can do a part only."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -190,6 +192,7 @@ def test_a_function_that_fails_in_every_library_is_refused_with_the_errors():
     [
         ({"layout": "bhtt"}, "layout must have the letters"),
         ({"heads": "few"}, "heads must be 'grouped' or 'equal'; found 'few'"),
+        ({"widths": "wide"}, "widths must be .any. or .equal.; found .wide."),
         ({"multiple": 0}, "multiple must be at least 1; found 0"),
     ],
 )
@@ -383,6 +386,21 @@ def test_a_bias_is_as_the_scores_are_in_every_layout():
     for layout in ("bthd", "bhtd"):
         found = called_with("softmax[bias=true]", shapes, layout=layout)
         assert found["bias"] == (1, 4, 5, 7)
+
+
+def test_narrow_values_and_their_state_are_widened_for_equal_widths():
+    def equal_widths(q, k, v, *more, **states):
+        assert q.shape[-1] == v.shape[-1], "widths differ"
+        return chunk_kda(q, k, v, *more, **states)
+
+    equal_widths.__signature__ = inspect.signature(chunk_kda)
+    checks = ["stability", "splits"]
+    declined = checked(equal_widths, "kda", heads="equal", checks=checks)
+    widened = checked(equal_widths, "kda", heads="equal", widths="equal", checks=checks)
+    assert "raised AssertionError: widths differ" in declined.declined
+    assert widened.passed, str(widened)
+    assert widened.by_check["stability"][0] > declined.by_check["stability"][0]
+    assert widened.by_check["splits"][0] > 0
 
 
 def test_a_multiple_of_tokens_declines_fewer_queries_than_keys():
