@@ -20,6 +20,7 @@ from precondattn_conformance.enough import CheckShare, shares
 from precondattn_conformance.functions.backend import FunctionBackend, backend_from_function
 from precondattn_conformance.functions.diagnosis import Finding, diagnosis
 from precondattn_conformance.functions.parameters import Function, Parameters, State
+from precondattn_conformance.hints import hints
 from precondattn_conformance.promises import BROKEN, UNPROMISED, Promise
 from precondattn_conformance.report.refusal import in_few_words
 from precondattn_conformance.runner import Outcome
@@ -41,7 +42,7 @@ class CheckResult:
     findings: tuple[Finding, ...] = ()
     """What the function computes instead, where its plain call is wrong."""
     notes: tuple[str, ...] = ()
-    """How it was called, where its parameters' names do not say so."""
+    """How it was called, where its parameters' names do not say so, and what would compare more."""
     promises: tuple[Promise, ...] = ()
     """Of each convention, whether it is promised, and whether it holds."""
     declines: tuple[str, ...] = ()
@@ -266,7 +267,7 @@ def checked(
         str(backend.mechanism),
         outcomes,
         findings,
-        notes=tuple(_notes_on(backend.parameters)),
+        notes=(*_notes_on(backend.parameters), *hints(outcomes, backend.arrangement)),
         promises=promises,
         declines=backend.declines,
     )

@@ -398,6 +398,8 @@ def test_narrow_values_and_their_state_are_widened_for_equal_widths():
     declined = checked(equal_widths, "kda", heads="equal", checks=checks)
     widened = checked(equal_widths, "kda", heads="equal", widths="equal", checks=checks)
     assert "raised AssertionError: widths differ" in declined.declined
+    assert any('with widths="equal", zeros' in note for note in declined.notes)
+    assert not any("widths" in note for note in widened.notes)
     assert widened.passed, str(widened)
     assert widened.by_check["stability"][0] > declined.by_check["stability"][0]
     assert widened.by_check["splits"][0] > 0

@@ -153,6 +153,24 @@ def test_a_planted_convention_is_named(function, expression, sentence):
     assert "wrong as declared" in str(findings[0])
 
 
+def test_float32_inside_is_named_alone_and_beside_another_convention():
+    def of_float32(change):
+        def function(q, k, v):
+            arrays = {"q": q, "k": k, "v": v}
+            rounded = {name: array.astype(np.float32) for name, array in arrays.items()}
+            out = np.asarray(SOFTMAX(change(rounded)), np.float32)
+            return out.astype(v.dtype) * np.nextafter(1, 2)  # It has float64's digits.
+
+        return backend_from_function(function, "softmax", library="numpy", dtypes=["float64"])
+
+    plain = diagnosis(of_float32(lambda x: x))
+    swapped = diagnosis(of_float32(lambda x: x | {"q": x["q"] * x["q"].shape[-1] ** 0.5}))
+    assert {finding.explained[0][0] for finding in plain} == {"it computes in float32"}
+    ((sentence, error), *_) = swapped[0].explained
+    assert sentence == "the scale is left out, and it computes in float32"
+    assert 1e-9 < error < 1e-5
+
+
 def test_a_right_function_has_no_diagnosis():
     def right(q, k, v):
         return SOFTMAX({"q": q, "k": k, "v": v})
