@@ -106,6 +106,13 @@ def test_tokens_are_appended_for_a_function_of_multiples():
     torch.testing.assert_close(out, pa.softmax(q, k, v, backend="reference"))
 
 
+def test_only_the_appended_tokens_are_cut_off():
+    out = np.zeros((2, 11, 2, 8))
+    assert Arrangement(multiple=4).output(out[:, :8], 7).shape[1] == 7
+    assert Arrangement(multiple=4).output(out, 7).shape[1] == 11
+    assert Arrangement().output(out, 7).shape[1] == 11
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_a_bias_keeps_its_axes_in_every_layout(layout):
     def read_equal(q, k, v, bias):
@@ -210,6 +217,7 @@ def of_grouped_heads(q, k, v, **options):
         (lambda q, k, v: None, r"returned None; expected an array, or a tuple that begins with"),
         (lambda q, k, v: v.flatten(2), r"returned the shape \(.*\); expected the axes bthd"),
         (lambda q, k, v: v[..., :1], r"returned the shape \(.*\); expected \("),
+        (lambda q, k, v: torch.cat([v, v], 1), r"returned the shape \(1, 256, .*; expected \(1, 128, "),
     ],
 )
 def test_what_a_function_should_have_returned_is_said(function, found):
