@@ -424,3 +424,18 @@ def test_keyword_arguments_named_state_are_no_state():
 
 def test_a_recurrence_is_not_diagnosed_with_fewer_queries_than_keys():
     assert not diagnosis(backend_from_function(chunk_kda, "kda", heads="equal"))
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_nan_has_to_reach_the_sequences_that_depend_on_it(hides):
+    expression = "nystrom[landmarks=3,start=batch]"
+
+    def from_the_batch(q, k, v):
+        q, k, v = (x.nan_to_num() if hides else x for x in (q, k, v))
+        return pa.parse(expression)(q, k, v, backend="reference")
+
+    result = checked(from_the_batch, expression, checks=["future"], gradient=False)
+    reasons = [outcome.reason for outcome in result.failures]
+    assert result.compared
+    assert all("finite: something replaces NaN" in reason for reason in reasons)
+    assert bool(reasons) == hides
