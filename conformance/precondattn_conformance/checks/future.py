@@ -153,7 +153,7 @@ def _as_defined(trial: Trial, inputs: Arrays) -> float:
             f"the output at {place} depends on a NaN in another sequence or head and is finite: "
             "something replaces NaN"
         )
-    pair = tuple(np.where(is_finite, array, 0.0) for array in (out, expected))
+    pair = np.where(is_finite, out, 0.0), np.where(is_finite, expected, 0.0)
     return trial.agree({"the output beside a NaN": pair}).error
 
 

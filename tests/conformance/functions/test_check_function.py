@@ -217,7 +217,10 @@ def of_grouped_heads(q, k, v, **options):
         (lambda q, k, v: None, r"returned None; expected an array, or a tuple that begins with"),
         (lambda q, k, v: v.flatten(2), r"returned the shape \(.*\); expected the axes bthd"),
         (lambda q, k, v: v[..., :1], r"returned the shape \(.*\); expected \("),
-        (lambda q, k, v: torch.cat([v, v], 1), r"returned the shape \(1, 256, .*; expected \(1, 128, "),
+        (
+            lambda q, k, v: torch.cat([v, v], 1),
+            r"returned the shape \(1, 256, .*; expected \(1, 128, ",
+        ),
     ],
 )
 def test_what_a_function_should_have_returned_is_said(function, found):
