@@ -262,8 +262,8 @@ def conformance(
             from precondattn_conformance.mutation.command import mutate as run_mutants
 
             files = {"--html": html, "--junit": junit, "--xfail": xfail, "--skip": skip}
-            unused: dict[str, object] = {**files, "--devices": devices}
-            for option, value in unused.items():
+            cases = {"--devices": devices, "--declines": declines or None}
+            for option, value in {**files, **cases}.items():
                 if value is not None:
                     raise ValueError(f"{option} does not go with --mutate")
             code = run_mutants(

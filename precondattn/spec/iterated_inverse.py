@@ -29,7 +29,7 @@ def largest_sum(a: Array, *, of_all: bool) -> tuple[Array, Array]:
     largest = xp.max(sums, axis=axes, keepdims=True)
     share = cast(sums == largest, a.dtype)
     share = share / xp.sum(share, axis=axes, keepdims=True)
-    return xp.where(largest > 0, largest, 1.0), share
+    return xp.where(largest == 0, 1.0, largest), share  # NaN stays NaN.
 
 
 def _polynomial(x: Array) -> tuple[Array, Array]:

@@ -257,6 +257,7 @@ def test_a_weak_suite_leaves_survivors_and_a_better_one_kills_them(tmp_path):
     [
         (("--mutate", "no_such"), "no Python module 'no_such'"),
         (("--mutate", KERNEL, "--html", "page.html"), "--html does not go with --mutate"),
+        (("--mutate", KERNEL, "--declines", "vjp: no"), "--declines does not go with --mutate"),
         (("--inside", "a:b"), "--inside needs --mutate"),
         (("--mutate", KERNEL, "--case", STRONG, "--inside", "math:gone"), "context manager"),
         (("--mutate", KERNEL, "--case", STRONG.replace("softmax", "laser")), "none of 1 cases"),

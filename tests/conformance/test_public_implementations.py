@@ -14,7 +14,8 @@ from precondattn_conformance.peers.everyone import all_peers, peer_named
 from precondattn_conformance.peers.files import MissingError
 from precondattn_conformance.peers.project import Project
 
-LAYOUT = PLAIN._replace(t=64, s=64, d=8, e=8)
+TOKENS = 64
+"""A multiple of every chunk; with landmarks, as many as segments of one length have."""
 ERRORS = {"fla/mesa_cg": 0.02}
 """Of an approximation, as its adapter declares; of all others as of float32."""
 FLOAT32 = 1e-5
@@ -40,11 +41,14 @@ def test_a_peer_computes_its_mechanism(name):
         pytest.skip(peer.lacks_device("cpu"))
     library = libraries.named(peer.library, None if device == "cpu" else device)
     mechanism = backend.mechanism
-    arrays = make_inputs(mechanism, LAYOUT, "random", seed=4)
+    landmarks = getattr(mechanism, "landmarks", 1)
+    tokens = TOKENS // landmarks * landmarks
+    layout = PLAIN._replace(t=tokens, s=tokens, d=8, e=8)
+    arrays = make_inputs(mechanism, layout, "random", seed=4)
     x = {each: library.array(array, "float32") for each, array in arrays.items()}
     rounded = {each: library.numpy(array) for each, array in x.items()}
     expected = pa.parse(INSTEAD.get(name, str(mechanism)))(**rounded, backend="reference")
-    out = library.numpy(backend.call(mechanism, x, full_frame(64, 64, x["v"]))[0])
+    out = library.numpy(backend.call(mechanism, x, full_frame(tokens, tokens, x["v"]))[0])
     error = np.abs(out - expected).max() / np.abs(expected).max()
     assert error <= ERRORS.get(name, FLOAT32)
 

@@ -169,6 +169,21 @@ def test_the_start_of_the_batch_is_the_largest_column_of_all():
     assert_close(out, by_loops(**x, m=3, c=a.sum(2).max()))
 
 
+@pytest.mark.parametrize("backend", ["reference", "portable"])
+def test_a_nan_reaches_all_that_starts_from_the_same_number(backend):
+    x = inputs()
+    x["q"][0, 2, 0] = np.nan
+    attn = pa.Nystrom(3, start="batch")
+    with np.errstate(invalid="ignore"):
+        out, pullback = attn.vjp(**x, backend=backend)
+        gradients = pullback(np.ones_like(out))
+        apart = pa.Nystrom(3)(**x, backend=backend)
+    assert np.isnan(out).all()
+    assert all(np.isnan(gradient).all() for gradient in gradients.values())
+    assert np.isnan(apart[0, :, 0]).all()
+    assert np.isfinite(apart[1]).all()
+
+
 def test_what_can_not_be_the_start_of_the_batch_is_refused():
     x = inputs()
     with pytest.raises(ValueError, match="packed sequences would depend on each other"):

@@ -37,8 +37,9 @@ class Future(Check):
 
     Keys, and what else belongs to a key (directions, gates, β), reach no earlier output, also of a
     block of new tokens, and, but for softmax, no gradient of earlier outputs. Nothing of a token
-    reaches another sequence, head or packed segment, neither outputs nor gradients. A backend that
-    does not promise this of NaN gets a token with other numbers.
+    reaches another sequence, head or packed segment, neither outputs nor gradients. Where sequences
+    of a batch depend on each other, the NaN reaches all that it does by the definition. A backend
+    that does not promise this of NaN gets a token with other numbers.
     """
 
     name = "future"
@@ -133,9 +134,27 @@ def _others(trial: Trial) -> float:
         lambda entry: (entry.sequence == 0) & (entry.head == 0) & (entry.token == j),
         lambda pattern: _axis(pattern, HEADS) is not None,
     )
+    if trial.mechanism.mixes_sequences:
+        return _as_defined(trial, inputs)
     return _compare(
         trial, inputs, lambda entry: (entry.sequence > 0) | (entry.head > 0), gradients=True
     )
+
+
+def _as_defined(trial: Trial, inputs: Arrays) -> float:
+    """The error of outputs that are finite by the definition, where all others are not."""
+    out = trial.numpy(trial.call(trial.arrays(inputs)))
+    expected = trial.mechanism(**inputs, backend="reference")
+    is_finite = np.isfinite(expected)
+    replaced = np.argwhere(np.isfinite(out) & ~is_finite)
+    if replaced.size:
+        place = ", ".join(f"{axis}={i}" for axis, i in zip("bthe", replaced[0], strict=True))
+        raise DisagreementError(
+            f"the output at {place} depends on a NaN in another sequence or head and is finite: "
+            "something replaces NaN"
+        )
+    pair = np.where(is_finite, out, 0.0), np.where(is_finite, expected, 0.0)
+    return trial.agree({"the output beside a NaN": pair}).error
 
 
 def _other_segments(trial: Trial, bad: float) -> float:

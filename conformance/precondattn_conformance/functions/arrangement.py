@@ -81,10 +81,14 @@ class Arrangement:
         return arrays
 
     def output(self, out: Array, tokens: int) -> Array:
-        """The function's output in our order, without the tokens that were appended."""
+        """The function's output in our order, without the tokens that were appended.
+
+        One with another number of tokens is returned whole, so that its shape is seen to be wrong.
+        """
         order = self._order(PLAIN)
         inverse = tuple(sorted(range(4), key=order.__getitem__))
-        return _permuted(out, inverse)[:, :tokens, ...]
+        out = _permuted(out, inverse)
+        return out[:, :tokens, ...] if out.shape[1] == tokens + -tokens % self.multiple else out
 
     def widened(self, pattern: Pattern, array: Array, d: int) -> Array:
         """Values, or a state, with zeros behind their channels where those of keys are more."""

@@ -47,6 +47,14 @@ def whole_mask(visible: Array, q: Array) -> Array:
     return xp.broadcast_to(visible, (q.shape[0], *visible.shape[1:]))
 
 
+def mask_with_bias(visible: Array, bias: Array | None, q: Array) -> Array:
+    """A mask with a bias (b, h, t, s): that, with −∞ where a key is not visible; else the mask."""
+    if bias is None:
+        return visible
+    xp = namespace(q)
+    return xp.astype(xp.where(visible, bias, -float("inf")), q.dtype)
+
+
 def equally_wide_by_default(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """`equally_wide` for a function that has no parameter for its scale, width^{-1/2}."""
     wide_q, wide_k, wide_v = equally_wide(q, k, v)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from precondattn.arrays import Array, namespace
-from precondattn_conformance.peers.arrays import Foreign, scale_of
+from precondattn.arrays import Array
+from precondattn_conformance.peers.arrays import Foreign, mask_with_bias, scale_of
 from precondattn_conformance.peers.project import Project
 
 ONNX = Project("onnx", "ONNX", "https://github.com/onnx/onnx", package="onnx")
@@ -48,10 +48,7 @@ def attention(
     softcap: float | None,
     bias: Array | None = None,
 ) -> Array:
-    mask = visible
-    if bias is not None:
-        xp = namespace(q)
-        mask = xp.where(visible, bias, -float("inf")).astype(q.dtype)
+    mask = mask_with_bias(visible, bias, q)
     inputs: dict[str, Array | None] = {"Q": q, "K": k, "V": v, "attn_mask": mask}
     return _run("Attention", inputs, scale=scale, softcap=softcap)[0]
 

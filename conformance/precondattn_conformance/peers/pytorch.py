@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from precondattn.arrays import Array
-from precondattn_conformance.peers.arrays import equally_wide, heads_first
+from precondattn_conformance.peers.arrays import equally_wide, heads_first, mask_with_bias
 from precondattn_conformance.peers.project import Project
 
 PYTORCH = Project("pytorch", "PyTorch", "https://pytorch.org", package="torch")
@@ -16,12 +16,9 @@ ALL = (PYTORCH,)
 def sdpa(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
-    import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    mask = visible.expand(-1, -1, q.shape[1], k.shape[1])
-    if bias is not None:
-        mask = torch.where(visible, bias, -torch.inf).to(q.dtype)
+    mask = mask_with_bias(visible.expand(-1, -1, q.shape[1], k.shape[1]), bias, q)
     q, k, v = heads_first(q, k, v)
     out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     return heads_first(out)[0]

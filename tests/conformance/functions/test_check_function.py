@@ -108,6 +108,13 @@ def test_tokens_are_appended_for_a_function_of_multiples():
     torch.testing.assert_close(out, pa.softmax(q, k, v, backend="reference"))
 
 
+def test_only_the_appended_tokens_are_cut_off():
+    out = np.zeros((2, 11, 2, 8))
+    assert Arrangement(multiple=4).output(out[:, :8], 7).shape[1] == 7
+    assert Arrangement(multiple=4).output(out, 7).shape[1] == 11
+    assert Arrangement().output(out, 7).shape[1] == 11
+
+
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_a_bias_keeps_its_axes_in_every_layout(layout):
     def read_equal(q, k, v, bias):
@@ -213,6 +220,10 @@ def of_grouped_heads(q, k, v, **options):
         (lambda q, k, v: None, r"returned None; expected an array, or a tuple that begins with"),
         (lambda q, k, v: v.flatten(2), r"returned the shape \(.*\); expected the axes bthd"),
         (lambda q, k, v: v[..., :1], r"returned the shape \(.*\); expected \("),
+        (
+            lambda q, k, v: torch.cat([v, v], 1),
+            r"returned the shape \(1, 256, .*; expected \(1, 128, ",
+        ),
     ],
 )
 def test_what_a_function_should_have_returned_is_said(function, found):
@@ -436,3 +447,18 @@ def test_keyword_arguments_named_state_are_no_state():
 
 def test_a_recurrence_is_not_diagnosed_with_fewer_queries_than_keys():
     assert not diagnosis(backend_from_function(chunk_kda, "kda", heads="equal"))
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_nan_has_to_reach_the_sequences_that_depend_on_it(hides):
+    expression = "nystrom[landmarks=3,start=batch]"
+
+    def from_the_batch(q, k, v):
+        q, k, v = (x.nan_to_num() if hides else x for x in (q, k, v))
+        return pa.parse(expression)(q, k, v, backend="reference")
+
+    result = checked(from_the_batch, expression, checks=["future"], gradient=False)
+    reasons = [outcome.reason for outcome in result.failures]
+    assert result.compared
+    assert all("finite: something replaces NaN" in reason for reason in reasons)
+    assert bool(reasons) == hides
