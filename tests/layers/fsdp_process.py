@@ -1,5 +1,11 @@
-"""One of several processes whose layer FSDP2 shards, beside the same layer whole."""
+"""One of several processes whose layer FSDP2 shards, beside the same layer whole.
 
+PyTorch's DTensor keeps the mesh in its caches, and the mesh its group, so that a thread of gloo may
+abort the process at its exit (docs/reports/gloo_at_exit.md). A layer alone divides no sequences and
+registers no wait for it.
+"""
+
+import atexit
 import copy
 from pathlib import Path
 
@@ -8,11 +14,13 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from precondattn.layers.torch import Attention
+from precondattn.parallel.torch.exit import wait_for_gloo
 from tests.layers.layer_cases import layer
 
 
 def fsdp_process(rank: int, count: int, folder: Path) -> None:
     """Raises an error unless outputs and gradients are those of the whole layer."""
+    atexit.register(wait_for_gloo)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     attn = layer(Attention, "ccq(gated_delta)", dtype=torch.float64)
