@@ -24,6 +24,10 @@ MLSTM_KERNELS = Project(
 )
 ALL = (MLSTM_KERNELS,)
 
+EPS = 1.2e-38
+"""ε of the chunkwise form, in place of 0. The tokens that fill a chunk have queries of 0, for which
+ε = 0 divides 0 by 0 where e^{−m} is 0 too. It is a normal number of float32, in which the backward
+pass gets it."""
 ALMOST_OPEN = -1e-26
 """The logarithm of a gate of 1: its number before the sigmoid is 60, and not infinite."""
 TORCH = {"library": "torch", "layout": "bhtd", "heads": "equal"}
@@ -78,12 +82,12 @@ def torch_parallel_stable_own_backward(q: Array, k: Array, v: Array, g: Array, i
 
 @MLSTM_KERNELS.peer(WITHOUT_EPS, multiple=64, **TORCH)
 def torch_chunkwise(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _torch("chunkwise", "native_autograd")(q, k, v, i, before_sigmoid(g), eps=0.0)
+    return _torch("chunkwise", "native_autograd")(q, k, v, i, before_sigmoid(g), eps=EPS)
 
 
 @MLSTM_KERNELS.peer(NORMALIZED, multiple=64, **TORCH)
 def torch_chunkwise_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    return _normalized(_torch("chunkwise", "native_custbw")(q, k, v, i, before_sigmoid(g), eps=0.0))
+    return _normalized(_torch("chunkwise", "native_custbw")(q, k, v, i, before_sigmoid(g), eps=EPS))
 
 
 @MLSTM_KERNELS.peer(WITHOUT_EPS, **TORCH)
@@ -111,4 +115,4 @@ def jax_parallel_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) 
 def jax_chunkwise(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
     # The package around this folder needs Triton.
     module = imported_from(MLSTM_KERNELS, "mlstm_kernels", "jax/chunkwise/native", "fwbw")
-    return module.mlstm_chunkwise__native_autograd(q, k, v, i, before_sigmoid(g), eps=0.0)
+    return module.mlstm_chunkwise__native_autograd(q, k, v, i, before_sigmoid(g), eps=EPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn_conformance.ecosystem.judgement import DEFECT, Judgement
+from precondattn_conformance.ecosystem.judgement import DEFECT, LIMIT, Judgement
 
 JUDGEMENTS: tuple[Judgement, ...] = (
     Judgement(
@@ -64,6 +64,33 @@ for name, function in (
     i = gate.clone().requires_grad_()
     function(x, x, x, i, torch.zeros_like(gate)).sum().backward()
     print(f"{name}: gradient of i {i.grad.item():.1e}")
+""",
+    ),
+    Judgement(
+        "mlstm_kernels/torch_recurrent",
+        ("stability",),
+        LIMIT,
+        "The logarithm of a forget gate is added to the running maximum, which has the dtype of "
+        "the states, float32 by default: at input gates of 10⁴, it is rounded to 0.001. With "
+        "`dtype_state=torch.float64` it is right; xLSTM's models cap gates at 15.",
+        code="""\
+import torch
+from mlstm_kernels.torch.recurrent.native_sequence import mlstm_recurrent_sequence__native_fw as run
+
+import precondattn as pa
+
+q, k, v = torch.ones(3, 1, 1, 2, 1)
+v[:, :, 1] = 0
+f = torch.full((1, 1, 2), 4.5)  # a decay of e to the power of -0.011
+for gate in (15.0, 9_990.0):
+    i = torch.full((1, 1, 2), gate)
+    x = {name: each.double().transpose(1, 2) for name, each in dict(q=q, k=k, v=v, i=i).items()}
+    g = torch.nn.functional.logsigmoid(f.double()).transpose(1, 2)
+    expected = pa.mlstm(**x, g=g, eps=0).transpose(1, 2)
+    for dtype in (torch.float32, torch.float64):
+        out = run(q, k, v, i, f, eps=0, dtype_state=dtype)
+        error = (out - expected).abs().max()
+        print(f"input gates of {gate:g}, states in {dtype}: {error:.0e}")
 """,
     ),
 )

@@ -13,12 +13,4 @@ JUDGEMENTS: tuple[Judgement, ...] = (
         "masked ones included, and ours with those of visible ones. After its 6 steps "
         "this is seen; after 30, both are the same to rounding.",
     ),
-    Judgement(
-        "nystrom_attention/nystrom_attention",
-        ("future",),
-        CONVENTIONAL,
-        "The iteration begins with the largest sums of the whole batch, so that a NaN "
-        "in one sequence reaches all others: this variant of the mechanism is defined "
-        "so.",
-    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn_conformance.ecosystem.judgement import DEFECT, Judgement
+from precondattn_conformance.ecosystem.judgement import DEFECT, LIMIT, Judgement
 
 JUDGEMENTS: tuple[Judgement, ...] = (
     Judgement(
@@ -140,6 +140,41 @@ v = np.array([1, 5], "float32").reshape(1, 1, 2, 1)
 out = peer_named("flash-attention-jax/causal_attention").function(q, k, v)
 expected = pa.softmax(*(np.moveaxis(x, 1, 2).astype(float) for x in (q, k, v)))
 print("found:", np.ravel(out).tolist(), "expected:", np.ravel(expected).tolist())
+""",
+    ),
+    Judgement(
+        "memory-efficient-attention/efficient_attention_jax",
+        ("gradients",),
+        LIMIT,
+        "In bfloat16 all of it is in bfloat16, also weights, their sums and quotients. The "
+        "gradient of a query is a sum of keys whose weights cancel, so that rounding brings back "
+        "what keys have in common. Outputs are right, and so is float32; its other red cases have "
+        "rows that see no key, a convention below.",
+        code="""\
+import jax
+import jax.numpy as jnp
+
+from precondattn_conformance.peers.everyone import peer_named
+
+q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 1, 8))
+k = k + 5  # this changes no weight, as it is the same for all keys
+visible = jnp.ones((1, 1, 64, 64), bool)
+run = peer_named("memory-efficient-attention/efficient_attention_jax").function
+attend = jax.nn.dot_product_attention  # its softmax is in float32
+
+
+def gradient(function, dtype, *more):
+    x, y, z = (each.astype(dtype) for each in (q, k, v))
+    return jax.grad(lambda x: function(x, y, z, *more).astype(jnp.float32).sum())(x)
+
+
+expected = gradient(attend, jnp.float32)
+for name, found in (
+    ("float32", gradient(run, jnp.float32, visible)),
+    ("bfloat16", gradient(run, jnp.bfloat16, visible)),
+    ("jax.nn.dot_product_attention, bfloat16", gradient(attend, jnp.bfloat16)),
+):
+    print(f"{name}: {jnp.abs(found - expected).max() / jnp.abs(expected).max():.0e}")
 """,
     ),
 )
