@@ -51,7 +51,9 @@ def ecosystem(
     order = {contender.name: i for i, contender in enumerate(rows)}
     table.rows.sort(key=lambda row: order[row.name])
     table.seconds = time.monotonic() - began
-    run_snippets(table, JUDGEMENTS)
+    if record is not None:
+        table.save(record)  # What the rows cost is kept, also where a judgement's code fails.
+    run_snippets(table, JUDGEMENTS, jobs=jobs)
     if record is not None:
         table.save(record)
     if page is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from precondattn_conformance.ecosystem.judgement import Judgement
 from precondattn_conformance.ecosystem.table import Table
@@ -13,8 +14,10 @@ from precondattn_conformance.report.printable import printable
 SECONDS = 120
 
 
-def run_snippets(table: Table, judgements: Iterable[Judgement]) -> None:
+def run_snippets(table: Table, judgements: Iterable[Judgement], *, jobs: int = 2) -> None:
     """Run the code of judgements of rows that were compared, and add what it prints to the table.
+
+    So many run at once.
 
     Raises
     ------
@@ -22,9 +25,9 @@ def run_snippets(table: Table, judgements: Iterable[Judgement]) -> None:
         if one fails.
     """
     table.printed.clear()
-    for judgement in judgements:
-        if judgement.code and any(row.checks for row in judgement.rows(table)):
-            table.printed[judgement.code] = printed(judgement.code)
+    codes = [j.code for j in judgements if j.code and any(row.checks for row in j.rows(table))]
+    with ThreadPoolExecutor(jobs) as threads:
+        table.printed.update(zip(codes, threads.map(printed, codes), strict=True))
 
 
 def printed(code: str) -> str:
