@@ -20,8 +20,10 @@ REPRESENTATIVES = (
     "path",
     "path[forget=scaled,flush=3]",  # Scores along products of reflections; rewritten cached rows.
     "deltaformer",  # A triangular solve with softmax weights.
-    "cross_covariance",  # Attention between channels.
+    "channel[scale_by=tokens]",  # Attention between channels.
+    "cross_covariance",  # The same, of channels of length 1.
     "nystrom[landmarks=5,skip=true]",  # An iterated inverse, through means of segments.
+    "outlook[stride=2,grid=5]",  # Logits in place of queries and keys; windows that overlap.
     "windowed[size=3,shift=1,scale=0.3]",  # Windows of a grid.
     # Recurrences, by what decays and what is written.
     "elu1(linear[normalize=true])",  # No decay; a second state, of the normalisation; features.

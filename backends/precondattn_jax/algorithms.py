@@ -16,11 +16,13 @@ from precondattn_jax.chunkwise import Chunkwise, SolvingChunkwise
 from precondattn_jax.definition import AlgorithmInLoops
 from precondattn_jax.deltaformer import DeltaFormerBlocks
 from precondattn_jax.lucid_solve import LucidSolveBlocks
+from precondattn_jax.outlook import OutlookRows
 from precondattn_jax.query_weighted import QueryWeighted
 from precondattn_jax.symmetric_lucid import SymmetricLucidSolveBlocks
 from precondattn_jax.windowed import WindowedBlocks
 from precondattn_portable.algorithm import TOKEN_WISE, AnyAlgorithm, AsDefined
 from precondattn_portable.backend import RECURRENCES
+from precondattn_portable.channel import ChannelProducts
 from precondattn_portable.cross_covariance import CrossCovarianceProducts
 from precondattn_portable.mesa_query import MesaQueryAlgorithm
 from precondattn_portable.nystrom import NystromKernels
@@ -47,6 +49,10 @@ class OfOneSequence(AlgorithmInLoops[LeafProtocol]):
         return self.output_as_defined(x, frame) if is_packed else super().output(x, frame)
 
 
+class ChannelInLoops(OfOneSequence, ChannelProducts):
+    """Algorithm of `Channel`."""
+
+
 class CrossCovarianceInLoops(OfOneSequence, CrossCovarianceProducts):
     """Algorithm of `CrossCovariance`."""
 
@@ -67,8 +73,10 @@ ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
     pa.DeltaFormer: DeltaFormerBlocks,
     pa.MesaQuery: MesaInLoops,
     pa.QueryWeightedQuery: QueryWeighted,
+    pa.Channel: ChannelInLoops,
     pa.CrossCovariance: CrossCovarianceInLoops,
     pa.Nystrom: NystromInLoops,
+    pa.Outlook: OutlookRows,
     pa.Windowed: WindowedBlocks,
     **dict.fromkeys(RECURRENCES, RecurrenceInLoops),
     **dict.fromkeys((pa.PreconditionedKey, pa.ConditionedQuery), RecurrenceInLoops),

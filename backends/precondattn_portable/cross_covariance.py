@@ -17,6 +17,7 @@ import precondattn as pa
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import repeat_heads, row_sum, sum_heads, transpose
+from precondattn.spec.whole_sequence import valid_as_both
 from precondattn_portable.layout import only_at, time_first
 from precondattn_portable.whole_sequence import WholeSequenceAlgorithm
 
@@ -27,14 +28,14 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
     name = "products over a sequence"
 
     def attend(self, x: Arrays, frame: Frame) -> Array:
-        ops, valid, h = self.ops, _both(frame), x["q"].shape[2]
+        ops, valid, h = self.ops, valid_as_both(frame.q_valid, frame.k_valid), x["q"].shape[2]
         q, k = (self._channels(valid, x[name], h)[0] for name in "qk")
         v = repeat_heads(self._rows(valid, x["v"]), h)
         weights = ops.softmax(x["logit_scale"][:, None, None] * ops.product(transpose(q), k))
         return time_first(ops.product(v, transpose(weights)))
 
     def attend_vjp(self, x: Arrays, frame: Frame, cotangent: Array) -> Arrays:
-        ops, valid, xp = self.ops, _both(frame), namespace(cotangent)
+        ops, valid, xp = self.ops, valid_as_both(frame.q_valid, frame.k_valid), namespace(cotangent)
         h, n, gamma = x["q"].shape[2], x["k"].shape[2], x["logit_scale"][:, None, None]
         (q, q_length), (k, k_length) = (self._channels(valid, x[name], h) for name in "qk")
         v, d_o = repeat_heads(self._rows(valid, x["v"]), h), self._rows(valid, cotangent)
@@ -64,11 +65,3 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         rows = self._rows(valid, x)
         length = self.ops.channel_lengths(rows, self.leaf.eps)
         return repeat_heads(rows / length, h), repeat_heads(length, h)
-
-
-def _both(frame: Frame) -> Array | None:
-    """Which tokens (b, t) are masked neither as queries nor as keys."""
-    q_valid, k_valid = frame.q_valid, frame.k_valid
-    if q_valid is None or k_valid is None:
-        return k_valid if q_valid is None else q_valid
-    return q_valid & k_valid

@@ -1,7 +1,8 @@
 """Inputs at which a formula that is right on paper overflows, underflows, or loses all digits.
 
 =============  ==================================================================================
-huge_logits    queries and keys so long that e^⟨q, k⟩ overflows: softmax has to subtract a maximum
+huge_logits    queries and keys so long that e^⟨q, k⟩ overflows, or logits that are given and as
+               large: softmax has to subtract a maximum
 tied_logits    the same with three distinct keys: several weights are equal, all others nearly 0
 tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
 extreme_gates  decays of 1, of almost 1, of nearly 0 and of 0, next to each other; β at its ends;
@@ -47,6 +48,8 @@ EXTREMES = (
 HUGE = {"float64": 2000.0}
 """The size of the logits, by dtype: e^710 overflows in float64, e^89 in float32."""
 HUGE_ELSEWHERE = 60.0
+SCALED = 4.0
+"""Of logits that are given: they are multiplied by a scale, which a mechanism has by default."""
 TINY = {"float64": 1e-8, "float32": 1e-6}
 TINY_ELSEWHERE = 2.0**-5
 JUMP = -9999.3
@@ -113,6 +116,8 @@ def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
         is_local = all(isinstance(leaf, pa.Softmax | pa.TokenWise) for leaf in leaves)
         has_rows = any(isinstance(leaf, pa.UnitRows) and leaf.axis == "token" for leaf in leaves)
         return is_local and has_rows and "v" in inputs and not _reads_exponentials(mechanism)
+    if kind == "huge_logits" and any(isinstance(leaf, pa.Channel | pa.Outlook) for leaf in leaves):
+        return True
     attends = _attends(mechanism)
     if kind == "tiny_logits":
         return attends and not any(_is_not_tiny(leaf) for leaf in leaves)
@@ -130,6 +135,8 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
         for name in ("q", "k", "q2", "k2"):
             if name in arrays and not mechanism.inputs[name].unit:
                 arrays[name] = factor * arrays[name]
+        if "logits" in arrays:
+            arrays["logits"] = SCALED * factor**2 * arrays["logits"]
     high = HIGH.get(dtype, HIGH_ELSEWHERE)
     if kind == "extreme_gates":
         for name, array in arrays.items():

@@ -3,6 +3,9 @@
 Which letters are heads and widths follows from the patterns of q, k and v:
 
     q: b t h d      k: b s n d      v: b s n e  or  b s u e
+
+Where logits take the place of queries and keys, their heads are those of queries, and the values'
+those of keys.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from precondattn.algebra.declaration import FIXED, Axis, Pattern
+from precondattn.algebra.declaration import FIXED, HEADS, Axis, Pattern
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.layers.parameters import MODEL
 
@@ -61,7 +64,7 @@ def sizes_of(
     }
     _check_numbers(given)
     q, k, v = _rows(mechanism)
-    of_q, of_k, of_v = (pattern.axes[-2].letter for pattern in (q, k, v))
+    of_q, of_k, of_v = (_heads(pattern).letter for pattern in (q, k, v))
     letters = {axis.letter for pattern in mechanism.inputs.values() for axis in pattern.axes}
     if kv_heads is not None and of_k == of_q and kv_heads != heads:
         raise ValueError(
@@ -106,7 +109,7 @@ def sizes_of(
     widths = {of_d: "head_dim", of_e: "head_dim"}
     names = {**NAMES, **widths, of_v: "heads", of_k: "kv_heads", of_q: "heads"}
     roles = {MODEL: Axis(WIDTH), "d": k.axes[-1], "e": v.axes[-1]}
-    roles |= {"h": q.axes[-2], "u": v.axes[-2]}
+    roles |= {"h": _heads(q), "u": _heads(v)}
     return Sizes(sizes, roles, names)
 
 
@@ -114,11 +117,17 @@ def _rows(mechanism: Mechanism) -> tuple[Pattern, Pattern, Pattern]:
     declared = (leaf.recurrence for leaf in mechanism.program.leaves)
     of_gate = any(each is not None and each.keys == "of the gate" for each in declared)
     names = ("q", "g" if of_gate else "k", "v")
+    if "logits" in mechanism.inputs:
+        names = ("logits", "v", "v")
     missing = [name for name in names if name not in mechanism.inputs]
     if missing:
         raise TypeError(f"mechanism: {mechanism} has no input {missing[0]}, and no layer")
     q, k, v = (mechanism.inputs[name] for name in names)
     return q, k, v
+
+
+def _heads(pattern: Pattern) -> Axis:
+    return next(axis for axis in pattern.axes if axis.letter in HEADS)
 
 
 def _check_numbers(given: Mapping[str, object]) -> None:

@@ -52,8 +52,9 @@ def vision_recipes(mechanism: str | Mechanism, *, qkv_bias: bool = True) -> dict
     mechanism = parse(mechanism) if isinstance(mechanism, str) else mechanism
     recipes: dict[str, Recipe] = {}
     for name, (call, formal) in meanings(mechanism.program).items():
-        if type(recipes_for(call.leaf).get(formal)) in (Projection, Rotary):
-            recipes[name] = Projection(bias=qkv_bias)
+        published = recipes_for(call.leaf).get(formal)
+        if isinstance(published, Projection) and type(published) in (Projection, Rotary):
+            recipes[name] = Projection(bias=qkv_bias or published.bias)
     call = output_call(mechanism.program, lambda call: OUT in recipes_for(call.leaf))
     if type(recipes_for(call.leaf).get(OUT, Unchanged())) is Unchanged:
         recipes[OUT] = Biased()

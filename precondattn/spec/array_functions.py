@@ -177,6 +177,11 @@ def softmax(x: Array) -> Array:
     return namespace(x).exp(log_softmax(x)[0])
 
 
+def softmax_vjp(weights: Array, d_weights: Array) -> Array:
+    """The gradient of the x of `softmax`, A ∘ (dA − rowsum(dA ∘ A))."""
+    return weights * (d_weights - row_sum(d_weights * weights))
+
+
 def mask_scores(visible: Array, scores: Array) -> Array:
     """The scores, −∞ at masked pairs. Exponents are always masked before `exp`."""
     return namespace(scores).where(visible, scores, -math.inf)

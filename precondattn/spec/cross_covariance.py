@@ -22,21 +22,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from precondattn.algebra.declaration import Inputs, ShapeError
+from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import Flops
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import non_negative
-from precondattn.arrays import Array, Arrays, Residuals, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.spec.array_functions import (
     repeat_heads,
-    row_sum,
     softmax,
+    softmax_vjp,
     sum_heads,
     swap_time_and_heads,
     transpose,
 )
 from precondattn.spec.l2_norm import l2_norm, l2_norm_vjp
-from precondattn.spec.whole_sequence import WholeSequence
+from precondattn.spec.whole_sequence import (
+    WholeSequence,
+    check_same_tokens,
+    only_valid,
+    valid_as_both,
+)
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,7 @@ class CrossCovariance(WholeSequence):
         return Offers(causal=False, row_axis="channel", normalizes_query=True)
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
-        t, s = sizes["t"], sizes["s"]
-        if t != s:
-            raise ShapeError(
-                f"{self}: channels are compared over the same tokens of queries and keys, so as "
-                f"many of both are expected; found t = {t} and s = {s}"
-            )
+        check_same_tokens(self, "channels are compared", sizes)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         product = 2.0 * sizes["t"] * sizes["d"] ** 2
@@ -96,8 +96,8 @@ class CrossCovariance(WholeSequence):
         self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
     ) -> tuple[Array, Array, Array]:
         """q, k and v (b, h, t, d), 0 at masked tokens."""
-        h, valid = x["q"].shape[2], _both(q_valid, k_valid)
-        q, k, v = (_only(valid, swap_time_and_heads(x[name])) for name in "qkv")
+        h, valid = x["q"].shape[2], valid_as_both(q_valid, k_valid)
+        q, k, v = (only_valid(valid, swap_time_and_heads(x[name])) for name in "qkv")
         return q, repeat_heads(k, h), repeat_heads(v, h)
 
     def _logits(self, x: Mapping[str, Array], q: Array, k: Array) -> tuple[Array, Array, Array]:
@@ -121,17 +121,16 @@ class CrossCovariance(WholeSequence):
         cotangent: Array,
     ) -> Arrays:
         xp, n = namespace(cotangent), x["k"].shape[2]
-        valid, factor = _both(q_valid, k_valid), x["logit_scale"][:, None, None]
+        valid, factor = valid_as_both(q_valid, k_valid), x["logit_scale"][:, None, None]
         q, k, v = self._rows(x, q_valid, k_valid)
         q_unit, k_unit, cosines = self._logits(x, q, k)
         weights = softmax(factor * cosines)
-        d_o = _only(valid, swap_time_and_heads(cotangent))
-        d_weights = transpose(d_o) @ v
-        d_logits = weights * (d_weights - row_sum(d_weights * weights))
+        d_o = only_valid(valid, swap_time_and_heads(cotangent))
+        d_logits = softmax_vjp(weights, transpose(d_o) @ v)
         d_q = l2_norm_vjp(transpose(q), self.eps, factor * d_logits @ k_unit)
         d_k = l2_norm_vjp(transpose(k), self.eps, factor * transpose(d_logits) @ q_unit)
         d_q, d_k, d_v = (
-            _only(valid, each) for each in (transpose(d_q), transpose(d_k), d_o @ weights)
+            only_valid(valid, each) for each in (transpose(d_q), transpose(d_k), d_o @ weights)
         )
         return {
             "q": swap_time_and_heads(d_q),
@@ -139,15 +138,3 @@ class CrossCovariance(WholeSequence):
             "v": swap_time_and_heads(sum_heads(d_v, n)),
             "logit_scale": xp.sum(d_logits * cosines, axis=(0, 2, 3)),
         }
-
-
-def _both(q_valid: Array | None, k_valid: Array | None) -> Array | None:
-    """Which tokens are masked neither as queries nor as keys."""
-    if q_valid is None or k_valid is None:
-        return k_valid if q_valid is None else q_valid
-    return q_valid & k_valid
-
-
-def _only(valid: Array | None, x: Array) -> Array:
-    """x (b, h, t, d), 0 at masked tokens."""
-    return x if valid is None else zero_where_not(valid[:, None, :, None], x)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from precondattn.algebra.declaration import ShapeError
 from precondattn.arrays import Array, namespace, running_maximum
 from precondattn.frame import Frame
 
@@ -108,6 +109,41 @@ def positions(frame: Frame) -> tuple[Array, Array]:
         is_first = xp.concat([segment[:, :1] != segment[:, :1], is_new], axis=1)
         k_position = k_position - running_maximum(xp.where(is_first, k_position, 0), axis=1)
     return k_position[:, k_position.shape[1] - t :], k_position
+
+
+def check_axes(name: str, grid: tuple[int, ...] | None, **options: tuple[int, ...]) -> None:
+    """Raise an error where an option has more numbers than the grid has axes."""
+    axes = 1 if grid is None else 2
+    for option, given in options.items():
+        if len(given) > axes:
+            raise ValueError(
+                f"{name}: {option} has a number for rows and one for columns, and grid=none has "
+                f"one axis; found {option}={given}"
+            )
+
+
+def check_tokens(
+    mechanism: object, grid: tuple[int, ...] | None, s: int, masks: frozenset[str]
+) -> None:
+    """Raise an error where s tokens, or packed sequences, do not fill a grid of fixed size."""
+    if grid is None or len(grid) == 1:
+        return
+    rows, columns = grid
+    if rows * columns != s:
+        raise ShapeError(
+            f"{mechanism}: a grid of {rows} rows and {columns} columns has {rows * columns} "
+            f"tokens; found s = {s} keys"
+        )
+    if "segment_ids" in masks:
+        raise ValueError(
+            f"{mechanism}: packed sequences have a grid each, and together fill one; give "
+            f"grid={columns}, which fixes no number of rows, or put them in the batch"
+        )
+
+
+def shortest(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """One number in place of two equal ones, so that equal mechanisms have equal options."""
+    return numbers[:1] if len(set(numbers)) == 1 else numbers
 
 
 def each_axis(numbers: Sequence[int], axes: int) -> tuple[int, ...]:

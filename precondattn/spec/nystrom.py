@@ -36,8 +36,8 @@ from precondattn.spec import token_convolution
 from precondattn.spec.array_functions import (
     mask_scores,
     repeat_heads,
-    row_sum,
     softmax,
+    softmax_vjp,
     sum_heads,
     swap_time_and_heads,
     transpose,
@@ -229,8 +229,3 @@ class Nystrom(WholeSequence):
             "v": swap_time_and_heads(sum_heads(d_v, n)),
             **gradients,
         }
-
-
-def softmax_vjp(weights: Array, d_weights: Array) -> Array:
-    """The gradient of the scores, A ∘ (dA − rowsum(dA ∘ A))."""
-    return weights * (d_weights - row_sum(d_weights * weights))

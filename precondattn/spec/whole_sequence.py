@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from precondattn.algebra.declaration import ShapeError
 from precondattn.algebra.mechanism import Leaf
 from precondattn.arrays import (
     Array,
@@ -93,6 +94,28 @@ class WholeSequence(Leaf):
 
 def _valid(frame: Frame) -> tuple[Array | None, Array | None]:
     return frame.q_valid, frame.k_valid
+
+
+def valid_as_both(q_valid: Array | None, k_valid: Array | None) -> Array | None:
+    """Which tokens are masked neither as queries nor as keys; None where none is masked."""
+    if q_valid is None or k_valid is None:
+        return k_valid if q_valid is None else q_valid
+    return q_valid & k_valid
+
+
+def check_same_tokens(leaf: Leaf, what: str, sizes: Mapping[str, int]) -> None:
+    """Raise an error where there are not as many queries as keys."""
+    t, s = sizes["t"], sizes["s"]
+    if t != s:
+        raise ShapeError(
+            f"{leaf}: {what} over the same tokens of queries and keys, so as many of both are "
+            f"expected; found t = {t} and s = {s}"
+        )
+
+
+def only_valid(valid: Array | None, x: Array) -> Array:
+    """x (b, h, t, d), 0 at masked tokens."""
+    return x if valid is None else zero_where_not(valid[:, None, :, None], x)
 
 
 def segment_numbers(ids: Array) -> Array:

@@ -39,7 +39,14 @@ from precondattn.spec.array_functions import (
     swap_time_and_heads,
     transpose,
 )
-from precondattn.spec.grid_windows import GridWindows, each_axis, positions
+from precondattn.spec.grid_windows import (
+    GridWindows,
+    check_axes,
+    check_tokens,
+    each_axis,
+    positions,
+    shortest,
+)
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.read import MEAN, Read
 
@@ -101,15 +108,9 @@ class Windowed(Leaf):
     read: Read = one_of(MEAN, LOG_MEAN_EXP)
 
     def check_together(self) -> None:
-        axes = 1 if self.grid is None else 2
+        check_axes(self.name, self.grid, size=self.size, shift=self.shift)
         for option in ("size", "shift"):
-            given = getattr(self, option)
-            if len(given) > axes:
-                raise ValueError(
-                    f"{self.name}: {option} has a number for rows and one for columns, and "
-                    f"grid=none has one axis; found {option}={given}"
-                )
-            object.__setattr__(self, option, _shortest(given))
+            object.__setattr__(self, option, shortest(getattr(self, option)))
         windows = self.windows
         for w, shift in zip(windows.size, windows.shift, strict=True):
             if shift >= w:
@@ -150,19 +151,7 @@ class Windowed(Leaf):
                 f"{self}: the queries are the last tokens of the grid, so there must not be more "
                 f"of them than keys; found t = {t} and s = {s}"
             )
-        if self.grid is None or len(self.grid) == 1:
-            return
-        if prod(self.grid) != s:
-            rows, columns = self.grid
-            raise ShapeError(
-                f"{self}: a grid of {rows} rows and {columns} columns has {rows * columns} tokens; "
-                f"found s = {s} keys"
-            )
-        if "segment_ids" in masks:
-            raise ValueError(
-                f"{self}: packed sequences have a grid each, and together fill one; give "
-                f"grid={self.grid[1]}, which fixes no number of rows, or put them in the batch"
-            )
+        check_tokens(self, self.grid, s, masks)
 
     def with_read(self, read: Read) -> Windowed:
         return replace(self, read=read)
@@ -220,11 +209,6 @@ class Windowed(Leaf):
         self, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
         raise NotImplementedError(f"{self}: is not causal, so it can not have a cache")
-
-
-def _shortest(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """One number in place of two equal ones, so that equal mechanisms have equal options."""
-    return numbers[:1] if len(set(numbers)) == 1 else numbers
 
 
 def _entries(table: Array, entry: Array) -> Array:

@@ -63,7 +63,7 @@ def loses_nothing_but_the_key(m):
     if m.offers.window is not None or any(p.is_pairwise for p in m.inputs.values()):
         return False
     return not any(
-        isinstance(leaf, pa.Nystrom | pa.Windowed)
+        isinstance(leaf, pa.Nystrom | pa.Outlook | pa.Windowed)
         or (isinstance(leaf, pa.UnitRows) and leaf.axis == "channel")
         for leaf in m.program.leaves
     )

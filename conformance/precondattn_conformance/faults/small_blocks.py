@@ -15,6 +15,7 @@ from precondattn_portable import (
     symmetric_lucid,
     triangular_inverse,
 )
+from precondattn_portable.outlook import OutlookRows
 from precondattn_portable.windowed import WindowedBlocks
 
 BLOCK = 4
@@ -28,6 +29,7 @@ SMALL = (
     (symmetric_lucid, {"DIRECT": 2 * BLOCK}),
     (triangular_inverse, {"LEAF": 2}),
     (WindowedBlocks, {"entries_together": 300}),
+    (OutlookRows, {"entries_together": 300}),
 )
 """The block sizes of each module or class of the blocked algorithms."""
 

@@ -1,4 +1,4 @@
-"""`VisionAttention`: the attention layer of ViT, Swin, XCiT and Nyströmformer, by its mechanism."""
+"""`VisionAttention`: the attention layer of any vision transformer, by its mechanism."""
 
 from __future__ import annotations
 

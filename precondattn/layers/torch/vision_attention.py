@@ -1,4 +1,4 @@
-"""`VisionAttention`: the attention layer of ViT, Swin, XCiT and Nyströmformer, by its mechanism."""
+"""`VisionAttention`: the attention layer of any vision transformer, by its mechanism."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class VisionAttention(Attention):
     ``windowed[size=7,grid=14/14,bias=true]``            `WindowAttention` of Swin and its windows
     ``windowed[size=7,shift=3,grid=14/14,bias=true]``    the same, shifted
     ``cross_covariance[eps=1e-24]``                      `XCA` of XCiT
+    ``channel``                                          `ChannelAttention` of DaViT
+    ``channel[scale_by=tokens]``                         `ChannelAttentionV2` of Florence-2
+    ``outlook[size=3,stride=2,grid=28/28]``              `OutlookAttention` of VOLO
     ===================================================  =====================================
 
     x has the tokens of an image, row by row.
@@ -35,7 +38,7 @@ class VisionAttention(Attention):
         Such as `"row_normalized(softmax[causal=false])"`. Without `causal=false`, softmax is
         causal.
     qkv_bias : bool
-        Whether the maps to q, k and v have biases.
+        Whether the maps to q, k and v have biases; that to the logits of `outlook` has one.
     recipes : dict, optional
         Other recipes than `precondattn.layers.vision.vision_recipes`.
     **sizes

@@ -28,7 +28,14 @@ def call_of(expression):
 @pytest.mark.parametrize("ops", [IN_PLACE, STANDARD], ids=["in place", "standard"])
 @pytest.mark.parametrize("mask", ["", "queries", "keys"])
 @pytest.mark.parametrize(
-    "expression", ["cross_covariance", "nystrom[landmarks=3]", "nystrom[landmarks=4,skip=true]"]
+    "expression",
+    [
+        "channel",
+        "channel[scale_by=tokens]",
+        "cross_covariance",
+        "nystrom[landmarks=3]",
+        "nystrom[landmarks=4,skip=true]",
+    ],
 )
 def test_a_packed_call_is_that_of_the_definition(expression, mask, ops):
     m, x, cotangent = call_of(expression)

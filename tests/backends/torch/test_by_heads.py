@@ -33,6 +33,7 @@ DIVIDED = [
     ("deltaformer", 6, 3),
     ("lucid(softmax[causal=false])", 4, 2),
     ("cross_covariance", 4, 4),
+    ("outlook[stride=2,grid=5]", 4, 2),
 ]
 """Expressions, query heads and key/value heads."""
 

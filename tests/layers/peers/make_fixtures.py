@@ -21,6 +21,10 @@ of timm,
                     VisionTransformer with two blocks, for images of 3 × 6 × 8, which x has as rows
                     of 48 pixels. It has as many logits, 144, as an image has numbers, so that out
                     has the shape of x
+    outlook         OutlookAttention of VOLO with a stride of 2, on a grid of 5 × 4: a bias of v
+    channel         ChannelAttention of DaViT: q, k and v with a bias
+    channel_by_tokens
+                    ChannelAttentionV2 of Florence-2, whose logits are divided by √N
 
 and of flash-linear-attention (`fla_layers.py`). Each has a file `NAME.npz`, all in float32:
 
@@ -53,6 +57,7 @@ TIMES = {
     "window": 24,
     "window_shifted": 24,
     "vision_transformer": 3,
+    "outlook": 20,
 }
 """Of layers that need another number of tokens."""
 
@@ -232,6 +237,30 @@ def vision_transformer():
     return 48, model, lambda x: model(x.reshape(BATCH, 3, 6, 8)).reshape(x.shape)
 
 
+def outlook():
+    """Outlook attention of timm, and its call."""
+    from timm.models.volo import OutlookAttention
+
+    layer = OutlookAttention(32, num_heads=4, stride=2, qkv_bias=True)
+    return 32, layer, lambda x: layer(x.reshape(BATCH, 5, 4, 32)).reshape(x.shape)
+
+
+def channel():
+    """Channel attention of timm's DaViT, and its call."""
+    from timm.models.davit import ChannelAttention
+
+    layer = ChannelAttention(32, num_heads=4, qkv_bias=True)
+    return 32, layer, layer
+
+
+def channel_by_tokens():
+    """That of its second version, and its call."""
+    from timm.models.davit import ChannelAttentionV2
+
+    layer = ChannelAttentionV2(32, num_heads=4)
+    return 32, layer, layer
+
+
 def without_kernels(module):
     """Let a module call its own PyTorch functions, where a wrapper would prefer kernels."""
     for name, function in list(vars(module).items()):
@@ -315,6 +344,7 @@ def main(names):
     ]
     later += [(of_function, make) for make in fla_layers.NEWER]
     later += [(of_module, xlstm)]
+    later += [(of_module, make) for make in (outlook, channel, channel_by_tokens)]
     for seed, (of, make) in enumerate([*modules, *functions, *later]):
         name = make.__name__
         if names and name not in names:

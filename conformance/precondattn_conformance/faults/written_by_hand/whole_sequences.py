@@ -9,6 +9,7 @@ from precondattn.spec import (
     nystrom,
     segment_means,
 )
+from precondattn.spec.channel import Channel
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, Fault, Function, inside
 from precondattn_conformance.faults.written_by_hand.written import written
 
@@ -28,13 +29,19 @@ def _of_channels() -> list[Fault]:
             "cross_covariance",
             BOTH,
             "padding and masked tokens in norms and products",
-            inside(cross_covariance, "_only", lambda true: lambda valid, x: x),
+            inside(cross_covariance, "only_valid", lambda true: lambda valid, x: x),
         ),
         written(
             "cross_covariance",
             BOTH,
             "keys that are masked in norms and products",
-            inside(cross_covariance, "_both", lambda true: lambda of_q, of_k: of_q),
+            inside(cross_covariance, "valid_as_both", lambda true: lambda of_q, of_k: of_q),
+        ),
+        written(
+            "channel[scale_by=tokens]",
+            BOTH,
+            "masked tokens in the number of tokens",
+            inside(Channel, "factor", lambda true: lambda self, q, valid: true(self, q, None)),
         ),
     ]
 
