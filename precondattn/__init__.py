@@ -6,6 +6,7 @@
 (2, 6, 4, 8)
 """
 
+from precondattn import diagnostics
 from precondattn.algebra import options
 from precondattn.algebra.declaration import Inputs, ShapeError
 from precondattn.algebra.flops import Flops
@@ -58,6 +59,7 @@ from precondattn.preconditioners import (
     Temperature,
 )
 from precondattn.spec import array_functions
+from precondattn.spec.channel import Channel
 from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
 from precondattn.spec.contraction_gate import ContractionGate
@@ -83,6 +85,7 @@ from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.mlstm import MLSTM
 from precondattn.spec.nystrom import Nystrom
+from precondattn.spec.outlook import Outlook
 from precondattn.spec.path import Path
 from precondattn.spec.positive_definite import NotSolvedError
 from precondattn.spec.preconditioned_key import PreconditionedKey
@@ -107,6 +110,7 @@ from precondattn.spec.windowed import Windowed
 from precondattn.shorthands import (
     atk,
     ccq,
+    channel,
     comba,
     contraction_gate,
     cross_covariance,
@@ -129,6 +133,7 @@ from precondattn.shorthands import (
     mesa,
     mlstm,
     nystrom,
+    outlook,
     path,
     per_dim_scale,
     qk_norm,
@@ -162,6 +167,7 @@ __all__ = [
     "ArraySpec",
     "Backend",
     "Cache",
+    "Channel",
     "Comba",
     "ConditionedQuery",
     "ContractionGate",
@@ -199,6 +205,7 @@ __all__ = [
     "NotSolvedError",
     "Nystrom",
     "Offers",
+    "Outlook",
     "PassedOverWarning",
     "Path",
     "PerDimScale",
@@ -238,12 +245,14 @@ __all__ = [
     "array_functions",
     "atk",
     "ccq",
+    "channel",
     "comba",
     "contraction_gate",
     "cross_covariance",
     "delta",
     "delta_product",
     "deltaformer",
+    "diagnostics",
     "differential",
     "dplr",
     "elu1",
@@ -267,6 +276,7 @@ __all__ = [
     "namespace",
     "nystrom",
     "options",
+    "outlook",
     "pair_values",
     "parse",
     "path",

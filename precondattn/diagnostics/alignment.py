@@ -9,7 +9,10 @@ and 29.
 
 from __future__ import annotations
 
-from precondattn.arrays import FLOATING, Array, cast, dtype_name, library_of, namespace, upcast
+import math
+
+from precondattn.arrays import Array, arange_like, cast, dtype_name, namespace, upcast
+from precondattn.diagnostics.checks import check_floating, check_like
 from precondattn.spec.l2_norm import l2_norm
 
 
@@ -93,15 +96,75 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
     >>> pa.alignment_gap(k, needle, rank=1).round(2)
     array([[-0.96]])
     """
-    _check_keys(k, rank)
-    _check_tokens("needle", needle, k)
-    xp = namespace(k)
-    if context is None:
-        context = xp.logical_not(needle)
-    else:
-        _check_tokens("context", context, k)
+    context = _context_of(k, needle, context, rank)
     share = alignment(k, rank)
     return _mean_of(share, needle) - _mean_of(share, context)
+
+
+def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
+    """How well a small alignment finds the needle: the share of its keys that are hit.
+
+    Of m keys of the needle those are hit that are among the m least aligned keys of needle and
+    context. The rate is 1 where the needle is less aligned than all others, and on average
+    m / (m + c), with c keys of the context, where alignment does not tell them apart. Among
+    alignments that are equal up to rounding the hits are shared evenly.
+
+    Parameters
+    ----------
+    k, needle, context, rank
+        As in `alignment_gap`.
+
+    Returns
+    -------
+    array (b, n)
+        In [0, 1]; NaN where a sequence has no needle or no context. Keys whose alignment is NaN
+        are ignored.
+
+    Raises
+    ------
+    TypeError, ValueError
+        as `alignment_gap` does.
+
+    Examples
+    --------
+    The last key is hit, and one of the four others, which are equally aligned:
+
+    >>> import numpy as np, precondattn as pa
+    >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
+    >>> needle = np.asarray([[False, False, False, True, True]])
+    >>> pa.diagnostics.alignment_hits(k, needle, rank=1)
+    array([[0.625]])
+    """
+    context = _context_of(k, needle, context, rank)
+    xp = namespace(k)
+    share = alignment(k, rank)
+    needle, context = (tokens[:, :, None] & (share == share) for tokens in (needle, context))
+
+    def count(chosen: Array) -> Array:
+        return xp.sum(cast(chosen, share.dtype), axis=1, keepdims=True)
+
+    wanted = count(needle)
+    share = xp.where(needle | context, share, math.inf)
+    place = arange_like(k.shape[1], k)[None, :, None]
+    is_last = place == cast(wanted, place.dtype) - 1
+    last = xp.sum(xp.where(is_last, xp.sort(share, axis=1), 0.0), axis=1, keepdims=True)
+    rounding = 16 * k.shape[3] * xp.finfo(share.dtype).eps
+    less, equal = share < last - rounding, xp.abs(share - last) <= rounding
+    free, ties = wanted - count(less), count(equal)
+    hits = count(needle & less) + count(needle & equal) * free / xp.where(ties > 0, ties, 1.0)
+    is_some = (wanted > 0) & (count(context) > 0)
+    rate = xp.where(is_some, hits / xp.where(is_some, wanted, 1.0), float("nan"))
+    return rate[:, 0, :]
+
+
+def _context_of(k: Array, needle: Array, context: Array | None, rank: int) -> Array:
+    """The context, by default all tokens but the needle's; the arguments are checked."""
+    _check_keys(k, rank)
+    _check_tokens("needle", needle, k)
+    if context is None:
+        return namespace(k).logical_not(needle)
+    _check_tokens("context", context, k)
+    return context
 
 
 def _mean_of(share: Array, tokens: Array) -> Array:
@@ -114,27 +177,13 @@ def _mean_of(share: Array, tokens: Array) -> Array:
 
 
 def _check_keys(k: Array, rank: int) -> None:
-    from precondattn.execution.array_checks import check_stored
-
-    if library_of(k) is None:
-        raise TypeError(f"k must be an array; found {type(k).__name__}")
-    check_stored("k", k)
-    if dtype_name(k) not in FLOATING:
-        raise TypeError(f"k must be of a floating dtype; found {dtype_name(k)}")
-    if k.ndim != 4:
-        raise ValueError(f"k must be an array (b, s, n, d); found shape {tuple(k.shape)}")
+    check_floating("k", k, "(b, s, n, d)")
     is_whole = isinstance(rank, int) and not isinstance(rank, bool)
     if not is_whole or not 1 <= rank <= k.shape[3]:
         raise ValueError(f"rank must be a whole number from 1 to d = {k.shape[3]}; found {rank!r}")
 
 
 def _check_tokens(name: str, tokens: Array, k: Array) -> None:
-    if library_of(tokens) != library_of(k):
-        raise TypeError(
-            f"{name} must be an array of {library_of(k)}, as k; found {type(tokens).__name__}"
-        )
-    if tuple(tokens.shape) != tuple(k.shape[:2]) or dtype_name(tokens) != "bool":
-        raise ValueError(
-            f"{name} must be boolean of shape (b, s) = {tuple(k.shape[:2])}; found "
-            f"{dtype_name(tokens)} of shape {tuple(tokens.shape)}"
-        )
+    check_like(name, tokens, k, "(b, s)", tuple(k.shape[:2]))
+    if dtype_name(tokens) != "bool":
+        raise ValueError(f"{name} must be boolean; found {dtype_name(tokens)}")

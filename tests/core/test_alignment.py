@@ -183,6 +183,68 @@ def test_a_sequence_without_needle_or_context_has_gap_nan_without_a_warning(empt
     assert_close(out[:1], gaps(k[:1], masks["needle"][:1], masks["context"][:1], 2))
 
 
+# Hits
+
+
+def hits(k, needle, context, rank):
+    """The mean over all orders of equal alignments, which are rounded."""
+    share = np.round(shares(k, rank), 11)
+    out = np.full(share.shape[::2], np.nan)
+    for b, n in np.ndindex(out.shape):
+        counted = (needle[b] | context[b]) & ~np.isnan(share[b, :, n])
+        m = np.sum(needle[b] & counted)
+        found = []
+        for i in np.flatnonzero(needle[b] & counted):
+            others = share[b, counted, n]
+            less, equal = np.sum(others < share[b, i, n]), np.sum(others == share[b, i, n])
+            found.append(np.clip((m - less) / equal, 0, 1))
+        out[b, n] = np.mean(found)
+    return out
+
+
+@sampled
+@given(keys(shortest=4), st.data())
+def test_hits_are_needles_among_the_least_aligned_keys(given, data):
+    rng, k, rank = given
+    b, s = k.shape[:2]
+    needle, context = np.zeros((2, b, s), dtype=bool)
+    for row in range(b):
+        cut = data.draw(st.integers(1, s - 2))
+        order = rng.permutation(s)
+        needle[row, order[:cut]] = True
+        context[row, order[cut:-1]] = True
+    for others, of in ((None, ~needle), (context, context)):
+        out = pa.diagnostics.alignment_hits(k, needle, others, rank)
+        assert_close(out, hits(k, needle, of, rank), size=1)
+
+
+def test_a_needle_off_the_top_eigenspace_is_hit_and_an_ordinary_one_is_not():
+    k, needle = with_needle(np.random.default_rng(0))
+    assert np.all(pa.diagnostics.alignment_hits(k, needle, rank=2) == 1)
+    ordinary = np.roll(needle, 5, axis=1)
+    assert np.all(pa.diagnostics.alignment_hits(k, ordinary, rank=2) == 0)
+
+
+def test_equal_alignments_share_the_hits_evenly():
+    """Three pairs of opposite keys on axes of equal weight, of which the last varies least."""
+    k = np.repeat(np.eye(4)[[0, 0, 1, 1, 1, 2]], 2, axis=0) * np.resize([1, -1], 12)[:, None]
+    k = k.reshape(1, 12, 1, 4)
+    needle = np.zeros((1, 12), dtype=bool)
+    needle[0, [0, 4, 10]] = True  # The most aligned axis is that of keys 4 to 9.
+    out = pa.diagnostics.alignment_hits(k, needle, rank=1)
+    assert_close(out, np.array([[2 * 3 / 6 / 3]]))  # Two of six keys with share 0, for three hits.
+
+
+@pytest.mark.parametrize("empty", ["needle", "context"])
+def test_hits_without_needle_or_context_are_nan_without_a_warning(empty):
+    k, needle = with_needle(np.random.default_rng(0))
+    masks = {"needle": needle, "context": ~needle}
+    masks[empty][1] = False
+    out = pa.diagnostics.alignment_hits(k, **masks, rank=2)
+    assert np.all(np.isnan(out[1]))
+    assert np.all(out[0] == 1)
+
+
 # The keys of a trained model
 
 
@@ -220,6 +282,10 @@ def test_every_library_gives_equal_results_in_its_own_arrays(library):
         (
             pa.alignment_gap(array(k), array(needle), array(context), rank=2),
             gaps(k, needle, context, 2),
+        ),
+        (
+            pa.diagnostics.alignment_hits(array(k), array(needle), array(context), rank=2),
+            hits(k, needle, context, 2),
         ),
     ]:
         assert type(result) is type(array(k))

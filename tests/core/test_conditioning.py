@@ -1,0 +1,126 @@
+"""κ and μ of matrices (Preconditioned Attention, Definition 4.1, Theorem 4.2 and Eq. 10).
+
+They are computed here without singular values: κ² and μ² of A from the eigenvalues and the
+determinant of its smaller Gram matrix.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import precondattn as pa
+from tests.core.in_every_library import LIBRARIES, assert_same_in
+from tests.mathematics.identities import assert_close
+
+sampled = settings(max_examples=25, deadline=None, database=None)
+condition_number, log_mu, mu = (
+    getattr(pa.diagnostics, name) for name in ("condition_number", "log_mu", "mu")
+)
+
+
+@st.composite
+def matrices(draw):
+    """Matrices (2, 3, n, d) of full rank, tall or wide, of rows that differ in length."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    n, d = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    return 10.0 ** rng.uniform(-1, 1, size=(2, 3, n, 1)) * rng.normal(size=(2, 3, n, d))
+
+
+def gram(a):
+    return a @ a.swapaxes(-1, -2) if a.shape[-2] < a.shape[-1] else a.swapaxes(-1, -2) @ a
+
+
+@sampled
+@given(matrices())
+def test_kappa_is_the_root_of_the_ratio_of_eigenvalues_of_the_gram_matrix(a):
+    eigenvalues = np.linalg.eigvalsh(gram(a))
+    kappa = condition_number(a)
+    assert kappa.shape == a.shape[:2]
+    expected = np.sqrt(eigenvalues[..., -1] / eigenvalues[..., 0])
+    assert np.all(np.abs(kappa / expected - 1) <= 1e-13 * kappa**2)  # Of the Gram matrix.
+
+
+@sampled
+@given(matrices())
+def test_mu_is_that_of_equation_10_by_the_determinant(a):
+    size = min(a.shape[-2:])
+    _, log_determinant = np.linalg.slogdet(gram(a))
+    norm = np.sqrt(np.sum(a**2, axis=(-1, -2)) / size)
+    expected = math.log(2) - log_determinant / 2 + size * np.log(norm)
+    assert np.all(np.abs(log_mu(a) - expected) <= 1e-13 * size * condition_number(a) ** 2)
+    assert_close(np.log(mu(a)), log_mu(a))
+
+
+@sampled
+@given(matrices(), st.floats(-100, 100))
+def test_mu_bounds_kappa_and_no_factor_of_the_matrix_matters(a, exponent):
+    assert np.all(np.log(condition_number(a)) < log_mu(a))
+    scaled = 10.0**exponent * a
+    assert_close(condition_number(scaled) / condition_number(a), np.ones((2, 3)))
+    assert_close(log_mu(scaled), log_mu(a))
+
+
+def test_equal_singular_values_have_the_least_kappa_and_mu():
+    rotations = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 7, 7)))[0]
+    for columns in (7, 4):
+        assert_close(condition_number(3 * rotations[..., :columns]), np.ones(3))
+        assert_close(mu(3 * rotations[..., :columns]), np.full(3, 2.0))
+
+
+@pytest.mark.parametrize("a", [np.zeros((3, 2)), np.diag([2.0, 1.0, 0.0])], ids=["zero", "rank 2"])
+def test_a_singular_value_of_0_gives_infinity_without_a_warning(a):
+    assert [condition_number(a), log_mu(a), mu(a)] == [math.inf] * 3
+
+
+def test_a_mu_beyond_the_dtype_is_infinite_and_its_logarithm_is_not():
+    a = np.diag(10.0 ** np.arange(-40, 40))
+    assert mu(a) == math.inf
+    assert 1e3 < log_mu(a) < 1e4
+
+
+def test_of_attention_they_are_those_of_each_heads_output():
+    """Also of clustered keys, of grouped heads and of a zero key."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 13, heads, 5)) for heads in (4, 2, 2))
+    k[:, 6:] = k[:, :7]
+    k[:, 3] = 0
+    out = np.moveaxis(pa.softmax(q, k, v), 2, 1)
+    for b, h in np.ndindex(2, 4):
+        alone = np.linalg.cond(pa.softmax(q, k, v)[b, :, h])
+        assert_close(condition_number(out)[b, h], alone)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_library_gives_equal_results_in_its_own_arrays(library):
+    a = np.random.default_rng(0).normal(size=(2, 5, 3))
+    a[1] = 0
+    for function in (condition_number, log_mu, mu):
+        assert_same_in(library, function, a)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_half_precision_is_computed_in_float32(dtype):
+    torch = pytest.importorskip("torch")
+    a = torch.asarray(np.random.default_rng(0).normal(size=(8, 3))).to(getattr(torch, dtype))
+    for function in (condition_number, log_mu, mu):
+        result = function(a)
+        assert result.dtype == torch.float32
+        assert abs(float(result) - float(function(a.double()))) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("a", "error", "message"),
+    [
+        ([[1.0]], TypeError, r"a must be an array; found list"),
+        (np.ones((2, 2), dtype=int), TypeError, r"a must be of a floating dtype; found int64"),
+        (np.ones(3), ValueError, r"a must be an array \(…, n, d\); found shape \(3,\)"),
+        (np.ones((2, 0, 3)), ValueError, r"a must have a row and a column; found .*\(2, 0, 3\)"),
+    ],
+)
+def test_anything_but_an_array_of_matrices_is_refused(a, error, message):
+    for function in (condition_number, log_mu, mu):
+        with pytest.raises(error, match=message):
+            function(a)
