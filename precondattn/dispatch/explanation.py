@@ -55,14 +55,13 @@ class Explanation:
         if len(self.plan.calls) > 1 and {*self.backends} != {REFERENCE.name}:
             lines.append(f"  no fused kernel: the {len(self.plan.calls)} pieces run separately")
             lines += [f"  {self._reason(c)}" for c in shown if self._is_of_fused(c)]
-        of_pieces = [c for c in shown if not self._is_of_fused(c)]
-        if of_pieces:
-            lines.append("not chosen:")
-        lines += [self._reason(c) for c in of_pieces]
+        not_chosen = [self._reason(c) for c in shown if not self._is_of_fused(c)]
+        for name, error in self.discovered.broken:
+            not_chosen.append(f"  {name} could not be imported: {error}")
+        if not_chosen:
+            lines += ["not chosen:", *not_chosen]
         if hidden:
             lines.append(f"for other array libraries: {', '.join(sorted(hidden))}")
-        for name, error in self.discovered.broken:
-            lines.append(f"  {name} could not be imported: {error}")
         return "\n".join(lines)
 
     def _is_of_fused(self, considered: Considered) -> bool:

@@ -113,8 +113,11 @@ def uncached_plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, without a warning, and not kept for later calls."""
-    return _plan.__wrapped__(mechanism, request, capacity, allowed, discover())[0]
+    """The plan for a request, without a warning, and not kept for later calls.
+
+    It is not run, so that backends whose code can not be imported are among those not chosen.
+    """
+    return _plan.__wrapped__(mechanism, request, capacity, allowed, discover(), True)[0]
 
 
 @lru_cache(maxsize=KEPT)
@@ -140,6 +143,7 @@ def _plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None,
     discovered: Discovered,
+    is_described: bool = False,
 ) -> tuple[CallPlan, str | None]:
     program = mechanism.program
     if is_empty([shape for _, shape in request.shapes]):
@@ -162,7 +166,7 @@ def _plan(
         piece, arguments, names = _piece(program, calls)
         piece_request = _request_for(arguments, request, shapes)
         for backend in backends:
-            answer = query(backend, piece, piece_request)
+            answer = query(backend, piece, piece_request, is_described)
             if allowed is None and not isinstance(answer, Support):
                 answer = _by_default(backend, piece, piece_request, answer)
             if isinstance(answer, Support):
@@ -198,14 +202,24 @@ def _plan(
     return plan, _passed_over(mechanism, request, plan, backends)
 
 
-def query(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
-    """A backend's answer. Requests that it can not support in general are answered without it."""
+def query(
+    backend: Backend, piece: Piece, request: Request, is_described: bool = False
+) -> Runner | Support:
+    """A backend's answer. Requests that it can not support in general are answered without it.
+
+    In a plan that is only described, code that can not be imported is a reason to decline.
+    """
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
         return Support.no(f"supports arrays of {supported}, not of {request.library}")
     if request.transformed and backend is not REFERENCE:
         return Support.no("only the reference supports differentiation by torch.func")
-    answer = prepare(backend, piece, request)
+    try:
+        answer = prepare(backend, piece, request)
+    except ImportError as error:
+        if not is_described:
+            raise
+        return Support.no(f"could not be imported: {type(error).__name__}: {error}")
     if isinstance(answer, Support) or answer.differentiable or request.library != "torch":
         return answer
     is_differentiated = request.verb == "extend" and request.differentiated

@@ -64,11 +64,15 @@ class KernelBackend(Backend):
         """The reason why the backend does not support a request; None where it does."""
         if (reason := self.refuses_request(request)) is not None:
             return reason
+        kernels = self.kernels(mechanism)
+        reason = None if kernels is None else self.refuses_kernels(kernels, request)
+        return self.refusal_of_kernels(mechanism, request) if reason is None else reason
+
+    def refusal_of_kernels(self, mechanism: Piece, request: Request) -> str | None:
+        """The reason why the kernels do not support a request, whatever device is here; or None."""
         if (kernels := self.kernels(mechanism)) is None:
             lack = lack_in(self.table, mechanism)
             return f"has no kernels for {mechanism}{self.on_device()}{lack}"
-        if (reason := self.refuses_kernels(kernels, request)) is not None:
-            return reason
         if not hasattr(kernels, VERBS[request.verb]):
             return f"has no {VERBS[request.verb]} of {mechanism}"
         refusal: str | None = kernels.refuses(mechanism, request)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.dispatch.described import explain_described
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance.inputs import CallLayout, make_inputs
 
@@ -23,7 +24,31 @@ def test_backends_are_discovered_by_entry_points_and_a_broken_one_is_listed_with
         ("broken", "AttributeError: module 'third_party_backend' has no attribute 'Missing'"),
     )
     explained = str(pa.Lucid().explain(**inputs_of("lucid")))
-    assert "broken could not be imported: AttributeError" in explained
+    _, _, not_chosen = explained.partition("not chosen:\n")
+    assert "broken could not be imported: AttributeError" in not_chosen
+
+
+def test_a_described_plan_has_a_backend_whose_code_can_not_be_imported_with_the_reason():
+    class Importing(pa.Backend):
+        name, preference = "importing", 100
+
+        def supports(self, mechanism, request):
+            raise ModuleNotFoundError("No module named 'some_compiler'")
+
+        def forward(self, mechanism, inputs, frame):
+            raise NotImplementedError
+
+    pa.register_backend(Importing())
+    try:
+        explained = explain_described(pa.Softmax(), "numpy", "float32", None, "forward", {"t": 4})
+        assert (
+            "importing for softmax: could not be imported: "
+            "ModuleNotFoundError: No module named 'some_compiler'"
+        ) in str(explained)
+        with pytest.raises(ModuleNotFoundError, match="some_compiler"):
+            pa.softmax(**inputs_of("softmax"))
+    finally:
+        pa.unregister_backend("importing")
 
 
 def test_without_entry_points_only_the_reference_is_available(only_the_reference):
