@@ -67,6 +67,25 @@ def ccq(
     Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
     """
 
+def channel(
+    q: Annotated[Array, "b t h d"],
+    k: Annotated[Array, "b s n d"],
+    v: Annotated[Array, "b s n d"],
+    *,
+    scale: float | None = None,
+    scale_by: Literal["width", "tokens"] = "width",
+    segment_ids: Array | None = None,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    lengths: Array | Sequence[int] | None = None,
+    key_mask: Array | None = None,
+    backend: BackendNames = None,
+) -> Array:
+    """Attention between channels: o_t = softmax(s qᵀ k) v_t.
+
+    `Channel`, built from its options and called. An optional input sets its own.
+    Options: scale, scale_by.
+    """
+
 def comba(
     q: Annotated[Array, "b t h d"],
     k: Annotated[Array, "b s h d unit row"],
@@ -476,6 +495,7 @@ def lucid(
     rho: float | None = None,
     tolerance: float | None = None,
     iterations: int | None = None,
+    metric: Literal["base", "dot"] = "base",
     causal: bool = True,
     window: int | None = None,
     bias: bool | Annotated[Array, "1|b 1|h t s"] = False,
@@ -492,7 +512,7 @@ def lucid(
     """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
 
     `Lucid`, built from its options and called. An optional input sets its own.
-    Options: normalize, scale, eps, beta, detach_max, rho, tolerance, iterations.
+    Options: normalize, scale, eps, beta, detach_max, rho, tolerance, iterations, metric.
     Those of the softmax inside: causal, window, bias, forget, read, softcap, sink.
     """
 
@@ -561,6 +581,26 @@ def nystrom(
 
     `Nystrom`, built from its options and called. An optional input sets its own.
     Options: landmarks, iterations, scale, start, skip.
+    """
+
+def outlook(
+    logits: Annotated[Array, "b t h 3 3"],
+    v: Annotated[Array, "b s n e"],
+    *,
+    size: int | Sequence[int] = (3,),
+    stride: int | Sequence[int] = (1,),
+    grid: int | Sequence[int] | None = None,
+    scale: float | None = None,
+    segment_ids: Array | None = None,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    lengths: Array | Sequence[int] | None = None,
+    key_mask: Array | None = None,
+    backend: BackendNames = None,
+) -> Array:
+    """Outlook attention (VOLO): softmax attention among the tokens of a window around each token.
+
+    `Outlook`, built from its options and called. An optional input sets its own.
+    Options: size, stride, grid, scale.
     """
 
 def path(

@@ -1,9 +1,11 @@
 """What the decoders of both frameworks share: declared weights, sizes, and checks.
 
-    block:    x ← x + attention(norm(x)),    x ← x + W₃ (SiLU(W₁ y) ∘ W₂ y) with y = norm(x)
+    block:    x ← x + attention(norm(x)),    x ← x + MLP(norm(x))
+    gated:    MLP(y) = W₃ (SiLU(W₁ y) ∘ W₂ y)
+    plain:    MLP(y) = W₂ GELU(W₁ y)
     decoder:  logits = norm(block(… block(E[tokens]))) Eᵀ
 
-The norms are RMS norms with a gain, and the MLP is that of arXiv 2002.05202, Eq. 6.
+The norms are RMS norms with a gain, and the gated MLP is that of arXiv 2002.05202, Eq. 6.
 """
 
 from __future__ import annotations
@@ -11,16 +13,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, dtype_name, is_compiling, library_of
 from precondattn.given import Arguments, Given
-from precondattn.layers.functions import LinearMap, linear, silu
+from precondattn.layers.functions import LinearMap, gelu, linear, silu
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.parameters import Constant, FanIn, Normal
 
 EPS = 1e-6
+MLPS = ("gated", "plain")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
 Layers = Sequence[str | Mechanism | Mapping[str, Any]]
@@ -31,11 +35,13 @@ def gain_weight(width: int) -> Weight:
     return Weight((width,), Constant(1), ("embed",))
 
 
-def mlp_maps(width: int, hidden: int) -> tuple[Map, ...]:
-    """The three linear maps of a gated MLP, which start as `FanIn`."""
+def mlp_maps(width: int, hidden: int, mlp: str) -> tuple[Map, ...]:
+    """The linear maps of a gated MLP, three, or of a plain one, two, which start as `FanIn`."""
     inward = Weight((width, hidden), FanIn(), ("embed", "mlp"))
     outward = Weight((hidden, width), FanIn(), ("mlp", "embed"))
     weights = {"gate": inward, "up": inward, "down": outward}
+    if mlp == "plain":
+        del weights["gate"]
     return tuple(
         Map.of_weight(f"{name}_proj", "", name, "", 1, own) for name, own in weights.items()
     )
@@ -45,15 +51,27 @@ def embedding_weight(vocabulary: int, width: int) -> Weight:
     return Weight((vocabulary, width), Normal(0.02), ("vocab", "embed"))
 
 
-def gated_mlp(y: Array, gate: LinearMap, up: LinearMap, down: LinearMap) -> Array:
-    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
-    return linear(silu(linear(y, gate)) * linear(y, up), down)
+def mlp_output(y: Array, *maps: LinearMap) -> Array:
+    """W₃ (SiLU(W₁ y) ∘ W₂ y) of three maps, and W₂ GELU(W₁ y) of two."""
+    *inward, down = (partial(linear, weight=each) for each in maps)
+    if len(inward) == 1:
+        return down(gelu(inward[0](y)))
+    gate, up = inward
+    return down(silu(gate(y)) * up(y))
 
 
-def hidden_width(width: int, hidden: int | None) -> int:
-    """The inner width of the MLP: 8/3 of the width, a multiple of 8, if none is given."""
+def check_mlp(mlp: object) -> None:
+    if mlp not in MLPS:
+        raise ValueError(f"mlp must be 'gated' or 'plain'; found {mlp!r}")
+
+
+def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
+    """The inner width of the MLP, with which both kinds have 8 width² weights, if none is given.
+
+    It is 4 times the width, or in a gated MLP 8/3 of it, as a multiple of 8.
+    """
     if hidden is None:
-        return -(-8 * width // 24) * 8
+        return 4 * width if mlp == "plain" else -(-8 * width // 24) * 8
     if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1:
         raise ValueError(f"hidden must be a whole number, 1 or above; found {hidden!r}")
     return hidden

@@ -77,6 +77,13 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x) if native is None else native.silu(x)
 
 
+def gelu(x: Array) -> Array:
+    """x Φ(x), with Φ the normal distribution function; of PyTorch and JAX only."""
+    native = _native(x)
+    exact = {} if library_of(x) == "torch" else {"approximate": False}
+    return native.gelu(x, **exact)
+
+
 def softplus(x: Array) -> Array:
     """log(1 + eˣ)."""
     native, xp = _native(x), namespace(x)

@@ -12,6 +12,7 @@ from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.arrays import Shape
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call
+from precondattn.layers.norm_order import norm_before_rotation
 from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe
 from precondattn.layers.recipes import Unchanged, recipes_for
@@ -101,8 +102,9 @@ def plan_for(
         mechanism = parse(mechanism)
     if not isinstance(mechanism, Mechanism):
         raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+    mechanism, recipes = norm_before_rotation(mechanism, recipes or {})
     sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
-    return plan_of(mechanism, width, _in_order(_entries(mechanism, dict(recipes or {}))), sizes)
+    return plan_of(mechanism, width, _in_order(_entries(mechanism, recipes)), sizes)
 
 
 def plan_of(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, names
 from precondattn.spec.difference import Difference
@@ -73,6 +73,11 @@ class Differential(Preconditioner):
             takes = ", ".join(self.base.inputs)
             return f"paired names {', '.join(unknown)}, and the base takes {takes}"
         return None
+
+    def _instead(self) -> Mechanism | None:
+        if "logits" in self.base.inputs:
+            return with_base(self, self.base, paired=("logits",))
+        return super()._instead()
 
     def steps(self) -> tuple[Step, ...]:
         return (

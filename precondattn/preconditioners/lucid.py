@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, Step, step, with_base
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import (
     choice,
@@ -60,10 +60,13 @@ class Lucid(Preconditioner):
         Around a base that is not causal only, whose system is (Φ + ρ I) y = v over all tokens:
         ρ > 0, by default 1e-3, with |P_ij| ≤ 1/ρ; and the tolerance and the largest number of
         iterations of its solve (`SymmetricLucidSolve`), which is checked and has no cache.
+    metric : {"base", "dot"}
+        The score function in Φ: that of the base, or the dot product. They differ around `path`
+        only, whose own metric transports the key to the later token.
 
     Source
     ------
-    LUCID, Eq. 2 and Table 5; its 3.4 for beta.
+    LUCID, Eq. 2 and Table 5; its 3.4 for beta. The metric around `path` is this library's reading.
 
     Examples
     --------
@@ -90,6 +93,7 @@ class Lucid(Preconditioner):
         "lucid(softmax[scale=0.3])",
         "lucid(softmax[bias=true])",
         "lucid(path[flush=3])",
+        "lucid[metric=dot](path)",
         "lucid(qk_norm[gain=true])",
         "lucid(softmax[causal=false])",
         "lucid[rho=0.1,scale=0.3](softmax[causal=false])",
@@ -105,6 +109,7 @@ class Lucid(Preconditioner):
     rho: float | None = positive_or_none()
     tolerance: float | None = positive_or_none()
     iterations: int | None = count_or_none()
+    metric: str = choice("base", "dot")
 
     def check_together(self) -> None:
         if self.detach_max and self.normalize != "rows":
@@ -142,6 +147,8 @@ class Lucid(Preconditioner):
                 "lucid needs a base that exponentiates a score function, and one that no other "
                 "preconditioner has used (what it does to softmax, delta does to linear)"
             )
+        if self.metric == "dot" and base.metric is DOT:
+            return "metric=dot leaves out how path transports keys, and this base transports none"
         if base.causal:
             given = [name for name in SYMMETRIC if getattr(self, name) is not None]
             if given:
@@ -159,6 +166,12 @@ class Lucid(Preconditioner):
                 "change it again"
             )
         return None
+
+    def _instead(self) -> Mechanism | None:
+        instead = super()._instead()
+        return instead or (
+            with_base(self, self.base, metric="base") if self.metric == "dot" else None
+        )
 
     @property
     def _normalizes_all(self) -> bool:
@@ -200,7 +213,7 @@ class Lucid(Preconditioner):
             given = {name: value for name, value in given.items() if value is not None}
             return SymmetricLucidSolve(scale=scale, normalize=normalize, eps=eps, **given)
         return LucidSolve(
-            metric=base.metric,
+            metric=DOT if self.metric == "dot" else base.metric,
             scale=scale,
             window=base.window,
             normalize=normalize,

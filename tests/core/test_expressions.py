@@ -152,7 +152,7 @@ def test_spaces_order_and_defaults_make_no_difference(text, canonical):
         ("lucid(sofmax)", "unknown mechanism 'sofmax' (did you mean 'softmax'?)"),
         (
             "xyz",
-            "'xyz': unknown mechanism 'xyz'; known are atk, ccq, comba, cross_covariance",
+            "'xyz': unknown mechanism 'xyz'; known are atk, ccq, channel, comba, cross_covariance",
         ),
         (
             "lucid[epz=0]",

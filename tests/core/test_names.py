@@ -21,7 +21,7 @@ TOOLS = tuple(
 
 SHARED = {
     # The layer of PyTorch, and its twin of Flax.
-    LAYERS: """Affine Attention Block Decoder GatedMLP MLP ModuleMap Patches VisionAttention
+    LAYERS: """Affine Attention Block BlockMLP Decoder MLP ModuleMap Patches VisionAttention
         VisionBlock VisionTransformer _Draw""",
     # The module of a layer, and the leaf or the recipe that it computes.
     (*LAYERS, "precondattn/spec", "precondattn/layers/recipes"): "LayerNorm Norm",
@@ -31,7 +31,7 @@ SHARED = {
     # What computes the same in several backends.
     BLOCKS: """AttentionBlocks CappedScores ChannelDecay ChunkWork DeltaFormerBlocks DeltaRule
         DotScores ForgetGate HeadAdditive KeyAdditive KeyDeltaRule LogMeanExpRead LucidSolveBlocks
-        Mask MeanAndLogSumRead MeanRead QueryWeighted ReadRows Similarities
+        Mask MeanAndLogSumRead MeanRead OutlookRows QueryWeighted ReadRows Similarities
         SymmetricLucidSolveBlocks TransportedScores ValueAdditive WindowedBlocks""",
     KERNELS: """ChunkCall Configuration KernelMasks LaserKernels LucidPlan LucidSolveKernels
         RecurrenceKernels SoftmaxKernels UnitRowsKernels ValueSpread WindowedKernels""",

@@ -28,7 +28,8 @@ HEADS = 4
 def sizes_for(expression):
     """Fewer key/value heads, more value heads, and wider values, where the mechanism has them."""
     inputs = pa.parse(expression).inputs
-    keys = inputs["k"] if "k" in inputs else inputs["g"]  # Keys may be made of gates.
+    # Keys may be made of gates, or there are none.
+    keys = next(inputs[name] for name in ("k", "g", "v") if name in inputs)
     of_k, of_v = keys.axes[2].letter, inputs["v"].axes[2].letter
     sizes = {"width": 24, "heads": HEADS, "head_dim": 6, "value_dim": 5}
     if inputs["v"].axes[3].letter == keys.axes[3].letter:

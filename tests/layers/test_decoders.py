@@ -116,6 +116,18 @@ def test_names_of_a_state_dict_stay(model):
     assert mlp | {"blocks.1.attention.q_proj.weight"} < names
 
 
+def test_a_plain_mlp_has_two_layers_and_as_many_weights_as_a_gated_one():
+    plain, gated = Block(24, heads=2, mlp="plain"), Block(24, heads=2)
+    up, down = plain.mlp.up_proj.weight, plain.mlp.down_proj.weight
+    assert {*plain.mlp.state_dict()} == {"up_proj.weight", "down_proj.weight"}
+    sizes = [sum(p.numel() for p in block.mlp.parameters()) for block in (plain, gated)]
+    assert sizes == [8 * 24**2] * 2
+    x = torch.randn(2, 3, 24)
+    inner = x @ up.T
+    expected = (inner * (1 + torch.erf(inner / 2**0.5)) / 2) @ down.T
+    torch.testing.assert_close(plain.mlp(x), expected)
+
+
 def test_a_model_made_on_meta_is_filled_later():
     model = Decoder(9, 24, heads=2, layers=["gla"], device="meta").to_empty(device="cpu")
     model.reset_parameters()
@@ -141,6 +153,7 @@ TOKENS = torch.zeros(1, 2, dtype=torch.int64)
         (lambda m: Decoder(9, 24, heads=2, layers="gla"), TypeError, "layers must be a list"),
         (lambda m: Decoder(0, 24, heads=2, layers=["gla"]), ValueError, "vocabulary must be"),
         (lambda m: Block(24, heads=2, hidden=0), ValueError, "hidden must be a whole number"),
+        (lambda m: Block(24, heads=2, mlp="relu"), ValueError, "mlp must be 'gated' or 'plain'"),
     ],
 )
 def test_bad_input_is_named(model, call, error, message):
@@ -175,6 +188,21 @@ def test_the_same_weights_give_the_same_model_in_flax():
         same.generate(jnp.asarray(prompts), 4, temperature=1.0)
     unknown = nnx.jit(lambda m, x, mask: m(x, mask=mask))(same, jnp.full((2, 6), 50), mask)
     assert jnp.isnan(unknown).any()
+
+
+def test_a_plain_mlp_is_the_same_in_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    import jax.numpy as jnp
+
+    from precondattn.layers import flax as in_flax
+
+    model = Decoder(50, 8, heads=2, layers=["linear"], mlp="plain")
+    same = in_flax.Decoder(50, 8, heads=2, layers=["linear"], mlp="plain", rngs=nnx.Rngs(0))
+    nnx.update(same, in_flax.to_flax(model.state_dict()))
+    x = torch.randn(2, 3, 8)
+    of_flax = same.blocks[0].mlp(jnp.asarray(x.numpy()))
+    expected = model.blocks[0].mlp(x).detach().numpy()
+    np.testing.assert_allclose(of_flax, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_flax_compiles_a_step_once_for_all_calls_of_the_same_shapes():

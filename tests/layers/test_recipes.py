@@ -7,7 +7,8 @@ pytest.importorskip("torch")
 import torch
 
 import precondattn as pa
-from precondattn.layers.recipes import NormedRotary, StepOfSolve, UnitConvolution
+from precondattn.layers.norm_order import gains
+from precondattn.layers.recipes import NormedRotary, Rotary, StepOfSolve, UnitConvolution
 from precondattn.layers.torch import Attention
 from tests.layers.torch_layers import by_declared_axes
 
@@ -41,6 +42,64 @@ def test_a_norm_before_rope_is_that_of_qwen3():
     o = pa.softmax(rows("q"), rows("k"), v)
     expected = torch.einsum("bthd,hdx->btx", o, weights["out"]["projection"])
     torch.testing.assert_close(attn(x), expected, rtol=1e-6, atol=1e-6)
+
+
+GAINED = (
+    "qk_norm[gain=true]",
+    "qk_norm[norm=layer,gain=true](deltaformer)",
+    "lucid(qk_norm[norm=l2,gain=true])",
+    "differential(qk_norm[gain=true])",
+)
+
+
+def with_gains(mechanism, recipes=None):
+    """A layer with random gains, and those by the name of what is normed."""
+    attn = Attention(24, heads=4, mechanism=mechanism, recipes=recipes, dtype=torch.float64)
+    gains = {
+        name.split(".")[1].removesuffix("_gain"): gain
+        for name, gain in attn.named_parameters()
+        if name.startswith("inputs.") and "gain" in name and ".out." not in name
+    }
+    with torch.no_grad():
+        for gain in gains.values():
+            gain.normal_()
+    return attn, gains
+
+
+@pytest.mark.parametrize("mechanism", GAINED)
+def test_scores_with_a_gain_depend_on_differences_of_positions_alone(mechanism):
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    for recipes in (None, gains(pa.parse(mechanism))):
+        attn, _ = with_gains(mechanism, recipes)
+        moved = attn(x, positions=torch.arange(5) + 17) - attn(x)
+        if recipes is None:
+            assert moved.abs().max() < 1e-10
+        else:  # The first version of the recipes: the gain acts on rotated rows.
+            assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mechanism", GAINED[:3])
+def test_both_orders_are_one_where_nothing_is_rotated(mechanism):
+    attn, normed = with_gains(mechanism)
+    earlier, last = with_gains(mechanism, gains(pa.parse(mechanism)))
+    assert normed.keys() == last.keys() == {"q", "k"}
+    named = dict(attn.named_parameters())
+    with torch.no_grad():
+        for name, weight in earlier.named_parameters():
+            weight.copy_(named[name.replace("_gain.weight", ".gain")])
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    nowhere = torch.zeros(5, dtype=torch.int64)
+    torch.testing.assert_close(attn(x, positions=nowhere), earlier(x, positions=nowhere))
+
+
+def test_a_rotation_that_is_given_stays_behind_the_norm():
+    slow = {name: Rotary(theta=7.0) for name in "qk"}
+    made = with_gains("qk_norm[eps=1e-3,gain=true]", slow)[0].plan
+    normed = NormedRotary(theta=7.0, eps=1e-3)
+    assert str(made.mechanism) == "softmax"
+    assert [entry.recipe for entry in made.entries[:2]] == [normed] * 2
+    with pytest.raises(ValueError, match="norm must be 'rms', 'layer' or 'l2'; found 'max'"):
+        NormedRotary(norm="max")
 
 
 def test_w_of_path_may_have_a_full_map_where_queries_share_keys():

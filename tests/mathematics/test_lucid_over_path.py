@@ -18,6 +18,7 @@ from tests.mathematics.path_definition import (
     decode,
     kernel,
     lucid_by_loops,
+    path_by_loops,
     problems,
     rms_norm,
     sampled,
@@ -153,6 +154,51 @@ def test_gradient_of_lucid_with_every_option_is_that_of_the_definition(keys):
     layer = pa.Lucid(pa.Path(**options), scale=0.8, beta=True)
     inputs = p.gated | {"lucid_beta": p.rng.uniform(0, 2, size=p.beta.shape)}
     assert_gradients(layer, lambda **x: lucid_by_loops(**x, lucid_scale=0.8, **options), inputs)
+
+
+DOT = pa.Lucid(pa.Path(), metric="dot")
+
+
+def in_dot_products_by_loops(q, k, v, w, beta):
+    """PaTH of values that were solved with keys that no reflection transports."""
+    return path_by_loops(q, k, solve_by_loops(k, v, 0 * w, beta), w, beta)
+
+
+@sampled
+@given(problems(square=False))
+def test_with_the_dot_product_only_the_base_transports_keys(p):
+    assert_close(DOT(**p.inputs), in_dot_products_by_loops(**p.inputs), size=np.abs(p.v).max())
+
+
+def test_gradient_with_the_dot_product_is_that_of_the_definition():
+    p = PathProblem(np.random.default_rng(0), s=4, group=2, d=2, b=1)
+    assert_gradients(DOT, in_dot_products_by_loops, p.inputs)
+
+
+@pytest.mark.parametrize("flush", FLUSHES)
+def test_a_cache_with_the_dot_product_holds_both_keys(flush):
+    p = PathProblem(np.random.default_rng(0), s=11, n=2, group=2)
+    out, cache = decode(pa.Lucid(pa.Path(flush=flush), metric="dot"), p.inputs, [1, 4, 1, 1, 4])
+    assert_close(out, in_dot_products_by_loops(**p.inputs))
+    assert {"k", "path(k,w,beta)", "rms(k)", "y"} <= set(cache.store)
+
+
+@pytest.mark.parametrize("backend", ["portable", "torch", "jax"])
+def test_blocked_backends_compute_the_dot_product_around_path(backend):
+    library = pytest.importorskip({"portable": "numpy", "jax": "jax.numpy"}.get(backend, backend))
+    p = PathProblem(np.random.default_rng(0), "clustered", s=70, d=4, group=2)
+    given = {name: library.asarray(x.astype("float32")) for name, x in p.inputs.items()}
+    out, pullback = DOT.vjp(**given, backend=backend)
+    assert_close(np.asarray(out), DOT(**p.inputs), tolerance=1e-4)
+    expected = DOT.vjp(**p.inputs)[1](np.ones(out.shape))
+    for name, gradient in pullback(library.ones_like(out)).items():
+        assert_close(np.asarray(gradient), expected[name], tolerance=1e-3)
+
+
+def test_the_dot_product_is_refused_where_it_is_the_base_s_own():
+    for base in (pa.Softmax(), pa.Laser(), pa.Softmax(causal=False)):
+        with pytest.raises(TypeError, match=r"path transports keys, .* none; write lucid"):
+            pa.Lucid(base, metric="dot")
 
 
 @pytest.mark.parametrize("normalize", ["queries_and_keys", "rows", "none"])

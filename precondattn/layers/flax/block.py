@@ -1,4 +1,4 @@
-"""A pre-norm block around `Attention`, with a gated MLP, and the norm that a decoder uses too."""
+"""A pre-norm block around `Attention`, with an MLP, and the norm that a decoder uses too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from precondattn.arrays import DType
 from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
+from precondattn.layers.decoder import (
+    EPS,
+    check_mlp,
+    gain_weight,
+    hidden_width,
+    mlp_maps,
+    mlp_output,
+)
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
 from precondattn.layers.functions import rms_norm
@@ -28,29 +35,31 @@ class Norm(nnx.Module):
         return y
 
 
-class GatedMLP(nnx.Module):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+class BlockMLP(nnx.Module):
+    """W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain W₂ GELU(W₁ y)."""
 
-    def __init__(self, width: int, hidden: int, dtype: DType, rngs: nnx.Rngs) -> None:
-        self.maps = mlp_maps(width, hidden)
+    def __init__(self, width: int, hidden: int, mlp: str, dtype: DType, rngs: nnx.Rngs) -> None:
+        self.maps = mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             setattr(self, of_map.name, linear_of(of_map, {"weight": FanIn()}, dtype, rngs))
 
     def __call__(self, y: jax.Array) -> jax.Array:
-        gate, up, down = (ModuleMap(of_map, getattr(self, of_map.name)) for of_map in self.maps)
-        out: jax.Array = gated_mlp(y, gate, up, down)
+        maps = [ModuleMap(of_map, getattr(self, of_map.name)) for of_map in self.maps]
+        out: jax.Array = mlp_output(y, *maps)
         return out
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), and to this its gated MLP, after a norm.
+    """x + attention(norm(x)), and to this its MLP, after a norm.
 
     Parameters
     ----------
     width : int
         The width of x.
     hidden : int, optional
-        The inner width of the MLP; 8/3 of the width by default.
+        The inner width of the MLP; by default 8/3 of the width, and 4 times it in a plain MLP.
+    mlp : {"gated", "plain"}
+        W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
     dtype, rngs
         As in `Attention`.
     **attention
@@ -71,14 +80,16 @@ class Block(nnx.Module):
         width: int,
         *,
         hidden: int | None = None,
+        mlp: str = "gated",
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
         **attention: Given,
     ) -> None:
+        check_mlp(mlp)
         self.attention = Attention(width, dtype=dtype, rngs=rngs, **attention)
         self.attention_norm = Norm(width, dtype, rngs)
         self.mlp_norm = Norm(width, dtype, rngs)
-        self.mlp = GatedMLP(width, hidden_width(width, hidden), dtype, rngs)
+        self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, dtype, rngs)
 
     def __call__(
         self,

@@ -45,6 +45,8 @@ class Decoder(nnx.Module):
         `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`.
     hidden : int, optional
         The inner width of the MLPs.
+    mlp : {"gated", "plain"}
+        Gated MLPs, or plain ones of two layers, as in `Block`.
     dtype, rngs
         As in `Attention`.
 
@@ -67,6 +69,7 @@ class Decoder(nnx.Module):
         heads: int,
         layers: Layers,
         hidden: int | None = None,
+        mlp: str = "gated",
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
@@ -74,7 +77,7 @@ class Decoder(nnx.Module):
         self.vocabulary = vocabulary
         self.blocks = nnx.List(
             [
-                Block(width, hidden=hidden, dtype=dtype, rngs=rngs, **arguments)
+                Block(width, hidden=hidden, mlp=mlp, dtype=dtype, rngs=rngs, **arguments)
                 for arguments in arguments_of(layers, heads)
             ]
         )

@@ -14,7 +14,7 @@ from flax import nnx
 
 from precondattn.arrays import Array, Tree
 from precondattn.layers.flax.attention import Attention
-from precondattn.layers.flax.block import GatedMLP
+from precondattn.layers.flax.block import BlockMLP
 from precondattn.layers.maps import Stored
 
 VALUE = "value"
@@ -83,7 +83,7 @@ def _moved(model: nnx.Module) -> Iterator[tuple[Path, Path, Stored]]:
                 yield (*before, of_map.weight), (*now, "kernel"), Stored(of_map)
                 if of_map.bias:
                     yield (*before, of_map.bias), (*now, "bias"), Stored(of_map, is_bias=True)
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, BlockMLP):
             for of_map in module.maps:
                 yield (*path, of_map.weight), (*path, of_map.name, "kernel"), Stored(of_map)
 

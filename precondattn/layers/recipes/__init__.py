@@ -36,9 +36,10 @@ from precondattn.layers.recipes.projections import (
     UnitConvolution,
     Weighted,
 )
-from precondattn.layers.recipes.published import MESANET, recipes_for
+from precondattn.layers.recipes.published import CCQ_SIZES, MESANET, recipes_for
 
 __all__ = [
+    "CCQ_SIZES",
     "MESANET",
     "Activated",
     "Activation",

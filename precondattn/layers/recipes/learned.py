@@ -40,7 +40,8 @@ class LearnedIdentity(Learned):
 class LearnedNoise(Learned):
     """a parameter, N(0, `deviation`²) at the start
 
-    Source: Nyströmformer (arXiv 2102.03902), public code.
+    Source: Nyströmformer (arXiv 2102.03902), public code; timm, models/swin_transformer.py, whose
+    bounds of ±2 are 100 deviations away.
     """
 
     deviation: float = 0.02

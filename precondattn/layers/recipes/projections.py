@@ -24,6 +24,7 @@ from precondattn.layers.parameters import (
     low_rank_maps,
 )
 from precondattn.layers.recipe import Recipe, RecipeTokens
+from precondattn.preconditioners.qk_norm import NORMS
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,30 @@ class Rotary(Projection):
 
 @dataclass(frozen=True)
 class NormedRotary(Rotary):
-    """RoPE(γ RMSNorm(W x + b)), head by head, with θ = `theta`, on `fraction` of the channels
+    """RoPE(γ N(W x + b)), N the `norm` norm by head, θ = `theta`, on `fraction` of the channels
+
+    `norm` is "rms", "layer" or "l2", as in `qk_norm`.
 
     Source: Qwen3 (arXiv 2505.09388), 2; Transformers, models/qwen3/modeling_qwen3.py.
     """
 
     eps: float = 1e-6
+    norm: str = "rms"
+
+    def __post_init__(self) -> None:
+        if self.norm not in NORMS:
+            raise ValueError(
+                f"NormedRotary: norm must be 'rms', 'layer' or 'l2'; found {self.norm!r}"
+            )
 
     def parameters(self) -> dict[str, Parameter]:
         return {**super().parameters(), "gain": Parameter("d", Constant(1))}
 
     def projected(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        return rms_norm(super().projected(tokens, p), self.eps, p["gain"])
+        rows = super().projected(tokens, p)
+        if self.norm == "rms" and self.eps:
+            return rms_norm(rows, self.eps, p["gain"])
+        return cast(p["gain"] * NORMS[self.norm](self.eps).normalized(upcast(rows)), rows.dtype)
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,11 @@ PUBLISHED: dict[str, Recipes] = {
         "v": Projection(),
         "beta": Sigmoid(bias=True),
     },
+    "channel": ROWS,
     "cross_covariance": {**ROWS, "logit_scale": Learned(1.0)},
     "nystrom": {**ROWS, "skip": LearnedNoise()},
-    "windowed": {**ROWS, "bias_table": Learned()},
+    "outlook": {"logits": Projection(bias=True), "v": Projection()},
+    "windowed": {**ROWS, "bias_table": LearnedNoise()},
     "linear": {**ROWS, "out": Norm()},
     "linear[normalize=true]": ROWS,
     "retention": {"q": Rotary(), "k": Rotary(), "v": Projection(), "out": GatedNorm()},
@@ -238,6 +240,9 @@ MESANET: Recipes = {
     "out": Norm(),
 }
 """Those of `mesa[beta=true](ssd)` in MesaNet's layer, which are not those of `ssd` in Mamba-2's."""
+
+CCQ_SIZES = {"head_dim": 256, "value_dim": 512}
+"""The widths of a head in CCQ's models, for both backbones (arXiv 2606.01294, Appendix D)."""
 
 
 def recipes_for(leaf: LeafProtocol) -> Recipes:

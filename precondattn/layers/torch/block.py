@@ -1,4 +1,4 @@
-"""A pre-norm block around `Attention`, with a gated MLP, and the norm that a decoder uses too."""
+"""A pre-norm block around `Attention`, with an MLP, and the norm that a decoder uses too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from precondattn.arrays import Device, DType
 from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
-from precondattn.layers.decoder import EPS, gain_weight, gated_mlp, hidden_width, mlp_maps
+from precondattn.layers.decoder import (
+    EPS,
+    check_mlp,
+    gain_weight,
+    hidden_width,
+    mlp_maps,
+    mlp_output,
+)
 from precondattn.layers.functions import rms_norm
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
@@ -32,12 +39,12 @@ class Norm(Declared):
         return y
 
 
-class GatedMLP(Declared):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y)."""
+class BlockMLP(Declared):
+    """W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain W₂ GELU(W₁ y)."""
 
-    def __init__(self, width: int, hidden: int, device: Device, dtype: DType) -> None:
+    def __init__(self, width: int, hidden: int, mlp: str, device: Device, dtype: DType) -> None:
         super().__init__()
-        self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden)
+        self.declared, self.earlier, self.maps = {}, {}, mlp_maps(width, hidden, mlp)
         for of_map in self.maps:
             self.register_map(of_map, device, dtype)
             self.declare_stored("weight", of_map, FanIn(), of_map.weight)
@@ -46,21 +53,23 @@ class GatedMLP(Declared):
         divided, modules = self.divided_weights, self._modules
         if divided is None:
             maps = [ModuleMap(of_map, modules[of_map.name]) for of_map in self.maps]
-            out: Tensor = gated_mlp(y, *maps)
+            out: Tensor = mlp_output(y, *maps)
             return out
         parts = [divided.part_of_map(of_map, modules[of_map.name]) for of_map in self.maps]
-        return divided.total(gated_mlp(divided.entering(y), *parts))
+        return divided.total(mlp_output(divided.entering(y), *parts))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), and to this its gated MLP, after a norm.
+    """x + attention(norm(x)), and to this its MLP, after a norm.
 
     Parameters
     ----------
     width : int
         The width of x.
     hidden : int, optional
-        The inner width of the MLP; 8/3 of the width by default.
+        The inner width of the MLP; by default 8/3 of the width, and 4 times it in a plain MLP.
+    mlp : {"gated", "plain"}
+        W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
     device, dtype
         Of all parameters.
     **attention
@@ -79,15 +88,17 @@ class Block(nn.Module):
         width: int,
         *,
         hidden: int | None = None,
+        mlp: str = "gated",
         device: Device = None,
         dtype: torch.dtype | None = None,
         **attention: Given,
     ) -> None:
         super().__init__()
+        check_mlp(mlp)
         self.attention = Attention(width, device=device, dtype=dtype, **attention)
         self.attention_norm = Norm(width, device, dtype)
         self.mlp_norm = Norm(width, device, dtype)
-        self.mlp = GatedMLP(width, hidden_width(width, hidden), device, dtype)
+        self.mlp = BlockMLP(width, hidden_width(width, hidden, mlp), mlp, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

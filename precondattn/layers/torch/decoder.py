@@ -42,6 +42,8 @@ class Decoder(Declared):
         `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`.
     hidden : int, optional
         The inner width of the MLPs.
+    mlp : {"gated", "plain"}
+        Gated MLPs, or plain ones of two layers, as in `Block`.
     device, dtype
         Of all parameters.
 
@@ -63,6 +65,7 @@ class Decoder(Declared):
         heads: int,
         layers: Layers,
         hidden: int | None = None,
+        mlp: str = "gated",
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,7 +73,7 @@ class Decoder(Declared):
         check_vocabulary(vocabulary)
         self.vocabulary = vocabulary
         self.blocks = nn.ModuleList(
-            Block(width, hidden=hidden, device=device, dtype=dtype, **arguments)
+            Block(width, hidden=hidden, mlp=mlp, device=device, dtype=dtype, **arguments)
             for arguments in arguments_of(layers, heads)
         )
         self.norm = Norm(width, device, dtype)

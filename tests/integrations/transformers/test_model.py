@@ -156,6 +156,31 @@ def test_a_configuration_is_json_with_options_and_recipes(tmp_path):
     assert "500000" in repr(layers[1].attention)
 
 
+def test_a_plain_mlp_is_stored_and_read(tmp_path):
+    model, (ids, mask) = PrecondattnForCausalLM(configuration("softmax", mlp="plain")), prompts()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(again.model.layers[0].mlp, "gate_proj")
+    assert torch.equal(again(ids, mask).logits, model(ids, mask).logits)
+
+
+def test_a_configuration_saved_before_a_new_version_of_the_recipes_keeps_its_own(tmp_path):
+    config = configuration(layer_types=["qk_norm[gain=true]", "softmax"])
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("recipes_version") == 2
+    plan = PrecondattnForCausalLM(AutoConfig.from_pretrained(tmp_path)).model.layers[0].attention
+    assert "RoPE(γ" in repr(plan)
+    path.write_text(json.dumps(stored))
+    for _ in range(2):  # Also when it is saved again.
+        earlier = AutoConfig.from_pretrained(tmp_path)
+        layers = PrecondattnForCausalLM(earlier).model.layers
+        assert "qk_norm[gain=true]" in repr(layers[0].attention)
+        assert {"q_gain", "k_gain"} <= {*layers[0].attention.inputs}
+        earlier.save_pretrained(tmp_path)
+
+
 def test_recipes_of_every_layer_are_stored_too(tmp_path):
     config = configuration("lucid", recipes={"q": Rotary(theta=7.0), "k": Rotary(theta=7.0)})
     config.save_pretrained(tmp_path)
@@ -461,6 +486,8 @@ def test_embeddings_are_resized():
         ({"mechanism": "delta", "num_key_value_heads": 2}, ValueError, "kv_heads: delta has"),
         ({"mechanism": "gla", "num_slots": 2}, ValueError, "slots: gla has none"),
         ({"mechanism": "gla", "head_dim": None, "hidden_size": 30}, ValueError, "4 query heads"),
+        ({"recipes_version": 3}, ValueError, "recipes_version must be 1 or 2; found 3"),
+        ({"mlp": "relu"}, ValueError, "mlp must be 'gated' or 'plain'; found 'relu'"),
         ({"mechanism": "gla", "recipes": {"q": 1}}, TypeError, "recipes: that of q must be one"),
         ({"mechanism": "gla", "recipes": {"a": Rotary()}}, ValueError, "no input 'a'"),
         ({"mechanism": "gla", "recipes": {"q": {"recipe": "os"}}}, ValueError, "found 'os'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precondattn.given import Given
+from precondattn.given import Arguments, Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
     DEFAULT,
@@ -31,7 +31,9 @@ class PrecondattnConfig(PreTrainedConfig):
     vocab_size, hidden_size, num_attention_heads : int
         The number of tokens, the width of the hidden states, the query heads of every layer.
     intermediate_size : int, optional
-        The inner width of the gated MLPs; 8/3 of `hidden_size` by default.
+        The inner width of the MLPs, with the default of `Block`.
+    mlp : {"gated", "plain"}
+        Gated MLPs, or plain ones of two layers, as in `Block`.
     num_key_value_heads, num_value_heads, head_dim, value_head_dim, num_slots : int, optional
         `kv_heads`, `value_heads`, `head_dim`, `value_dim` and `slots` of every layer's `Attention`.
     recipes : dict, optional
@@ -40,6 +42,9 @@ class PrecondattnConfig(PreTrainedConfig):
     attention_arguments : dict, optional
         Other arguments of `precondattn.layers.torch.Attention` for the layers of one mechanism:
         `{"lucid": {"kv_heads": 2}}`.
+    recipes_version : int
+        2, or 1 in a configuration that was saved without it: then `qk_norm[gain=true]` norms what
+        is rotated already, and its scores depend on positions and not on their differences alone.
     initializer_range : float
         The standard deviation of the embedding, and of a head that is not tied to it. The other
         weights start as their recipes say.
@@ -68,6 +73,7 @@ class PrecondattnConfig(PreTrainedConfig):
     vocab_size: int = 32_000
     hidden_size: int = 512
     intermediate_size: int | None = None
+    mlp: str = "gated"
     num_hidden_layers: int | None = None
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None
@@ -79,6 +85,7 @@ class PrecondattnConfig(PreTrainedConfig):
     layer_types: Given = None
     recipes: Given = None
     attention_arguments: Given = None
+    recipes_version: int = 2
     initializer_range: float = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -108,6 +115,11 @@ class PrecondattnConfig(PreTrainedConfig):
         self.attention_arguments = attention_arguments(self.attention_arguments, mechanisms)
         super().__post_init__(**kwargs)
         check_layers(self)
+
+    @classmethod
+    def from_dict(cls, config_dict: Arguments, **kwargs: Given) -> Given:
+        """As of Transformers; a configuration without a version of its recipes is of the first."""
+        return super().from_dict({"recipes_version": 1, **config_dict}, **kwargs)
 
     def validate_layer_type(self) -> None:
         """In place of Transformers' list of its own layer types."""

@@ -141,7 +141,9 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         arguments = layer_arguments(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(
-            PrecondattnBlock(config.hidden_size, hidden=config.intermediate_size, **given)
+            PrecondattnBlock(
+                config.hidden_size, hidden=config.intermediate_size, mlp=config.mlp, **given
+            )
             for given in arguments
         )
         for index, block in enumerate(self.layers):

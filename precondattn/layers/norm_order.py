@@ -1,0 +1,76 @@
+"""The order of a norm with a gain and a rotation of queries and keys: the norm comes first.
+
+RoPE makes scores depend on differences of positions alone, because a rotation R_i keeps products:
+
+    ⟨R_i x, R_j y⟩ = ⟨x, R_{j−i} y⟩,    but    ⟨γ ∘ R_i x, γ' ∘ R_j y⟩ depends on i and on j.
+
+A mechanism is given queries and keys that are rotated already, so its `qk_norm[gain=true]` would
+multiply by γ afterwards. A layer therefore computes the norm itself, as part of the recipes of
+queries and keys, and calls the mechanism without it. An RMS or L2 norm without a gain commutes with
+a rotation, and stays where it is.
+
+The first version of the recipes left the norm in the mechanism. So does a layer that is given the
+recipes of its gains, `{"q_gain": Learned(1.0), "k_gain": Learned(1.0)}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from precondattn.algebra.mechanism import Mechanism, Preconditioner, with_base
+from precondattn.layers.meaning import meanings
+from precondattn.layers.recipe import Recipe
+from precondattn.layers.recipes import Learned, NormedRotary, Rotary, recipes_for
+from precondattn.preconditioners.qk_norm import QKNorm
+from precondattn.spec.norm import RowNorm
+
+
+def norm_before_rotation(
+    mechanism: Mechanism, given: Mapping[str, Recipe]
+) -> tuple[Mechanism, dict[str, Recipe]]:
+    """The mechanism that a layer calls, and the recipes that take the place of the published ones.
+
+    Both are as given, unless the mechanism has a norm with a gain of rows that are rotated.
+    """
+    norm, inner = _norm_of(mechanism), _without_norm(mechanism)
+    if norm is None or inner is None or given.keys() & gains(mechanism).keys():
+        return mechanism, dict(given)
+    read = meanings(inner.program)
+    normed = {}
+    for name in _arguments_of_norms(mechanism, "x"):
+        rotation = given.get(name)
+        if rotation is None and name in read:
+            rotation = recipes_for(read[name].call.leaf).get(read[name].formal)
+        if type(rotation) is not Rotary:
+            return mechanism, dict(given)
+        normed[name] = NormedRotary(**asdict(rotation), norm=norm.norm, eps=norm.eps)
+    return inner, {**given, **normed}
+
+
+def gains(mechanism: Mechanism) -> dict[str, Recipe]:
+    """The recipes of its norms' gains, with which a layer leaves the norms in the mechanism."""
+    return dict.fromkeys(_arguments_of_norms(mechanism, "gain"), Learned(1.0))
+
+
+def _arguments_of_norms(mechanism: Mechanism, formal: str) -> list[str]:
+    """What its norms with a gain are given as `formal`."""
+    calls = mechanism.program.calls
+    norms = [call for call in calls if isinstance(call.leaf, RowNorm) and call.leaf.gain]
+    return [dict(call.arguments)[formal] for call in norms]
+
+
+def _norm_of(mechanism: Mechanism) -> QKNorm | None:
+    while isinstance(mechanism, Preconditioner) and not isinstance(mechanism, QKNorm):
+        mechanism = mechanism.base
+    return mechanism if isinstance(mechanism, QKNorm) and mechanism.gain else None
+
+
+def _without_norm(mechanism: Mechanism) -> Mechanism | None:
+    """The mechanism around the base of its `qk_norm`; None where it has none, or needs it."""
+    if isinstance(mechanism, QKNorm):
+        return mechanism.base
+    if not isinstance(mechanism, Preconditioner):
+        return None
+    base = _without_norm(mechanism.base)
+    return None if base is None else with_base(mechanism, base)
