@@ -25,6 +25,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from claims.claim import DOCUMENTS
 from make_figures import STYLE
 from recorded import load, save, with_measured
 
@@ -35,19 +36,25 @@ FRONT = DOCS / "claims" / "index.md"
 NAMES = (
     "lucid_retrieval",
     "lucid_conditioning",
+    "lucid_key_gradients",
     "laser_gradients",
     "laser_maximum",
     "ccq_margin",
     "ccq_mesa",
     "row_norm_conditioning",
+    "row_scaling",
     "overheads",
     "sharp_softmax",
     "state_tracking",
     "row_norm_digits",
+    "row_norm_variants",
     "lucid_needles",
+    "lucid_length",
     "ccq_recall",
+    "ccq_language",
     "ccq_alignment",
     "laser_training",
+    "laser_vision",
     "differential_noise",
 )
 LINE = 110
@@ -110,11 +117,12 @@ def measured(name: str, saved: dict[str, Any]) -> str:
 
 
 def front() -> str:
-    """The table of all verdicts."""
+    """The table of all verdicts, and what the documents are."""
     lines = ["| claim | source | verdict |", "|---|---|---|"]
     for name in NAMES:
         claim = experiment(name).CLAIM
         lines.append(f"| [{claim.says}]({name}.md) | {claim.source} | **{claim.verdict}** |")
+    lines += ["", "The documents:", "", *(f"* **{x}**: {text}." for x, text in DOCUMENTS.items())]
     return "\n".join(lines)
 
 

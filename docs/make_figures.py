@@ -74,7 +74,7 @@ def identity(tokens: int) -> np.ndarray:
 
 def weights(attn: pa.Mechanism, q: np.ndarray, k: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
     """What each query reads of each token's value, (t, s)."""
-    return attn(q, k, identity(k.shape[1]), **inputs)[0, :, 0]
+    return pa.diagnostics.weights(attn, q, k, k, **inputs)[0, 0]
 
 
 def by_row(weights: np.ndarray) -> np.ndarray:
@@ -447,6 +447,36 @@ def windowed() -> Figure:
     return figure
 
 
+def outlook() -> Figure:
+    figure, axes = panels(2, height=2.3)
+    attn, noise = pa.Outlook(size=3, grid=(7, 7)), np.random.default_rng(0)
+    titled = {"equal logits": 0.0, "random logits": 3.0}
+    for ax, (title, factor) in zip(axes, titled.items(), strict=True):
+        logits = factor * noise.normal(size=(1, 49, 1, 9, 9))
+        read = attn(logits * 7, identity(49))[0, 24, 0].reshape(7, 7)  # s is 1/7.
+        image = ax.imshow(read, cmap="viridis", vmin=0, interpolation="nearest")
+        ax.set(title=title, xticks=[], yticks=[])
+        figure.colorbar(image, ax=ax).outline.set_visible(False)
+    return figure
+
+
+def channel() -> Figure:
+    figure, (ax,) = panels(1)
+    tokens, d = np.asarray([16, 64, 256, 1024, 4096]), 16
+    for scale_by, color in (("width", ORANGE), ("tokens", BLUE)):
+        attn, largest = pa.Channel(scale_by=scale_by), []
+        for t in tokens:
+            q, k = np.random.default_rng(t).normal(size=(2, 1, t, 1, d))
+            v = np.zeros((1, t, 1, d))
+            v[0, :d, 0] = np.eye(d)
+            largest.append(attn(q, k, v)[0, :d, 0].max(axis=0).mean())
+        ax.plot(tokens, largest, color=color, label=f"scale_by={scale_by}")
+    ax.axhline(1 / d, color=INK, linewidth=0.8, linestyle=":")
+    ax.set(xlabel="tokens", ylabel="largest weight of a row", xscale="log", ylim=(0, 1.05))
+    ax.legend()
+    return figure
+
+
 FIGURES: Sequence[Callable[[], Figure]] = (
     softmax,
     lucid,
@@ -469,6 +499,8 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     cross_covariance,
     nystrom,
     windowed,
+    outlook,
+    channel,
 )
 
 

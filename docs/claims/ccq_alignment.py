@@ -21,7 +21,7 @@ from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
     says="Keys of needles lie off the directions in which keys vary most",
-    source="CCQ §3.3, Appendix H, Figures 1 and 2",
+    source="CCQ §3.3, Figures 1 and 2; CCQ Appendix H, text",
     verdict="does not hold",
     because=(
         "Before training the keys of needles are off the top 16 directions, by 0.13. After it they "

@@ -22,7 +22,7 @@ from precondattn_conformance.inputs import REAL, make_inputs
 
 CLAIM = Claim(
     says="CCQ's query is the first order of Mesa's",
-    source="expansion of MesaNet's query (arXiv 2506.05233) beside CCQ's",
+    source="CCQ §3.2, Eq. 9; MesaNet abstract",
     verdict="holds in part",
     because=(
         "For keys of mean 0 the difference falls with λ⁻²: CCQ is the first order exactly. But "

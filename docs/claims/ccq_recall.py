@@ -20,7 +20,7 @@ from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
     says="CCQ helps any linear backbone recall",
-    source="CCQ, Table 3",
+    source="CCQ §4.3, Table 3",
     verdict="does not hold",
     because=(
         "With a learned λ, GLA, the gated delta rule and retention recall as much with CCQ as "

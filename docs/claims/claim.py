@@ -8,6 +8,24 @@ from typing import Any, Literal
 
 Verdict = Literal["holds", "holds in part", "does not hold", "needs a GPU"]
 
+DOCUMENTS = {
+    "LUCID": "LUCID: Attention with Preconditioned Representations, the anonymous version under "
+    "review; sections and tables of arXiv 2602.10410 differ",
+    "LUCID's README": "README of github.com/saisuryadv/LUCID, the code of arXiv 2602.10410",
+    "LASER": "LASER: Attention with Exponential Transformation, arXiv 2411.03493",
+    "CCQ": "Don't Read Everything: A Curvature-Conditioned Query for Linear Attention, "
+    "arXiv 2606.01294",
+    "Preconditioned Attention": "Preconditioned Attention: Enhancing Efficiency in Transformers, "
+    "arXiv 2603.27153",
+    "MesaNet": "MesaNet: Sequence Modeling by Locally Optimal Test-Time Training, arXiv 2506.05233",
+    "Differential Transformer": "Differential Transformer, arXiv 2410.05258",
+    "PaTH": "PaTH Attention: Position Encoding via Accumulating Householder Transformations, "
+    "arXiv 2505.16381",
+    "Negative Eigenvalues": "Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, "
+    "arXiv 2411.12537",
+}
+"""The documents that claims are from, by the names that pages call them."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -16,7 +34,8 @@ class Claim:
     says: str
     """The claim, in one sentence."""
     source: str
-    """Paper, section, equation."""
+    """Places divided by "; ": a name of `DOCUMENTS`, the section, and the table, figure, equation,
+    algorithm or theorem, or "text": "LUCID §4.2, Tables 2 to 4; LUCID §4.3, text"."""
     verdict: Verdict
     because: str
     """The evidence, in one sentence."""

@@ -20,7 +20,7 @@ from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
     says="Differential attention cancels noise: it puts more weight on the answer than softmax",
-    source="Differential Transformer (arXiv 2410.05258), 1 and Figure 1",
+    source="Differential Transformer §1, Figure 1",
     verdict="does not hold",
     because=(
         "At equal width and parameters, softmax puts 97 % of the weights of its best head on the "

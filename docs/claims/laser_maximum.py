@@ -21,7 +21,7 @@ from claims.claim import Claim, table
 
 CLAIM = Claim(
     says="Subtracting the largest value of the sequence makes LASER safe",
-    source="LASER Algorithm 1",
+    source="LASER §3.3, Algorithm 1",
     verdict="does not hold",
     because=(
         "A later value 104 above the earlier ones makes their outputs −∞ in float32, and one 18 "

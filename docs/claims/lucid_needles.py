@@ -21,7 +21,7 @@ from claims.trainings import SEEDS, trained
 
 CLAIM = Claim(
     says="LUCID recalls more needles than softmax, PaTH, differential attention and delta rules",
-    source="LUCID, Tables 2 to 5",
+    source="LUCID §4.2, Tables 2 to 4; LUCID §4.4, Table 5",
     verdict="does not hold",
     because=(
         "In heads of 8 channels softmax recalls every needle, and LUCID 96 %, which falls to 55 % "

@@ -18,7 +18,7 @@ from precondattn_conformance.inputs import REAL, make_inputs
 
 CLAIM = Claim(
     says="LUCID's weights are one-hot where a query equals a key",
-    source="LUCID §3.2",
+    source="LUCID §3.2, Eq. 2",
     verdict="holds in part",
     because=(
         "It is exact for keys of RMS norm 1 (`qk_norm`). With raw keys, as in the paper, weight is "

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import precondattn as pa
 from claims.trainings import fit
 
 PARTS, VALUES, NOISE = 16, 64, 16
@@ -118,9 +119,8 @@ def inputs_of(model: Any, tokens: Any) -> dict[str, Any]:
 def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float]:
     """Where the weights of the queries of 16 needles lie, as shares of their absolute values.
 
-    A mechanism that is linear in its values has weights W with o = W v, also where some are
-    negative. Here W is its output for values that are the unit vectors of tokens. Shares are those
-    of the head with the largest one of the answer.
+    The weights of a mechanism that is linear in its values may be negative. Shares are those of the
+    head with the largest one of the answer.
     """
     import torch
 
@@ -128,10 +128,9 @@ def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float
     tokens, _, answers = batch(count, length, NEEDLES)
     inputs = inputs_of(model, tokens)
     with torch.no_grad():
-        one = torch.eye(length)[None, :, None].expand(*inputs["v"].shape[:3], length)
         mechanism = model.blocks[0].attention.mechanism
-        weights = mechanism(**{**inputs, "v": one}).abs()[:, 1 - 2 * NEEDLES :: 2]
-    weights = weights.movedim(2, 0) / weights.movedim(2, 0).sum(-1, keepdim=True)
+        weights = pa.diagnostics.weights(mechanism, **inputs).abs()[:, :, 1 - 2 * NEEDLES :: 2]
+    weights = weights.movedim(1, 0) / weights.movedim(1, 0).sum(-1, keepdim=True)
     answer = weights.gather(3, answers[..., None].expand(*weights.shape[:3], 1))[..., 0]
     noise = torch.where(tokens[:, None] >= PARTS + VALUES, weights, 0).sum(-1)
     head = int(answer.mean((1, 2)).argmax())

@@ -22,10 +22,11 @@ from matplotlib.figure import Figure
 
 import precondattn as pa
 from claims.claim import Claim, table
+from claims.digits import Data, learn, load, reader, rows_of
 
 CLAIM = Claim(
     says="Vision transformers with the row norm are better conditioned and more accurate",
-    source="Preconditioned Attention, 5.1, Table 1, Figures 2 and 3",
+    source="Preconditioned Attention §5.1, Table 1, Figures 2 and 3",
     verdict="holds in part",
     because=(
         "The median condition number of attention falls by a third, but that of the weights' "
@@ -42,7 +43,6 @@ SMALL = {"made_up": 60, "epochs": 2, "seeds": 1, "rates": (1e-3, 3e-3)}
 """Arguments of `run` for a test."""
 ALT = "Accuracy, and condition numbers of attention and of the Jacobian, against epochs."
 BASE = "softmax[causal=false]"
-HEADS = 8
 MODELS = {"softmax": BASE, "row norm": f"row_normalized({BASE})"}
 COLOURS = {"softmax": BLUE, "row norm": ORANGE}
 MEASURES = (
@@ -53,18 +53,7 @@ MEASURES = (
     "Jacobian",
     "Jacobian of q, k, v",
 )
-TRAINING, BATCH, WEIGHT_DECAY, IMAGES = 1297, 64, 0.05, 10
-
-
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    """1,797 images (n, 1, 8, 8) between −1 and 1, in random order, and what they show."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("this experiment needs scikit-learn: pip install scikit-learn") from error
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    return found.images[order, None] / 8 - 1, found.target[order]
+IMAGES = 10
 
 
 def counter_example(tokens: int) -> list[float]:
@@ -83,23 +72,12 @@ COMPARED = (pa.softmax, pa.row_normalized)
 
 def heads(model: Any, images: Any) -> dict[str, list[Any]]:
     """For each block A of all heads and images, and what its attention really gives, CA or A."""
-    import torch
-
-    seen: dict[str, list[Any]] = {"attention": [], "attention before the row norm": []}
-
-    def keep(attn: Any, arguments: Any) -> None:
-        x = arguments[0]
-        maps = (attn.q_proj, attn.k_proj, attn.v_proj)
-        q, k, v = (project(x).unflatten(-1, (HEADS, -1)) for project in maps)
-        seen["attention"].append(attn.mechanism(q, k, v))
-        seen["attention before the row norm"].append(pa.parse(BASE)(q, k, v))
-
-    hooks = [block.attn.register_forward_pre_hook(keep) for block in model.blocks]
-    with torch.no_grad():
-        model(images)
-    for hook in hooks:
-        hook.remove()
-    return seen
+    rows = rows_of(model, images)
+    used = [block.attn.mechanism(*each) for block, each in zip(model.blocks, rows, strict=True)]
+    return {
+        "attention": used,
+        "attention before the row norm": [pa.parse(BASE)(*each) for each in rows],
+    }
 
 
 def jacobian(model: Any, images: Any) -> dict[str, Any]:
@@ -139,48 +117,20 @@ def condition_numbers(model: Any, images: Any) -> list[float]:
 
 
 def trained(
-    name: str, data: Any, epochs: int, checked: tuple[int, ...], rate: float, seed: int
+    name: str, data: Data, epochs: int, checked: list[int], rate: float, seed: int
 ) -> dict[str, Any]:
     """One run: the accuracy on held-out images after each epoch, and condition numbers at some."""
-    import torch
-
-    from precondattn.layers.torch import VisionTransformer
-
-    torch.manual_seed(seed)
-    model = VisionTransformer(
-        8, 2, 64, heads=HEADS, blocks=4, classes=10, channels=1, mechanism=MODELS[name]
-    )
-    images = torch.tensor(data[0], dtype=torch.float32)
-    classes = torch.tensor(data[1])
-    count = len(images) * TRAINING // 1797
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
-    batches = -(-count // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=epochs * batches, pct_start=0.1
-    )
+    model = reader(MODELS[name], seed)
     run: dict[str, Any] = {"accuracy": [], "loss": [], **{measure: [] for measure in MEASURES}}
 
     def check(epoch: int) -> None:
-        with torch.no_grad():
-            is_right = model(images[count:]).argmax(1) == classes[count:]
-        run["accuracy"].append(round(is_right.double().mean().item(), 4))
+        run["accuracy"].append(data.accuracy(model))
         if epoch in checked:
-            found = condition_numbers(model, images[count : count + 64])
+            found = condition_numbers(model, data.held_out[:64])
             for measure, kappa in zip(MEASURES, found, strict=True):
                 run[measure].append(kappa)
 
-    check(0)
-    for epoch in range(1, epochs + 1):
-        total = 0.0
-        for batch in torch.randperm(count).split(BATCH):
-            loss = torch.nn.functional.cross_entropy(model(images[batch]), classes[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            total += loss.item() * len(batch)
-        run["loss"].append(float(f"{total / count:.4g}"))
-        check(epoch)
+    run["loss"] = learn(model, data, epochs, rate, check)
     return run
 
 
@@ -193,11 +143,7 @@ def run(
     """All runs, on the digits or on as many `made_up` images, with one thread."""
     import torch
 
-    if made_up is None:
-        data = digits()
-    else:
-        rng = np.random.default_rng(0)
-        data = rng.normal(size=(made_up, 1, 8, 8)), rng.integers(0, 10, made_up)
+    data = load(made_up)
     checked = tuple(e for e in (0, 2, 4, 8, 16, epochs) if e <= epochs)
     found: dict[str, Any] = {
         "torch": torch.__version__,

@@ -22,7 +22,7 @@ from claims.trainings import SEEDS, fit, trained
 
 CLAIM = Claim(
     says="PaTH and the delta rule track state, which softmax attention can not",
-    source="PaTH, DeltaNet; word problems of their papers",
+    source="PaTH §1, text; Negative Eigenvalues abstract",
     verdict="holds in part",
     because=(
         "Within the trained 16 tokens PaTH is right on both tasks in all seeds, and the delta rule "

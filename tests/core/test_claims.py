@@ -1,11 +1,24 @@
 """The experiments of docs/claims run at a small size, and their pages show what is saved."""
 
+import re
+
 import pytest
 
 pytest.importorskip("matplotlib")
 
+from claims.claim import DOCUMENTS
 from make_claims import FRONT, NAMES, experiment, front, measured, page, record
 from recorded import load, with_measured
+
+SECTION = r"§\d+(\.\d+)*|Appendix [A-Z](\.\d+)?|“[^”]+”"
+PLACE = (
+    r"(Table|Figure|Eq\.|Algorithm|Theorem|Lemma) [\d.]+"
+    r"|(Tables|Figures|Eqs\.) \d+(, \d+)* (and|to) \d+"
+    r"|proof|text|list"
+)
+SOURCE = re.compile(rf"(?P<document>.+?) (abstract|({SECTION})(, ({PLACE}))+)")
+ATTRIBUTED = re.compile(r"\b(papers?|reports?|reported|is said)\b", re.I)
+PLACED = re.compile(rf"{SECTION}|{PLACE}|abstract")
 
 
 @pytest.mark.thorough(but=("ccq_mesa", "laser_training"))
@@ -25,3 +38,34 @@ def test_its_page_shows_the_saved_results(name):
 
 def test_the_first_page_has_all_verdicts():
     assert FRONT.read_text(encoding="utf-8") == with_measured(FRONT, front())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_source_names_document_section_and_place(name):
+    for source in experiment(name).CLAIM.source.split("; "):
+        found = SOURCE.fullmatch(source)
+        assert found, source
+        assert found["document"] in DOCUMENTS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_of_a_paper_has_its_place_beside_it(name):
+    own, _, rest = page(name).read_text(encoding="utf-8").partition("<!-- measured: begin -->")
+    own += rest.partition("<!-- measured: end -->")[2]
+    for sentence in re.split(r"(?<=[.:?])\s+(?=[A-Z*$])|\n\n", own):
+        if ATTRIBUTED.search(sentence) and re.search(r"\d", PLACED.sub("", sentence)):
+            assert PLACED.search(sentence), sentence
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a report on LUCID",
+        "LUCID, Table 3",
+        "LUCID §4.2",
+        "LUCID §4, Tables",
+        "CCQ Eq. 26, Appendix G",
+    ],
+)
+def test_a_source_without_document_section_or_place_is_seen(source):
+    assert not SOURCE.fullmatch(source)

@@ -77,6 +77,15 @@ def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
         assert not [name for name in ours if f"`{name}`" not in text], page
 
 
+def test_every_diagnostic_is_shown_and_documented():
+    page, api = ((DOCS / name).read_text(encoding="utf-8") for name in ("diagnostics.md", "api.md"))
+    for name in pa.diagnostics.__all__:
+        assert f"`{name}`" in page, name
+        assert re.search(rf"autofunction:: (precondattn\.diagnostics\.)?{name}\n", api), name
+    drawn = {path.name for path in (DOCS / "figures").glob("diagnostics_*.svg")}
+    assert {*re.findall(r"figures/(\S+)", page)} == drawn
+
+
 @pytest.mark.parametrize("name", ["make_tutorial", "make_conversion", "make_encoders"])
 def test_pages_show_the_saved_runs(name, monkeypatch):
     monkeypatch.syspath_prepend(DOCS)

@@ -223,7 +223,11 @@ COMPARED = (
         )
         for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
     ),
-    BenchCase("ccq_gated_delta", "ccq(gated_delta)", "forward", layout(d=128), peers=("base",)),
+    *(
+        BenchCase(f"ccq_{base}{suffix}", f"ccq({base})", work, layout(d=128), peers=("base",))
+        for base in ("gated_delta", "gla")
+        for suffix, work in (("", "forward"), ("_backward", "forward_backward"))
+    ),
     BenchCase("path", "path", "forward", layout(), peers=("sdpa", "fla")),
     BenchCase("deltaformer", "deltaformer", "forward", layout(), peers=("sdpa", "naive_fla")),
     BenchCase(

@@ -1,0 +1,106 @@
+"""scikit-learn's 8 × 8 digits, and a vision transformer of four blocks that learns them.
+
+1,297 images are learned in batches of 64 with AdamW and one cycle of rates, 500 are held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+HEADS = 8
+TRAINING, ALL, BATCH, WEIGHT_DECAY = 1297, 1797, 64, 0.05
+
+
+class Data:
+    """Images (n, 1, 8, 8) and classes (n) as tensors, to learn and held out."""
+
+    def __init__(self, images: np.ndarray, classes: np.ndarray) -> None:
+        import torch
+
+        count = len(images) * TRAINING // ALL
+        x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(classes)
+        self.images, self.classes = x[:count], y[:count]
+        self.held_out, self.held_out_classes = x[count:], y[count:]
+
+    def accuracy(self, model: Any) -> float:
+        """The share of held-out images that are read, in the dtype of the model."""
+        import torch
+
+        with torch.no_grad():
+            found = model(self.held_out.to(model.pos_embed.dtype)).argmax(1)
+        return round((found == self.held_out_classes).double().mean().item(), 4)
+
+
+def load(made_up: int | None = None) -> Data:
+    """The digits, images between −1 and 1 in random order, or as many `made_up` ones."""
+    if made_up is not None:
+        rng = np.random.default_rng(0)
+        return Data(rng.normal(size=(made_up, 1, 8, 8)), rng.integers(0, 10, made_up))
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("this experiment needs scikit-learn: pip install scikit-learn") from error
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    return Data(found.images[order, None] / 8 - 1, found.target[order])
+
+
+def reader(mechanism: str, seed: int) -> Any:
+    """An untrained model."""
+    import torch
+
+    from precondattn.layers.torch import VisionTransformer
+
+    torch.manual_seed(seed)
+    return VisionTransformer(
+        8, 2, 64, heads=HEADS, blocks=4, classes=10, channels=1, mechanism=mechanism
+    )
+
+
+def learn(
+    model: Any, data: Data, epochs: int, rate: float, check: Callable[[int], None]
+) -> list[float]:
+    """The mean loss of each epoch; `check` is called before the first one and after each."""
+    import torch
+
+    count = len(data.images)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=epochs * -(-count // BATCH), pct_start=0.1
+    )
+    losses = []
+    check(0)
+    for epoch in range(1, epochs + 1):
+        total = 0.0
+        for batch in torch.randperm(count).split(BATCH):
+            logits = model(data.images[batch])
+            loss = torch.nn.functional.cross_entropy(logits, data.classes[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(batch)
+        losses.append(float(f"{total / count:.4g}"))
+        check(epoch)
+    return losses
+
+
+def rows_of(model: Any, images: Any) -> list[tuple[Any, Any, Any]]:
+    """q, k and v (b, t, h, ·) of each block."""
+    import torch
+
+    found = []
+
+    def keep(attn: Any, arguments: Any) -> None:
+        maps = (attn.q_proj, attn.k_proj, attn.v_proj)
+        found.append(tuple(each(arguments[0]).unflatten(-1, (HEADS, -1)) for each in maps))
+
+    hooks = [block.attn.register_forward_pre_hook(keep) for block in model.blocks]
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    return found
