@@ -135,7 +135,7 @@ class OutlookCall:
         return flat[:, : self.s, ...]
 
     def places(self, rows: Rows) -> Iterator[Index]:
-        """Where in an image each slot of these windows is."""
+        """The index of each slot of these windows in an image."""
         (start, stop), (down, right) = rows, self.cell
         for i, j in product(*map(range, self.sides)):
             first, last = start * down + i, (stop - 1) * down + i
@@ -182,7 +182,7 @@ class OutlookCall:
         return slice(start, min(stop, self.s))
 
     def _rows_of(self, x: Array, rows: Rows) -> Array:
-        """Those of tokens, (b, tokens, …), as (b, rows, columns, …); of cells as they are."""
+        """Rows of tokens, (b, tokens, …), as (b, rows, columns, …); rows of cells as they are."""
         if self._has_cells:
             return x
         whole = padded(x, 0, (rows[1] - rows[0]) * self.shape[1] - x.shape[1], axis=1)

@@ -219,7 +219,7 @@ def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -
         return float(np.max(np.linalg.vector_norm(array, axis=-1)))
 
     rows = longest(cotangent) * longest(inputs["v"])
-    if "logits" in inputs:  # In place of scores.
+    if "logits" in inputs:  # They are given in the place of scores.
         return {"logits": rows * inputs["v"].shape[-1] ** -0.5}
     scale = inputs["k"].shape[-1] ** -0.5
     q, k = longest(inputs["q"]), longest(inputs["k"])

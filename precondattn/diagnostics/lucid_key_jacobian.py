@@ -41,9 +41,9 @@ class KeyJacobian(NamedTuple):
     """The two parts of ∂o/∂k, each (b, t, h, e, s, d); the derivative is their sum."""
 
     through_softmax: Array
-    """From the weights a of the read."""
+    """The part from the weights a of the read."""
     through_preconditioner: Array
-    """From Φ and its norm of the keys."""
+    """The part from Φ and its norm of the keys."""
 
 
 def lucid_key_jacobian(

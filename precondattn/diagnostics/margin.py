@@ -1,4 +1,4 @@
-"""By how much CCQ moves the margin of a wanted key over the others.
+"""The gain of CCQ: its change of the margin of a wanted key over the others.
 
     (k̄★ − k̄_j) · (qᶜ − q̄) = λ (k̄_j − k̄★)ᵀ Σ q̄,    and for Σ = ρ u uᵀ:    λ ρ (β_j − α) (u·q̄)
 
@@ -35,7 +35,7 @@ from precondattn.spec.l2_norm import l2_norm
 def margin_gain(
     q: Array, k: Array, target: Array, contraction: Array, *, rank_one: bool = False
 ) -> Array:
-    """By how much CCQ widens the margin of each query's target over every key it sees.
+    """CCQ's change of the margin of each query's target over every key that the query sees.
 
     Parameters
     ----------

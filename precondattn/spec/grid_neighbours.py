@@ -78,5 +78,5 @@ def moved(x: Array, step: int, axis: int) -> Array:
 
 
 def offsets(sides: Sequence[int], *, centred: bool) -> list[Offset]:
-    """Those of the slots of a window around a token, or of the tokens of a cell from its first."""
+    """The offsets of a window's slots from its token, or of a cell's tokens from its first."""
     return list(product(*(range(-(n // 2) * centred, n - (n // 2) * centred) for n in sides)))

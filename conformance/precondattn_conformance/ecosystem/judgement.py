@@ -39,7 +39,7 @@ class Judgement:
     expected: str = ""
     """What should have been computed, and by which description; a report has it."""
     title: str = ""
-    """For a report; a judgement with a title has one."""
+    """The title of the report; a judgement without a title has no report."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

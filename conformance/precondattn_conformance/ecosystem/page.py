@@ -24,7 +24,7 @@ from precondattn_conformance.ecosystem.judgement import (
 from precondattn_conformance.ecosystem.table import Table, TableRow
 
 WIDTH = 110
-"""Of the lines of a paragraph."""
+"""The width of the lines of a paragraph."""
 
 OTHER = "other"
 COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -43,7 +43,7 @@ class FinishedRow:
     """All cases have run."""
 
     conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the id of a failed case: the conventions, not kept, without which it does not fail."""
+    """The conventions that were not kept, without which a case does not fail, by its id."""
     findings: tuple[str, ...] = ()
     """What the function computes instead (`functions/diagnosis.py`)."""
 

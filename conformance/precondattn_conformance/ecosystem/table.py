@@ -32,7 +32,7 @@ class TableRow:
     url: str
     version: str
     date: str
-    """Of the version: year, month and day, or empty."""
+    """The day of the version as year, month and day, or empty."""
     mechanism: str
     library: str
     seconds: float
