@@ -34,9 +34,9 @@ class CheckShare:
     check: str
     compared: int = 0
     declined: Counter[str] = field(default_factory=Counter)
-    """By the backend's reason."""
+    """The declined cases, by the backend's reason."""
     declared: Counter[str] = field(default_factory=Counter)
-    """By the reason that was declared."""
+    """The declined cases, by the reason that was declared."""
 
     @property
     def expected(self) -> int:

@@ -28,7 +28,6 @@ from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import choice, positive_or_none
 from precondattn.arrays import Array, Arrays, Residuals, cast, namespace
 from precondattn.spec.array_functions import (
-    repeat_heads,
     softmax,
     softmax_vjp,
     sum_heads,
@@ -40,6 +39,7 @@ from precondattn.spec.whole_sequence import (
     check_same_tokens,
     only_valid,
     valid_as_both,
+    valid_rows,
 )
 
 
@@ -114,17 +114,11 @@ class Channel(WholeSequence):
         count = xp.sum(cast(valid, q.dtype), axis=1)[:, None, None, None]
         return xp.where(count > 0, count, 1.0) ** -0.5
 
-    def _rows(self, x: Mapping[str, Array], valid: Array | None) -> tuple[Array, Array, Array]:
-        """q, k and v (b, h, t, d), 0 at masked tokens."""
-        h = x["q"].shape[2]
-        q, k, v = (only_valid(valid, swap_time_and_heads(x[name])) for name in "qkv")
-        return q, repeat_heads(k, h), repeat_heads(v, h)
-
     def attend(
         self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
     ) -> tuple[Array, Residuals]:
         valid = valid_as_both(q_valid, k_valid)
-        q, k, v = self._rows(x, valid)
+        q, k, v = valid_rows(x, valid)
         weights = softmax(self.factor(q, valid) * (transpose(q) @ k))
         return swap_time_and_heads(v @ transpose(weights)), ()
 
@@ -137,7 +131,7 @@ class Channel(WholeSequence):
         cotangent: Array,
     ) -> Arrays:
         n, valid = x["k"].shape[2], valid_as_both(q_valid, k_valid)
-        q, k, v = self._rows(x, valid)
+        q, k, v = valid_rows(x, valid)
         s = self.factor(q, valid)
         weights = softmax(s * (transpose(q) @ k))
         d_o = only_valid(valid, swap_time_and_heads(cotangent))

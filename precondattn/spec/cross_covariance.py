@@ -28,7 +28,6 @@ from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import non_negative
 from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.spec.array_functions import (
-    repeat_heads,
     softmax,
     softmax_vjp,
     sum_heads,
@@ -41,6 +40,7 @@ from precondattn.spec.whole_sequence import (
     check_same_tokens,
     only_valid,
     valid_as_both,
+    valid_rows,
 )
 
 
@@ -92,14 +92,6 @@ class CrossCovariance(WholeSequence):
         product = 2.0 * sizes["t"] * sizes["d"] ** 2
         return Flops(2 * product, 4 * product, 0.0).times(sizes["h"])
 
-    def _rows(
-        self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
-    ) -> tuple[Array, Array, Array]:
-        """q, k and v (b, h, t, d), 0 at masked tokens."""
-        h, valid = x["q"].shape[2], valid_as_both(q_valid, k_valid)
-        q, k, v = (only_valid(valid, swap_time_and_heads(x[name])) for name in "qkv")
-        return q, repeat_heads(k, h), repeat_heads(v, h)
-
     def _logits(self, x: Mapping[str, Array], q: Array, k: Array) -> tuple[Array, Array, Array]:
         """q̂ᵀ and k̂ᵀ (b, h, d, t), and q̂ᵀ k̂."""
         q_unit, k_unit = (l2_norm(transpose(each), self.eps) for each in (q, k))
@@ -108,7 +100,7 @@ class CrossCovariance(WholeSequence):
     def attend(
         self, x: Mapping[str, Array], q_valid: Array | None, k_valid: Array | None
     ) -> tuple[Array, Residuals]:
-        q, k, v = self._rows(x, q_valid, k_valid)
+        q, k, v = valid_rows(x, valid_as_both(q_valid, k_valid))
         weights = softmax(x["logit_scale"][:, None, None] * self._logits(x, q, k)[2])
         return swap_time_and_heads(v @ transpose(weights)), ()
 
@@ -122,7 +114,7 @@ class CrossCovariance(WholeSequence):
     ) -> Arrays:
         xp, n = namespace(cotangent), x["k"].shape[2]
         valid, factor = valid_as_both(q_valid, k_valid), x["logit_scale"][:, None, None]
-        q, k, v = self._rows(x, q_valid, k_valid)
+        q, k, v = valid_rows(x, valid)
         q_unit, k_unit, cosines = self._logits(x, q, k)
         weights = softmax(factor * cosines)
         d_o = only_valid(valid, swap_time_and_heads(cotangent))

@@ -27,6 +27,7 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.spec.array_functions import repeat_heads, swap_time_and_heads
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,13 @@ def check_same_tokens(leaf: Leaf, what: str, sizes: Mapping[str, int]) -> None:
 def only_valid(valid: Array | None, x: Array) -> Array:
     """x (b, h, t, d), 0 at masked tokens."""
     return x if valid is None else zero_where_not(valid[:, None, :, None], x)
+
+
+def valid_rows(x: Mapping[str, Array], valid: Array | None) -> tuple[Array, Array, Array]:
+    """q, k and v (b, h, t, d) with a key and value for each query head, 0 at masked tokens."""
+    h = x["q"].shape[2]
+    q, k, v = (only_valid(valid, swap_time_and_heads(x[name])) for name in "qkv")
+    return q, repeat_heads(k, h), repeat_heads(v, h)
 
 
 def segment_numbers(ids: Array) -> Array:

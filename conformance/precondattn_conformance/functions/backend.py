@@ -203,7 +203,7 @@ class FunctionBackend(pa.Backend):
         )
 
     def _libraries(self, device: str) -> set[str]:
-        """Those whose arrays it takes and returns."""
+        """The libraries whose arrays the function takes and returns."""
         errors: dict[str, str] = {}
         for sizes in PLAIN_SIZES:
             found = set()

@@ -58,9 +58,9 @@ class Parameters:
     """The parameters of a function, by what they are."""
 
     inputs: Mapping[str, str]
-    """By the mechanism's name of the input."""
+    """The function's parameters, by the mechanism's name of the input."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """By the mechanism's name of the option."""
+    """The function's parameters, by the mechanism's name of the option."""
     masks: frozenset[str] = frozenset()
     state: State | None = None
     names: frozenset[str] = frozenset()
