@@ -29,7 +29,7 @@ def _of_channels() -> list[Fault]:
             "cross_covariance",
             BOTH,
             "padding and masked tokens in norms and products",
-            inside(cross_covariance, "only_valid", lambda true: lambda valid, x: x),
+            inside(cross_covariance, "valid_rows", lambda true: lambda x, valid: true(x, None)),
         ),
         written(
             "cross_covariance",
