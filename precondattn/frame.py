@@ -1,4 +1,4 @@
-"""Positions, validity and segments, from which the attention mask is built.
+"""Positions, validity, segments and masks of pairs, from which the attention mask is built.
 
 One frame serves full calls and `extend`. In a full call of t queries and s keys, query i has
 position i + s − t (bottom-right alignment). In `extend` the keys are the cache's slots followed by
@@ -34,7 +34,8 @@ class Layout(NamedTuple):
     s: int | None = None
     """The number of keys of a full call, or of the slots of a cache."""
     masks: frozenset[str] = frozenset()
-    """Which of `lengths`, `key_mask`, `past_mask` and `segment_ids` there are."""
+    """Which of `lengths`, `key_mask`, `past_mask`, `segment_ids`, `prefix` and `attn_mask` there
+    are."""
     held: int | None = None
     """As of the frame."""
     longest: int | None = None
@@ -66,6 +67,8 @@ class Frame:
 
     The batch axis of positions is 1 where all sequences share them. Validity and segments are None
     where the call has none, so that a backend knows that nothing is masked without reading arrays.
+    So are the masks of pairs: `q_prefix` (b, t), the position before which a query sees all keys of
+    its segment, and `pairs` (b or 1, h or 1, t, s), which is False where a query may not attend.
     """
 
     layout: Layout
@@ -96,11 +99,14 @@ class Frame:
         k_valid: Array | None = None,
         q_segment: Array | None = None,
         k_segment: Array | None = None,
+        q_prefix: Array | None = None,
+        pairs: Array | None = None,
         *,
         layout: Layout = UNKNOWN,
     ) -> None:
         self.q_position, self.q_valid, self.q_segment = q_position, q_valid, q_segment
         self.k_position, self.k_valid, self.k_segment = k_position, k_valid, k_segment
+        self.q_prefix, self.pairs = q_prefix, pairs
         self.layout, self.held, self.longest = layout, layout.held, layout.longest
         self._like = q_position
 
@@ -120,6 +126,7 @@ class Frame:
         frame.layout, frame.held, frame.longest = layout, layout.held, layout.longest
         frame._like, frame._masks, frame._is_lazy = like, masks or {}, True
         frame.q_segment = frame.k_segment = frame._masks.get("segment_ids")
+        frame.q_prefix, frame.pairs = (frame._masks.get(n) for n in ("prefix", "attn_mask"))
         if "lengths" not in frame._masks:
             frame.q_valid = None
         if layout.kind == FULL:
@@ -135,6 +142,10 @@ class Frame:
 
     @cached_property
     def q_position(self) -> Array:
+        """The positions of the queries (b or 1, t), integers.
+
+        In `extend` they begin at the number of cached tokens, and in a full call at s − t.
+        """
         (t, s), like = self._sizes, self._like
         if self.layout.kind == EXTENSION:
             return arange_like(t, like)[None, :] + like[:, None]
@@ -142,6 +153,10 @@ class Frame:
 
     @cached_property
     def k_position(self) -> Array:
+        """The positions of the keys (b or 1, s), integers from 0.
+
+        In `extend` the keys are the slots of the cache, filled or not, and the new tokens.
+        """
         position = arange_like(self._sizes[1], self._like)[None, :]
         if self.layout.kind == FULL:
             return position
@@ -150,11 +165,13 @@ class Frame:
 
     @cached_property
     def q_valid(self) -> Array | None:
+        """Which queries are no padding (b, t), boolean; None where all are."""
         lengths = self._masks["lengths"]
         return arange_like(self._sizes[0], lengths)[None, :] < lengths[:, None]
 
     @cached_property
     def k_valid(self) -> Array | None:
+        """Which keys may be read (b, s), boolean; None where all may be."""
         return self._valid_after(self._sizes[1])
 
     def _valid_after(self, slots: int) -> Array:
@@ -186,6 +203,11 @@ class Frame:
         return self.longest is None and is_traced(self._like)
 
     @property
+    def masks_pairs(self) -> bool:
+        """Whether there are masks of pairs of tokens."""
+        return self.q_prefix is not None or self.pairs is not None
+
+    @property
     def arrays(self) -> tuple[Array | None, ...]:
         """All arrays, in the order of the constructor's arguments."""
         return (
@@ -195,6 +217,8 @@ class Frame:
             self.k_valid,
             self.q_segment,
             self.k_segment,
+            self.q_prefix,
+            self.pairs,
         )
 
     @property
@@ -206,7 +230,8 @@ class Frame:
     def sources(self) -> tuple[Array | None, ...]:
         """The arrays of which `rebuilt` makes the frame again: none that its layout tells."""
         if not self._is_lazy or not self.layout.is_unmasked:
-            return self.arrays
+            # Without masks of pairs, as programs have them that were exported before there were.
+            return self.arrays if self.masks_pairs else self.arrays[:OF_TOKENS]
         return () if self.layout.kind == FULL else (self._like,)
 
     def of_slots(self, slots: int) -> Frame:
@@ -214,18 +239,24 @@ class Frame:
         layout = self.layout
         if layout.kind:
             layout = layout._replace(s=slots)
+        new = self._sizes[0] if self._is_lazy else self.q_position.shape[1]
+
+        def kept(keys: Array, axis: int = 1) -> Array:
+            before = (slice(None),) * axis
+            first, last = keys[(*before, slice(None, slots))], keys[(*before, slice(-new, None))]
+            return namespace(keys).concat([first, last], axis=axis) if new else first
+
+        pairs = None if self.pairs is None else kept(self.pairs, 3)
         if self._is_lazy:
             masks = dict(self._masks)
+            if pairs is not None:
+                masks["attn_mask"] = pairs
             if "past_mask" in masks:
                 masks["past_mask"] = masks["past_mask"][:, :slots]
             return Frame.of(layout, self._like, masks)
-        xp, new = namespace(self.k_position), self.q_position.shape[1]
-
-        def kept(keys: Array) -> Array:
-            return xp.concat([keys[:, :slots], keys[:, keys.shape[1] - new :]], axis=1)
-
         k_valid = None if self.k_valid is None else kept(self.k_valid)
-        return self._with(layout, k_position=kept(self.k_position), k_valid=k_valid)
+        changes = {"k_position": kept(self.k_position), "k_valid": k_valid, "pairs": pairs}
+        return self._with(layout, **changes)
 
     def of_held(self) -> Frame:
         """In `extend` after caches that all hold `held` tokens: the frame of these and the new
@@ -247,14 +278,19 @@ class Frame:
             return self
         return self._with(UNKNOWN, **changes)
 
+    def with_valid_keys(self, k_valid: Array) -> Frame:
+        """The frame of a call whose `key_mask` masks as many keys, at other places."""
+        return self._with(self.layout, k_valid=k_valid)
+
     def _with(self, layout: Layout, **changes: Array | None) -> Frame:
         named: Arrays = dict(zip(ARRAYS, self.arrays, strict=True)) | changes
         return Frame(**named, layout=layout)
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:
-        """The attention mask, boolean (b or 1, 1, t, s): may query i attend to key j?
+        """The attention mask, boolean (b or 1, h or 1, t, s): may query i attend to key j?
 
-        Causal: j ≤ i, or j < i when `strict`. Window w: |i − j| < w.
+        Causal: j ≤ i, or j < i when `strict`. Window w: |i − j| < w. A prefix is seen by all
+        queries of its segment, whatever causality and window say.
         """
         xp = namespace(self.q_position)
         i = self.q_position[:, :, None]
@@ -266,13 +302,16 @@ class Frame:
             mask = mask & (j == j)
         if window is not None:
             mask = mask & (xp.abs(i - j) < window)
+        if self.q_prefix is not None:
+            mask = mask | (j < self.q_prefix[:, :, None])
         if self.q_valid is not None:
             mask = mask & self.q_valid[:, :, None]
         if self.k_valid is not None:
             mask = mask & self.k_valid[:, None, :]
         if self.q_segment is not None and self.k_segment is not None:
             mask = mask & (self.q_segment[:, :, None] == self.k_segment[:, None, :])
-        return mask[:, None, :, :]
+        mask = mask[:, None, :, :]
+        return mask if self.pairs is None else mask & self.pairs
 
     def among_keys(self, count: int) -> Frame:
         """The frame in which the last `count` keys are also the queries.
@@ -297,12 +336,15 @@ class Frame:
         )
 
 
-ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
+TOKEN_ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
+ARRAYS = (*TOKEN_ARRAYS, "q_prefix", "pairs")
+OF_TOKENS = len(TOKEN_ARRAYS)
+"""How many of a frame's arrays are no masks of pairs."""
 
 
 def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Frame:
     """The frame of this layout and these `sources`, on the device of `like`."""
-    if len(sources) == len(ARRAYS):
+    if len(sources) >= OF_TOKENS:
         return Frame(*sources, layout=layout)
     return Frame.of(layout, sources[0] if sources else like)
 
@@ -314,7 +356,7 @@ def has_lengths_only(frame: Frame) -> bool:
     known on the host.
     """
     q_valid, k_valid = frame.q_valid, frame.k_valid
-    if frame.k_segment is not None or q_valid is None or k_valid is None:
+    if frame.k_segment is not None or frame.masks_pairs or q_valid is None or k_valid is None:
         return False
     if frame.layout.has_lengths_only:
         return True
@@ -331,16 +373,20 @@ def full_frame(
     lengths: Array | None = None,
     key_mask: Array | None = None,
     segment_ids: Array | None = None,
+    prefix: Array | None = None,
+    attn_mask: Array | None = None,
 ) -> Frame:
     """The frame of a full call of t queries and s keys.
 
-    `lengths` is (b,); `key_mask` and `segment_ids` are (b, s).
+    `lengths` is (b,); `key_mask` and `segment_ids` are (b, s); `prefix` is the frame's `q_prefix`,
+    and `attn_mask` its `pairs`.
     """
-    if lengths is None and key_mask is None and segment_ids is None:
+    masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
+    masks |= {"prefix": prefix, "attn_mask": attn_mask}
+    given = frozenset(name for name, mask in masks.items() if mask is not None)
+    if not given:
         frame = Frame.of(Layout(FULL, t, s), like)
         return frame if isinstance(t, int) and isinstance(s, int) else frame.computed
-    masks = {"lengths": lengths, "key_mask": key_mask, "segment_ids": segment_ids}
-    given = frozenset(name for name, mask in masks.items() if mask is not None)
     k_position = arange_like(s, like)[None, :]
     q_position = arange_like(t, like)[None, :] + (s - t)
     q_valid, k_valid = None, key_mask
@@ -350,7 +396,8 @@ def full_frame(
         k_valid = within if key_mask is None else within & key_mask
     q_segment = None if segment_ids is None else segment_ids[:, s - t :]
     layout = Layout(FULL, t, s, given).without_symbols
-    return Frame(q_position, k_position, q_valid, k_valid, q_segment, segment_ids, layout=layout)
+    of_tokens = q_position, k_position, q_valid, k_valid, q_segment, segment_ids
+    return Frame(*of_tokens, prefix, attn_mask, layout=layout)
 
 
 def held_by_all(lengths: list[int], t: int, capacity: int) -> int | None:
@@ -366,7 +413,8 @@ def extending_frame(
 ) -> Frame:
     """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots.
 
-    Masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), and `past_mask` (b, capacity).
+    Masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), `past_mask` (b, capacity), and
+    `prefix` and `attn_mask`, the frame's `q_prefix` and `pairs`.
     """
     given = {name: mask for name, mask in masks.items() if mask is not None}
     layout = Layout(EXTENSION, t, capacity, frozenset(given), longest=longest)

@@ -17,6 +17,7 @@ REPRESENTATIVES = (
     "softmax[forget=unscaled]",  # A decay between query and key.
     "softmax[softcap=2]",
     "softmax[sink=true]",
+    "softmax[distance=slopes]",  # A bias of positions.
     "path",
     "path[forget=scaled,flush=3]",  # Scores along products of reflections; rewritten cached rows.
     "deltaformer",  # A triangular solve with softmax weights.
@@ -60,6 +61,7 @@ REPRESENTATIVES = (
     "ccq[covariance=query_weighted](linear)",  # A product with a state that queries weight.
     # Preconditioners of rows and of outputs.
     "differential[per=token]",  # Two calls of the base.
+    "bidirectional(gated_delta)",  # Two calls too, one of reversed tokens; no cache of its states.
     "row_normalized",
     "temperature[per=head]",
     "per_dim_scale",

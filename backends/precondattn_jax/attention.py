@@ -12,6 +12,7 @@ from jax import Array
 from precondattn.arrays import Arrays, Residuals, Tree
 from precondattn.cache import Append, Updates
 from precondattn.frame import Frame
+from precondattn.spec.distance import added
 from precondattn.spec.metric import DOT
 from precondattn.spec.soft_cap import capped
 from precondattn.spec.softmax import SoftmaxAttention
@@ -71,19 +72,30 @@ class AttentionBlocks(SteppingAsDefined[SoftmaxAttention], attention.AttentionBl
         position = blocks.of_queries(frame.q_position, axis=1)
         if bias is not None:
             bias = blocks.of_queries(grouped_bias(bias, new.n))
+        allowed = None
+        if frame.pairs is not None:
+            allowed = blocks.of_queries(grouped_bias(frame.pairs[..., :capacity], new.n))
 
         def of_past(a: Array, state: Tree) -> Tree:
-            rows = new.scores.start(a)
+            queries = new.scores.start(a)
 
             def add(j: Array, state: Tree) -> Tree:
-                tile = product_with_transposed(rows, cached.take(past["key"], j))
+                tile = product_with_transposed(queries, cached.take(past["key"], j))
                 if leaf.softcap is not None:
                     tile = capped(tile, leaf.softcap)
                 pairs = jnp.reshape(tile, (new.b, new.n, new.r, blocks.size, cached.size))
                 if bias is not None:
                     columns = cached.start(j) + jnp.arange(cached.size)
                     pairs = pairs + jnp.take(blocks.take(bias, a, 3), columns, axis=4)
-                visible = cached.visible(j, blocks.take(position, a, 1))
+                rows = blocks.take(position, a, 1)
+                if leaf.distance != "none":
+                    ahead = cached.start(j) + jnp.arange(cached.size) - rows[:, :, None]
+                    more = jnp.swapaxes(added(leaf, x, ahead), 0, 1)
+                    pairs = pairs + jnp.reshape(more, (-1, *pairs.shape[1:]))
+                visible = cached.visible(j, rows)
+                if allowed is not None:
+                    columns = cached.start(j) + jnp.arange(cached.size)
+                    visible &= jnp.take(blocks.take(allowed, a, 3), columns, axis=4)
                 tile = jnp.reshape(jnp.where(visible, pairs, -jnp.inf), tile.shape)
                 return read.add(state, tile, cached.take(past["value"], j))
 

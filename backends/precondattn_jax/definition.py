@@ -92,13 +92,12 @@ class SteppingAsDefined(AlgorithmInLoops[L]):
 
         def some_tokens(carry: Tree, xs: Tree) -> tuple[Tree, Array]:
             buffers, length, slot_valid = carry
-            tokens, new_valid, q_valid = xs
+            tokens, new_valid, q_valid, pairs = xs
             position = length[:, None] + jnp.arange(TOKENS, dtype=length.dtype)[None, :]
             k_position = jnp.concatenate([slots, position], axis=1)
             k_valid = jnp.concatenate([slot_valid, new_valid], axis=1)
-            out, updates = step(
-                buffers, tokens | whole, Frame(position, k_position, q_valid, k_valid)
-            )
+            part = Frame(position, k_position, q_valid, k_valid, pairs=pairs)
+            out, updates = step(buffers, tokens | whole, part)
             count_valid = jnp.sum(cast(q_valid, length.dtype), axis=1, dtype=length.dtype)
             buffers = {
                 slot: updated(buffers[slot], update, length, count_valid, donate=False)
@@ -107,11 +106,20 @@ class SteppingAsDefined(AlgorithmInLoops[L]):
             slot_valid = append(slot_valid, new_valid, length, count_valid, donate=False)
             return (buffers, length + count_valid, slot_valid), out
 
-        xs = (tokens, _parts(new_valid, 1, count), _parts(q_valid, 1, count))
+        pairs = None if frame.pairs is None else _parts_of_pairs(frame.pairs, capacity, count)
+        xs = (tokens, _parts(new_valid, 1, count), _parts(q_valid, 1, count), pairs)
         (buffers, _, _), outs = lax.scan(some_tokens, (past, length, slot_valid), xs)
         out = jnp.moveaxis(outs, 0, 1)
         out = jnp.reshape(out, (out.shape[0], count * TOKENS, *out.shape[3:]))[:, :t]
         return out, {slot: Replace(buffer) for slot, buffer in buffers.items()}
+
+
+def _parts_of_pairs(pairs: Array, capacity: int, count: int) -> Array:
+    """For each part its rows (count, b, h, TOKENS, c + TOKENS), of slots and its own tokens."""
+    rows = _parts(pairs, 2, count)
+    new = padded(rows[..., capacity:], 0, count * TOKENS - (rows.shape[4] - capacity), 4)
+    own = [new[i, ..., i * TOKENS : (i + 1) * TOKENS] for i in range(count)]
+    return jnp.concatenate([rows[..., :capacity], jnp.stack(own)], axis=4)
 
 
 def _parts(x: Array, axis: int, count: int) -> Array:

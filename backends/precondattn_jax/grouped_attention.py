@@ -34,8 +34,9 @@ from precondattn_jax.tiled_attention import Reads, TiledAttention
 
 def has_groups(leaf: SoftmaxAttention, frame: Frame) -> bool:
     """Whether a call is one of packed sequences with scores that depend on q and k alone."""
-    depends_on_more = leaf.metric != DOT or leaf.forget != "none" or leaf.bias
-    return frame.k_segment is not None and not depends_on_more
+    depends_on_more = leaf.metric != DOT or leaf.forget != "none" or leaf.bias or frame.masks_pairs
+    is_plain = not depends_on_more and leaf.distance == "none"
+    return frame.k_segment is not None and is_plain
 
 
 class BlockGroup(NamedTuple):

@@ -3,18 +3,22 @@
 With causality, block a attends to the preceding blocks and to the lower triangle of its own block.
 A window excludes the first of these blocks, and so do segments: no query of block a attends to keys
 before the segment of its first query. Loops have these bounds also where segments are traced.
-Validity masks individual keys.
+Validity masks individual keys. With a prefix, block a also attends to the blocks of the prefix,
+which may come after it; an attn_mask excludes blocks before and after all pairs that it leaves.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf
+from operator import and_
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from precondattn.frame import Frame
 from precondattn_jax.layout import QueryBlocks, is_known
+from precondattn_portable.layout import grouped_bias
 
 
 def spans(segment: Array) -> tuple[Array, Array]:
@@ -42,6 +46,7 @@ class Mask:
         window: int | None = None,
         strict: bool = False,
         of_queries: bool = False,
+        heads: int = 1,
     ) -> None:
         self.blocks, self.causal, self.window, self.strict = blocks, causal, window, strict
         self.q_valid = self.k_valid = self.q_segment = self.k_segment = None
@@ -53,16 +58,60 @@ class Mask:
             self.q_segment = blocks.of_queries(frame.q_segment, axis=1)
             self.k_segment = blocks.of_keys(frame.k_segment, axis=1)
             self.start, self.last = spans(frame.k_segment)
+        self.q_prefix = self.pairs = None
+        if frame.q_prefix is not None:
+            self.q_prefix = blocks.of_queries(frame.q_prefix, axis=1)
+            ends = jnp.reshape(self.q_prefix, (-1, blocks.count, blocks.size)).max((0, 2))
+            self.reach = jnp.minimum(-(-ends // blocks.size), blocks.keys)
+        if frame.pairs is not None:
+            pairs = grouped_bias(frame.pairs, heads)
+            self.pairs = blocks.of_keys(blocks.of_queries(pairs, value=False), 4, value=False)
+            self.low, self.high = self._marked()
+
+    @property
+    def has_diagonal(self) -> bool:
+        """Whether no query attends to keys after it, and the tile with its own block is apart."""
+        return self.causal and self.q_prefix is None
+
+    def _marked(self) -> tuple[Array, Array]:
+        """For each block of queries the first block that an attn_mask leaves, and the last one's
+        number plus one."""
+        blocks, whole = self.blocks, jnp.any(self.pairs, axis=(0, 1, 2))
+        tiles = jnp.reshape(whole, (blocks.count, blocks.size, blocks.keys, blocks.size))
+        seen = jnp.any(tiles, axis=(1, 3))
+        block = jnp.arange(blocks.keys)
+        low = jnp.min(jnp.where(seen, block, blocks.keys), axis=1)
+        return low, jnp.max(jnp.where(seen, block + 1, 0), axis=1)
+
+    def ranges(self, a: Array) -> list[tuple[Array, Array]]:
+        """Where the blocks of keys begin and end that block a attends to, but for a diagonal."""
+        first, stop = self.first(a), a if self.has_diagonal else self.stop(a)
+        ranges = [(first, stop)]
+        if self.q_prefix is not None:
+            own, reach = a + 1 if self.causal else stop, self.reach[a - self.blocks.first]
+            ranges = [(first, jnp.maximum(own, reach))]
+            if self.window is not None:
+                begin = self._start_of_segment(a, jnp.zeros_like(a))
+                ranges.append((begin, jnp.minimum(reach, first)))
+        if self.pairs is not None:
+            row = a - self.blocks.first
+            low, high = self.low[row], self.high[row]
+            ranges = [(jnp.maximum(i, low), jnp.minimum(j, high)) for i, j in ranges]
+        return [(i, jnp.maximum(i, j)) for i, j in ranges]
 
     def first(self, a: Array) -> Array:
         """The first block of keys that block a attends to."""
         size, first = self.blocks.size, jnp.zeros_like(a)
         if self.window is not None:
             first = jnp.clip((a * size - self.window + 1) // size, 0, self.blocks.keys)
-        if self.k_segment is not None:
-            query = jnp.maximum(a * size, self.blocks.s - self.blocks.t)
-            first = jnp.maximum(first, self.start[query] // size)
-        return first
+        return self._start_of_segment(a, first)
+
+    def _start_of_segment(self, a: Array, first: Array) -> Array:
+        """The block in which the segment of a's first query begins, or `first` if that is later."""
+        if self.k_segment is None:
+            return first
+        query = jnp.maximum(a * self.blocks.size, self.blocks.s - self.blocks.t)
+        return jnp.maximum(first, self.start[query] // self.blocks.size)
 
     def stop(self, a: Array) -> Array:
         """The last block of keys that block a attends to, plus one, without causality."""
@@ -75,16 +124,23 @@ class Mask:
         return stop
 
     def visible(self, a: Array, j: Array, *, diagonal: bool = False) -> Array | None:
-        """(b or 1, 1, 1, C, C), or None where all pairs are visible; `diagonal` declares a = j."""
+        """(b or 1, n or 1, r or 1, C, C), or None where all pairs are visible.
+
+        `diagonal` declares a = j.
+        """
         blocks, size = self.blocks, self.blocks.size
         token = jnp.arange(size)
         distance = (a - j) * size + token[:, None] - token[None, :]
         conditions: list[Array] = []
-        if self.causal and diagonal:
+        if self.causal and (diagonal or not self.has_diagonal):
             conditions.append((distance > 0 if self.strict else distance >= 0)[None])
         if self.window is not None:
             conditions.append((jnp.abs(distance) < self.window)[None])
-        if not self.causal and not (is_known(blocks.after) and blocks.after == 0):
+        if self.q_prefix is not None and conditions:
+            end = blocks.take(self.q_prefix, a - blocks.first, 1)
+            of_prefix = (j * size + token)[None, None, :] < end[:, :, None]
+            conditions = [reduce(and_, conditions) | of_prefix]
+        if not self.has_diagonal and not (is_known(blocks.after) and blocks.after == 0):
             conditions.append((j * size + token < blocks.s)[None, None, :])
         if self.k_valid is not None:
             conditions.append(blocks.take(self.k_valid, j, 1)[:, None, :])
@@ -93,12 +149,11 @@ class Mask:
         if self.k_segment is not None:
             rows = blocks.take(self.q_segment, a - blocks.first, 1)
             conditions.append(rows[:, :, None] == blocks.take(self.k_segment, j, 1)[:, None, :])
-        if not conditions:
-            return None
-        whole = conditions[0]
-        for part in conditions[1:]:
-            whole = whole & part
-        return whole[:, None, None]
+        whole = [reduce(and_, conditions)[:, None, None]] if conditions else []
+        if self.pairs is not None:
+            rows = blocks.take(self.pairs, a - blocks.first, 3)
+            whole.append(blocks.take(rows, j, 4))
+        return reduce(and_, whole) if whole else None
 
     def apply(
         self, tile: Array, a: Array, j: Array, *, diagonal: bool = False, otherwise: float = -inf

@@ -32,10 +32,14 @@ class BufferedPast:
         if end is not None:
             self.valid = self.valid & (jnp.arange(capacity) < end)
         self.size = min(block_size(capacity, heads), capacity)
-        length = frame.q_position[:, 0]
+        length, self.prefix = frame.q_position[:, 0], None
+        if window is not None and frame.q_prefix is not None:
+            self.prefix = frame.q_prefix[:, :1]  # The same for all tokens of a sequence.
         filled = jnp.clip(jnp.max(length), 0, capacity)
         self.first, self.stop = jnp.zeros_like(filled), (filled + self.size - 1) // self.size
-        if window is not None:  # The blocks before the first token's window are skipped.
+        if (
+            window is not None and self.prefix is None
+        ):  # The blocks before the first token's window are skipped.
             low = jnp.clip(jnp.min(length) - window + 1, 0, capacity)
             self.first = jnp.minimum(low // self.size, self.stop)
 
@@ -54,7 +58,10 @@ class BufferedPast:
         visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
         visible = (visible & (slot >= j * self.size))[:, None, :]
         if self.window is not None:
-            visible = visible & (position[:, :, None] - slot < self.window)
+            near = position[:, :, None] - slot < self.window
+            if self.prefix is not None:
+                near = near | (slot < self.prefix)[:, None, :]
+            visible = visible & near
         return visible[:, None, None]
 
     def over(self, add: Callable[[Array, Tree], Tree], state: Tree) -> Tree:

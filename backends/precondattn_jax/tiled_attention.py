@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -19,12 +20,14 @@ from jax import Array, lax
 from precondattn.arrays import Arrays, Tree, dtype_name
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import sum_to, swap_time_and_heads
+from precondattn.spec.distance import INPUTS
 from precondattn.spec.laser import LOG_MEAN_EXP, RANGE
 from precondattn.spec.metric import DOT
 from precondattn.spec.read import MEAN_AND_LOG_SUM
 from precondattn.spec.sink import sink_vjp
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn_jax.arithmetic import zeros
+from precondattn_jax.distance import ByDistance
 from precondattn_jax.dot_scores import CappedScores, Sums
 from precondattn_jax.forget_gate import ForgetGate
 from precondattn_jax.layout import REFLECTIONS, BlockedCall, QueryBlocks, heads_first
@@ -84,7 +87,12 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         super().__init__(leaf, x, frame, most=None if leaf.metric == DOT else REFLECTIONS)
         self.loops, blocks = loops, self.blocks
         self.mask = Mask(
-            frame, blocks, causal=leaf.causal, window=leaf.window, of_queries=leaf.bias
+            frame,
+            blocks,
+            causal=leaf.causal,
+            window=leaf.window,
+            of_queries=leaf.bias,
+            heads=self.n,
         )
         q = self.stacked(x["q"]) * leaf.scale_for(self.d)
         self.scores = scores_of(self, q, self.of_keys("k"))
@@ -93,7 +101,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         # Padding repeats the last value, so that it does not widen the range of values.
         after = ((0, 0), (0, 0), (0, blocks.after), (0, 0))
         self.v = jnp.pad(heads_first(x["v"]), after, mode="edge")
-        self.added: dict[str, ForgetGate | Bias] = {}
+        self.added: dict[str, ForgetGate | Bias | ByDistance] = {}
         """What is added to the scores of tiles, by the name of its input."""
         if leaf.forget != "none":
             g = self.of_keys("g")
@@ -101,6 +109,8 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
             self.added["g"] = ForgetGate(blocks, g, leaf._gate_scale(self.d))
         if leaf.bias:
             self.added["bias"] = Bias(blocks, grouped_bias(x["bias"], self.n))
+        if leaf.distance != "none":
+            self.added[INPUTS[leaf.distance]] = ByDistance(leaf, x, blocks, self.n)
 
     def _masked(self, tile: Array, a: Array, j: Array, *, diagonal: bool = False) -> Array:
         """Scores of a tile plus decay and bias, −∞ at masked pairs."""
@@ -134,10 +144,11 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
             state: Tree = read.start((*scores.q.shape[1:4], v.shape[3]), v)
             if before is not None:
                 state = before(a, state)
-            first, stop = mask.first(a), a if mask.causal else mask.stop(a)
-            if mask.causal:
+            if mask.has_diagonal:
                 state = add(state, scores.diagonal(a), a, diagonal=True)
-            return read.finish(scores.over(a, first, stop, add, state, self.loops))
+            for first, stop in mask.ranges(a):
+                state = scores.over(a, first, stop, add, state, self.loops)
+            return read.finish(state)
 
         out, log_total = self.loops.each(of_block, blocks.rows)
         return out, log_total
@@ -170,8 +181,6 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         scores, mask, blocks = self.scores, self.mask, self.blocks
 
         def of_block(totals: Tree, a: Array) -> tuple[Tree, Array]:
-            first, stop = mask.first(a), a if mask.causal else mask.stop(a)
-            trail = scores.trail(a, first)
             own = ReadRows(*(blocks.row(stack, a) for stack in rows))
 
             def of_tile(totals: Tree, tile: Array, j: Array, *, diagonal: bool = False) -> Tree:
@@ -184,7 +193,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
                     totals[name] = each.pulled(totals[name], a, j, pairs, diagonal=diagonal)
                 return totals, d_tile
 
-            def pull(i: Array, carry: Tree) -> Tree:
+            def pull(first: Array, trail: Array, i: Array, carry: Tree) -> Tree:
                 totals, y = carry
                 j = first + i
                 tile = scores.tile(scores.on_trail(trail, j), j)
@@ -193,8 +202,10 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
                 return totals, y
 
             y = zeros(scores.q.shape[1:], scores.q)
-            totals, y = lax.fori_loop(0, stop - first, pull, (totals, y))
-            if mask.causal:
+            for first, stop in mask.ranges(a):
+                step = partial(pull, first, scores.trail(a, first))
+                totals, y = lax.fori_loop(0, stop - first, step, (totals, y))
+            if mask.has_diagonal:
                 totals, d_tile = of_tile(totals, scores.diagonal(a), a, diagonal=True)
                 totals["scores"], y = scores.pulled_diagonal(totals["scores"], a, y, d_tile)
             return totals, y
@@ -235,6 +246,9 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         if "g" in result:
             d_g = result.pop("g")
             gradients["g"] = self.tokens(jnp.reshape(d_g, (self.b, -1, d_g.shape[3])))
+        if self.leaf.distance != "none":
+            name = INPUTS[self.leaf.distance]
+            gradients[name] = result.pop(name)
         gradients |= {name: self.tokens(d) for name, d in result.items()}
         if self.leaf.sink:
             d_log_total = swap_time_and_heads(self.leaf.read.d_log_total(out, d_o))

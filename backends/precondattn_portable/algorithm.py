@@ -60,13 +60,16 @@ AnyAlgorithm = Algorithm[Any]
 
 TOKEN_WISE = frozenset(
     {
+        pa.BothDirections,
         pa.ContractionGate,
         pa.Difference,
         pa.EluPlusOne,
         pa.HedgehogMap,
         pa.L2Norm,
         pa.LayerNorm,
+        pa.OwnToken,
         pa.RMSNorm,
+        pa.ReversedTokens,
         pa.ScaledDims,
         pa.StableBeta,
         pa.StableChannels,

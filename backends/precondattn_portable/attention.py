@@ -25,8 +25,15 @@ from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM, Read
 from precondattn.spec.sink import sink_vjp
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
+from precondattn_portable import prefix_and_window
 from precondattn_portable.algorithm import Algorithm
 from precondattn_portable.arithmetic import Scratch
+from precondattn_portable.distance import (
+    DistantScores,
+    added_in_step,
+    by_position_ahead,
+    by_position_ahead_vjp,
+)
 from precondattn_portable.extension import (
     bias_of_filled,
     few_tokens_at_a_time,
@@ -48,6 +55,7 @@ from precondattn_portable.layout import (
     grouped_queries,
     groups_with_scratch,
     head_groups,
+    of_heads,
     padded,
     queries_by_key_head,
     time_first,
@@ -55,6 +63,7 @@ from precondattn_portable.layout import (
     zero_padding,
 )
 from precondattn_portable.masks import Mask
+from precondattn_portable.prefix_and_window import PartOfQueries, parts_of
 from precondattn_portable.read_log_mean_exp import LogMeanExpRead
 from precondattn_portable.read_mean import MeanAndLogSumRead, MeanRead, ReadRows
 from precondattn_portable.scores import (
@@ -88,17 +97,16 @@ class AttentionView(NamedTuple):
     """(b, n, r)"""
     bias: Array | None
     """(b or 1, n or 1, r or 1, t, s)"""
+    distance: Array | None
+    """What distances add (n, r, t + s); not in a step"""
 
     def group(self, part: Part) -> AttentionView:
         """Some sequences and some key heads."""
-        cut = AttentionView(*[a if a is None else a[part] for a in self._replace(bias=None)])
-        return cut._replace(bias=None if self.bias is None else bias_of_heads(self.bias, part))
-
-
-def bias_of_heads(bias: Array, part: Part) -> Array:
-    """A bias of some sequences and key heads, where it is not the same for all."""
-    bias = bias if bias.shape[0] == 1 else bias[part[0], ...]
-    return bias if bias.shape[1] == 1 else bias[:, part[1], ...]
+        of_pairs = None if self.bias is None else of_heads(self.bias, part)
+        distance = None if self.distance is None else self.distance[part[1], ...]
+        others = self._replace(bias=None, distance=None)
+        cut = AttentionView(*[a if a is None else a[part] for a in others])
+        return cut._replace(bias=of_pairs, distance=distance)
 
 
 class HeadGroup(NamedTuple):
@@ -125,6 +133,8 @@ class HeadGroup(NamedTuple):
         scores = self.scores.row_block(tile, self.workspaces[0])
         return self.mask.apply(self.scores.ops, scores, tile)
 
+
+NO_SUMS: Arrays = {}
 
 READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
     LOG_MEAN_EXP: LogMeanExpRead,
@@ -153,12 +163,19 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             sink = xp.broadcast_to(xp.reshape(x["sink"], (n, h // n)), (q.shape[0], n, h // n))
         if leaf.bias:
             bias = grouped_bias(x["bias"], n)
-        return AttentionView(q, k, v, w, beta, g, sink, bias)
+        return AttentionView(q, k, v, w, beta, g, sink, bias, None)
+
+    def _full_view(self, x: Arrays) -> AttentionView:
+        """The same, of a full call."""
+        is_added = self.leaf.distance != "none"
+        return self._view(x)._replace(
+            distance=by_position_ahead(self.leaf, x) if is_added else None
+        )
 
     def _groups(
-        self, view: AttentionView, frame: Frame, d_bias: Array | None = None, *, gradient: bool
+        self, view: AttentionView, frame: Frame, d: Arrays = NO_SUMS, *, gradient: bool
     ) -> Iterator[HeadGroup]:
-        """Groups of heads; the gradient of a bias is added to `d_bias`."""
+        """Groups of heads; the gradients of a bias and of distances are added to those in `d`."""
         ops, leaf = self.ops, self.leaf
         (_, _, r, t, _), s = view.q.shape, view.k.shape[2]
         chunk, chunks = (chunk_size(t), 1) if gradient else chunks_per_row_block(t)
@@ -168,7 +185,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             # Outputs and cotangents of padded queries are set to 0; a bias may be NaN there.
             needless = leaf.causal and has_lengths_only(frame)
             frame = frame.replaced(q_valid=None, **({"k_valid": None} if needless else {}))
-        mask = Mask(frame, s, s - t, leaf.causal, leaf.window)
+        pairs = None if frame.pairs is None else grouped_bias(frame.pairs, view.k.shape[1])
+        frame = frame.replaced(pairs=None)
+        mask = Mask(frame, s, self._offset(t, s), leaf.causal, leaf.window, pairs=pairs)
         row_block = r * size * (s if gradient else self.keys_of_row_block(view, mask, size))
         for part, workspaces in groups_with_scratch(ops, view.k, row_block, gradient=gradient):
             here = view.group(part)
@@ -185,10 +204,13 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                 scale = leaf._gate_scale(here.k.shape[3])
                 scores = ForgetGate(scores, here.g, scale, s - t, gradient=gradient)
             if here.bias is not None:
-                of_heads = None if d_bias is None else bias_of_heads(d_bias, part)
-                scores = BiasedScores(scores, here.bias, of_heads)
+                d_bias = of_heads(d["bias"], part) if gradient else None
+                scores = BiasedScores(scores, here.bias, d_bias)
+            if here.distance is not None:
+                d_distance = d["distance"][part[1], ...] if gradient else None
+                scores = DistantScores(scores, here.distance, d_distance, t)
             read = READS.get(leaf.read, MeanRead)(ops, here.v, here.sink, gradient=gradient)
-            group_mask = mask.of_sequences(part[0])
+            group_mask = mask.of_part(part)
             yield HeadGroup(part, here, group_mask, scores, read, workspaces, size)
 
     def read(self, group: HeadGroup, tile: Tile) -> tuple[Array, Array]:
@@ -199,9 +221,25 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         """Keys of the widest row block that `read` computes, for blocks of `size` queries."""
         return int(view.k.shape[2])
 
+    def _offset(self, t: int, s: int) -> int | None:
+        """The position of the first query among the keys."""
+        return s - t
+
+    def _parts(self, x: Arrays, frame: Frame) -> list[PartOfQueries]:
+        """The parts of a call with a prefix beside a window; none where it is computed whole.
+
+        What distances add is looked up by a key's place among all keys.
+        """
+        leaf, t, s = self.leaf, x["q"].shape[1], x["k"].shape[1]
+        if frame.q_prefix is None or leaf.window is None or leaf.distance != "none":
+            return []
+        return parts_of(Mask(frame, s, self._offset(t, s), leaf.causal, leaf.window), t)
+
     def forward(self, x: Arrays, frame: Frame) -> tuple[Array, Residuals]:
+        if parts := self._parts(x, frame):
+            return prefix_and_window.forward(OfSomeKeys(self.ops, self.leaf), parts, x, frame)
         x, frame, missing = _aligned(self.leaf, x, frame)
-        view = self._view(x)
+        view = self._full_view(x)
         rows = view.q.shape[:4]
         o = self.ops.zeros((*rows, view.v.shape[3]), view.q)
         log_total = self.ops.zeros((*rows, 1), view.q)
@@ -218,22 +256,24 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
     def backward(
         self, x: Arrays, frame: Frame, out: Array, residuals: Residuals, cotangent: Array
     ) -> Arrays:
+        if parts := self._parts(x, frame):
+            given = parts, x, frame, out, residuals, cotangent
+            return prefix_and_window.backward(OfSomeKeys(self.ops, self.leaf), *given)
         ops, leaf = self.ops, self.leaf
         logs, cotangent, n = residuals[0], zero_padding(cotangent, frame), x["k"].shape[2]
         if frame.q_valid is not None:
             # Padded queries have weights e^{S − λ} of 0: their output is not that of their scores.
             logs = namespace(logs).where(frame.q_valid[:, :, None], logs, math.inf)
         x, frame, missing = _aligned(leaf, x, frame)
-        view = self._view(x)
+        view = self._full_view(x)
         logs = grouped_queries(ops, padded(logs, missing, 0, 1, math.inf)[..., None], n)
         out, cotangent = (
             grouped_queries(ops, padded(a, missing, 0, 1), n) for a in (out, cotangent)
         )
         cotangent = _without_overflow(cotangent, out, logs, view.sink)
-        d: Arrays = {}
-        if view.bias is not None:
-            d["bias"] = ops.zeros(view.bias.shape, view.bias)
-        for group in self._groups(view, frame, d.get("bias"), gradient=True):
+        summed = {"bias": view.bias, "distance": view.distance}
+        d = {name: ops.zeros(a.shape, a) for name, a in summed.items() if a is not None}
+        for group in self._groups(view, frame, d, gradient=True):
             for tile in group.tiles():
                 row_block = group.row_block(tile)
                 rows = ReadRows(*(tile.rows_of(a, group.part) for a in (logs, out, cotangent)))
@@ -268,6 +308,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             gradients["g"] = time_first(xp.reshape(d["g"], (b, -1, s)))
         if "bias" in d:
             gradients["bias"] = xp.reshape(d["bias"], x["bias"].shape)[:, :, missing:, :]
+        if "distance" in d:
+            gradients |= by_position_ahead_vjp(self.leaf, x, d["distance"])
         return gradients
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
@@ -278,7 +320,8 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             step = partial(transported_step, ops, cast("Path", leaf))
             return few_tokens_at_a_time(step, leaf, past, x, frame)
         n, t = x["k"].shape[2], x["q"].shape[1]
-        is_plain = leaf.read == MEAN and leaf.softcap is None and not (leaf.bias or leaf.sink)
+        has_others = leaf.bias or leaf.sink or leaf.distance != "none"
+        is_plain = leaf.read == MEAN and leaf.softcap is None and not has_others
         if t == 1 and frame.held is not None and is_plain:
             return self._step_of_one_token(past, x, frame)
         xp, known = namespace(x["q"]), filled(frame, past["key"].shape[1])
@@ -288,11 +331,13 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         b, _, r, _, _ = view.q.shape
         cached_k, cached_v = (past_heads(past[slot], known.count) for slot in ("key", "value"))
         s = known.count + t
-        mask = Mask(known.frame, s, known.offset, window=leaf.window)
+        pairs = None if frame.pairs is None else grouped_bias(known.frame.pairs, n)
+        known_frame = known.frame.replaced(pairs=None)
+        mask = Mask(known_frame, s, known.offset, window=leaf.window, pairs=pairs)
         o = ops.empty((b, n, r, t, view.v.shape[3]), view.q)
         size = block_size(t, r)
         for part in head_groups(b, n, r * size * s):
-            group, group_mask = view.group(part), mask.of_sequences(part[0])
+            group, group_mask = view.group(part), mask.of_part(part)
             keys, values = [cached_k[part], group.k], [cached_v[part], group.v]
             for i0, i1 in blocks(t, size):
                 tile = Tile(i0, i1, 0, s)
@@ -302,6 +347,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
                     row_block = capped_in_place(ops, row_block, leaf.softcap)
                 if group.bias is not None:
                     row_block = biased(ops, row_block, group.bias[..., i0:i1, :])
+                if leaf.distance != "none":
+                    more = added_in_step(leaf, x, part, known.frame, tile)
+                    row_block = biased(ops, row_block, more)
                 row_block = group_mask.apply(ops, row_block, tile)
                 result = read_of_parts(ops, leaf.read, row_block, values, group.sink)
                 where = tile.at(part)
@@ -340,6 +388,13 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         (b, t, h, _), dtype = inputs["q"]
         dtype = dtype if dtype == "float64" else "float32"
         return (ArraySpec((b, t, h), dtype),)
+
+
+class OfSomeKeys(AttentionBlocks):
+    """The same for some of the keys of sequences, whose positions are read from the frame."""
+
+    def _offset(self, t: int, s: int) -> int | None:
+        return None
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Array | None) -> Array:

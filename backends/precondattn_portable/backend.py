@@ -91,6 +91,7 @@ class Portable(Backend):
     preference = 10
     wide_values = True
     segments_as_batch = True
+    masks_pairs = True
     covers = frozenset(
         ("softmax", "lucid", "laser", "path", "gated_delta", "gsa", "ccq(gated_delta)")
     )

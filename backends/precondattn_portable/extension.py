@@ -47,7 +47,8 @@ def filled(frame: Frame, capacity: int) -> FilledPart:
     # A sequence that holds fewer tokens has slots that are not valid.
     is_plain = bool(namespace(frame.q_position).all(part.k_valid))
     k_valid = None if is_plain else part.k_valid
-    filled_frame = Frame(frame.q_position, part.k_position, None, k_valid)
+    of_tokens = frame.q_position, part.k_position, None, k_valid
+    filled_frame = Frame(*of_tokens, q_prefix=frame.q_prefix, pairs=part.pairs)
     return FilledPart(count, count if is_plain else None, filled_frame)
 
 
@@ -92,7 +93,9 @@ def new_tokens(frame: Frame, t: int) -> Frame:
     assert frame.k_valid is not None
     position = arange_like(t, frame.q_position)[None, :]
     valid = frame.k_valid[:, frame.k_valid.shape[1] - t :]
-    return Frame(position, position, None, valid)
+    prefix = None if frame.q_prefix is None else frame.q_prefix - frame.q_position[:, :1]
+    pairs = None if frame.pairs is None else frame.pairs[..., frame.pairs.shape[3] - t :]
+    return Frame(position, position, None, valid, q_prefix=prefix, pairs=pairs)
 
 
 def step_as_defined(
@@ -123,6 +126,10 @@ def few_tokens_at_a_time(
         q_valid = None if frame.q_valid is None else frame.q_valid[:, i0:i1]
         k_valid = xp.concat([slot_valid, new_valid[:, i0:i1]], axis=1)
         part_frame = Frame(position, xp.concat([slots, position], axis=1), q_valid, k_valid)
+        if frame.pairs is not None:
+            rows = frame.pairs[:, :, i0:i1, :]
+            of_new = rows[..., capacity + i0 : capacity + i1]
+            part_frame.pairs = xp.concat([rows[..., :capacity], of_new], axis=3)
         new = dict(x)
         for name, array in x.items():
             axis = leaf.inputs[name].time_axis

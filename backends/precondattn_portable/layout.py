@@ -107,6 +107,12 @@ def grouped_bias(bias: Array, n: int) -> Array:
     return namespace(bias).reshape(bias, (b, *groups, *pairs))
 
 
+def of_heads(pairs: Array, part: Part) -> Array:
+    """`grouped_bias` of some sequences and key heads, where it is not the same for all."""
+    pairs = pairs if pairs.shape[0] == 1 else pairs[part[0], ...]
+    return pairs if pairs.shape[1] == 1 else pairs[:, part[1], ...]
+
+
 def by_query_head(row_block: Array, queries: int) -> Array:
     """(b, n, r queries, s) to (b, n, r, queries, s)."""
     b, n, rows, s = row_block.shape

@@ -1,7 +1,8 @@
 """Attention masks of row blocks, evaluated only where they are not trivially true.
 
 Rows i0 … i1 − 1 need the keys in `columns(i0, i1)`. Most of those pairs are visible: in a causal
-call, all but a triangle at the end. Only the remaining pairs are masked one by one.
+call, all but a triangle at the end. Only the remaining pairs are masked one by one. With a prefix
+or an attn_mask, the keys needed are those that they leave, where these can be read on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from precondattn.arrays import Array, device_of, host_array, namespace
 from precondattn.frame import Frame, runs
 from precondattn_portable.arithmetic import Arithmetic, changed_at
-from precondattn_portable.layout import Tile, blocks, by_query_head
+from precondattn_portable.layout import Part, Tile, blocks, by_query_head, of_heads
 
 MOST_KNOWN = 4
 """Masks of pairs that are kept: with a window, each row block has two, and the first blocks others.
@@ -35,6 +36,8 @@ class Mask:
     causal: bool = True
     window: int | None = None
     strict: bool = False
+    pairs: Array | None = None
+    """An attn_mask (b or 1, n or 1, r or 1, t, s), by key head."""
 
     def columns(self, i0: int, i1: int) -> tuple[int, int]:
         """The first key that any of these queries may attend to, and the last plus one."""
@@ -46,11 +49,37 @@ class Mask:
         if self.window is not None:
             low = max(low, self.offset + i0 - self.window + 1)
             high = min(high, self.offset + i1 - 1 + self.window)
+        if self.frame.q_prefix is not None:
+            reach = self.keys if self._prefixes is None else int(self._prefixes[1][i0:i1].max())
+            if reach > 0:  # Some keys are seen from the first of the sequence on.
+                low, high = 0, max(high, min(reach, self.keys))
         first, last = self.offset + i0, self.offset + i1 - 1
         if self._segments is not None and 0 <= first <= last < self.keys:
             begin, end = self._segments
             low, high = max(low, int(begin[first])), min(high, int(end[last]))
+        if self._marks is not None and low < high:
+            seen = np.flatnonzero(self._marks[..., i0:i1, low:high].any(axis=(0, 1, 2, 3)))
+            # A row that sees nothing still has an output, and a sum of weights.
+            ends = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+            low, high = low + ends[0], low + ends[1]
         return low, max(high, low)
+
+    def between(self, i0: int, i1: int) -> tuple[int, int]:
+        """The keys after a prefix and before the window, which none of these queries sees."""
+        low, high = self.columns(i0, i1)
+        if self.window is None or self.offset is None or self._prefixes is None:
+            return low, low
+        start = max(low, int(self._prefixes[1][i0:i1].max()))
+        stop = min(self.offset + i0 - self.window + 1, high)
+        return (start, stop) if start < stop else (low, low)
+
+    def ranges(self, i0: int, i1: int) -> list[tuple[int, int]]:
+        """The keys of `columns` without those `between`: one range, or two."""
+        low, high = self.columns(i0, i1)
+        start, stop = self.between(i0, i1)
+        ranges = [(low, high)] if start == stop else [(low, start), (stop, high)]
+        # A row that sees nothing still has an output.
+        return [(a, b) for a, b in ranges if a < b] or [(low, low + 1)]
 
     def tiles(self, t: int, size: int) -> Iterator[Tile]:
         """Blocks of the t queries, each with all keys that any of them may attend to."""
@@ -63,14 +92,27 @@ class Mask:
             yield Tile(i0, i1, min(self.columns(i0, i1)[0], past + i0), past + i1)
 
     @cached_property
+    def _prefixes(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """For each query (t,) the end of its prefix, the least and the greatest of all sequences.
+
+        None without a prefix, or where it can not be read without waiting for a device.
+        """
+        ends = _on_host(self.frame.q_prefix)
+        return None if ends is None else (ends.min(axis=0), ends.max(axis=0))
+
+    @cached_property
+    def _marks(self) -> np.ndarray | None:
+        """The attn_mask, where it can be read without waiting for a device."""
+        return _on_host(self.pairs)
+
+    @cached_property
     def _segments(self) -> tuple[np.ndarray, np.ndarray] | None:
         """For each key (s,) the first key of its segment, and the last plus one.
 
         The least and the greatest of all sequences. None without segments, or where their ids can
         not be read without waiting for a device.
         """
-        ids = self.frame.k_segment
-        ids = None if ids is None or device_of(ids) != "cpu" else host_array(ids)
+        ids = _on_host(self.frame.k_segment)
         if ids is None or ids.shape[1] != self.keys:
             return None
         starts, lengths = runs(ids)
@@ -80,8 +122,13 @@ class Mask:
 
     def of_sequences(self, sequences: slice) -> Mask:
         """The mask of some sequences of the batch."""
-        frame = self.frame.of_sequences(sequences)
-        return Mask(frame, self.keys, self.offset, self.causal, self.window, self.strict)
+        return self.of_part((sequences, slice(None), ...))
+
+    def of_part(self, part: Part) -> Mask:
+        """The mask of some sequences and key heads."""
+        frame = self.frame.of_sequences(part[0])
+        pairs = None if self.pairs is None else of_heads(self.pairs, part)
+        return Mask(frame, self.keys, self.offset, self.causal, self.window, self.strict, pairs)
 
     @property
     def is_plain(self) -> bool:
@@ -91,25 +138,30 @@ class Mask:
     @property
     def is_positional(self) -> bool:
         """Whether causality and the window are the only constraints."""
+        return self._is_of_positions and self.frame.q_prefix is None
+
+    @property
+    def _is_of_positions(self) -> bool:
+        """The same, but for a prefix."""
         frame = self.frame
         is_whole = frame.q_valid is None and frame.k_valid is None and frame.k_segment is None
-        return self.offset is not None and is_whole
+        return self.offset is not None and is_whole and self.pairs is None
 
     def apply(
         self, ops: Arithmetic, scores: Array, tile: Tile, otherwise: float = -math.inf
     ) -> Array:
         """Scores (b, n, r (i1 − i0), high − low), set to `otherwise` at masked pairs."""
-        partly_masked = self._partly_masked(tile)
-        if not partly_masked:
+        ranges = self.partly_masked(tile)
+        if not ranges:
             return scores
         i0, i1, low, _ = tile
         pairs = by_query_head(scores, i1 - i0)
-        for start, stop in partly_masked:
+        for start, stop in ranges:
             where = (..., slice(start - low, stop - low))
             changed_at(ops.keep, pairs, where, self.visible(i0, i1, start, stop), otherwise)
         return namespace(scores).reshape(pairs, scores.shape)
 
-    def _partly_masked(self, tile: Tile) -> list[tuple[int, int]]:
+    def partly_masked(self, tile: Tile) -> list[tuple[int, int]]:
         """The ranges of keys that some of these queries may not attend to."""
         i0, i1, low, high = tile
         begin, end = low, low  # The keys that all of them may attend to.
@@ -120,11 +172,15 @@ class Mask:
                 end = min(end, first + 1 - self.strict)
             if self.window is not None:
                 begin, end = max(low, last - self.window + 1), min(end, first + self.window)
+        elif self._is_of_positions and self._prefixes is not None and self.window is None:
+            assert self.offset is not None
+            end = self.offset + i0 + 1 - self.strict if self.causal else high
+            end = min(high, max(end, int(self._prefixes[0][i0:i1].min())))
         ranges = ((low, begin), (end, high)) if begin < end else ((low, high),)
         return [(start, stop) for start, stop in ranges if start < stop]
 
     def visible(self, i0: int, i1: int, low: int, high: int) -> Array:
-        """(b or 1, 1, 1, i1 − i0, high − low)"""
+        """(b or 1, n or 1, r or 1, i1 − i0, high − low)"""
         if not self.is_positional:
             return self._visible(i0, i1, low, high)
         assert self.offset is not None
@@ -142,7 +198,13 @@ class Mask:
 
     def _visible(self, i0: int, i1: int, low: int, high: int) -> Array:
         rows, columns = slice(i0, i1), slice(low, high)
-        parts = zip(self.frame.arrays, (rows, columns) * 3, strict=True)
+        parts = zip(self.frame.arrays[:-1], ((rows, columns) * 4)[:-1], strict=True)
         frame = Frame(*[a if a is None else a[:, part] for a, part in parts])
         visible = frame.visible(causal=self.causal, window=self.window, strict=self.strict)
-        return visible[:, :, None, :, :]
+        visible = visible[:, :, None, :, :]
+        return visible if self.pairs is None else visible & self.pairs[..., rows, columns]
+
+
+def _on_host(array: Array | None) -> np.ndarray | None:
+    """An array that can be read without waiting for a device; None for others."""
+    return None if array is None or device_of(array) != "cpu" else host_array(array)

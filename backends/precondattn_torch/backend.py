@@ -60,7 +60,7 @@ class Torch(Portable):
         GATED_BY_CHANNEL: IN_PLACE,
         CORRECTED: IN_PLACE,
         **ALGORITHMS,
-        pa.Softmax: "precondattn_torch.scaled_dot_product:KernelAttention",
+        pa.Softmax: "precondattn_torch.tiled_attention:TiledKernelAttention",
         pa.Path: "precondattn_torch.path:PathAttention",
     }
 
@@ -68,7 +68,7 @@ class Torch(Portable):
         if type(leaf) is pa.Path and leaf.read != MEAN:
             return algorithm_at(ALGORITHMS[pa.Path])(self.arithmetic(library), leaf)
         algorithm = super().algorithm(leaf, library)
-        if key_of(self.algorithms, cast("LeafProtocol", leaf)) in WHOLE:
+        if key_of(self.algorithms, cast("LeafProtocol", leaf)) in (pa.Softmax, *WHOLE):
             return algorithm
         from precondattn_torch.by_heads import ByHeads
 

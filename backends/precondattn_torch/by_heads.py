@@ -58,6 +58,12 @@ class Division(NamedTuple):
             for name, array in x.items()
         }
 
+    def frame(self, frame: Frame, part: int) -> Frame:
+        """The frame of some of the heads, where they have masks of their own."""
+        if frame.pairs is None or frame.pairs.shape[1] == 1:
+            return frame
+        return frame.replaced(pairs=self.slice(frame.pairs, 1, part))
+
     def slice(self, array: Tensor, axis: int, part: int) -> Tensor:
         size = array.shape[axis] // self.count
         return array.narrow(axis, part * size, size)
@@ -69,8 +75,9 @@ class ByHeads(Algorithm[Piece]):
     def __init__(self, whole: AnyAlgorithm) -> None:
         super().__init__(whole.ops, whole.leaf)
         self.whole, self.name = whole, whole.name
-        for method in ("step", "step_backward", "residual_shapes"):
-            setattr(self, method, getattr(whole, method))
+        for method in ("step", "step_backward", "residual_shapes", "states_between"):
+            if hasattr(whole, method):
+                setattr(self, method, getattr(whole, method))
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
         division = division_of(self.leaf, x)
@@ -78,9 +85,9 @@ class ByHeads(Algorithm[Piece]):
             return self.whole.forward(x, frame)
 
         def forward(part: int) -> tuple[Tensor, Residuals]:
-            return self.whole.forward(division.part(x, part), frame)
+            return self.whole.forward(division.part(x, part), division.frame(frame, part))
 
-        outs, kept = zip(*_in_threads(forward, division.count), strict=True)
+        outs, kept = zip(*in_threads(forward, division.count), strict=True)
         of_residuals = self._axes_of_residuals(x, division)
         parts_of_each = zip(zip(*kept, strict=True), of_residuals, strict=True)
         residuals = tuple(torch.cat(parts, axis) for parts, axis in parts_of_each)
@@ -99,13 +106,13 @@ class ByHeads(Algorithm[Piece]):
             kept = zip(residuals, of_residuals, strict=True)
             return self.whole.backward(
                 division.part(x, part),
-                frame,
+                division.frame(frame, part),
                 division.slice(out, division.of_out, part),
                 tuple(division.slice(array, axis, part) for array, axis in kept),
                 division.slice(cotangent, division.of_out, part),
             )
 
-        results = _in_threads(backward, division.count)
+        results = in_threads(backward, division.count)
         gradients = {}
         for name in [*results[0]]:
             # Parts are freed as they are joined. What every part has read has the sum of theirs.
@@ -165,7 +172,7 @@ def _is_large(leaf: Piece, x: Arrays) -> bool:
     return is_large
 
 
-def _in_threads(function: Callable[[int], R], count: int) -> list[R]:
+def in_threads(function: Callable[[int], R], count: int) -> list[R]:
     """function(0), … function(count − 1), each in a thread of its own."""
     # The mode belongs to a thread.
     mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad

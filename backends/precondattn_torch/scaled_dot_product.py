@@ -14,13 +14,14 @@ and the kernel's own gradient with λ' and o' is that with the sink. Where λ is
 of the output, the gradient is that of values which are 0 there, with −1 in place of the output:
 then do vᵀ − rowsum(do ∘ o) gains the cotangent of λ.
 
-What the kernel does not support (windows, biases, gates, soft caps, fewer queries than keys, most
-masks) is computed by the row blocks of `precondattn_portable/attention.py`.
+What the kernel does not support (windows, biases, distances, gates, soft caps, fewer queries than
+keys, most masks) is computed by the row blocks of `precondattn_portable/attention.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def fits(
         and not leaf.bias
         and leaf.window is None
         and leaf.softcap is None
+        and leaf.distance == "none"
     )
     if leaf.read == LOG_MEAN_EXP and device != "cpu":
         return False  # Elsewhere the kernel does not return the sums that its gradient needs.
@@ -66,6 +68,8 @@ def fits(
 def fits_call(leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame) -> bool:
     """Whether the kernel supports a full call of these arrays."""
     masks: frozenset[str] = frozenset()
+    if frame.masks_pairs:
+        return False
     if frame.k_segment is not None:
         masks = frozenset({"segment_ids"})
     elif frame.k_valid is not None:
@@ -99,7 +103,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: SdpaOptions) ->
     e = v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
     if q.shape[3] != width or e != width or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-        q, k, v = _of_width(q, width), _of_width(k, width), _of_width(v, width)
+        q, k, v = of_width(q, width), of_width(k, width), of_width(v, width)
     inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     o = functional.scaled_dot_product_attention(*inputs, **options)
     if o.grad_fn is not None and not is_traced(o):
@@ -119,27 +123,68 @@ def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     return q.to(v.dtype), k.to(v.dtype), v
 
 
+class WholeKernel:
+    """The kernel, called once for all queries and keys."""
+
+    def __init__(self, leaf: SoftmaxAttention, d: int) -> None:
+        self.causal, self.scale = leaf.causal, leaf.scale_for(d)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
+        o, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_of_equal_width(q, k, v), 0.0, self.causal, scale=self.scale
+        )
+        return o.transpose(1, 2)[..., : v.shape[3]], log_total.transpose(1, 2).contiguous()
+
+    def backward(
+        self, heads: Heads, o: Tensor, log_total: Tensor, cotangent: Tensor
+    ) -> tuple[Heads, Arrays]:
+        """The gradients of q, k and v, and of inputs of its own."""
+        (n, d), e = heads[1].shape[2:], o.shape[3]
+        inputs = _of_equal_width(*heads)
+        pad = (0, inputs[2].shape[3] - e)
+        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            functional.pad(cotangent, pad).transpose(1, 2),
+            *inputs,
+            functional.pad(o, pad).transpose(1, 2),
+            log_total.transpose(1, 2).contiguous(),
+            0.0,
+            self.causal,
+            scale=self.scale,
+        )
+        d_q, d_k, d_v = (a.transpose(1, 2) for a in (d_q, d_k, d_v))
+        of_keys = _sum_of_heads(d_k[..., :d], n), _sum_of_heads(d_v[..., :e], n)
+        return (d_q[..., :d], *of_keys), {}
+
+
+Kernel = Any
+"""An object with the methods of `WholeKernel`."""
+
+
 class KernelAttention(AttentionBlocks):
     """Algorithm of `Softmax`: the kernel where it fits, row blocks elsewhere."""
 
     name = "PyTorch's kernel or row blocks"
 
     def forward(self, x: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
-        if not self._returns_sums(x, frame):
+        kernel = self._kernel(x, frame)
+        if kernel is None:
             return super().forward(x, frame)
-        o, log_total = self._laser(x) if self.leaf.read == LOG_MEAN_EXP else self._mean(x)
+        read = self._laser if self.leaf.read == LOG_MEAN_EXP else self._mean
+        o, log_total = read(kernel, x)
         return zero_padding(o, frame), (log_total,)
 
     def backward(
         self, x: Arrays, frame: Frame, out: Tensor, residuals: Residuals, cotangent: Tensor
     ) -> Arrays:
-        if residuals and not self._returns_sums(x, frame):
+        kernel = self._kernel(x, frame) if residuals else None
+        if residuals and kernel is None:
             return super().backward(x, frame, out, residuals, cotangent)
         cotangent = zero_padding(cotangent, frame)
-        if residuals:
+        if kernel is not None:
             is_laser = self.leaf.read == LOG_MEAN_EXP
             pull = self._laser_backward if is_laser else self._mean_backward
-            return pull(x, out, residuals[0], cotangent)
+            return pull(kernel, x, out, residuals[0], cotangent)
         names = ("q", "k", "v")  # The output of `scaled_dot_product`, which keeps no residuals.
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [_recorded(x[name]) for name in names]
@@ -147,74 +192,67 @@ class KernelAttention(AttentionBlocks):
         result = torch.autograd.grad(again, leaves, cotangent.to(again.dtype))
         return dict(zip(names, result, strict=True))
 
-    def _returns_sums(self, x: Arrays, frame: Frame) -> bool:
-        """Whether the kernel supports the call, and returns the sums that its gradient needs."""
-        if not x["q"].is_cpu or not fits_call(self.leaf, x, frame):
-            return False
+    def _kernel(self, x: Arrays, frame: Frame) -> Kernel | None:
+        """The kernel where it supports the call, and returns the sums that its gradient needs."""
+        if not x["q"].is_cpu or not fits_call(self.leaf, x, frame) or not self._fits_values(x):
+            return None
+        return WholeKernel(self.leaf, x["q"].shape[3])
+
+    def _fits_values(self, x: Arrays) -> bool:
         return self.leaf.read != LOG_MEAN_EXP or _is_close_together(x["v"])
 
-    def _mean(self, x: Arrays) -> tuple[Tensor, Tensor]:
-        d, with_total = x["q"].shape[3], self.leaf.read == MEAN_AND_LOG_SUM
+    def _mean(self, kernel: Kernel, x: Arrays) -> tuple[Tensor, Tensor]:
+        with_total = self.leaf.read == MEAN_AND_LOG_SUM
         v = x["v"][..., :-1] if with_total else x["v"]
-        mean, log_total = self._kernel(d, *_of_equal_width(x["q"], x["k"], v))
-        o = mean[..., : v.shape[3]].contiguous()
+        o, log_total = kernel.forward(x["q"], x["k"], v)
+        o = o.contiguous()
         if self.leaf.sink:
             with_sink = torch.logaddexp(log_total, x["sink"].expand_as(log_total))
             o = o.mul_((log_total - with_sink).exp_()[..., None])
             log_total = with_sink
-        return torch.cat([o, log_total[..., None]], -1) if with_total else o, log_total
+        out = torch.cat([o, log_total[..., None]], -1) if with_total else o
+        return out, _of_no_keys(log_total)
 
-    def _mean_backward(self, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor) -> Arrays:
+    def _mean_backward(
+        self, kernel: Kernel, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor
+    ) -> Arrays:
         with_total, v, mean = self.leaf.read == MEAN_AND_LOG_SUM, x["v"], o
         if with_total:
             v, mean = _with_last(v, 0.0), _with_last(o, -1.0)
-        kernel_inputs = _of_equal_width(x["q"], x["k"], v)
-        d_q, d_k, d_v = self._kernel_backward(x, kernel_inputs, mean, log_total, cotangent)
-        n, e = x["v"].shape[2:]
-        d_v = _sum_of_heads(d_v[..., :e], n)
-        gradients = {"q": d_q, "k": d_k, "v": _with_last(d_v, 0.0) if with_total else d_v}
+        heads = x["q"], x["k"], v
+        (d_q, d_k, d_v), others = kernel.backward(heads, mean, log_total, cotangent)
+        gradients: Arrays = {"q": d_q, "k": d_k, "v": _with_last(d_v, 0.0) if with_total else d_v}
         if self.leaf.sink:
             d_log_total = self.leaf.read.d_log_total(o, cotangent).transpose(1, 2)
             log_total = log_total.transpose(1, 2)[..., None]
             gradients["sink"] = sink_vjp(x["sink"], log_total, d_log_total)
-        return gradients
+        return {**gradients, **others}
 
-    def _laser(self, x: Arrays) -> tuple[Tensor, Tensor]:
-        q, k, v, shift = _kernel_inputs(x)
-        mean, log_total = self._kernel(x["q"].shape[3], q, k, v)
-        return mean[..., : x["v"].shape[3]].log_().add_(shift).contiguous(), log_total
+    def _laser(self, kernel: Kernel, x: Arrays) -> tuple[Tensor, Tensor]:
+        v, h = x["v"], x["q"].shape[2]
+        shift = v.amax(1, keepdim=True)
+        mean, log_total = kernel.forward(x["q"], x["k"], TORCH.exp(v - shift))
+        o = mean.log_().add_(_of_each_head(shift, h)).contiguous()
+        is_empty = log_total == -torch.inf
+        if is_empty.any():
+            o.masked_fill_(is_empty[..., None], 0.0)
+        return o, _of_no_keys(log_total)
 
-    def _laser_backward(self, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor) -> Arrays:
-        n, e = x["v"].shape[2:]
-        q, k, v, shift = _kernel_inputs(x)
-        mean = TORCH.exp(o - shift)
-        d_q, d_k, d_v = self._kernel_backward(x, (q, k, v), mean, log_total, cotangent / mean)
-        d_weights = (d_v * v.transpose(1, 2))[..., :e]
-        return {"q": d_q, "k": d_k, "v": _sum_of_heads(d_weights, n)}
+    def _laser_backward(
+        self, kernel: Kernel, x: Arrays, o: Tensor, log_total: Tensor, cotangent: Tensor
+    ) -> Arrays:
+        v, h = x["v"], x["q"].shape[2]
+        shift = v.amax(1, keepdim=True)
+        weights, mean = TORCH.exp(v - shift), TORCH.exp(o - _of_each_head(shift, h))
+        heads = x["q"], x["k"], weights
+        given = heads, mean, log_total, cotangent / mean
+        (d_q, d_k, d_weights), others = kernel.backward(*given)
+        return {"q": d_q, "k": d_k, "v": d_weights * weights, **others}
 
-    def _kernel(self, d: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output (b, t, h, e) and the logarithms (b, t, h) of the sums of weights."""
-        mean, log_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, self.leaf.causal, scale=self.leaf.scale_for(d)
-        )
-        return mean.transpose(1, 2), log_total.transpose(1, 2).contiguous()
 
-    def _kernel_backward(
-        self, x: Arrays, kernel_inputs: Heads, mean: Tensor, log_total: Tensor, cotangent: Tensor
-    ) -> Heads:
-        """The gradients of q, of k, and of the values of each query head."""
-        d, pad = x["q"].shape[3], (0, kernel_inputs[2].shape[3] - mean.shape[3])
-        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            functional.pad(cotangent, pad).transpose(1, 2),
-            *kernel_inputs,
-            functional.pad(mean, pad).transpose(1, 2),
-            log_total.transpose(1, 2).contiguous(),
-            0.0,
-            self.leaf.causal,
-            scale=self.leaf.scale_for(d),
-        )
-        d_q, d_k, d_v = (a.transpose(1, 2) for a in result)
-        return d_q[..., :d], _sum_of_heads(d_k[..., :d], x["k"].shape[2]), d_v
+def _of_no_keys(log_total: Tensor) -> Tensor:
+    """λ, 0 in place of −∞ for a query without visible keys."""
+    return log_total.masked_fill(log_total == -torch.inf, 0.0)
 
 
 def _recorded(x: Tensor) -> Tensor:
@@ -234,22 +272,14 @@ def _is_close_together(v: Tensor) -> bool:
     return bool((v.amax(1) - v.amin(1) <= limit).all())
 
 
-def _kernel_inputs(x: Arrays) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and e^{v − ν} with the heads of q and equal widths; ν (b, 1, h, e)."""
-    v, h = x["v"], x["q"].shape[2]
-    shift = v.amax(1, keepdim=True)
-    q, k, weights = _of_equal_width(x["q"], x["k"], TORCH.exp(v - shift))
-    return q, k, weights, _of_each_head(shift, h)
-
-
 def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """q, k and v in the kernel's layout, with the heads of q and equal widths."""
     h, width = q.shape[2], max(q.shape[3], v.shape[3])
-    q, k, v = (_of_each_head(_of_width(a, width), h).transpose(1, 2) for a in (q, k, v))
+    q, k, v = (_of_each_head(of_width(a, width), h).transpose(1, 2) for a in (q, k, v))
     return q, k, v
 
 
-def _of_width(x: Tensor, width: int) -> Tensor:
+def of_width(x: Tensor, width: int) -> Tensor:
     """x with zeros appended to its rows, each in one piece of memory, as the kernel reads them.
 
     (`pad` would copy rows of that width, and keeps the strides of others.)

@@ -10,6 +10,9 @@ key_start       the first keys are masked, more than a block in sequence 0: padd
 segment_ids     segments of three tokens
 segments_edge   a segment begins exactly at each block's edge; in odd sequences at its middle
 segments_long   three tokens, one segment to five tokens before the end, then those
+prefix          the first third of the tokens, in each further sequence two tokens more
+attn_mask       every fifth pair is masked, and all pairs of one query
+attn_heads      every fifth pair of each head, of each head another one
 ==============  ==============================================================================
 """
 
@@ -20,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 Mask = Callable[[int, int, int], np.ndarray]
-"""From the numbers of sequences and of keys, and the size of a block."""
+"""From the numbers of sequences and of keys, and the size of a block, or the number of heads."""
 
 
 def _lengths(b: int, s: int, block: int) -> np.ndarray:
@@ -68,6 +71,25 @@ def _segments_long(b: int, s: int, block: int) -> np.ndarray:
     return np.asarray((index >= min(3, s // 2)) + 0 + (index >= max(s - 5, s // 2)))
 
 
+def _prefix(b: int, s: int, block: int) -> np.ndarray:
+    return np.asarray(np.minimum(s // 3 + 2 * np.arange(b), s))
+
+
+def _attn_mask(b: int, s: int, block: int) -> np.ndarray:
+    sequence, query, key = np.arange(b)[:, None, None], np.arange(s)[:, None], np.arange(s)
+    is_visible = ((sequence + query + 2 * key) % 5 != 0) & (query != s // 2)
+    return np.asarray(is_visible[:, None])
+
+
+def _attn_heads(b: int, s: int, h: int) -> np.ndarray:
+    sequence, head = np.arange(b)[:, None, None, None], np.arange(h)[:, None, None]
+    query, key = np.arange(s)[:, None], np.arange(s)
+    return np.asarray((sequence + 2 * head + query + 3 * key) % 5 != 0)
+
+
+OF_PAIRS = ("prefix", "attn_mask")
+"""The arguments that are masks of pairs, which not every mechanism and backend has."""
+
 PATTERNS: dict[str, tuple[str, Mask]] = {
     "lengths": ("lengths", _lengths),
     "lengths_apart": ("lengths", _lengths_apart),
@@ -78,14 +100,17 @@ PATTERNS: dict[str, tuple[str, Mask]] = {
     "segment_ids": ("segment_ids", _segment_ids),
     "segments_edge": ("segment_ids", _segments_edge),
     "segments_long": ("segment_ids", _segments_long),
+    "prefix": ("prefix", _prefix),
+    "attn_mask": ("attn_mask", _attn_mask),
+    "attn_heads": ("attn_mask", _attn_heads),
 }
 """By name: the argument of a call, and its entries."""
 
 
-def masks(names: str | None, b: int, s: int, block: int) -> dict[str, np.ndarray]:
+def masks(names: str | None, b: int, s: int, h: int, block: int) -> dict[str, np.ndarray]:
     """The masks of a call, by the names of its arguments."""
     chosen = [PATTERNS[name] for name in names.split("+")] if names else []
-    return {argument: make(b, s, block) for argument, make in chosen}
+    return {argument: make(b, s, h if make is _attn_heads else block) for argument, make in chosen}
 
 
 def arguments(names: str | None) -> frozenset[str]:

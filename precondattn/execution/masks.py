@@ -28,6 +28,7 @@ from precondattn.arrays import (
     arange_like,
     cast,
     device_of,
+    differs_from_previous,
     dtype_name,
     host_array,
     is_traced,
@@ -40,6 +41,7 @@ from precondattn.arrays import (
 from precondattn.cache.integers import whole_numbers
 from precondattn.execution.array_checks import check_device
 from precondattn.given import Given
+from precondattn.native.sort import sort
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -101,8 +103,10 @@ def check_mask(
             f"{owner}: {name} is declared {axes}, that is {shape}; found {tuple(mask.shape)}"
         )
     if dtype_name(mask) not in dtypes:
-        expected = "dtype bool" if dtypes == ("bool",) else "an integer dtype"
-        raise TypeError(f"{owner}: {name} must have {expected}; found {dtype_name(mask)}")
+        is_flag = dtypes == ("bool",)
+        expected = "dtype bool" if is_flag else "an integer dtype"
+        advice = f"; where 0 is masked, write {name} != 0" if is_flag else ""
+        raise TypeError(f"{owner}: {name} must have {expected}; found {dtype_name(mask)}{advice}")
     check_device(f"{owner}: {name}", mask, like)
     return mask
 
@@ -112,9 +116,9 @@ def is_contiguous(segment_ids: Array) -> Array:
     xp = namespace(segment_ids)
 
     def runs(ids: Array) -> Array:
-        return xp.sum(cast(ids[:, 1:] != ids[:, :-1], xp.int32), axis=1)
+        return xp.sum(cast(differs_from_previous(ids), xp.int32), axis=1)
 
-    return runs(segment_ids) == runs(xp.sort(segment_ids, axis=1))
+    return runs(segment_ids) == runs(sort(segment_ids, axis=1))
 
 
 def zero_padding(

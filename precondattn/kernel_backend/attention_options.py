@@ -16,6 +16,7 @@ def declined_option(leaf: SoftmaxAttention, kernels: str) -> str | None:
         "a forget gate": leaf.forget != "none",
         "a soft cap": leaf.softcap is not None,
         "a sink": leaf.sink,
+        "slopes or buckets of distances": leaf.distance != "none",
         "the logarithms of its sums": leaf.read == MEAN_AND_LOG_SUM,
     }
     used = [f"has no kernel for {kernels} with {option}" for option in is_used if is_used[option]]

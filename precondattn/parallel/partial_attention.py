@@ -20,7 +20,7 @@ from precondattn.spec.array_functions import finite_or_zero, log_sum_exp
 from precondattn.spec.read import MEAN, MEAN_AND_LOG_SUM
 from precondattn.spec.softmax import SoftmaxAttention
 
-FULL_CALL = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
+FULL_CALL = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 """The masks of a full call"""
 
 

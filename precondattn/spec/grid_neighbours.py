@@ -12,6 +12,7 @@ from itertools import product
 
 from precondattn.arrays import Array, namespace, zero_where_not
 from precondattn.frame import Frame
+from precondattn.spec.array_functions import moved
 from precondattn.spec.grid_windows import positions
 from precondattn.spec.whole_sequence import segment_numbers, valid_as_both
 
@@ -62,19 +63,6 @@ class GridNeighbours:
         there = self.there(offset)
         shape = (there.shape[0], 1, there.shape[1], *(1,) * (x.ndim - 3))
         return zero_where_not(namespace(x).reshape(there, shape), x)
-
-
-def moved(x: Array, step: int, axis: int) -> Array:
-    """x_{i + step} in place of x_i along an axis, and 0, or False, where there is none."""
-    xp, before = namespace(x), (slice(None),) * axis
-    size = x.shape[axis]
-    if abs(step) >= size:
-        return xp.zeros_like(x)
-    if not step:
-        return x
-    kept = x[(*before, slice(max(step, 0), size + min(step, 0)), ...)]
-    filled = xp.zeros_like(x[(*before, slice(abs(step)), ...)])
-    return xp.concat([kept, filled] if step > 0 else [filled, kept], axis=axis)
 
 
 def offsets(sides: Sequence[int], *, centred: bool) -> list[Offset]:

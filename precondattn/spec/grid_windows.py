@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import ShapeError
-from precondattn.arrays import Array, namespace, running_maximum
+from precondattn.arrays import Array, differs_from_previous, namespace
 from precondattn.frame import Frame
+from precondattn.native.scan import running_maximum
 
 
 class GridWindows(NamedTuple):
@@ -105,8 +106,7 @@ def positions(frame: Frame) -> tuple[Array, Array]:
     k_position, t = frame.k_position, frame.q_position.shape[1]
     if frame.k_segment is not None:
         xp, segment = namespace(k_position), frame.k_segment
-        is_new = segment[:, 1:] != segment[:, :-1]
-        is_first = xp.concat([segment[:, :1] != segment[:, :1], is_new], axis=1)
+        is_first = differs_from_previous(segment)
         k_position = k_position - running_maximum(xp.where(is_first, k_position, 0), axis=1)
     return k_position[:, k_position.shape[1] - t :], k_position
 

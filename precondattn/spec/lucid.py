@@ -142,6 +142,9 @@ class LucidSolve(Leaf):
 
     output = "b s n e"
 
+    def refuses_mask(self, name: str) -> str | None:
+        return "lucid's triangular solve relates keys to earlier keys, in causal order"
+
     def check_together(self) -> None:
         if self.beta and not self.has_unit_diagonal:
             raise ValueError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from precondattn.algebra.options import LONGEST, count
+from precondattn.spec.distance import BUCKETS, LONGEST_OF_T5
 from precondattn.spec.metric import Metric
 from precondattn.spec.softmax import SoftmaxAttention
 from precondattn.spec.transported import Transported
@@ -64,6 +65,9 @@ class Path(SoftmaxAttention):
     causal: ClassVar[bool] = True  # type: ignore[misc]  # Keys are transported forward only.
     softcap: ClassVar[None] = None  # type: ignore[misc]
     sink: ClassVar[bool] = False  # type: ignore[misc]
+    distance: ClassVar[str] = "none"  # type: ignore[misc]
+    buckets: ClassVar[int] = BUCKETS  # type: ignore[misc]
+    max_distance: ClassVar[int] = LONGEST_OF_T5  # type: ignore[misc]
     flush: int = count(1, highest=LONGEST)
 
     @property

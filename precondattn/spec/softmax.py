@@ -3,8 +3,8 @@
     S = s ⟨q, k⟩ + bias,    A = softmax(S + mask),    o = A v
 
 with s = d^{-1/2} unless given, and optionally a soft cap (`soft_cap.py`) of s ⟨q, k⟩, a forget gate
-(`forget_gate.py`) in S, and a sink (`sink.py`) in the softmax. Source: Vaswani et al. 2017; LUCID
-3.1, LASER Eq. 2.
+(`forget_gate.py`) and what a distance adds (`distance.py`) in S, and a sink (`sink.py`) in the
+softmax. Source: Vaswani et al. 2017; LUCID 3.1, LASER Eq. 2.
 
 The weights are computed as logarithms, log a_ij = S_ij − log Σ_l e^{S_il} over the unmasked keys.
 
@@ -26,7 +26,15 @@ from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops, visible_keys, visible_pairs
 from precondattn.algebra.mechanism import Leaf
 from precondattn.algebra.offers import Offers
-from precondattn.algebra.options import choice, flag, one_of, positive_or_none, window_or_none
+from precondattn.algebra.options import (
+    LONGEST,
+    choice,
+    count,
+    flag,
+    one_of,
+    positive_or_none,
+    window_or_none,
+)
 from precondattn.arrays import Array, Arrays, Residuals, as_index, namespace
 from precondattn.cache import Append, Slot, Updates
 from precondattn.frame import Frame
@@ -38,6 +46,15 @@ from precondattn.spec.array_functions import (
     sum_heads,
     sum_to,
     swap_time_and_heads,
+)
+from precondattn.spec.distance import (
+    BUCKETS,
+    LONGEST_OF_T5,
+    MOST_BUCKETS,
+    check_distance,
+    distance_input,
+    distance_scores,
+    distance_vjp,
 )
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.metric import DOT, Metric, cached_keys
@@ -59,6 +76,9 @@ class SoftmaxAttention(Leaf):
     read: Read = one_of(MEAN, LOG_MEAN_EXP, MEAN_AND_LOG_SUM)
     softcap: float | None = positive_or_none()
     sink: bool = flag(False)
+    distance: str = choice("none", "slopes", "buckets")
+    buckets: int = count(BUCKETS, highest=MOST_BUCKETS)
+    max_distance: int = count(LONGEST_OF_T5, highest=LONGEST)
 
     output = "b t h e"
 
@@ -73,13 +93,15 @@ class SoftmaxAttention(Leaf):
                 f"{self.name}: read=log_mean_exp needs weights that sum to one, and with sink=true "
                 f"they sum to less"
             )
+        check_distance(self)
 
     @cached_property
     def inputs(self) -> Inputs:
         bias: dict[str, str] = {"bias": "1|b 1|h t s"} if self.bias else {}
         gate: dict[str, str] = {"g": "b s h in (-inf, 0]"} if self.forget != "none" else {}
         sink: dict[str, str] = {"sink": "h"} if self.sink else {}
-        own: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink}
+        added = distance_input(self)
+        own: dict[str, str | Pattern] = {**self.metric.inputs, **gate, **bias, **sink, **added}
         return Inputs(q="b t h d", k="b s n d", v="b s n e", **own)
 
     @property
@@ -102,6 +124,13 @@ class SoftmaxAttention(Leaf):
 
     def meaning(self, name: str) -> object:
         return self.metric if name in self.metric.inputs else super().meaning(name)
+
+    def refuses_mask(self, name: str) -> str | None:
+        if self.metric is not DOT:
+            return f"{self.name}'s scores depend on the tokens between the two of a pair"
+        if name == "prefix" and self.forget != "none":
+            return "a forget gate decays forward in time, and a query has no decay to later keys"
+        return None
 
     @property
     def hides_later_keys(self) -> bool:
@@ -147,6 +176,8 @@ class SoftmaxAttention(Leaf):
             scores = scores + self._gate_scale(d) * forget_gate.decay(x["g"], x["q"].shape[1])
         if self.bias:
             scores = scores + x["bias"]
+        if self.distance != "none":
+            scores = scores + distance_scores(self, x, frame)
         return mask_scores(self._visible(frame), scores)
 
     def _log_weights(self, x: Mapping[str, Array], scores: Array) -> tuple[Array, Array]:
@@ -188,6 +219,8 @@ class SoftmaxAttention(Leaf):
             gradients["g"] = forget_gate.decay_vjp(self._gate_scale(d) * d_scores)
         if self.bias:
             gradients["bias"] = sum_to(d_scores, x["bias"].shape)
+        if self.distance != "none":
+            gradients |= distance_vjp(self, x, frame, d_scores)
         if self.sink:
             gradients["sink"] = sink_vjp(x["sink"], log_total, self.read.d_log_total(o, d_o))
         return gradients
@@ -214,6 +247,8 @@ class SoftmaxAttention(Leaf):
             scores = scores + self._gate_scale(d) * decay
         if self.bias:
             scores = scores + bias_of_keys(x["bias"], frame)
+        if self.distance != "none":
+            scores = scores + distance_scores(self, x, frame)
         scores = mask_scores(self._visible(frame), scores)
         values = swap_time_and_heads(xp.concat([past["value"], x["v"]], axis=1))
         o = self.read.forward(*self._log_weights(x, scores), repeat_heads(values, h))
@@ -260,10 +295,19 @@ class Softmax(SoftmaxAttention):
     sink : bool
         Whether there is an input `sink` (h,), the logit of an attention sink for each query head:
         one more column in the softmax's denominator, without a value.
+    distance : {"none", "slopes", "buckets"}
+        Whether there is an input `slopes` (h,) ≥ 0, of which m |i − j| is subtracted from the
+        scores (ALiBi); or an input `bucket_table` (buckets, h), of which the row of the bucket of
+        j − i is added (T5). No array of pairs is needed. It is added where a bias is.
+    buckets : int
+        The rows of `bucket_table`; without causality half of them are for keys after the query.
+    max_distance : int
+        The distance from which on all keys are in the last bucket.
 
     Source
     ------
-    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2.
+    Vaswani et al. 2017, Eq. 1; LASER (arXiv 2411.03493) Eq. 2; ALiBi (arXiv 2108.12409) 3; T5
+    (arXiv 1910.10683) 2.1.
 
     Examples
     --------
@@ -285,6 +329,9 @@ class Softmax(SoftmaxAttention):
         "softmax[forget=unscaled]",
         "softmax[softcap=2]",
         "softmax[sink=true]",
+        "softmax[distance=slopes]",
+        "softmax[distance=buckets]",
+        "softmax[causal=false,distance=buckets,buckets=9,max_distance=20]",
         "softmax[read=mean_and_log_sum]",
     )
     metric: ClassVar[Metric] = DOT

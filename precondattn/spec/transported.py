@@ -35,7 +35,15 @@ from typing import ClassVar, NamedTuple
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.flops import CHUNK, Flops
 from precondattn.algebra.options import OptionKind, OptionValue, option
-from precondattn.arrays import Array, arange_like, as_index, cast, namespace, zero_where_not
+from precondattn.arrays import (
+    Array,
+    arange_like,
+    as_index,
+    cast,
+    namespace,
+    take_tokens,
+    zero_where_not,
+)
 from precondattn.cache import Replace, Rewrite, Slot, Updates
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -177,8 +185,8 @@ class Transported:
         updates: Updates = {"key": Rewrite(keys[:, :capacity, ...], keys[:, capacity:, ...])}
         if self.flush > 1:
             w, beta = self._pending(since_flush, frame, length, flushed)
-            updates["pending_w"] = Replace(swap_time_and_heads(w))
-            updates["pending_beta"] = Replace(swap_time_and_heads(beta)[..., 0])
+            updates["pending_w"] = Replace(w)
+            updates["pending_beta"] = Replace(beta[..., 0])
         return updates
 
     def flops(self, pairs: float, keys: int, d: int, e: int) -> Flops:
@@ -202,17 +210,17 @@ class Transported:
     def _pending(
         self, since_flush: Reflections, frame: Frame, length: Array, flushed: Array
     ) -> tuple[Array, Array]:
-        """w and β of the tokens after the new last flush, 0 in unused slots."""
+        """w and β (b, flush, n, …) of the tokens after the new last flush, 0 in unused slots."""
         xp = namespace(since_flush.w)
         start = frame.q_position[:, :1]
         position = flushed + arange_like(self.flush, flushed)[None, :]
         index = xp.where(
             position < start, position - (start - start % self.flush), self.flush + position - start
         )
-        index = as_index(xp.clip(index, min=0, max=since_flush.w.shape[2] - 1))[:, None, :, None]
-        is_present = (position < length)[:, None, :, None]
-        w = xp.take_along_axis(since_flush.w, index, axis=2)
-        beta = xp.take_along_axis(since_flush.beta, index, axis=2)
+        index = as_index(xp.clip(index, min=0, max=since_flush.w.shape[2] - 1))
+        is_present = (position < length)[:, :, None, None]
+        w = take_tokens(swap_time_and_heads(since_flush.w), index)
+        beta = take_tokens(swap_time_and_heads(since_flush.beta), index)
         return zero_where_not(is_present, w), zero_where_not(is_present, beta)
 
 

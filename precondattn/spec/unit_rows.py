@@ -72,6 +72,11 @@ class UnitRows(TokenWise):
     def offers(self) -> Offers:
         return Offers(causal=self.axis == "token", row_axis=self.axis)
 
+    def refuses_mask(self, name: str) -> str | None:
+        if self.axis == "channel":
+            return f"{self.name}'s norm of a channel is over all tokens of a sequence"
+        return super().refuses_mask(name)
+
     def _along_rows(self, x: Array, frame: Frame, reduce: str) -> Array:
         """The "sum" or "max" of each row's entries, in a shape that broadcasts against x."""
         xp = namespace(x)

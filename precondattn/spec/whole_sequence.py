@@ -22,6 +22,7 @@ from precondattn.arrays import (
     Residuals,
     arange_like,
     cast,
+    differs_from_previous,
     is_traced,
     namespace,
     zero_where_not,
@@ -129,9 +130,7 @@ def valid_rows(x: Mapping[str, Array], valid: Array | None) -> tuple[Array, Arra
 def segment_numbers(ids: Array) -> Array:
     """0, 1, … for the segments of each sequence, (b, t) from their ids."""
     xp = namespace(ids)
-    is_next = cast(ids[:, 1:] != ids[:, :-1], xp.int32)
-    steps = xp.concat([xp.zeros_like(is_next[:, :1]), is_next], axis=1)
-    return xp.cumulative_sum(steps, axis=1)
+    return xp.cumulative_sum(cast(differs_from_previous(ids), xp.int32), axis=1)
 
 
 class _Segments:

@@ -1,4 +1,4 @@
-"""No kernel backend ignores a soft cap, a sink or a log-sum-exp: each declines with a reason."""
+"""No kernel backend ignores an option of softmax attention: each declines with a reason."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ from precondattn.dispatch.recognition import is_lucid
 OPTIONS = {
     "softcap=2": "a soft cap",
     "sink=true": "a sink",
+    "distance=slopes": "slopes or buckets of distances",
+    "distance=buckets": "slopes or buckets of distances",
     "read=mean_and_log_sum": "the logarithms of its sums",
 }
 LIBRARIES = {"triton": "torch", "pallas": "jax", "cupy": "numpy"}

@@ -35,6 +35,7 @@ MECHANISMS = (
     *("linear", "gla", "gsa", "ssd", "delta", "gated_delta", "kda", "comba", "delta_product"),
     *("ccq(gla)", "ccq(lucid)", "atk", "mesa", "hedgehog(gated_delta)"),
     *("cross_covariance", "lucid(softmax[causal=false])"),
+    "softmax[causal=false,distance=buckets]",
 )
 SOLVES = (
     *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)"),
@@ -47,6 +48,7 @@ RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "la
 GATHERED = (
     *("path", "path[window=3]", "path[forget=unscaled]", "softmax[window=3]"),
     *("softmax[forget=unscaled]", "softmax[sink=true]", "qk_norm(path)"),
+    *("softmax[distance=slopes]", "softmax[distance=buckets]"),
 )
 """Whose keys all processes get"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
@@ -388,6 +390,12 @@ def refusals(mesh):
         ),
         "a bias": lambda: require_refused(
             mesh, ("bias of softmax[bias=true] is of pairs",), "softmax[bias=true]", by="contiguous"
+        ),
+        "distances without causality": lambda: require_refused(
+            mesh,
+            ("gathers the keys before a query", "is not causal; use the layout 'heads'"),
+            "softmax[causal=false,distance=slopes]",
+            by="contiguous",
         ),
         "lengths that differ": lambda: require_refused(
             mesh,

@@ -57,14 +57,15 @@ def test_nan_after_the_length_reaches_neither_outputs_nor_gradients(expression):
 def loses_nothing_but_the_key(m):
     """Whether the call without a key is the call that masks it.
 
-    An input of pairs has two axes to lose. A window counts positions, a later key would lie in
-    another window of a grid, and a channel's norm and a landmark are over all queries.
+    An input of pairs has two axes to lose. A window and a distance count positions, a later key
+    would lie in another window of a grid, and a channel's norm and a landmark are over all queries.
     """
     if m.offers.window is not None or any(p.is_pairwise for p in m.inputs.values()):
         return False
     return not any(
         isinstance(leaf, pa.Nystrom | pa.Outlook | pa.Windowed)
         or (isinstance(leaf, pa.UnitRows) and leaf.axis == "channel")
+        or getattr(leaf, "distance", "none") != "none"
         for leaf in m.program.leaves
     )
 

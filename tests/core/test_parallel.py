@@ -50,7 +50,7 @@ def require_good_results(world, count, folder):
 def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
     with processes(2, tmp_path, "few") as workers:
         assert [worker.wait(timeout=600) for worker in workers] == [0, 0]
-    require_good_results(2, 12, tmp_path)
+    require_good_results(2, 13, tmp_path)
 
 
 @pytest.mark.thorough
@@ -58,9 +58,9 @@ def test_each_way_of_dividing_a_call_by_two_processes(tmp_path):
     ("world", "count"),
     [
         (1, 5),
-        (2, 172 + len(SCANNED)),
+        (2, 176 + len(SCANNED)),
         pytest.param(3, 138 + len(SCANNED), marks=pytest.mark.slow),
-        (4, 143 + len(SCANNED)),
+        (4, 146 + len(SCANNED)),
         (8, 6),
     ],
 )

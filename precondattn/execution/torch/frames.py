@@ -15,7 +15,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from precondattn.arrays import host_integers
-from precondattn.frame import ARRAYS, EXTENSION, UNKNOWN, Frame, Layout, held_by_all, rebuilt
+from precondattn.frame import EXTENSION, OF_TOKENS, UNKNOWN, Frame, Layout, held_by_all, rebuilt
 from precondattn.limits import KEPT
 
 
@@ -42,7 +42,7 @@ def layout_of(text: str) -> Layout:
 def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame:
     """The frame of a layout's text and of a frame's `sources`, on the device of `like`."""
     layout = layout_of(text)
-    if layout.kind and len(tensors) == len(ARRAYS):
+    if layout.kind and len(tensors) >= OF_TOKENS:
         layout = _found(layout, *tensors[:2])
     return rebuilt(layout, tensors, like)
 

@@ -8,6 +8,8 @@ which packed sequence each token belongs to. That is a tensor (b, 1, 1, s) in pl
     integers  the number of the packed sequence
     None      neither
 
+A user's own mask (b, heads or 1, t, s) is passed on too. It restricts a mechanism's pattern.
+
 Transformers describes the pattern of a mask by a function of indices. A pattern that is neither
 causal, nor a causal window, nor either of these packed, raises. An encoder has a mask function of
 its own, whose pattern is that every token sees every other.
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from precondattn.algebra.mechanism import Mechanism
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import (
     and_masks,
@@ -189,24 +192,57 @@ def _held(function: Pattern) -> dict[str, Given]:
 class ModelMasks(NamedTuple):
     """The masks of one call, in the names of a mechanism."""
 
-    key_mask: Tensor | None
-    segment_ids: Tensor | None
+    key_mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+    attn_mask: Tensor | None = None
 
 
-def read(mask: Tensor | None) -> ModelMasks:
-    """The masks that an attention function gets.
+def read(mask: Tensor | None, mechanism: Mechanism, first: Tensor | int, count: int) -> ModelMasks:
+    """The masks that an attention function gets, for `count` queries from position `first` on.
+
+    A mask that was not made by `mask_of_tokens` is the user's own, (b, heads or 1, t, s).
 
     Raises
     ------
     ValueError
-        for a mask that was not made by `mask_of_tokens`.
+        for a mask of the user's own that is not boolean, or that lets a token attend where the
+        mechanism does not.
     """
     if mask is None:
-        return ModelMasks(None, None)
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.is_floating_point():
+        return ModelMasks()
+    if mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1 and not mask.is_floating_point():
+        rows = mask[:, 0, 0]
+        return ModelMasks(rows) if mask.dtype == torch.bool else ModelMasks(None, rows)
+    if mask.ndim != 4 or mask.dtype != torch.bool or mask.shape[2] != count:
         raise ValueError(
-            f"attention_mask: padding (b, s) expected; found a mask of your own of the shape "
-            f"{(*mask.shape,)} and {mask.dtype}, and a mechanism's pattern can not be replaced"
+            f"attention_mask: padding (b, s) expected, or a boolean mask of your own (b, heads or "
+            f"1, t, s), True where a token may attend to another; found the shape "
+            f"{(*mask.shape,)} and {mask.dtype}"
         )
-    rows = mask[:, 0, 0]
-    return ModelMasks(rows, None) if mask.dtype == torch.bool else ModelMasks(None, rows)
+    check_own_pattern(mask, mechanism, first)
+    return ModelMasks(attn_mask=mask)
+
+
+def check_own_pattern(mask: Tensor, mechanism: Mechanism, first: Tensor | int) -> None:
+    """Raise for a mask (b, h or 1, t, s) that lets a token attend where the mechanism does not.
+
+    In Transformers such a mask replaces the pattern of a model, and a mechanism can only restrict
+    its own.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask: a mask of your own has to be read, which compiled code does not do; "
+            "call the model without torch.compile"
+        )
+    causal, window = mechanism.offers.causal, mechanism.offers.window
+    query = torch.arange(mask.shape[2], device=mask.device)[:, None] + first
+    key = torch.arange(mask.shape[3], device=mask.device)
+    outside = (query < key) & causal
+    if window is not None:
+        outside = outside | ((query - key).abs() >= window)
+    if bool((mask & outside).any()):
+        pattern = "causal" if window is None else f"a window of {window}"
+        raise ValueError(
+            f"attention_mask: this mask of your own lets a token attend where {mechanism} does "
+            f"not, whose pattern is {pattern}; a mask can restrict it, not replace it"
+        )

@@ -12,6 +12,7 @@ from jax import Array
 from precondattn.algebra.declaration import Pattern
 from precondattn.arrays import Arrays, library_of
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
+from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.heads import HeadAxes
 from precondattn.parallel.layouts import TokenOrder
 
@@ -74,6 +75,7 @@ def arguments_of(
     masks = {name: jnp.asarray(mask) for name, mask in masks.items() if mask is not None}
     if named.pop("cu_seqlens", None) is not None:
         raise TypeError(f"{owner}: cu_seqlens are not supported; give segment_ids")
+    refuse_divided(owner, named)
     inputs = inputs_by_name(str(mechanism), mechanism.inputs, arrays, named, CALL_OPTIONS)
     for name, x in inputs.items():
         if library_of(x) != "jax":

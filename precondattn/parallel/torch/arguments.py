@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.arrays import Arrays, dtype_name
 from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
+from precondattn.execution.pair_masks import refuse_divided
 from precondattn.execution.torch.dtensor_sharding import MASKS
 from precondattn.parallel.heads import HeadAxes, Shape
 
@@ -86,6 +87,7 @@ def bind(
     TypeError, ValueError
         naming the argument.
     """
+    refuse_divided(str(mechanism), named)
     patterns = mechanism.inputs
     masks = {name: named[name] for name in MASKS if named.get(name) is not None}
     given = {name: array for name, array in named.items() if name not in MASKS}

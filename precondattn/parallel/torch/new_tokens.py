@@ -16,6 +16,7 @@ from precondattn.execution.array_checks import call_dtype, check_arrays
 from precondattn.execution.cache_checks import check_buffers, check_cache
 from precondattn.execution.input_names import EXTEND_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.masks import ValueChecks, check_lengths, check_mask
+from precondattn.execution.pair_masks import refuse_divided
 from precondattn.parallel.torch.divided_cache import DividedCache
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def bind_new(
             raise TypeError(
                 f"{owner}: {name} belong to a full call; each sequence has its own cache"
             )
+    refuse_divided(owner, named)
     masks = ("lengths", KEY_MASK, "segment_ids", "cu_seqlens")
     given = {name: x for name, x in named.items() if name not in masks}
     declared = extending_inputs(mechanism)

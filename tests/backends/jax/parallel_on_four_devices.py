@@ -17,6 +17,7 @@ TOKENS = CallLayout("test", t=8, s=8, h=8, n=8)
 MECHANISMS = {
     "softmax": TOKENS._replace(n=2),
     "softmax[bias=true]": TOKENS,
+    "softmax[causal=false,distance=buckets]": TOKENS._replace(n=2),
     "lucid": TOKENS._replace(n=2),
     "laser": TOKENS._replace(n=1),
     "temperature[per=head](linear)": TOKENS,

@@ -61,14 +61,14 @@ def three_threads():
 @pytest.fixture
 def counted(monkeypatch, three_threads):
     """The parts of each call, of any size."""
-    counts, run = [], by_heads._in_threads
+    counts, run = [], by_heads.in_threads
     monkeypatch.setattr(by_heads, "LEAST", 1)
 
     def counting(function, count):
         counts.append(count)
         return run(function, count)
 
-    monkeypatch.setattr(by_heads, "_in_threads", counting)
+    monkeypatch.setattr(by_heads, "in_threads", counting)
     return counts
 
 
@@ -76,7 +76,7 @@ def counted(monkeypatch, three_threads):
 def test_each_thread_computes_alone():
     """PyTorch gives a thread that of the whole process when it first asks for its number."""
     by_heads._threads.cache_clear()
-    assert by_heads._in_threads(lambda part: torch.get_num_threads(), 3) == [1, 1, 1]
+    assert by_heads.in_threads(lambda part: torch.get_num_threads(), 3) == [1, 1, 1]
     assert torch.get_num_threads() == 3
 
 
@@ -120,7 +120,7 @@ def test_heads_that_can_not_be_divided_are_computed_as_one(expression, h, n, cou
 
 
 def test_a_small_call_is_not_divided(three_threads, monkeypatch):
-    monkeypatch.setattr(by_heads, "_in_threads", None)
+    monkeypatch.setattr(by_heads, "in_threads", None)
     call(*inputs("lucid", 4, 4))
 
 

@@ -50,7 +50,9 @@ def _of_row_blocks() -> list[Fault]:
             "fewer queries than keys placed at the first keys",
             attention,
             "Mask",
-            lambda true: lambda frame, keys, offset, *rest: true(frame, keys, 0, *rest),
+            lambda true: (
+                lambda frame, keys, offset, *rest, **named: true(frame, keys, 0, *rest, **named)
+            ),
         ),
         blocked(
             "softmax",
@@ -65,8 +67,8 @@ def _of_row_blocks() -> list[Fault]:
             BOTH,
             "the masks of the first sequence for all sequences",
             Mask,
-            "of_sequences",
-            lambda true: lambda self, sequences: true(self, slice(0, 1)),
+            "of_part",
+            lambda true: lambda self, part: true(self, (slice(0, 1), *part[1:])),
         ),
         blocked(
             "softmax[bias=true]",
