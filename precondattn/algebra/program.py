@@ -95,6 +95,15 @@ class Program:
                 readers[value] = readers.get(value, frozenset()) | {number}
         return readers
 
+    @cached_property
+    def reversed_values(self) -> frozenset[str]:
+        """The values whose tokens are in reversed order; what is computed of them is too."""
+        found = set[str]()
+        for call in self.calls:
+            if call.leaf.reverses_tokens != bool(found & call.reads):
+                found.add(call.out)
+        return frozenset(found)
+
     @property
     def leaves(self) -> tuple[LeafProtocol, ...]:
         return tuple([call.leaf for call in self.calls])

@@ -32,6 +32,7 @@ class Empty(Backend):
     """Runs any mechanism as a whole, on empty arrays of any library."""
 
     name = "none (the arrays are empty)"
+    masks_pairs = True
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if not is_empty(shape for _, shape in request.shapes):

@@ -65,6 +65,8 @@ class PlannedCall(NamedTuple):
     """Whether its inputs are those of the whole call, by the same names in the same order."""
     owned: tuple[tuple[str, str], ...] = ()
     """Its buffers whose update is used: if calls share a buffer, that by the first one."""
+    is_reversed: bool = False
+    """Whether it is computed of tokens in reversed order."""
     narrowed: tuple[str, ...] = ()
     """The inputs that other pieces compute, and that it gets in the call's dtype."""
 
@@ -212,6 +214,9 @@ def query(
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
         return Support.no(f"supports arrays of {supported}, not of {request.library}")
+    masks_of_pairs = sorted(request.masks & {"attn_mask", "prefix"})
+    if masks_of_pairs and not getattr(backend, "masks_pairs", False):
+        return Support.no(f"has no masks of pairs: {', '.join(masks_of_pairs)}")
     if request.transformed and backend is not REFERENCE:
         return Support.no("only the reference supports differentiation by torch.func")
     try:
@@ -346,6 +351,7 @@ def _planned(
         backend,
         runner,
         has_gradient_of_step=has_gradient_of_step,
+        is_reversed=not program.reversed_values.isdisjoint(arguments.values()),
         narrowed=() if backend.wide_values else _computed(program, arguments),
     )
 

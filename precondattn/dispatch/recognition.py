@@ -27,6 +27,7 @@ def is_lucid(program: Program) -> bool:
         and not softmax.bias
         and softmax.softcap is None
         and not softmax.sink
+        and softmax.distance == "none"
     )
     first, second = (dict(call.arguments) for call in program.calls)
     is_wired_as_lucid = second["v"] == program.calls[0].out and first["k"] == second["k"]

@@ -13,7 +13,7 @@ from precondattn.backend import Backend, Request, Support
 from precondattn.cache import Updates
 from precondattn.cache.held import held_part
 from precondattn.frame import Frame
-from precondattn.runner import LeafRunner, Runner
+from precondattn.runner import LeafRunner, Runner, note_names
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -26,6 +26,7 @@ class Reference(Backend):
     name = "reference"
     preference = -1_000_000
     wide_values = True
+    masks_pairs = True
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
@@ -46,7 +47,11 @@ class _Definition(LeafRunner):
     ) -> tuple[Array, Updates]:
         buffers = {slot: past[key] for slot, key in self.keys.items()}
         buffers, frame = held_part(self.methods, buffers, frame)
-        out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
+        try:
+            out, updates = self.methods.step(upcast_all(buffers), upcast_all(inputs), frame)
+        except KeyError as error:
+            note_names(error, buffers, inputs)
+            raise
         return out, {self.keys[slot]: update for slot, update in updates.items()}
 
     def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, Preconditioner, parse, with_base
 from precondattn.arrays import Array
 from precondattn.execution.array_checks import check_stored
@@ -209,7 +210,7 @@ def attention_arguments(
 ) -> Arguments:
     """Arguments of `Attention` for a layer of a vision transformer."""
     if not isinstance(mechanism, str | Mechanism):
-        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+        raise not_a_mechanism(mechanism)
     if not isinstance(qkv_bias, bool):
         raise TypeError(f"qkv_bias must be True or False; found {qkv_bias!r}")
     usual = vision_recipes(mechanism, qkv_bias=qkv_bias)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from flax import nnx
 
+import precondattn as pa
 from precondattn.layers import flax
 from precondattn.layers import torch as in_torch
 
@@ -69,6 +70,26 @@ def test_attention_gives_the_numbers_of_pytorch(mechanism):
     x = torch.randn(2, 24, 16)
     found = nnx.jit(lambda attn, x: attn(x))(same, jnp.asarray(x.numpy()))
     np.testing.assert_allclose(found, attn(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bidirectional_recurrence_is_that_of_plain_calls_of_both_orders(monkeypatch):
+    sizes = {"heads": 2, "blocks": 1, "classes": 3, "mechanism": "bidirectional(gated_delta)"}
+    model = flax.VisionTransformer(8, 2, 12, **sizes, rngs=nnx.Rngs(0))
+    images, calls = jax.random.normal(jax.random.key(1), (2, 3, 8, 8), "float32"), []
+    out = nnx.jit(lambda model, x: model(x))(model, images)
+
+    def by_plain_calls(mechanism, **x):
+        calls.append(str(mechanism))
+        base, t = mechanism.base, x["q"].shape[1]
+        x = {name: array for name, array in x.items() if name in base.inputs}
+        back = jnp.flip(base(**{name: jnp.flip(a, 1) for name, a in x.items()}), 1)
+        alone = jnp.broadcast_to(jnp.arange(t), (2, t))
+        return base(**x) + back - base(**x, segment_ids=alone)
+
+    monkeypatch.setattr(pa.Bidirectional, "__call__", by_plain_calls)
+    again = nnx.jit(lambda model, x: model(x) + 0)(model, images)
+    np.testing.assert_allclose(again, out, rtol=1e-4, atol=1e-5)
+    assert calls == ["bidirectional(gated_delta)"]
 
 
 def test_half_precision_stays_near():

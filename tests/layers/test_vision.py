@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 
 import torch
 
+import precondattn as pa
 from precondattn.layers.recipes import Rotary
 from precondattn.layers.torch import VisionAttention, VisionTransformer, XCABlock, from_timm
 from precondattn.layers.vision import vision_recipes
@@ -122,6 +123,27 @@ def test_a_vision_transformer_trains_with_any_mechanism(mechanism):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["gated_delta", "retention"])
+def test_a_bidirectional_recurrence_is_that_of_plain_calls_of_both_orders(name, monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"heads": 2, "blocks": 2, "classes": 3, "mechanism": f"bidirectional({name})"}
+    model, images = VisionTransformer(8, 2, 12, **sizes), torch.randn(2, 3, 8, 8)
+    out, calls = model(images), []
+
+    def by_plain_calls(mechanism, **x):
+        calls.append(str(mechanism))
+        base, t = mechanism.base, x["q"].shape[1]
+        alone = torch.arange(t).expand(2, t)
+        masks = {name: x.pop(name) for name in [*x] if name not in base.inputs}
+        assert not any(mask is not None for mask in masks.values())
+        back = base(**{name: array.flip(1) for name, array in x.items()}).flip(1)
+        return base(**x) + back - base(**x, segment_ids=alone)
+
+    monkeypatch.setattr(pa.Bidirectional, "__call__", by_plain_calls)
+    torch.testing.assert_close(model(images), out, rtol=1e-4, atol=1e-5)
+    assert calls == [f"bidirectional({name})"] * 2
 
 
 def test_without_positions_the_order_of_patches_does_not_matter_but_for_windows():

@@ -1,0 +1,82 @@
+"""The tokens of every sequence in reversed order: the piece by which a recurrence runs backwards.
+
+    y = reversed x,    dx = reversed dy
+
+as in `precondattn/reversed_order.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.flops import Flops
+from precondattn.algebra.mechanism import Leaf
+from precondattn.algebra.offers import Offers
+from precondattn.algebra.options import flag
+from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.frame import Frame
+from precondattn.reversed_order import reversed_tokens
+
+
+@dataclass(frozen=True)
+class ReversedTokens(Leaf):
+    """x with the tokens of each sequence, or packed segment, in reversed order.
+
+    Parameters
+    ----------
+    channels : bool
+        Whether x has an axis of channels: (b, t, h, d), or (b, t, h).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.arange(5.0).reshape(1, 5, 1, 1)
+    >>> ReversedTokens()(x, lengths=[4]).ravel()
+    array([3., 2., 1., 0., 0.])
+    >>> ReversedTokens()(x, segment_ids=np.asarray([[0, 0, 1, 1, 1]])).ravel()
+    array([1., 0., 4., 3., 2.])
+    """
+
+    name: ClassVar[str] = "reversed_tokens"
+    role: ClassVar[str] = "piece"
+    variants: ClassVar[tuple[str, ...]] = ("reversed_tokens[channels=false]",)
+    channels: bool = flag(True)
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(x=self.output)
+
+    @property
+    def output(self) -> str:  # type: ignore[override]
+        return "b t h d" if self.channels else "b t h"
+
+    @property
+    def offers(self) -> Offers:
+        return Offers(causal=False)
+
+    @property
+    def reads_all_queries(self) -> bool:
+        return True
+
+    @property
+    def reverses_tokens(self) -> bool:
+        return True
+
+    def flops(self, sizes: Mapping[str, int]) -> Flops:
+        return Flops(0.0, 0.0, 0.0)
+
+    def forward(self, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
+        return reversed_tokens(x["x"], frame), ()
+
+    def backward(
+        self,
+        x: Mapping[str, Array],
+        frame: Frame,
+        out: Array,
+        residuals: Residuals,
+        cotangent: Array,
+    ) -> Arrays:
+        return {"x": reversed_tokens(cotangent, frame)}
