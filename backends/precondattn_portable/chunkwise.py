@@ -45,10 +45,17 @@ GroupKind = Callable[[Arithmetic, WrittenChunks], ChunkGroup]
 
 
 class Chunkwise:
-    """A `Form` of the recurrence (`precondattn.spec.recurrence`)."""
+    """A `Form` of the recurrence (`precondattn.spec.recurrence`).
 
-    def __init__(self, ops: Arithmetic, chunk: int | None = None) -> None:
+    With `kept_after`, numbers of chunks, the final states are those after each of them too, as of
+    so many more sequences (b (n + 1), m, d, e): those of a sequence are next to each other.
+    """
+
+    def __init__(
+        self, ops: Arithmetic, chunk: int | None = None, kept_after: Sequence[int] = ()
+    ) -> None:
         self.ops, self.chunk = ops, CHUNK if chunk is None else chunk
+        self.kept_after = kept_after
 
     def work(self, x: Stream) -> ChunkWork:
         """A stream in chunks."""
@@ -65,16 +72,18 @@ class Chunkwise:
         work, lasts = works[0], [_joined(state) for _, state in streams]
         queries = [x.q for x, _ in streams]
         outs: list[Array] = []
+        kept: list[list[Array]] = [[] for _ in works]
         for part in work.parts(max(work.widest for work in works)):
-            outputs, lasts = _read(works, part, queries, lasts)
+            among = [n - part.start for n in self.kept_after if part.start < n <= part.stop]
+            outputs, lasts = _read(works, part, queries, lasts, among, kept)
             if part.stop > work.first_read:
                 result = function(*outputs, *(work.of_reads(array, part) for array in arrays))
                 outs = outs or [None] * len(result)
                 filled = partial(work.filled, work.first_read, part)
                 outs = [filled(out, tokens) for out, tokens in zip(outs, result, strict=True)]
         finals = [
-            namespace(last).reshape(last, state.shape)
-            for last, (_, state) in zip(lasts, streams, strict=True)
+            _with_kept(rows, last, state)
+            for rows, last, (_, state) in zip(kept, lasts, streams, strict=True)
         ]
         return tuple(work.tokens(out, queries[0].shape[2]) for out in outs), finals
 
@@ -155,14 +164,23 @@ class Chunkwise:
 
 
 def _read(
-    works: list[ChunkWork], part: range, queries: list[Array], lasts: list[Array]
+    works: list[ChunkWork],
+    part: range,
+    queries: list[Array],
+    lasts: list[Array],
+    among: Sequence[int],
+    kept: list[list[Array]],
 ) -> tuple[list[Array], list[Array]]:
-    """The reads of a group of chunks, and the states after it; frees its memory on return."""
+    """The reads of a group of chunks, and the states after it; frees its memory on return.
+
+    Those after some `among` its chunks are added to `kept`.
+    """
     outputs, after = [], []
     chunks: dict[int, Array] = {}  # For arrays that several streams share.
-    for work, q, last in zip(works, queries, lasts, strict=True):
+    for work, q, last, rows in zip(works, queries, lasts, kept, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
+        rows.extend(states[n, ...] + 0 for n in among)
         if part.stop > work.first_read:
             outputs.append(group.read(work.of_reads(q, part), states))
         after.append(states[-1, ...] + 0)
@@ -173,6 +191,15 @@ def _joined(state: Array) -> Array:
     """(b, m, d, e) to (n, d, e): the heads of all sequences."""
     b, m, d, e = state.shape
     return namespace(state).reshape(state, (b * m, d, e))
+
+
+def _with_kept(kept: Sequence[Array], last: Array, state: Array) -> Array:
+    """The last states in the shape of the first one, after the kept ones of each sequence."""
+    xp, (b, *rest) = namespace(last), state.shape
+    if not kept:
+        return xp.reshape(last, state.shape)
+    rows = xp.reshape(xp.stack([*kept, last]), (len(kept) + 1, b, *rest))
+    return xp.reshape(xp.permute_dims(rows, (1, 0, 2, 3, 4)), (-1, *rest))
 
 
 class ChunkWork:

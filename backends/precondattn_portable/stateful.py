@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from precondattn.arrays import Array, Arrays, Residuals
+from precondattn.arrays import Array, Arrays, Residuals, namespace
 from precondattn.cache import Replace, Updates
 from precondattn.frame import Frame
 from precondattn.spec.recurrence import Form
@@ -56,6 +57,25 @@ class StatefulAlgorithm(Algorithm[S]):
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         out, state = self.leaf.run(past, x, frame, self._form(x, in_place=frame.may_overwrite))
         return out, {name: Replace(value) for name, value in state.items()}
+
+    def states_between(
+        self, past: Arrays, x: Arrays, frame: Frame, columns: Sequence[int]
+    ) -> tuple[Array, Arrays] | None:
+        """The output of `step`, and the states (b, n + 1, …) after columns and after all tokens.
+
+        None where they are not the states between chunks.
+        """
+        leaf, form, steps = self.leaf, self.in_chunks(), self.leaf.steps_per_token
+        if leaf.computes_with_states or type(form) is not Chunkwise:
+            return None
+        if not columns or any(n * steps % form.chunk for n in columns):
+            return None
+        form = Chunkwise(self.ops, kept_after=[n * steps // form.chunk for n in columns])
+        out, states = leaf.run(past, x, frame, form)
+        rows = len(columns) + 1
+        return out, {
+            name: namespace(a).reshape(a, (-1, rows, *a.shape[1:])) for name, a in states.items()
+        }
 
     def step_backward(
         self, past: Arrays, x: Arrays, frame: Frame, cotangent: Array, d_buffers: Arrays

@@ -16,9 +16,11 @@ from precondattn.arrays import Array, Arrays, Device, DType
 from precondattn.cache import capacity as capacities
 from precondattn.cache import conversion, sequences
 from precondattn.cache.crop import crop, fixed_buffers
+from precondattn.cache.kept import checkpoints
 from precondattn.cache.kinds import Kinds, capacity_of
 from precondattn.cache.saved import from_state_dict, state_dict
 from precondattn.cache.snapshots import Snapshot, restore, snapshot
+from precondattn.cache.states import states_of
 from precondattn.cache.windows import reach_of
 from precondattn.given import Given
 
@@ -54,17 +56,55 @@ class Cache(NamedTuple):
         return capacity_of(self)
 
     @property
+    def states(self) -> Mapping[str, Array]:
+        """The states by the names that the mechanism's page gives them; it can not be written to.
+
+        Where several states have one name, the inputs that they depend on follow it, as in
+        `"S(k2, v)"`. A state without such a name has the name of its buffer.
+        `init_cache(..., states=...)` begins from them.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 4))
+        >>> cache = pa.Linear(normalize=True).init_cache(q, k, v)
+        >>> {name: state.shape for name, state in cache.states.items()}
+        {'S': (2, 2, 4, 4), 'z': (2, 2, 4)}
+        """
+        return states_of(self)
+
+    @property
     def can_crop(self) -> bool:
         """Whether `crop` works for any length; otherwise take a `snapshot`, and `restore` it.
 
-        The cache of a window can be cropped by an eighth of the window only.
+        A cache of states can be cropped to its `checkpoints` only, and that of a window by an
+        eighth of the window.
         """
         return not fixed_buffers(self) and reach_of(self) is None
+
+    @property
+    def checkpoints(self) -> list[list[int]]:
+        """The lengths of each sequence of which the cache keeps the states: `crop` can go there.
+
+        They are those of the last `extend`, with `keep` or `states_every`. Empty in a cache without
+        states, which can be cropped to any length. They are read, and can not be traced.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 150, 2, 4))
+        >>> linear = pa.Linear()
+        >>> _, cache = linear.extend(linear.init_cache(q, k, v), q, k, v, states_every=64)
+        >>> cache.checkpoints, cache.crop(64).length
+        ([[64, 128]], array([64], dtype=int32))
+        """
+        return checkpoints(self)
 
     def crop(self, lengths: Given, *, donate: bool = False) -> Cache:
         """The cache of the first `lengths` tokens of each sequence.
 
-        Extended, it gives what a cache gives that never had the other tokens.
+        Extended, it gives what a cache gives that never had the other tokens. Kept states are
+        dropped, so that it has the buffers that the cache had before the tokens were added.
 
         Parameters
         ----------
@@ -77,9 +117,10 @@ class Cache(NamedTuple):
         Raises
         ------
         ValueError
-            if a buffer is a state or has rewritten rows, for a length out of range, and for one
-            before the tokens that the cache of a window still holds; a traced
-            length out of range makes the later outputs of its sequence NaN.
+            if a buffer is a state that was not kept or has rewritten rows, for a length out of
+            range, for one before the tokens that the cache of a window still holds, and for one
+            that is no checkpoint of a cache of states. With a traced length that would raise, the
+            later outputs of its sequence are NaN.
         """
         return crop(self, lengths, donate=donate)
 

@@ -23,7 +23,9 @@ from precondattn.arrays import (
     zero_where_not,
 )
 from precondattn.cache.integers import Integers, entries, integers
+from precondattn.cache.kept import FROM, checkpoints, is_kept, states_at, without_kept
 from precondattn.cache.kinds import (
+    KEPT,
     TOKENS,
     WINDOW,
     C,
@@ -40,16 +42,17 @@ from precondattn.given import Given
 
 
 def fixed_buffers(cache: CacheLike) -> list[str]:
-    """The names of the buffers that can not be cropped."""
-    return [n for n, kind in kinds_of(cache).items() if kind.rows not in (TOKENS, WINDOW)]
+    """The names of the buffers that can not be cropped to any length."""
+    return [n for n, kind in kinds_of(cache).items() if kind.rows not in (TOKENS, WINDOW, KEPT)]
 
 
 def crop(cache: C, lengths: Given, *, donate: bool) -> C:
     fixed = fixed_buffers(cache)
-    if fixed:
+    if fixed and FROM not in cache.store:
         raise ValueError(
             f"crop: {', '.join(map(repr, fixed))} can not be cropped, because states and rewritten "
-            f"rows depend on all tokens; take a snapshot() before the tokens, and restore() it"
+            f"rows depend on all tokens; take a snapshot() before the tokens, and restore() it, or "
+            f"keep earlier states by extend(..., keep=n) or extend(..., states_every=n)"
         )
     b = cache.length.shape[0]
     if not isinstance(lengths, (list, tuple)) and not hasattr(lengths, "shape"):
@@ -84,6 +87,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
     capacity = capacity_of(cache)
     invalid = invalid_length(capacity)
     first, reach = cache.store.get(FIRST), reach_of(cache) or 0
+    has_kept = FROM in cache.store
     removed, length, row = None, new.array, new.array
     if is_traced(cache.length) or new.known is None:
         valid = (new.array >= 0) & (new.array <= cache.length)
@@ -92,24 +96,41 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
         if first is not None:
             valid = valid & ((first == 0) | (new.array >= first + reach))
             row = new.array - first
+        if has_kept:
+            valid = valid & is_kept(cache, new.array)
         length = cast(xp.where(valid, new.array, invalid), cache.length.dtype)
     else:
         held = entries(cache.length)
         starts = [0] * len(held) if first is None else entries(first)
         _check_known(verb, new.known, held, [n and n + reach for n in starts], invalid)
+        if has_kept:
+            _check_kept(verb, new.known, held, checkpoints(cache))
         removed = [
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
         ]
-    store = dict(cache.store)  # The states in it are replaced by `restore`.
+    store = dict(cache.store)  # The states in it are replaced by `restore`, or by kept ones.
+    if has_kept:
+        store |= states_at(cache, new.array)
     for name, buffer in cache.store.items():
         if kinds[name].rows == TOKENS:
             store[name] = _without_rows(buffer, kinds[name], row, removed, donate)
         elif kinds[name].rows == WINDOW and not donate:
             store[name] = fresh(buffer)
+    cropped = without_kept(holding(cache, length, store))
     if donate:
         cache.store.clear()
-    return holding(cache, length, store)
+    return cropped
+
+
+def _check_kept(verb: str, new: list[int], held: list[int], kept: list[list[int]]) -> None:
+    for i, (after, before, lengths) in enumerate(zip(new, held, kept, strict=True)):
+        if after != before and after not in lengths:
+            some = [*lengths[:2], "…", *lengths[-2:]] if len(lengths) > 4 else lengths
+            raise ValueError(
+                f"{verb}: the cache holds the states of {', '.join(map(str, [*some, before]))} "
+                f"tokens; found {after} (sequence {i} of the batch)"
+            )
 
 
 def _check_known(

@@ -16,7 +16,9 @@ TOKENS = "tokens"
 REWRITTEN = "rewritten"
 """(b, c, …): a row for each token, which later tokens change."""
 STATE = "state"
-"""Without a row for each token."""
+"""Without a row for each token; `"state S"` where its mechanism's page calls it S."""
+KEPT = "kept"
+"""(b, n, …): states of n earlier lengths, or (b,): `"kept 64"` of each 64th (`kept.py`)."""
 WINDOW = "window "
 """(b,): the position of the first row, where the cache holds the last tokens only."""
 WIDE = "wide "
@@ -44,25 +46,36 @@ class Kind(NamedTuple):
     """What the rows of a buffer are."""
 
     rows: str
-    """`"tokens"`, `"rewritten"`, `"state"` or `"window "`."""
+    """`"tokens"`, `"rewritten"`, `"state"`, `"kept"` or `"window "`."""
     is_wide: bool = False
     """Whether it is in float32 when the inputs are in half precision."""
     window: int = 0
     """The window of `"window "`."""
+    symbol: str = ""
+    """The short name of a state."""
+    every: int = 1
+    """The number of tokens from one kept state to the next."""
 
     @classmethod
     def read(cls, text: str) -> Kind:
         if text.startswith(WINDOW) and text.removeprefix(WINDOW).isdecimal():
             return cls(WINDOW, window=int(text.removeprefix(WINDOW)))
-        rows = text.removeprefix(WIDE)
-        if rows not in (TOKENS, REWRITTEN, STATE):
+        is_wide = text.startswith(WIDE)
+        rows, space, symbol = text.removeprefix(WIDE).partition(" ")
+        if rows == KEPT and symbol.isdecimal() and int(symbol):
+            return cls(KEPT, is_wide, every=int(symbol))
+        if rows not in (TOKENS, REWRITTEN, STATE, KEPT) or (
+            space and (rows != STATE or not symbol)
+        ):
             raise ValueError(f"{text!r} is no kind of a buffer")
-        return cls(rows, rows != text)
+        return cls(rows, is_wide, symbol=symbol)
 
     def __str__(self) -> str:
         if self.rows == WINDOW:
             return f"{WINDOW}{self.window}"
-        return WIDE + self.rows if self.is_wide else self.rows
+        after = str(self.every) if self.every > 1 else self.symbol
+        text = f"{self.rows} {after}" if after else self.rows
+        return WIDE + text if self.is_wide else text
 
     @property
     def has_tokens(self) -> bool:

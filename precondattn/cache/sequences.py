@@ -16,9 +16,11 @@ from precondattn.arrays import (
 )
 from precondattn.cache.capacity import grow
 from precondattn.cache.integers import entries, integers
+from precondattn.cache.kept import FROM, rows_of, with_rows
 from precondattn.cache.kinds import (
     C,
     CacheLike,
+    Kind,
     capacity_of,
     holding,
     invalid_length,
@@ -88,6 +90,10 @@ def _marked(mask: Sequence[bool], b: int) -> list[int]:
 def concatenate(caches: Sequence[C]) -> C:
     """The sequences of all caches, at the largest of their capacities."""
     first = caches[0]
+    if all(FROM in cache.store for cache in caches):
+        most = max(map(rows_of, caches))
+        caches = [with_rows(cache, most) for cache in caches]
+        first = caches[0]
     for i, other in enumerate(caches):
         _check_same(first, other, i)
     capacities = [c for c in map(capacity_of, caches) if c is not None]
@@ -103,7 +109,7 @@ def concatenate(caches: Sequence[C]) -> C:
 
 def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
     """Raise an error unless two caches differ in sequences and capacity at most."""
-    _require_equal(kinds_of(first), kinds_of(other), "the buffers", number)
+    _require_equal(_meanings(first), _meanings(other), "the buffers", number)
     for name, kind in kinds_of(first).items():
         start = 2 if kind.has_tokens else 1
         of_first, of_other = (
@@ -111,6 +117,11 @@ def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
             for buffer in (first.store[name], other.store[name])
         )
         _require_equal(of_first, of_other, f"library, dtype, device and rows of {name!r}", number)
+
+
+def _meanings(cache: CacheLike) -> dict[str, Kind]:
+    """The kinds without symbols, which caches of earlier versions have not."""
+    return {name: kind._replace(symbol="") for name, kind in kinds_of(cache).items()}
 
 
 def _require_equal(of_first: object, of_other: object, what: str, number: int) -> None:

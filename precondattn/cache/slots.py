@@ -29,6 +29,8 @@ class Slot(NamedTuple):
     """Whether a step also changes the rows of cached tokens."""
     empty: float = 0.0
     """Its entries before the first token."""
+    symbol: str = ""
+    """The short name of a state in `Cache.states`: what the mechanism's page calls it."""
 
     @property
     def kind(self) -> Kind:
@@ -39,7 +41,7 @@ class Slot(NamedTuple):
 @lru_cache(maxsize=KEPT)
 def _kind_of(slot: Slot) -> Kind:
     if slot.pattern.split()[1] != "c":
-        return Kind(STATE, slot.wide)
+        return Kind(STATE, slot.wide, symbol=slot.symbol)
     return Kind(REWRITTEN if slot.is_rewritten else TOKENS, slot.wide)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, fresh, is_traced, writes_in_place
 from precondattn.cache.crop import cropped, fixed_buffers
 from precondattn.cache.integers import Integers, entries
+from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import C, CacheLike, holding
 from precondattn.cache.windows import reach_of
 
@@ -49,6 +50,7 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
             f"restore: the snapshot is of another cache: its arrays have the shapes {shapes[0]}, "
             f"and {shapes[1]} are needed"
         )
+    given, cache = cache, without_kept(cache)
     known = None if is_traced(earlier.length) else entries(earlier.length)
     buffers = dict(cache.store)
     if reach_of(cache) is None:
@@ -62,5 +64,6 @@ def restore(cache: C, earlier: Snapshot, *, donate: bool) -> C:
         else:
             new.store[name] = fresh(kept)
     if donate:
+        given.store.clear()
         cache.store.clear()
     return new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from precondattn.algebra.declaration import FIXED, ShapeError
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
@@ -10,20 +12,34 @@ from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
 from precondattn.cache.windows import FIRST, rows_of
 from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
+from precondattn.execution.given_states import given_states
 from precondattn.execution.input_names import INIT_OPTIONS, extending_inputs, inputs_by_name
 from precondattn.execution.torch.autocast import cast_inputs
 
 
 def empty_cache(
-    mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, capacity: int | None, key_mask: bool
+    mechanism: Piece,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    capacity: int | None,
+    key_mask: bool,
+    states: Mapping[str, Array] | None = None,
+    sequences: int | None = None,
 ) -> Cache:
-    """A cache of length 0, with buffers of zeros for `capacity` tokens per sequence."""
+    """A cache of length 0, with empty buffers for `capacity` tokens per sequence, or `states`."""
     if is_distributed(arrays, named):
+        if states is not None or sequences is not None:
+            raise TypeError(
+                f"{mechanism}: init_cache of DTensors takes no states and no sequences; make the "
+                f"cache of each device's part"
+            )
         from precondattn.execution.torch import dtensor
 
         return dtensor.init_cache(mechanism, arrays, named, capacity, key_mask)
     check_cacheable(mechanism)
     owner, has_tokens = str(mechanism), traceable(keeps_tokens)(mechanism)
+    declared = traceable(extending_inputs)(mechanism)
+    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
     if capacity is None and has_tokens:
         raise TypeError(f"{owner}: missing capacity, the greatest number of tokens per sequence")
     is_whole = isinstance(capacity, int) and not isinstance(capacity, bool)
@@ -36,8 +52,10 @@ def empty_cache(
             f"{owner}: key_mask must be true or false, whether the cache stores one; "
             f"found {type(key_mask).__name__}"
         )
-    declared = traceable(extending_inputs)(mechanism)
-    inputs = inputs_by_name(owner, declared, arrays, named, INIT_OPTIONS, complete=False)
+    if sequences is not None and not (type(sequences) is int and sequences >= 1):
+        raise ValueError(
+            f"{owner}: sequences must be a whole number, 1 or above; found {sequences!r}"
+        )
     if not inputs:
         raise TypeError(f"{owner}: init_cache needs the inputs, for their shapes and dtype")
     inputs, _ = cast_inputs(declared, inputs)
@@ -45,12 +63,15 @@ def empty_cache(
     shapes = {n: tuple(a.shape) for n, a in inputs.items() if "c" not in declared[n].letters}
     sizes = declared.sizes(owner, shapes)
     sizes["c"] = capacity or 0
+    if sequences is not None:
+        sizes["b"] = sequences
     like = values_of(inputs)  # Its dtype is that of the buffers.
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):
         reach = None  # All tokens fit.
     if reach is not None:
         sizes["c"] = rows_of(reach)
+    given = {} if states is None else given_states(mechanism, states, sizes, like)
     store: Arrays = {}
     kinds: Kinds = {}
     for name, (slot, pattern) in mechanism.program.slots.items():
@@ -61,7 +82,8 @@ def empty_cache(
                 f"{owner}: init_cache can not infer the size of {', '.join(sorted(unknown))} "
                 f"from these inputs; pass {', '.join(needed)} too"
             )
-        store[name] = new_buffer(slot, pattern.shape(sizes), like)
+        buffer = given[name] if name in given else new_buffer(slot, pattern.shape(sizes), like)
+        store[name] = buffer
         kinds[name] = {str(slot.kind): ()}
     xp = namespace(like)
     if key_mask and has_tokens:

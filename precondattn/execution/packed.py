@@ -58,6 +58,8 @@ def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
     segments, (t, s) = call.segments, times(call.sizes)
     if segments is None or t != s:  # Then the first segments have fewer queries than keys.
         return None
+    if call.frame.masks_pairs:  # Backends read them where they are, of all segments.
+        return None
     if not any(map(_wants_batches, call.prepared.plan.calls)) or not _is_divisible(mechanism):
         return None
     valid = None if call.lengths is None else host_array(call.lengths)
@@ -82,10 +84,10 @@ def _wants_batches(planned: PlannedCall) -> bool:
 def _is_divisible(mechanism: Piece) -> bool:
     """Whether inputs and output have sequences and tokens as their first axes, or neither."""
     patterns = (*mechanism.inputs.values(), mechanism.program.output)
-    return all(_is_of_tokens(p) or not set(p.letters) & set("bts") for p in patterns)
+    return all(is_of_tokens(p) or not set(p.letters) & set("bts") for p in patterns)
 
 
-def _is_of_tokens(pattern: Pattern) -> bool:
+def is_of_tokens(pattern: Pattern) -> bool:
     is_first = pattern.letters[:2] in ("bt", "bs") and not pattern.is_pairwise
     return is_first and not any(axis.broadcasts or axis.multiple > 1 for axis in pattern.axes[:2])
 
@@ -104,17 +106,28 @@ def _split(
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     if not len(starts):
         return [], None
-    groups = _similar(lengths)
+    groups = similar(lengths)
+    return [lengths[members] for members in groups], moves_to(groups, starts, lengths, b * s)
+
+
+def moves_to(
+    groups: list[np.ndarray], starts: np.ndarray, lengths: np.ndarray, count: int
+) -> MovedRows | None:
+    """How `count` tokens are moved to the slots of groups of segments; None if in order.
+
+    Each segment has as many slots as the longest of its group, and one at least.
+    """
     tokens, are_tokens = [], []
     for members in groups:
-        offset, last = np.arange(lengths[members].max()), lengths[members][:, None] - 1
-        tokens.append((starts[members][:, None] + np.minimum(offset, last)).ravel())
+        offset = np.arange(max(lengths[members].max(), 1))
+        last = lengths[members][:, None] - 1
+        place = starts[members][:, None] + np.minimum(offset, np.maximum(last, 0))
+        tokens.append(np.minimum(place, count - 1).ravel())
         are_tokens.append((offset <= last).ravel())
-    moves = _moves(np.concatenate(tokens), np.concatenate(are_tokens), b * s)
-    return [lengths[members] for members in groups], moves
+    return _moves(np.concatenate(tokens), np.concatenate(are_tokens), count)
 
 
-def _similar(lengths: np.ndarray) -> list[np.ndarray]:
+def similar(lengths: np.ndarray) -> list[np.ndarray]:
     """Groups of segments of similar lengths; those of a group keep their order."""
     longest: list[int] = []
     for length in np.unique(lengths)[::-1].tolist():
@@ -130,7 +143,7 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows | None:
     """Slot i has token `tokens[i]`, or padding where `are_tokens[i]` is false; None if in order."""
-    if len(tokens) == count and (tokens == np.arange(count)).all():
+    if len(tokens) == count and are_tokens.all() and (tokens == np.arange(count)).all():
         return None
     slots, is_moved = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
     slots[tokens[are_tokens]] = np.flatnonzero(are_tokens)
@@ -185,11 +198,9 @@ class DividedPacking:
         self.sizes = tuple((len(each), int(each.max())) for each in lengths)
         """The numbers of sequences and of tokens of each batch."""
         like = next(iter(call.inputs.values()))
-        if moves is not None:
-            moves = MovedRows(*(None if a is None else on_device_of(like, a) for a in moves))
-        self.moves = moves
+        self.moves = on_device(moves, like)
         patterns = mechanism.inputs
-        self.of_tokens = [name for name in call.inputs if _is_of_tokens(patterns[name])]
+        self.of_tokens = [name for name in call.inputs if is_of_tokens(patterns[name])]
 
     @property
     def largest(self) -> BoundCall:
@@ -219,23 +230,40 @@ class DividedPacking:
 
     def gathered(self, array: Array) -> list[Array]:
         """The part (segments, longest, …) of each batch, from (b, s, …)."""
-        xp, rest = namespace(array), array.shape[2:]
-        slots = xp.reshape(array, (-1, *rest))
-        if self.moves is not None:
-            slots = moved(slots, self.moves)
-        parts = split_rows(slots, [b * t for b, t in self.sizes])
-        each = zip(parts, self.sizes, strict=True)
-        return [xp.reshape(part, (*size, *rest)) for part, size in each]
+        return gathered(array, self.moves, self.sizes)
 
     def returned(self, parts: Sequence[Array]) -> Array:
         """(b, s, …), from the part of each batch."""
-        xp, rest = namespace(parts[0]), parts[0].shape[2:]
-        flat = [xp.reshape(part, (-1, *rest)) for part in parts]
-        tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
-        if self.moves is not None:
-            tokens = moved(tokens, self.moves.back)
-        b = self.call.sizes["b"]
-        return xp.reshape(tokens, (b, tokens.shape[0] // b, *rest))
+        return returned(parts, self.moves, self.call.sizes["b"])
+
+
+def on_device(moves: MovedRows | None, like: Array) -> MovedRows | None:
+    if moves is None:
+        return None
+    return MovedRows(*(None if a is None else on_device_of(like, a) for a in moves))
+
+
+def gathered(
+    array: Array, moves: MovedRows | None, sizes: Sequence[tuple[int, int]]
+) -> list[Array]:
+    """The part (segments, longest, …) of each batch of these sizes, from (b, s, …)."""
+    xp, rest = namespace(array), array.shape[2:]
+    slots = xp.reshape(array, (-1, *rest))
+    if moves is not None:
+        slots = moved(slots, moves)
+    parts = split_rows(slots, [b * t for b, t in sizes])
+    each = zip(parts, sizes, strict=True)
+    return [xp.reshape(part, (*size, *rest)) for part, size in each]
+
+
+def returned(parts: Sequence[Array], moves: MovedRows | None, b: int) -> Array:
+    """(b, s, …), from the part of each batch."""
+    xp, rest = namespace(parts[0]), parts[0].shape[2:]
+    flat = [xp.reshape(part, (-1, *rest)) for part in parts]
+    tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
+    if moves is not None:
+        tokens = moved(tokens, moves.back)
+    return xp.reshape(tokens, (b, tokens.shape[0] // b, *rest))
 
 
 def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> Array:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from precondattn.arrays import Array, Arrays, arange_like, cast, namespace, zero_where_not
 from precondattn.cache import Cache
+from precondattn.cache.kept import without_kept
+from precondattn.execution.keeping import Keeping, Places
 from precondattn.layers.functions import causal_convolution, linear, rotation
 from precondattn.layers.histories import Histories, joined, split
 from precondattn.layers.padding import packing
@@ -38,15 +40,18 @@ def apply(
     positions: Array | None = None,
     cache: Cache | None = None,
     segments: CallSegments | None = None,
+    pair_masks: Arrays | None = None,
     donate: bool = False,
+    keeping: Keeping | None = None,
     divided: DividedLayerCall | None = None,
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Cache | None]:
     """y (b, t, width), and the cache after these tokens.
 
-    Tokens that are `divided` have no mask, segments and cache, and a `mechanism` that is called in
-    place of the plan's. Where heads are divided among devices, `summed` is the sum over them.
+    `pair_masks` are `attn_mask` and `prefix`. Tokens that are `divided` have no mask, segments and
+    cache, and a `mechanism` that is called in place of the plan's. Where heads are divided among
+    devices, `summed` is the sum over them.
     """
     if divided is not None and positions is None:
         positions = divided.positions
@@ -62,6 +67,7 @@ def apply(
     if valid is not None:
         x = zero_where_not(valid, x)
     count = None if tokens is None else tokens.count
+    given, cache = cache, None if cache is None else without_kept(cache)
     inner, rows = (None, None) if cache is None else split(cache, plan)
     place = None if segments is None else segments.place
     histories = Histories(rows, count, place)
@@ -83,15 +89,27 @@ def apply(
     masks: Arrays = {} if count is None else {"lengths": count}
     if segments is not None:
         masks = segments.masks
+    of_pairs = {name: each for name, each in (pair_masks or {}).items() if each is not None}
+    if tokens is not None and "attn_mask" in of_pairs:
+        of_pairs["attn_mask"] = tokens.packed_pairs(of_pairs["attn_mask"])
+    masks = {**masks, **of_pairs}
     after = None
     if inner is None:
         call = plan.mechanism if mechanism is None else mechanism
         values[OUT] = call(**inputs, **masks)
     else:
-        values[OUT], longer = plan.mechanism.extend(inner, **inputs, **masks, donate=donate)
+        options: dict[str, Any] = {} if keeping is None else keeping.options
+        places = None
+        if keeping is not None and histories.kept:
+            places = Places(inner.length, x.shape[1], count, keeping)
+        values[OUT], longer = plan.mechanism.extend(
+            inner, **inputs, **masks, donate=donate, **options
+        )
         after = joined(longer, histories.kept, cache.kinds)  # type: ignore[union-attr]
+        if places is not None:
+            after = places.kept_in(after, histories.between(places))
         if donate:
-            cache.store.clear()  # type: ignore[union-attr]
+            given.store.clear()  # type: ignore[union-attr]
     out = _made(plan.entries[-1], weights, x, rotation_of, values, histories, depth, divided)
     last, bias = weights[OUT][PROJECTION], weights[OUT].get(AFTER_PROJECTION)
     if summed is None:

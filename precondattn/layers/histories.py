@@ -19,6 +19,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Cache
 from precondattn.cache.kinds import STATE, Kinds
+from precondattn.execution.keeping import Places
 from precondattn.layers.plan import LayerPlan
 
 ROWS = "convolution of "
@@ -50,7 +51,7 @@ def joined(inner: Cache, rows: Arrays, kinds: Kinds) -> Cache:
     if not rows:
         return inner
     store = {**inner.store, **{ROWS + name: array for name, array in rows.items()}}
-    return Cache(inner.length, store, kinds)
+    return Cache(inner.length, store, {**kinds, **inner.kinds})
 
 
 class Histories:
@@ -66,6 +67,15 @@ class Histories:
         self.place = place
         """The place of each token in its segment; None without segments."""
         self.kept: Arrays = {}
+        self.longer: Arrays = {}
+        """All rows of a call with a cache: those before the new tokens, and theirs."""
+
+    def between(self, places: Places) -> Arrays:
+        """The rows before each of these places, by the names of their buffers."""
+        return {
+            ROWS + name: places.rows_before(longer, self.kept[name].shape[1])
+            for name, longer in self.longer.items()
+        }
 
     def preceded(self, name: str, rows: Array, number: int) -> Array:
         """`rows` (b, t, …) after the `number` rows before them."""
@@ -83,4 +93,5 @@ class Histories:
             index = arange_like(number, self.count)[None, :] + self.count[:, None]
             last = take_tokens(longer, as_index(index))
         self.kept[name] = cast(last, before.dtype)
+        self.longer[name] = longer
         return longer

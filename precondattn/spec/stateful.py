@@ -26,6 +26,9 @@ from precondattn.spec.recurrence import RECURRENT, Form
 class Stateful(Leaf):
     """A leaf whose slots are a state, of a size that does not depend on the number of tokens."""
 
+    def refuses_mask(self, name: str) -> str | None:
+        return f"{self.name} sums up all tokens before a query in a state, without single pairs"
+
     @cached_property
     def has_decay(self) -> bool:
         """Whether its states decay."""

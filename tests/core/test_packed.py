@@ -317,15 +317,12 @@ def test_bad_cu_seqlens_are_refused(given, error, text):
             verb(Q, K, V, cu_seqlens=given)
 
 
-def test_cu_seqlens_are_for_one_row_of_a_full_call_and_without_segment_ids():
+def test_cu_seqlens_are_for_one_row_and_without_segment_ids():
     with pytest.raises(ValueError, match="segment_ids and cu_seqlens mean the same: give one"):
         pa.lucid(Q, K, V, cu_seqlens=THREE, segment_ids=SAME)
     two = np.concatenate([Q, Q])
     with pytest.raises(pa.ShapeError, match=r"so b = 1 is expected; found b = 2 \(use segment_ids"):
         pa.lucid(two, two, two, cu_seqlens=THREE)
-    cache = pa.Lucid().init_cache(Q, K, V, capacity=8)
-    with pytest.raises(TypeError, match="cu_seqlens belong to a full call"):
-        pa.Lucid().extend(cache, Q, K, V, cu_seqlens=THREE)
 
 
 # -------------------------------------------------------------------------------- JAX's loops

@@ -8,6 +8,7 @@ import numpy as np
 
 import precondattn as pa
 from precondattn.arrays import Arrays
+from precondattn.cache.kept import without_way_back
 from precondattn.dispatch.explanation import Explanation
 from precondattn_conformance.checks.caching import Caching
 from precondattn_conformance.checks.check import Measured, Trial
@@ -22,7 +23,8 @@ class CacheOperations(Caching):
     """Other tokens are cached and removed, sequences are rearranged, the capacity grows.
 
     The extended cache then equals the full call of these sequences. Histories of tokens are
-    cropped; what can not be cropped has to say so, and goes back to a snapshot.
+    cropped, and states too, which are kept before the other tokens. What can not be cropped has to
+    say so. The first sequence goes back to a snapshot.
     """
 
     name = "cache_operations"
@@ -35,18 +37,22 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
     def run(self, trial: Trial) -> Measured:
         layout, inputs = trial.case.layout, trial.numpy_inputs
         b, time = layout.b, layout.t
-        kept, capacity = max(time // 2, 1), time + 1
-        first_call, last_call = calls(layout, [kept, time])
+        first_count, capacity = max(time // 2, 1), time + 1
+        first_call, last_call = calls(layout, [first_count, time])
         extension = _Extension(trial)
         same = list(range(b))
         cache = trial.mechanism.init_cache(
-            **trial.inputs, capacity=kept + OTHERS, key_mask=layout.has("key_mask")
+            **trial.inputs, capacity=first_count + OTHERS, key_mask=layout.has("key_mask")
         )
         first, cache = extension(cache, inputs, same, first_call)
         before = cache.snapshot()
         others = _first_rows(last_call, OTHERS)
-        _, longer = extension(cache, trial.reversed_inputs, same, others, donate=True)
-        _require_refusal(longer)
+        kept = 0 if without_way_back(cache) else OTHERS
+        if kept:
+            _require_refusal(cache)
+        _, longer = extension(cache, trial.reversed_inputs, same, others, donate=True, keep=kept)
+        if not kept:
+            _require_refusal(longer)
         operations = _rearranged
         jit = trial.library.transforms().get("jit")
         if layout.mask is None and jit is not None:  # Traced where the library can.
@@ -74,11 +80,13 @@ def _first_rows(call: RaggedCall, most: int) -> RaggedCall:
 def _rearranged(caches: tuple[pa.Cache, pa.Snapshot]) -> pa.Cache:
     """The cache at the snapshot, with sequences 1, 2, … 0, and the last one again."""
     longer, before = caches
-    cache = longer.crop(before.length) if longer.can_crop else longer.restore(before)
-    b = cache.length.shape[0]
-    cache = (
-        pa.Cache.concatenate([cache.select(slice(1, None)), cache.select([0])]) if b > 1 else cache
-    )
+    restored = longer.restore(before)
+    is_kept = longer.can_crop or not without_way_back(longer)
+    cropped = longer.crop(before.length) if is_kept else restored
+    b = cropped.length.shape[0]
+    cache = cropped
+    if b > 1:
+        cache = pa.Cache.concatenate([cropped.select(slice(1, None)), restored.select([0])])
     return cache.reorder([*range(b), max(b - 2, 0)])
 
 
@@ -107,6 +115,7 @@ class _Extension:
         sequences: Sequence[int],
         call: RaggedCall,
         donate: bool = False,
+        keep: int = 0,
     ) -> tuple[np.ndarray, pa.Cache]:
         trial = self.trial
         m, array, backend = trial.mechanism, trial.library.array, trial.backend
@@ -120,7 +129,8 @@ class _Extension:
         if "key_mask" in masks:
             options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         self.explained.append(m.explain(**new, **options, cache=cache, backend=backend))
-        out, cache = m.extend(cache, **new, **options, backend=backend, donate=donate)
+        options |= {"donate": donate, "keep": keep}
+        out, cache = m.extend(cache, **new, **options, backend=backend)
         return trial.numpy(out), cache
 
     def _of(

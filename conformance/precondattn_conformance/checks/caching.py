@@ -19,6 +19,7 @@ from precondattn_conformance.disagreement import require_unchanged
 from precondattn_conformance.expecting import REFERENCE
 from precondattn_conformance.extremes import EXTREMES, makes_sense
 from precondattn_conformance.inputs import CallLayout
+from precondattn_conformance.masks import OF_PAIRS
 
 EXTENDING = """cache, steps = cache_of(case{where})  # Empty, and what each call adds to it.
 outs = []
@@ -31,15 +32,20 @@ class Caching(Check):
     """A prefill, then single tokens, then a block, equal the full call.
 
     The cache usually has spare capacity; ragged and masked sequences are included. From the third
-    call on the cache is donated, so that buffers are written in place.
+    call on the cache is donated, so that buffers are written in place. Of a prefix the first call
+    has all tokens, and an attn_mask has a column for each cached and new token.
     """
 
     name = "caching"
     snippet = EXTENDING
 
     def applies(self, case: Case) -> bool:
-        is_one_sequence = not case.layout.has("segment_ids") and case.layout.t == case.layout.s
-        mechanism = mechanism_of(case.mechanism)
+        layout, mechanism = case.layout, mechanism_of(case.mechanism)
+        is_one_sequence = not layout.has("segment_ids") and layout.t == layout.s
+        if any(map(layout.has, OF_PAIRS)):
+            # The cache of a window refuses them; of ragged calls the first has no whole prefix.
+            is_whole = not (layout.has("prefix") and layout.has("lengths"))
+            is_one_sequence &= is_whole and mechanism.program.reach is None
         is_sensible = case.kind not in EXTREMES or makes_sense(mechanism, case.kind)
         return mechanism.offers.causal and is_one_sequence and is_sensible
 
@@ -181,14 +187,28 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
     m, layout, array = trial.mechanism, trial.case.layout, trial.library.array
     masks, capacity = layout.masks(), _capacity(layout)
     inputs = {n: _with_capacity(m, n, a, capacity) for n, a in trial.numpy_inputs.items()}
-    for call in calls(layout, list(ends)):
+    if "prefix" in masks:
+        ends = sorted({max(end, int(masks["prefix"].max())) for end in ends})
+    for number, call in enumerate(calls(layout, list(ends))):
         options: Arrays = {}
+        if "prefix" in masks and number % 2 == 0:  # After the first call it need not be given.
+            options["prefix"] = array(masks["prefix"])
+        if "attn_mask" in masks:
+            columns = capacity if number % 2 or call.is_ragged else int(call.stops.max())
+            options["attn_mask"] = array(_rows_of_pairs(masks["attn_mask"], call, columns))
         if call.is_ragged:
             options["lengths"] = array(call.counts)
         if "key_mask" in masks:
             options["key_mask"] = array(np.take_along_axis(masks["key_mask"], call.tokens, 1))
         tokens = new_tokens(m, inputs, call)
         yield ExtendCall(call, tokens, trial.laid_out(tokens), options)
+
+
+def _rows_of_pairs(mask: np.ndarray, call: RaggedCall, columns: int) -> np.ndarray:
+    """The rows of a call's tokens of an attn_mask (b, h or 1, t, s), with so many columns."""
+    rows = np.take_along_axis(mask, call.tokens[:, None, :, None], axis=2)[..., :columns]
+    width = [(0, 0)] * 3 + [(0, columns - rows.shape[3])]
+    return np.pad(rows, width, constant_values=True)
 
 
 def _capacity(layout: CallLayout) -> int:

@@ -41,7 +41,11 @@ class CacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def extend(
-        self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
+        self,
+        mechanism: Mechanism,
+        arrays: dict[str, Tensor],
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """The output for new tokens, which are stored.
 
@@ -51,6 +55,8 @@ class CacheLayer(CacheLayerMixin):
             The mechanism's inputs by name: q, k, v (b, t, heads, width), and parameters.
         key_mask : boolean tensor (b, t) or (b, s), optional
             False for padding: of the new tokens, or of all slots from the first on.
+        attn_mask : boolean tensor (b or 1, h or 1, t, s), optional
+            As of the mechanism's `extend`.
 
         Raises
         ------

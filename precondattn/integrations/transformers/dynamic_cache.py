@@ -35,7 +35,11 @@ class DynamicCacheLayer(CacheLayer):
         self._recording: Recording | None = None
 
     def extend(
-        self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
+        self,
+        mechanism: Mechanism,
+        arrays: dict[str, Tensor],
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         new = arrays["q"].shape[1]
         cache = self._with_room(mechanism, arrays, new)
@@ -47,7 +51,8 @@ class DynamicCacheLayer(CacheLayer):
         if self.record_past and not cache.can_crop:
             self._record(cache, mechanism, arrays, key_mask)
         donate = not torch.is_grad_enabled()
-        out, self.cache = mechanism.extend(cache, **arrays, key_mask=key_mask, donate=donate)
+        given = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
+        out, self.cache = mechanism.extend(cache, **given, donate=donate)
         self.tokens += new
         self.is_initialized = True
         return out

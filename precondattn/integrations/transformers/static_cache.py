@@ -31,7 +31,11 @@ class StaticCacheLayer(CacheLayer):
         read, and the buffers of a window move with their mask."""
 
     def extend(
-        self, mechanism: Mechanism, arrays: dict[str, Tensor], key_mask: Tensor | None
+        self,
+        mechanism: Mechanism,
+        arrays: dict[str, Tensor],
+        key_mask: Tensor | None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values()):
             raise ValueError(
@@ -51,16 +55,22 @@ class StaticCacheLayer(CacheLayer):
             key_mask = new_columns(key_mask, cache.length[0], new)
         if not torch.compiler.is_compiling() and not self.may_have_padding:
             if key_mask is None or bool(key_mask.all()):
-                return self._extend_without_masks(mechanism, arrays, held, new)
+                return self._extend_without_padding(mechanism, arrays, held, new, attn_mask)
             self.may_have_padding = True
         # A donation empties the dict, and the buffers stay.
         given = holding(cache, cache.length, dict(cache.store))
-        out, longer = mechanism.extend(given, **arrays, key_mask=key_mask, donate=True)
+        named = {**arrays, "key_mask": key_mask, "attn_mask": attn_mask}
+        out, longer = mechanism.extend(given, **named, donate=True)
         self._write(longer)
         return out
 
-    def _extend_without_masks(
-        self, mechanism: Mechanism, arrays: dict[str, Tensor], held: int, new: int
+    def _extend_without_padding(
+        self,
+        mechanism: Mechanism,
+        arrays: dict[str, Tensor],
+        held: int,
+        new: int,
+        attn_mask: Tensor | None,
     ) -> Tensor:
         """All tokens are valid so far, so that the mask is only kept for later ones."""
         assert self.cache is not None
@@ -70,7 +80,7 @@ class StaticCacheLayer(CacheLayer):
             {name: buffer for name, buffer in store.items() if name != KEY_MASK},
             {name: kind for name, kind in kinds.items() if name != KEY_MASK},
         )
-        out, longer = mechanism.extend(without, **arrays, donate=True)
+        out, longer = mechanism.extend(without, **arrays, attn_mask=attn_mask, donate=True)
         store[KEY_MASK][:, held : held + new] = True
         self._write(holding(longer, longer.length, {**longer.store, KEY_MASK: store[KEY_MASK]}))
         return out

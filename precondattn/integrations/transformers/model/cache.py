@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from precondattn.cache import Cache
+from precondattn.cache.kept import without_kept, without_way_back
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import CacheLayerMixin, HFCache, HFConfig
 from precondattn.integrations.transformers.model.drafts import DraftRecording, Extend
@@ -36,6 +37,8 @@ class LayerCache(CacheLayerMixin):
         """The number of columns, with those of padding."""
         self.recording: DraftRecording | None = None
         """Calls that `crop` may take back; None before `activate_past_recording`."""
+        self.kept = 0
+        """Of so many of the last columns the cache has the states before them."""
 
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
         """The layer's cache, with room for `count` more tokens of `batch` sequences."""
@@ -59,9 +62,14 @@ class LayerCache(CacheLayerMixin):
         self.recording.add(cache, self.seen, extend)
         return True
 
-    def hold(self, cache: Cache, count: int) -> None:
-        """Keep the cache after `count` more columns."""
-        self.held = cache
+    def drafts(self, cache: Cache, count: int) -> int:
+        """Of how many of `count` drafts the states before them are kept: of all, or of none."""
+        is_wanted = self.recording is not None and not cache.can_crop
+        return count if is_wanted and not without_way_back(cache) else 0
+
+    def hold(self, cache: Cache, count: int, kept: int) -> None:
+        """Keep the cache after `count` more columns, with the states before the last `kept`."""
+        self.held, self.kept = cache, kept
         self.seen += count
         self.is_initialized = True
 
@@ -76,7 +84,7 @@ class LayerCache(CacheLayerMixin):
 
     def crop(self, left: int, lengths: Given) -> None:
         """Keep `left` columns, which are `lengths` valid tokens of each sequence."""
-        if self.is_croppable:
+        if self.is_croppable or self.seen - left <= self.kept:
             self.held = cast(Cache, self.held).crop(lengths)
         else:
             self.held = cast(DraftRecording, self.recording).before(left)
@@ -84,7 +92,7 @@ class LayerCache(CacheLayerMixin):
 
     def can_go_back_to(self, left: int) -> bool:
         """Whether `crop` can keep `left` columns."""
-        if self.is_croppable or left == self.seen:
+        if self.is_croppable or self.seen - left <= self.kept:
             return True
         calls = () if self.recording is None else self.recording.calls
         return any(call.seen <= left for call in calls)
@@ -99,13 +107,15 @@ class LayerCache(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def reset(self) -> None:
-        self.held, self.seen, self.is_initialized = None, 0, False
         self.forget()
+        self.held, self.seen, self.is_initialized = None, 0, False
 
     def forget(self) -> None:
-        """Drop the recorded calls."""
+        """Drop the recorded calls and the kept states."""
         if self.recording is not None:
             self.recording.clear()
+        if self.kept:
+            self.held, self.kept = without_kept(cast(Cache, self.held)), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.forget()
@@ -159,6 +169,8 @@ class PrecondattnCache(HFCache):
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
         self.valid: Tensor | None = None
         """(b, seen), False for padding; None without padding."""
+        self.drafts = 0
+        """How many of the next tokens are drafts, of which `crop` may remove any number."""
 
     def reset(self) -> None:
         super().reset()

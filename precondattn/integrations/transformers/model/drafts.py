@@ -1,9 +1,9 @@
 """Tokens that are taken back from a cache that can not be cropped: a state, a window.
 
-Drafts are verified by one call, and then the wrong ones are removed. Before each such call the
-cache is kept as it was, and what the layer was called with. To remove tokens, the layer goes back
-to the last cache before them and computes attention for the tokens in between again, without the
-MLP.
+Drafts are verified by one call, and then the wrong ones are removed. Where the drafts are known and
+the cache is a state, the call keeps the states before each of them. Otherwise the cache before each
+call is kept as it was, and what the layer was called with. To remove tokens, the layer goes back to
+the last cache before them and computes attention for the tokens in between again, without the MLP.
 """
 
 from __future__ import annotations

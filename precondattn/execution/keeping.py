@@ -1,0 +1,155 @@
+"""`extend(..., keep=n)` and `extend(..., states_every=m)`: states between the new tokens.
+
+Histories of tokens can be cropped in any case. A state is kept where it will be wanted again
+(`cache/kept.py`): before each of the last n new tokens, or after each m tokens of a sequence. What
+computes states does it from one of these places to the next, and everything else at once.
+
+In a ragged batch the places are in other columns for each sequence. Then the tokens between two
+places are moved to the front, as in a batch of new tokens of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    arange_like,
+    as_index,
+    host_array,
+    is_distributed,
+    namespace,
+    take_tokens,
+)
+from precondattn.cache import Cache
+from precondattn.cache.kept import states_in, with_kept, without_way_back
+from precondattn.execution.arguments import BoundCall
+from precondattn.given import Given
+
+
+class Keeping(NamedTuple):
+    """Which states are to be kept; one of both numbers is 0."""
+
+    last: int
+    every: int
+
+    @classmethod
+    def read(cls, owner: str, keep: Given, states_every: Given) -> Keeping | None:
+        """Those that `extend` is asked for; None without any."""
+        if type(keep) is not int or keep < 0:
+            raise ValueError(f"{owner}: keep must be a whole number, 0 or above; found {keep!r}")
+        if states_every is not None and (type(states_every) is not int or states_every < 1):
+            raise ValueError(
+                f"{owner}: states_every must be a whole number, 1 or above; found {states_every!r}"
+            )
+        if keep and states_every is not None:
+            raise ValueError(
+                f"{owner}: keep and states_every are two ways to keep states; give one"
+            )
+        return cls(keep, states_every or 0) if keep or states_every else None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of `extend` that it is read from."""
+        return {"keep": self.last} if self.last else {"states_every": self.every}
+
+    def check(self, owner: str, cache: Cache) -> bool:
+        """Whether the cache has states, if its tokens can go back at all."""
+        (option,) = self.options
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                f"{owner}: the first argument of extend must be a Cache from init_cache; "
+                f"found {type(cache).__name__}"
+            )
+        if is_distributed((cache.length,), {}):
+            raise TypeError(f"{owner}: DTensors have no {option}")
+        others = without_way_back(cache)
+        if others:
+            raise ValueError(
+                f"{owner}: {option} is for states; {', '.join(map(repr, others))} of this cache "
+                f"can not go back; take a snapshot() before the tokens, and restore() it"
+            )
+        return bool(states_in(cache))
+
+    def needs_lengths(self, call: BoundCall, length: Array) -> bool:
+        """Whether parts of the call are ragged though it is not, so that its plan has to be one for
+        ragged calls."""
+        if call.lengths is not None or not self.every:
+            return False
+        return Places(length, call.sizes["t"], None, self).is_ragged
+
+
+class Places:
+    """The places among new tokens at which states are kept.
+
+    `length` (b,) tokens are before the t new ones, of which `lengths` (b,), or all, are valid.
+    """
+
+    def __init__(self, length: Array, t: int, lengths: Array | None, keeping: Keeping) -> None:
+        self.length, self.t, self.lengths = length, t, lengths
+        self.every = keeping.every or 1
+        self.columns: list[Array] = []
+        """How many new tokens (b,) are before each; numbers if all sequences have the same."""
+        self.before: Array = 0
+        """How many new tokens are before the first one, were there so many."""
+        widths = self._last(keeping.last) if keeping.last else self._every(keeping.every)
+        count = len(self.columns)
+        self.widths = [widths[0], *[min(self.every, self.t)] * (count - 1), widths[1]][: count + 1]
+        """The most tokens of a sequence before the first place, between two, and after the last."""
+
+    @property
+    def is_ragged(self) -> bool:
+        return any(not isinstance(column, int) for column in self.columns)
+
+    def _last(self, n: int) -> tuple[int, int]:
+        n, count = min(n, self.t), self.lengths
+        if count is None:
+            self.columns = [*range(self.t - n, self.t)]
+            self.before = self.t - n
+        else:
+            xp = namespace(count)
+            self.before = xp.clip(count - n, min=0)
+            self.columns = [xp.minimum(self.before + j, count) for j in range(n)]
+        return self.t - n, min(self.t, 1)
+
+    def _every(self, m: int) -> tuple[int, int]:
+        xp, t = namespace(self.length), self.t
+        held = host_array(self.length)
+        self.before = m - self.length % m
+        if held is not None and len({*(held % m).tolist()}) == 1:
+            first = m - int(held[0]) % m
+            self.columns = [*range(first, t + 1, m)]
+            return min(first, t), t - self.columns[-1] if self.columns else 0
+        most = -(-t // m) if held is None else max((held % m + t).tolist(), default=0) // m
+        self.columns = [xp.clip(self.before + m * j, max=t) for j in range(most)]
+        return min(m, t), min(m, t)
+
+    def rows_before(self, array: Array, count: int) -> Array:
+        """The `count` rows before each place (b, n, count, …), of `count` + t rows (b, …)."""
+        rows = [Tokens(column, count, array.shape[1]).of(array) for column in self.columns]
+        return stacked(rows) if rows else array[:, None, :count, ...][:, :0, ...]
+
+    def kept_in(self, cache: Cache, states: Arrays) -> Cache:
+        """The cache after the new tokens with its states (b, n, …) at these places."""
+        return with_kept(cache, states, self.length + self.before, self.every)
+
+
+def stacked(states: Sequence[Array]) -> Array:
+    """States (b, …) as (b, n, …)."""
+    return namespace(states[0]).stack(states, axis=1)
+
+
+class Tokens:
+    """Up to `width` tokens of each sequence from column `start` on."""
+
+    def __init__(self, start: Array, width: int, t: int) -> None:
+        self.start, self.width, self.t = start, width, t
+
+    def of(self, array: Array) -> Array:
+        """Those of an array (b, t, …)."""
+        if isinstance(self.start, int):
+            return array[:, self.start : self.start + self.width, ...]
+        tokens = self.start[:, None] + arange_like(self.width, self.start)[None, :]
+        return take_tokens(array, as_index(namespace(tokens).clip(tokens, max=self.t - 1)))

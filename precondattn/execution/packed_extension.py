@@ -1,0 +1,265 @@
+"""Extending the caches of packed sequences: each has a row of the cache, and all share the tokens.
+
+    o[tokens of sequence i], cache_i = extend(cache_i, x[tokens of sequence i])
+
+As in a packed call (`packed.py`), sequences with similar numbers of new tokens are moved into one
+batch, padded to the longest. A batch is an ordinary extension of its rows of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from precondattn.algebra.declaration import ShapeError
+from precondattn.algebra.piece import ExtendPullback
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    ByName,
+    host_array,
+    is_distributed,
+    namespace,
+    on_device_of,
+)
+from precondattn.cache import KEY_MASK, Cache
+from precondattn.execution import checks
+from precondattn.execution.array_checks import check_arrays
+from precondattn.execution.cache_checks import check_cacheable
+from precondattn.execution.input_names import (
+    EXTEND_OPTIONS,
+    extending_inputs,
+    inputs_by_name,
+    shapes_of,
+)
+from precondattn.execution.masks import ValueChecks, check_mask, segments_of
+from precondattn.execution.packed import (
+    MovedRows,
+    gathered,
+    is_of_tokens,
+    moves_to,
+    on_device,
+    returned,
+    similar,
+)
+from precondattn.execution.signature import GivenCall
+from precondattn.frame import runs
+from precondattn.given import Given
+
+PACKINGS = ("segment_ids", "cu_seqlens")
+
+
+class Batch(NamedTuple):
+    """Sequences that are extended together."""
+
+    rows: list[int]
+    """Their rows of the cache."""
+    cache: Cache
+    inputs: Arrays
+    masks: dict[str, Given]
+
+
+class PackedExtension:
+    """A packed extension, and its batches."""
+
+    def __init__(self, given: GivenCall) -> None:
+        mechanism, cache = given.mechanism, given.cache
+        owner = str(mechanism)
+        self.mechanism, self.cache, self.backend = mechanism, cache, given.backend
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                f"{owner}: the first argument of extend must be a Cache from init_cache; "
+                f"found {type(cache).__name__}"
+            )
+        if is_distributed(given.arrays, given.named, cache.length):
+            raise TypeError(f"{owner}: DTensors have no packed sequences in extend")
+        check_cacheable(mechanism)
+        if given.masks.get("lengths") is not None:
+            raise ValueError(
+                f"{owner}: lengths of packed sequences are those between their borders; leave "
+                f"lengths out, and let cu_seqlens end before padding"
+            )
+        declared = extending_inputs(mechanism)
+        inputs = inputs_by_name(owner, declared, given.arrays, given.named, EXTEND_OPTIONS)
+        check_arrays(owner, declared, inputs)
+        self.of_tokens = [name for name in inputs if is_of_tokens(declared[name])]
+        for name in inputs:
+            if name not in self.of_tokens and set(declared[name].letters) & set("bts"):
+                raise ValueError(
+                    f"{owner}: {name} ({declared[name]}) can not be divided among packed "
+                    f"sequences; extend the cache of each sequence by itself"
+                )
+        # Those of the capacity are checked with the cache.
+        token_inputs = {name: inputs[name] for name in self.of_tokens}
+        sizes = declared.sizes(owner, shapes_of(token_inputs))
+        self.inputs, self.shape = inputs, (sizes["b"], sizes["t"])
+        self.like = next(iter(inputs.values()))
+        starts, lengths = self._sequences(given.masks)
+        self.count = int(lengths.sum())
+        """The number of tokens, without padding at the end of a single row."""
+        if len(lengths) != cache.length.shape[0]:
+            raise ShapeError(
+                f"{owner}: found {len(lengths)} packed sequences, and {cache.length.shape[0]} in "
+                f"the cache; init_cache(..., sequences={len(lengths)}) makes one for them"
+            )
+        self._check_capacity(lengths)
+        key_mask = given.masks.get(KEY_MASK)
+        self.key_mask = check_mask(
+            owner, KEY_MASK, key_mask, self.like, self.shape, ("bool",), "(b t)"
+        )
+        has_tokens = self.shape[0] * self.shape[1] > 0
+        self.groups = similar(lengths) if has_tokens else [np.arange(len(lengths))]
+        self.lengths = [lengths[members] for members in self.groups]
+        self.moves: MovedRows | None = None
+        if has_tokens:
+            count = self.shape[0] * self.shape[1]
+            self.moves = on_device(moves_to(self.groups, starts, lengths, count), self.like)
+        self.sizes = [(len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths]
+
+    def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
+        """The first token and the number of tokens of each sequence, over all rows."""
+        owner, (b, t) = str(self.mechanism), self.shape
+        borders = {name: masks.get(name) for name in PACKINGS}
+        packed = segments_of(owner, borders, self.like, b, t, ValueChecks(owner))
+        if packed.on_host is None:
+            name = next(name for name in PACKINGS if borders[name] is not None)
+            raise TypeError(
+                f"{owner}: {name} of extend has to be read, and is traced here; give cu_seqlens "
+                f"as a list or a NumPy array"
+            )
+        if borders["cu_seqlens"] is None:
+            return runs(packed.on_host)
+        lengths = np.bincount(packed.on_host[0], minlength=len(borders["cu_seqlens"]))
+        lengths = lengths[: len(borders["cu_seqlens"]) - 1]
+        return np.cumsum(lengths) - lengths, lengths
+
+    def _check_capacity(self, lengths: np.ndarray) -> None:
+        """Raise with the sequence's number, which is another one in its batch."""
+        capacity = self.cache.capacity
+        held = None if capacity is None else host_array(self.cache.length)
+        if held is None:  # Without a limit, or traced.
+            return
+        for i, (before, new) in enumerate(zip(held.tolist(), lengths.tolist(), strict=True)):
+            if before + new > capacity:
+                raise ValueError(
+                    f"{self.mechanism}: capacity exceeded: the cache holds at most {capacity} "
+                    f"tokens, and the new ones do not fit (sequence {i} of the packed ones)"
+                )
+
+    def examine(self) -> None:
+        """Examine the values of all inputs, in a checked context."""
+        if checks.current() is not None:
+            from precondattn.execution.examined_values import examine_whole
+
+            is_token = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape) < self.count
+            examine_whole(self.mechanism, self.inputs, is_token, self.key_mask)
+
+    def batches(self) -> list[Batch]:
+        parts = {name: self.gathered(self.inputs[name]) for name in self.of_tokens}
+        key_masks = [None] * len(self.groups)
+        if self.key_mask is not None:
+            key_masks = self.gathered(self.key_mask)
+        batches = []
+        for i, (members, lengths) in enumerate(zip(self.groups, self.lengths, strict=True)):
+            rows = members.tolist()
+            is_whole = rows == list(range(self.cache.length.shape[0]))
+            inputs = {**self.inputs, **{name: part[i] for name, part in parts.items()}}
+            is_ragged = (lengths < self.sizes[i][1]).any()
+            masks = {"lengths": lengths.tolist() if is_ragged else None, KEY_MASK: key_masks[i]}
+            cache = self.cache if is_whole else self.cache.select(rows)
+            batches.append(Batch(rows, cache, inputs, masks))
+        return batches
+
+    def gathered(self, array: Array) -> list[Array]:
+        return gathered(array, self.moves, self.sizes)
+
+    def of_tokens_in(self, parts: Sequence[Array]) -> Array:
+        """(b, t, …) from the parts of all batches, 0 at tokens of no sequence."""
+        return returned(parts, self.moves, self.shape[0])
+
+    @cached_property
+    def order(self) -> list[int] | None:
+        """The place of each sequence among those of all batches; None where it is the same."""
+        order: list[int] = np.argsort(np.concatenate(self.groups)).tolist()
+        return None if order == list(range(len(order))) else order
+
+    def cache_of(self, parts: Sequence[Cache]) -> Cache:
+        """The cache of all sequences, from those of the batches."""
+        whole = parts[0] if len(parts) == 1 else Cache.concatenate(parts)
+        return whole if self.order is None else whole.reorder(self.order)
+
+    def rows_of(self, parts: Sequence[Array]) -> Array:
+        """(n, …) of all sequences, from the states of the batches."""
+        xp = namespace(parts[0])
+        whole = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
+        return whole if self.order is None else xp.take(whole, self._index(self.order), axis=0)
+
+    def states_of(self, batch: Batch, states: ByName) -> Arrays:
+        """The rows of a batch, of arrays (n, …) by name."""
+        if len(self.groups) == 1:
+            return dict(states)
+        index = self._index(batch.rows)
+        return {n: namespace(a).take(a, index, axis=0) for n, a in states.items()}
+
+    def _index(self, rows: list[int]) -> Array:
+        return on_device_of(self.like, np.asarray(rows, dtype=np.int64))
+
+
+Extend = Callable[..., tuple[Array, Cache]]
+ExtendVjp = Callable[..., tuple[Array, Cache, ExtendPullback]]
+
+
+def extend(given: GivenCall, one_batch: Extend, *, donate: bool) -> tuple[Array, Cache]:
+    """The output for packed tokens, and the cache with them, by `one_batch` of each batch."""
+    packed = PackedExtension(given)
+    if checks.contexts:
+        packed.examine()
+    outs, caches = [], []
+    for batch in packed.batches():
+        out, cache = one_batch(
+            given.mechanism,
+            batch.cache,
+            (),
+            batch.inputs,
+            given.backend,
+            batch.masks,
+            donate=donate,
+        )
+        outs.append(out)
+        caches.append(cache)
+    if donate:
+        given.cache.store.clear()
+    return packed.of_tokens_in(outs), packed.cache_of(caches)
+
+
+def extend_vjp(given: GivenCall, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPullback]:
+    """The same with its pullback."""
+    packed = PackedExtension(given)
+    if checks.contexts:
+        packed.examine()
+    batches = packed.batches()
+    results = [
+        one_batch(given.mechanism, each.cache, (), each.inputs, given.backend, each.masks)
+        for each in batches
+    ]
+    outs, caches, pulls = zip(*results, strict=True)
+
+    def pullback(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
+        parts = packed.gathered(cotangent)
+        pulled = [
+            pull(part, packed.states_of(batch, d_store))
+            for pull, part, batch in zip(pulls, parts, batches, strict=True)
+        ]
+        gradients, d_past = zip(*pulled, strict=True)
+        d_inputs = {
+            name: packed.of_tokens_in([part[name] for part in gradients])
+            if name in packed.of_tokens
+            else sum(part[name] for part in gradients)
+            for name in packed.inputs
+        }
+        return d_inputs, {n: packed.rows_of([part[n] for part in d_past]) for n in d_past[0]}
+
+    return packed.of_tokens_in(outs), packed.cache_of(caches), pullback
