@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from precondattn.arrays import Array, library_of, namespace
+from precondattn.native.ordinary import is_ordinary
 
 TIME = 2
 """The time axis, after batch and heads."""
@@ -34,6 +35,10 @@ def scan(
     """
     if library_of(state) == "jax":
         return _scan_of_jax(step, state, inputs, reverse)
+    if is_ordinary(state):
+        from precondattn.native import torch_scan
+
+        return torch_scan.scan(step, state, inputs, reverse=reverse)
     xp = namespace(state)
     times = range(inputs[0].shape[TIME])
     outputs = []
@@ -56,6 +61,10 @@ def linear_scan(
     each of which reaches twice as far back: factors are combined from neighbours, and not by
     differences of sums from the start.
     """
+    if is_ordinary(value):
+        from precondattn.native import torch_scan
+
+        return torch_scan.linear_scan(factor, value, times, plus)
     if library_of(value) == "jax" and not isinstance(value.shape[-1], int):
         return _scan_of_any_length(factor, value, times, plus)
     xp, distance = namespace(value), 1
@@ -67,6 +76,29 @@ def linear_scan(
         factor = xp.concat([factor[..., :distance], both], axis=-1)
         distance *= 2
     return value
+
+
+def running_maximum(array: Array, axis: int) -> Array:
+    """The maximum of each entry and those before it along an axis."""
+    library = library_of(array)
+    if is_ordinary(array):
+        from precondattn.native import torch_scan
+
+        return torch_scan.running_maximum(array, axis)
+    if library == "torch":
+        return array.cummax(axis).values
+    if library == "jax":
+        return sys.modules["jax"].lax.cummax(array, axis=axis)
+    xp = namespace(array)
+    if library in ("numpy", "cupy"):
+        return xp.maximum.accumulate(array, axis=axis)
+    array = xp.moveaxis(array, axis, 0)
+    distance = 1
+    while distance < array.shape[0]:
+        later = xp.maximum(array[distance:, ...], array[:-distance, ...])
+        array = xp.concat([array[:distance, ...], later], axis=0)
+        distance *= 2
+    return xp.moveaxis(array, 0, axis)
 
 
 def _scan_of_jax(

@@ -10,12 +10,15 @@ import math
 
 from precondattn.arrays import (
     Array,
+    arange_like,
+    as_index,
+    cast,
     namespace,
-    placement,
     stop_gradient,
     zero_where_not,
 )
 from precondattn.frame import Frame
+from precondattn.native.ordinary import is_ordinary
 from precondattn.native.triangular_solve import solve_triangular
 
 
@@ -35,14 +38,32 @@ def swap_time_and_heads(x: Array) -> Array:
 
 def next_token(x: Array) -> Array:
     """x_{t+1} along axis 2, and 0 for the last token: the transpose of `previous_token`."""
-    xp = namespace(x)
-    return xp.concat([x[:, :, 1:, ...], xp.zeros_like(x[:, :, :1, ...])], axis=2)
+    return moved(x, 1, axis=2)
 
 
 def previous_token(x: Array) -> Array:
     """x_{t−1} along axis 2, and 0 for the first token."""
-    xp = namespace(x)
-    return xp.concat([xp.zeros_like(x[:, :, :1, ...]), x[:, :, :-1, ...]], axis=2)
+    return moved(x, -1, axis=2)
+
+
+def moved(x: Array, step: int, axis: int) -> Array:
+    """x_{i + step} in place of x_i along an axis, and 0, or False, where there is none."""
+    xp, before = namespace(x), (slice(None),) * axis
+    size = x.shape[axis]
+    if is_ordinary(x):  # With slices of fewer tokens, a program could not be for one token too.
+        i = arange_like(size, x) + step
+        exists = xp.reshape((i >= 0) & (i < size), (-1, *(1,) * (x.ndim - 1 - axis)))
+        found = xp.take(x, as_index(xp.clip(i, 0, size - 1)), axis=axis)
+        if x.dtype == xp.bool:  # onnxruntime has no `where` for it.
+            return exists & found
+        return xp.where(exists, found, xp.zeros_like(x))
+    if abs(step) >= size:
+        return xp.zeros_like(x)
+    if not step:
+        return x
+    kept = x[(*before, slice(max(step, 0), size + min(step, 0)), ...)]
+    filled = xp.zeros_like(x[(*before, slice(abs(step)), ...)])
+    return xp.concat([kept, filled] if step > 0 else [filled, kept], axis=axis)
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
@@ -80,7 +101,9 @@ def sum_rows(x: Array) -> Array:
 
 def identity_like(x: Array) -> Array:
     """The identity matrix of x's last axis."""
-    return namespace(x).eye(x.shape[-1], dtype=x.dtype, **placement(x))
+    # Not `eye`, which PyTorch can not export to ONNX for a size that is a symbol.
+    row = arange_like(x.shape[-1], x)
+    return cast(row[:, None] == row, x.dtype)
 
 
 def solve_upper(matrix: Array, right: Array) -> Array:

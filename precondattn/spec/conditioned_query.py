@@ -120,10 +120,11 @@ class ConditionedQuery(Stateful):
         eps = "" if self.eps == type(self).eps else f"[eps={text_of(self.eps)}]"
         shapes = {"second": f"b {heads} d d", "first": f"b {heads} d"}
         moments = tuple(
-            Slot(moment, f"{moment}_moment{eps}({{k}}{decay})", shape, wide=True)
-            for moment, shape in shapes.items()
+            Slot(each, f"{each}_moment{eps}({{k}}{decay})", shape, True, symbol=f"{each}_moment")
+            for each, shape in shapes.items()
         )
-        return (*moments, Slot("count", f"count({{k}}{decay})", f"b {heads}", wide=True))
+        count = f"count({{k}}{decay})"
+        return (*moments, Slot("count", count, f"b {heads}", wide=True, symbol="count"))
 
     def log_decay(self, x: Mapping[str, Array], frame: Frame) -> Array:
         """(b, m, s, 1, 1), for the heads m that have statistics."""

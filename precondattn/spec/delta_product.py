@@ -108,7 +108,8 @@ class DeltaProduct(LinearFamily):
         return super().offers._replace(several_keys=True)
 
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("state", "delta_product.state({k}, {v}, {g}, {beta})", "b u d e", wide=True),)
+        history = "delta_product.state({k}, {v}, {g}, {beta})"
+        return (Slot("state", history, "b u d e", wide=True, symbol="S"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         each = state_flops(self.steps * sizes["s"], sizes["d"], sizes["e"], is_delta=True)

@@ -87,8 +87,8 @@ class GSA(Stateful):
 
     def slots(self) -> tuple[Slot, ...]:
         return (
-            Slot("keys", "gsa.keys({k}, {s}, {g})", "b n d m", wide=True),
-            Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True),
+            Slot("keys", "gsa.keys({k}, {s}, {g})", "b n d m", wide=True, symbol="K"),
+            Slot("values", "gsa.values({v}, {s}, {g})", "b n m e", wide=True, symbol="V"),
         )
 
     def scale_for(self, d: int) -> float:

@@ -82,7 +82,7 @@ class Linear(LinearFamily):
     def slots(self) -> tuple[Slot, ...]:
         if not self.normalize:
             return super().slots()
-        return (*super().slots(), Slot("mass", "linear.mass({k})", "b n d", wide=True))
+        return (*super().slots(), Slot("mass", "linear.mass({k})", "b n d", wide=True, symbol="z"))
 
     def stream(self, x: Mapping[str, Array], frame: Frame) -> Stream:
         stream = super().stream(x, frame)

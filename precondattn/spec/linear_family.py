@@ -21,7 +21,7 @@ from precondattn.algebra.flops import Flops, state_flops, state_heads
 from precondattn.algebra.offers import Offers
 from precondattn.algebra.options import positive_or_none
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace, placement
+from precondattn.arrays import Array, Arrays, differs_from_previous, namespace, placement
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.spec.array_functions import (
@@ -78,8 +78,7 @@ def same_segment_as_before(frame: Frame, s: int) -> Array | None:
     segment = None if frame.k_segment is None else frame.among_keys(s).q_segment
     if segment is None:
         return None
-    same = segment[:, 1:] == segment[:, :-1]
-    return namespace(same).concat([segment[:, :1] == segment[:, :1], same], axis=1)
+    return ~differs_from_previous(segment)
 
 
 def where_same_segment(x: Array, frame: Frame) -> Array:
@@ -146,7 +145,7 @@ class LinearFamily(Stateful):
     def slots(self) -> tuple[Slot, ...]:
         written = ", ".join(f"{{{name}}}" for name in self.inputs if name != "q")
         history = f"{self.name}.state({written})"
-        return (Slot("state", history, f"b {self.declares.heads} d e", wide=True),)
+        return (Slot("state", history, f"b {self.declares.heads} d e", wide=True, symbol="S"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
         """The FLOPs of one d × e state for each head that reads one."""

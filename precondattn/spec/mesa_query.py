@@ -153,7 +153,8 @@ class MesaQuery(Stateful):
         heads = "h" if self.decay in ("head", "retention") else "n"
         decay = {"none": "", "retention": ", retention"}.get(self.decay, ", {g}")
         beta = ", {beta_mesa}" if self.beta else ""
-        return (Slot("moment", f"mesa_moment({{k}}{beta}{decay})", f"b {heads} d d", wide=True),)
+        history = f"mesa_moment({{k}}{beta}{decay})"
+        return (Slot("moment", history, f"b {heads} d d", wide=True, symbol="H"),)
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         """The FLOPs of `ITERATIONS` linear attentions; how many are needed depends on H / λ."""

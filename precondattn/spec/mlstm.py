@@ -110,9 +110,11 @@ class MLSTM(LinearFamily):
 
     def slots(self) -> tuple[Slot, ...]:
         return (
-            Slot("state", "mlstm.state({k}, {v}, {g}, {i})", "b h d e", wide=True),
-            Slot("mass", "mlstm.mass({k}, {g}, {i})", "b h d", wide=True),
-            Slot("maximum", "mlstm.maximum({g}, {i})", "b h", wide=True, empty=-math.inf),
+            Slot("state", "mlstm.state({k}, {v}, {g}, {i})", "b h d e", wide=True, symbol="C"),
+            Slot("mass", "mlstm.mass({k}, {g}, {i})", "b h d", wide=True, symbol="n"),
+            Slot(
+                "maximum", "mlstm.maximum({g}, {i})", "b h", wide=True, empty=-math.inf, symbol="m"
+            ),
         )
 
     @property

@@ -9,6 +9,7 @@ import math
 from typing import Protocol
 
 from precondattn.arrays import Array, namespace
+from precondattn.native.cholesky import cholesky
 from precondattn.spec.array_functions import identity_like, solve_lower, solve_upper, transpose
 
 ROUNDINGS = 4.0
@@ -23,12 +24,13 @@ def solve_positive(matrix: Array, right: Array) -> Array:
     """matrix⁻¹ right, for matrices (…, s, s) and right sides (…, s, e).
 
     NaN for a matrix with an entry that is not finite. Raises a NotSolvedError for one that is not
-    positive definite, or has no such factor in its dtype; under JAX the solution is NaN.
+    positive definite, or has no such factor in its dtype; under JAX, and in an exported program of
+    ordinary operators, the solution is NaN.
     """
     xp = namespace(matrix, right)
     is_finite = xp.all(xp.isfinite(matrix), axis=(-2, -1), keepdims=True)
     try:
-        lower = xp.linalg.cholesky(xp.where(is_finite, matrix, identity_like(matrix)))
+        lower = cholesky(xp.where(is_finite, matrix, identity_like(matrix)))
     except (ValueError, RuntimeError) as error:  # The LinAlgError of NumPy, and that of PyTorch.
         raise NotSolvedError(
             f"a matrix is not positive definite in {matrix.dtype}, after rounding"

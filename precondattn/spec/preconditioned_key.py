@@ -109,7 +109,11 @@ class PreconditionedKey(Stateful):
         return True
 
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("squares", "atk.squares({k}, {g_atk}, {beta_atk})", "b h d", wide=True),)
+        return (
+            Slot(
+                "squares", "atk.squares({k}, {g_atk}, {beta_atk})", "b h d", wide=True, symbol="A"
+            ),
+        )
 
     def flops(self, sizes: Mapping[str, int]) -> Flops:
         """Three operations for each number of the state, and three for its factor."""

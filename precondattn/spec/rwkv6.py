@@ -25,11 +25,11 @@ from typing import ClassVar
 
 from precondattn.algebra.declaration import Inputs
 from precondattn.algebra.recurrence import Recurrence
-from precondattn.arrays import Array, Arrays, namespace, zero_where_not
+from precondattn.arrays import Array, Arrays, arange_like, namespace, zero_where_not
 from precondattn.cache import Slot
 from precondattn.frame import Frame
 from precondattn.native.scan import TIME
-from precondattn.spec.array_functions import row_sum
+from precondattn.spec.array_functions import next_token, previous_token, row_sum
 from precondattn.spec.linear_family import (
     LinearFamily,
     queries_of_rows,
@@ -76,7 +76,7 @@ class RWKV6(LinearFamily):
         return Inputs(**{name: axes.text for name, axes in super().inputs.items()}, u="h d")
 
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True),)
+        return (Slot("state", "rwkv6.state({k}, {v}, {g})", "b n d e", wide=True, symbol="S"),)
 
     @property
     def computes_with_states(self) -> bool:
@@ -127,13 +127,16 @@ class RWKV6(LinearFamily):
 
 def read_before(form: Form, x: Stream, state: Array, frame: Frame) -> tuple[Array, Array]:
     """The outputs S_{t−1}ᵀ q_t (b, m, t, r, e) of a stream, and its final state (b, m, d, e)."""
-    first, later = _first_and_later(_of_same_segment(x.q, x, frame), x)
-    xp = namespace(x.q)
+    q, xp = _of_same_segment(x.q, x, frame), namespace(x.q)
+    if q.shape[TIME] != x.k.shape[TIME]:
+        o, final = form.forward(x._replace(q=_then_zero(q, x.q)), state)
+        return o[:, :, :-1, ...], final
     # Read first: the form may write the new state to the memory of this one. And as a sum: a
     # library may multiply matrices with fewer bits, which forms prevent in their own products.
-    o_first = xp.sum(first[..., None] * state[:, :, None, None, ...], axis=-2)
-    o_later, final = form.forward(x._replace(q=_then_zero(later, x.q)), state)
-    return xp.concat([o_first, o_later[:, :, :-1, ...]], axis=TIME), final
+    o_first = xp.sum(q[:, :, :1, :, :, None] * state[:, :, None, None, ...], axis=-2)
+    o, final = form.forward(x._replace(q=next_token(q)), state)
+    is_first = arange_like(q.shape[TIME], q)[:, None, None] == 0
+    return xp.where(is_first, o_first, previous_token(o)), final
 
 
 def read_before_vjp(

@@ -1,0 +1,76 @@
+"""PyTorch's operator `scan`, which is a single node of a graph for any number of steps.
+
+It is what an exported program has in place of a loop over tokens; in ONNX it is a `Scan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.scan import scan_op
+
+from precondattn.arrays import Tree
+
+TIME = 2
+Combine = Callable[[Tensor, Tensor], Tensor]
+
+
+def scan(
+    step: Callable[[Tree, tuple[Tensor, ...]], tuple[Tensor, Tensor]],
+    state: Tensor,
+    inputs: tuple[Tensor, ...],
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(the last state, outputs along axis 2) of `state, output = step(state, token)`."""
+    time_first = [x.movedim(TIME, 0) for x in inputs]
+    if reverse:
+        time_first = [x.flip(0) for x in time_first]
+    state, outputs = steps(step, state, time_first)
+    return state, (outputs.flip(0) if reverse else outputs).movedim(0, TIME)
+
+
+def linear_scan(factor: Tensor, value: Tensor, times: Combine, plus: Combine) -> Tensor:
+    """y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from y_0 = value_0."""
+
+    def step(y: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        y = plus(times(token[0], y), token[1])
+        return y, y
+
+    later = [array[..., 1:].movedim(-1, 0) for array in (factor, value)]
+    _, outputs = steps(step, value[..., 0], later)
+    return torch.cat([value[..., :1], outputs.movedim(0, -1)], dim=-1)
+
+
+def running_maximum(array: Tensor, axis: int) -> Tensor:
+    """The maximum of each entry and those before it along an axis."""
+
+    def step(largest: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        largest = torch.maximum(largest, token[0])
+        return largest, largest
+
+    along = array.movedim(axis, 0)
+    return steps(step, along[0], [along])[1].movedim(0, axis)
+
+
+def steps(
+    step: Callable[[Tree, tuple[Tensor, ...]], tuple[Tensor, Tensor]],
+    state: Tensor,
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The last state, and the outputs along axis 0, of a step for each entry of axis 0."""
+
+    def flat(state: Tensor, *token: Tensor) -> list[Tensor]:
+        state, output = step(state, token)
+        return [_laid_out(state), _laid_out(output)]
+
+    state, outputs = scan_op(flat, [_laid_out(state)], [*inputs], ())
+    return state, outputs
+
+
+def _laid_out(array: Tensor) -> Tensor:
+    """A copy, row after row: the operator refuses results that share memory, and states whose
+    strides change, also those of an axis of length 1."""
+    return array.clone(memory_format=torch.contiguous_format)

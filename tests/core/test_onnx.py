@@ -1,0 +1,225 @@
+"""Every row of the page *Export* in onnxruntime: full calls, steps, masks, layers, its code."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import torch
+
+import precondattn as pa
+from tests.core.exported import (
+    BATCH,
+    CAPACITY,
+    CLOSE,
+    TOKENS,
+    Call,
+    InOnnxruntime,
+    exported_call,
+    exported_step,
+    extension_of,
+    masks_of,
+    own_operators,
+    prefilled,
+    tensors_of,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+EXPORTED, MASKED = (
+    re.findall(r"^\| (.*) \| (.*) \|$", PAGE.split(heading)[1].split("\n#")[0], re.MULTILINE)[2:]
+    for heading in ("### Mechanisms\n", "### Masks\n")
+)
+CODE = re.compile(r"`([^`]*)`")
+CALLS = [expression for row, _ in EXPORTED for expression in CODE.findall(row)]
+STEPS = [text for row, step in EXPORTED if step == "yes" for text in CODE.findall(row)]
+WITH_MASKS = [
+    (mask, expression)
+    for masks, expressions in MASKED
+    for mask in CODE.findall(masks)
+    for expression in CODE.findall(expressions)
+]
+
+pytestmark = [
+    pytest.mark.thorough,
+    # PyTorch's exporter uses what PyTorch deprecates.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+IN_SECOND_TIER = {
+    *("softmax", "laser", "row_normalized", "lucid", "gated_delta", "kda", "ccq(gated_delta)"),
+}
+
+
+def all_but_a_few_slow(rows):
+    """Parameters for rows whose last entry is an expression."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    slow = {row for row in rows if row[-1] not in IN_SECOND_TIER or row[1:] == ("lucid",)}
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (row in slow)) for row in rows]
+
+
+def assert_computes(out, m, x, **masks):
+    """That the error is PyTorch's: a system that is close to singular amplifies what is rounded."""
+    exact = m(**{name: array.double() for name, array in x.items()}, **masks)
+    rounded = float((m(**x, **masks) - exact).abs().max())
+    bounds = CLOSE | {"atol": max(CLOSE["atol"], 2 * rounded)}
+    torch.testing.assert_close(out, exact.float(), **bounds)
+
+
+def test_the_page_names_every_mechanism():
+    named = {pa.parse(text).name for text in CALLS}
+    ours = {n for n, c in pa.mechanisms().items() if c.__module__.startswith("precondattn.")}
+    assert ours <= named
+    assert {text for text in CALLS if pa.parse(text).offers.causal} == {*STEPS}
+
+
+@pytest.mark.parametrize("expression", all_but_a_few_slow(CALLS))
+def test_onnxruntime_computes_a_call_of_any_batch_and_length(expression):
+    m = pa.parse(expression)
+    program = exported_call(m)
+    assert not own_operators(program)
+    run = InOnnxruntime(program)
+    for b, t in [(3, 37), (1, 1)]:  # 37 tokens are no multiple of a block.
+        x = tensors_of(m, b, t, seed=1)
+        (out,) = run(*x.values())
+        assert_computes(out, m, x)
+
+
+@pytest.mark.parametrize("expression", all_but_a_few_slow(STEPS))
+def test_onnxruntime_computes_a_step_of_decoding_of_any_batch(expression):
+    m = pa.parse(expression)
+    program = exported_step(m, prefilled(m), extension_of(m, 2))
+    assert not own_operators(program)
+    cache, x = prefilled(m, 3), extension_of(m, 3, seed=1)
+    out, length, *store = InOnnxruntime(program)(cache.length, *cache.store.values(), *x.values())
+    expected, extended = m.extend(cache, **x)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    assert torch.equal(length, extended.length)
+    for found, (name, buffer) in zip(store, extended.store.items(), strict=True):
+        # Slots after the last token have no meaning.
+        used = (
+            slice(None) if buffer.ndim < 2 or buffer.shape[1] != CAPACITY else slice(int(length[0]))
+        )
+        torch.testing.assert_close(found[:, used], buffer[:, used], **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize(("mask", "expression"), all_but_a_few_slow(WITH_MASKS))
+def test_onnxruntime_computes_a_call_with_masks(mask, expression):
+    m, names = pa.parse(expression), mask.split(", ")
+    run = InOnnxruntime(exported_call(m, *names))
+    for b, t in [(3, 37), (1, 1)]:
+        x, masks = tensors_of(m, b, t, seed=1), masks_of(names, b, t)
+        (out,) = run(*x.values(), *masks.values())
+        assert_computes(out, m, x, **masks)
+
+
+def any_tokens(module, x):
+    """A program of a module with one input (batch, tokens, …)."""
+    with pa.ordinary_operators():
+        return torch.export.export(
+            module, (x,), dynamic_shapes=({0: BATCH, 1: TOKENS},), strict=False
+        )
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gated_delta", "bidirectional(gated_delta)"])
+def test_onnxruntime_computes_a_layer(expression):
+    from tests.layers.torch_layers import hidden, made
+
+    attn = made(expression, dtype=torch.float32).requires_grad_(False)
+    run = InOnnxruntime(any_tokens(attn, hidden(2, 6, dtype=torch.float32)))
+    for b, t in [(3, 14), (1, 1)]:
+        x = hidden(b, t, dtype=torch.float32)
+        torch.testing.assert_close(run(x)[0], attn(x), **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    from precondattn.layers.torch import Decoder
+
+    torch.manual_seed(0)
+    layers = ["gated_delta", "lucid", "softmax"]
+    return Decoder(50, 24, heads=2, layers=layers).requires_grad_(False)
+
+
+def test_onnxruntime_computes_a_decoder(decoder):
+    run = InOnnxruntime(any_tokens(decoder, torch.randint(50, (2, 6))))
+    for b, t in [(3, 37), (1, 1)]:
+        tokens = torch.randint(50, (b, t))
+        torch.testing.assert_close(run(tokens)[0], decoder(tokens), **CLOSE)
+
+
+class DecoderStep(torch.nn.Module):
+    def __init__(self, decoder, kinds):
+        super().__init__()
+        self.decoder, self.kinds = decoder, kinds
+
+    def forward(self, tokens, lengths, stores):
+        caches = map(pa.Cache, lengths, stores, self.kinds)
+        logits, caches = self.decoder(tokens, caches=tuple(caches))
+        return logits, [cache.length for cache in caches], [cache.store for cache in caches]
+
+
+def test_onnxruntime_decodes_as_a_decoder_does(decoder):
+    def prompted(b):
+        tokens = torch.randint(50, (b, 6))
+        return decoder(tokens, caches=decoder.init_caches(b, 16))[1]
+
+    def parts(caches):
+        return [cache.length for cache in caches], [cache.store for cache in caches]
+
+    caches, tokens = prompted(2), torch.randint(50, (2, 1))
+    lengths, stores = parts(caches)
+    sizes = [{0: BATCH}] * 3, [{name: {0: BATCH} for name in store} for store in stores]
+    with pa.ordinary_operators():
+        program = torch.export.export(
+            DecoderStep(decoder, [cache.kinds for cache in caches]),
+            (tokens, lengths, stores),
+            dynamic_shapes=({0: BATCH}, *sizes),
+            strict=False,
+        )
+    run, caches = InOnnxruntime(program), prompted(3)
+    lengths, stores = parts(caches)
+    for _ in range(3):  # The outputs are the next inputs.
+        tokens = torch.randint(50, (3, 1))
+        buffers = [buffer for store in stores for buffer in store.values()]
+        logits, *state = run(tokens, *lengths, *buffers)
+        expected, caches = decoder(tokens, caches=caches)
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        lengths, buffers = state[: len(lengths)], iter(state[len(lengths) :])
+        stores = [{name: next(buffers) for name in store} for store in stores]
+
+
+@pytest.mark.parametrize("t", [4, 40])
+def test_a_recurrence_is_one_scan_whatever_the_number_of_tokens(t):
+    m = pa.parse("gated_delta")
+    with pa.ordinary_operators():
+        program = torch.export.export(Call(m), (tensors_of(m, 2, t), {}))
+    nodes = [node.op_type for node in InOnnxruntime(program).model.graph.node]
+    assert nodes.count("Scan") == 1
+    assert not {"Loop", "If"} & {*nodes}
+
+
+def test_onnxruntime_computes_in_half_precision_as_pytorch():
+    m = pa.parse("gated_delta")
+    x = {name: array.half() for name, array in tensors_of(m, 2, 9).items()}
+    with pa.ordinary_operators():
+        program = torch.export.export(Call(m), (x, {}))
+    (out,) = InOnnxruntime(program)(*x.values())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, m(**x), rtol=1e-3, atol=1e-3)
+
+
+def test_the_code_of_the_page_for_onnxruntime_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, for_onnxruntime = re.findall(r"```(?:python|text)\n(.*?)```", PAGE, re.DOTALL)[:2]
+    names = {}
+    for example in doctest.DocTestParser().get_examples(first):
+        exec(example.source, names)
+    q, k, v = names["inputs"]
+    names |= {"q": q, "k": k, "v": v}
+    exec(for_onnxruntime, names)
+    torch.testing.assert_close(torch.from_numpy(names["o"]), pa.laser(q, k, v), **CLOSE)

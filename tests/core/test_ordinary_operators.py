@@ -1,0 +1,133 @@
+"""Export to PyTorch's own operators: the full call and one step of decoding."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import precondattn as pa
+from precondattn.native import torch_scan
+from precondattn.native.torch_cholesky import cholesky
+from precondattn.native.torch_solve import BLOCK, solve_triangular
+from precondattn.spec.positive_definite import solve_positive
+from tests.core.exported import (
+    CLOSE,
+    Call,
+    any_size,
+    exported_call,
+    exported_step,
+    extension_of,
+    masks_of,
+    operators,
+    own_operators,
+    prefilled,
+    tensors_of,
+)
+
+
+@pytest.mark.parametrize("expression", ["laser", "gated_delta"])
+def test_a_program_of_ordinary_operators_serves_any_batch_and_length(expression):
+    m = pa.parse(expression)
+    program = exported_call(m)
+    assert not own_operators(program)
+    for b, t in [(1, 1), (3, 40)]:
+        x = tensors_of(m, b, t, seed=1)
+        torch.testing.assert_close(program.module()(x, {}), m(**x), **CLOSE)
+
+
+def test_without_the_context_a_program_has_operators_of_this_package():
+    m = pa.parse("lucid")
+    sizes = {"x": any_size(m), "masks": {}}
+    program = torch.export.export(Call(m), (tensors_of(m, 2, 6), {}), dynamic_shapes=sizes)
+    assert own_operators(program)
+
+
+def test_a_call_that_is_not_exported_is_computed_as_elsewhere():
+    m = pa.parse("lucid")
+    x = tensors_of(m, 2, 6)
+    expected = m(**x, backend="torch")
+    with pa.ordinary_operators():
+        assert torch.equal(m(**x, backend="torch"), expected)
+
+
+def test_a_backend_by_name_can_not_be_exported_to_ordinary_operators():
+    with pytest.raises(pa.UnsupportedError, match="no other backend can be named; found torch"):
+        exported_call(pa.parse("softmax"), backend="torch")
+
+
+def test_a_recurrence_is_not_exported_with_its_gradient():
+    """Its scan could not be translated to ONNX. Attention without a scan can."""
+    from tests.layers.torch_layers import hidden, made
+
+    x = hidden(2, 6)
+    with pa.ordinary_operators():
+        torch.export.export(made("laser"), (x,))
+        with pytest.raises(pa.UnsupportedError, match=r"gated_delta: .*requires_grad_\(False\)"):
+            torch.export.export(made("gated_delta"), (x,))
+        program = torch.export.export(made("gated_delta").requires_grad_(False), (x,))
+    assert not own_operators(program)
+
+
+def test_packed_segments_are_exported_for_any_number_of_tokens():
+    """Also for one, and their check has no sort, which ONNX has not."""
+    m = pa.parse("softmax")
+    program = exported_call(m, "segment_ids", "prefix")
+    assert "aten.sort.default" not in operators(program)
+    for t in (1, 9):
+        x, masks = tensors_of(m, 2, t, seed=1), masks_of(["segment_ids", "prefix"], 2, t)
+        torch.testing.assert_close(program.module()(x, masks), m(**x, **masks), **CLOSE)
+    masks["segment_ids"] = masks["segment_ids"] % 2
+    assert program.module()(x, masks).isnan().all()
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("size", [1, BLOCK, 3 * BLOCK + 1])
+def test_the_solve_by_blocks_is_exact_for_equal_keys(size, lower):
+    """The strict part is full of ones: its powers grow beyond float32's precision."""
+    matrix = torch.ones(2, 1, size, size).tril()
+    matrix = matrix if lower else matrix.mT
+    right = torch.randn(2, 1, size, 3, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.solve_triangular(matrix.double(), right.double(), upper=not lower)
+    solved = solve_triangular(matrix, right, lower=lower)
+    torch.testing.assert_close(solved.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_cholesky_s_factor_by_columns_is_that_of_lapack():
+    a = torch.randn(2, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = a @ a.mT
+    torch.testing.assert_close(cholesky(matrix), torch.linalg.cholesky(matrix))
+
+
+def test_the_exported_solution_of_a_matrix_that_is_not_positive_definite_is_nan():
+    class Solve(torch.nn.Module):
+        def forward(self, matrix, right):
+            return solve_positive(matrix, right)
+
+    matrix, right = torch.eye(4), torch.ones(4, 1)
+    with pa.ordinary_operators():
+        program = torch.export.export(Solve(), (matrix, right))
+    matrix[2, 2] = -1.0
+    assert program.module()(matrix, right).isnan().any()
+
+
+def test_the_scans_of_pytorch_are_those_of_numpy():
+    generator = np.random.default_rng(0)
+    x, factor = (torch.from_numpy(generator.normal(size=(2, 7))) for _ in range(2))
+    largest = torch_scan.running_maximum(x, 1)
+    np.testing.assert_array_equal(largest, np.maximum.accumulate(x.numpy(), axis=1))
+    y = torch_scan.linear_scan(factor, x, torch.mul, torch.add)
+    torch.testing.assert_close(y[:, 1:], factor[:, 1:] * y[:, :-1] + x[:, 1:])
+
+
+def test_a_step_of_decoding_is_exported_with_its_cache():
+    m = pa.parse("softmax")
+    program = exported_step(m, prefilled(m), extension_of(m, 2))
+    assert not own_operators(program)
+    cache, x = prefilled(m, 3), extension_of(m, 3, seed=1)
+    out, length, store = program.module()(cache.length, cache.store, x)
+    expected, extended = m.extend(cache, **x)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(length, extended.length)
+    torch.testing.assert_close(store, extended.store)
