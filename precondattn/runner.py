@@ -6,7 +6,7 @@ looks nothing up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from precondattn.arrays import Array, upcast, upcast_all
@@ -77,6 +77,14 @@ class Runner(Protocol):
     ) -> tuple[ArraySpec, ...]: ...
 
 
+def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
+    """Tell the error of a step that reads a name that is not there the names that are."""
+    (name, *_) = error.args or ("",)
+    if name not in past and name not in inputs:
+        held, given = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
+        error.add_note(f"no {name!r} in past, which has {held}, nor in the inputs: {given}")
+
+
 LeafMethods = Any
 """An object with methods like those of a leaf."""
 
@@ -131,6 +139,24 @@ class LeafRunner:
         buffers = self.by_slot(past)
         out, updates = self.methods.step(buffers, upcast_all(inputs), frame)
         return out, dict(zip(map(self.keys.__getitem__, updates), updates.values(), strict=True))
+
+    def states_between(
+        self,
+        past: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        frame: Frame,
+        columns: Sequence[int],
+    ) -> tuple[Array, Arrays] | None:
+        """The output of `step`, and the states (b, n + 1, …) after these columns of the new tokens,
+        and after all of them. None where `methods` do not have them at once."""
+        if not hasattr(self.methods, "states_between"):
+            return None
+        given = self.by_slot(past), upcast_all(inputs), frame, columns
+        found = self.methods.states_between(*given)
+        if found is None:
+            return None
+        out, states = found
+        return out, {self.keys[slot]: state for slot, state in states.items()}
 
     def step_backward(
         self,

@@ -27,12 +27,34 @@ def atk(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """ATK: a delta rule erases with k, and writes with m ∘ k, m by the decaying squares of keys.
 
     `ATK`, built from its options and called. An optional input sets its own.
     Options: bound, eps, center, learned.
+    """
+
+def bidirectional(
+    q: Annotated[Array, "b t h d"],
+    k: Annotated[Array, "b s n d"],
+    v: Annotated[Array, "b s n e"],
+    *,
+    combine: Literal["sum", "concat"] = "sum",
+    segment_ids: Array | None = None,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    lengths: Array | Sequence[int] | None = None,
+    key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
+    backend: BackendNames = None,
+) -> Array:
+    """o = → + ← − own: a recurrence from the first token on, and from the last, with own once.
+
+    `Bidirectional`, built from its options and called. An optional input sets its own.
+    Options: combine.
     """
 
 def ccq(
@@ -42,6 +64,8 @@ def ccq(
     *,
     contraction: Annotated[Array, "b t h in [0, 1]"],
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     covariance: Literal["running", "decayed", "query_weighted"] = "running",
     backbone_key: Literal["auto", "raw", "unit"] = "auto",
     tau: float = 1.0,
@@ -54,17 +78,23 @@ def ccq(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, with Σ the running covariance of k̄.
 
     `CCQ`, built from its options and called. An optional input sets its own.
     Options: covariance, backbone_key, tau, eps.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def channel(
@@ -78,6 +108,8 @@ def channel(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Attention between channels: o_t = softmax(s qᵀ k) v_t.
@@ -100,6 +132,8 @@ def comba(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Comba: o_t = s S_tᵀ q_t, S_t = e^{g_t} S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ p_t)ᵀ.
@@ -118,6 +152,8 @@ def contraction_gate(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """λ = σ(w·q̄ + b) of shape (b, t, h), with `weight` (h, d) and `bias` (h).
@@ -137,6 +173,8 @@ def cross_covariance(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Attention between channels: o_t = softmax(γ q̂ᵀ k̂) v_t.
@@ -156,6 +194,8 @@ def delta(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """DeltaNet: o_t = s S_tᵀ q_t, S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ.
@@ -177,6 +217,8 @@ def delta_product(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Gated DeltaProduct: n steps S ← S + β_j k_j (v_j − Sᵀ k_j)ᵀ for each token, after e^{g} S.
@@ -196,6 +238,8 @@ def deltaformer(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """DeltaFormer: o = A u, with (I + diag(β) P) u = v.
@@ -213,6 +257,8 @@ def differential(
     k2: Annotated[Array, "b s n d"],
     lam: Annotated[Array, "a number or h or b t h"],
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     per: Literal["layer", "head", "token"] = "layer",
     paired: str | Sequence[str] = ("q", "k"),
     causal: bool = True,
@@ -223,17 +269,23 @@ def differential(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """o = base(q, k, v) − λ base(q2, k2, v).
 
     `Differential`, built from its options and called. An optional input sets its own.
     Options: per, paired.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def dplr(
@@ -249,6 +301,8 @@ def dplr(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """DPLR: o_t = s S_tᵀ q_t, S_t = diag(e^{g_t}) S_{t−1} + b_t (S_{t−1}ᵀ a_t)ᵀ + k_t v_tᵀ.
@@ -263,6 +317,8 @@ def elu1(
     v: Annotated[Array, "b s n e"],
     *,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -271,16 +327,22 @@ def elu1(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """o = base(φ(q), φ(k), v) with φ(x) = elu(x) + 1, which is positive.
 
     `Elu1`, built from its options and called. An optional input sets its own.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def gated_delta(
@@ -295,6 +357,8 @@ def gated_delta(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Gated DeltaNet: o_t = s S_tᵀ q_t, S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ, S' = e^{g_t} S_{t−1}.
@@ -316,6 +380,8 @@ def gdn2(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Gated DeltaNet 2: S_t = S' + k_t (w_t ∘ v_t − S'ᵀ (b_t ∘ k_t))ᵀ, S' = diag(e^{g_t}) S_{t−1}.
@@ -335,6 +401,8 @@ def gla(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Gated linear attention: o_i = s Σ_{j≤i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_ic} v_j.
@@ -355,6 +423,8 @@ def gsa(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Gated slot attention: p_t = softmax(s K_tᵀ q_t), o_t = V_tᵀ p_t over m slots.
@@ -373,6 +443,8 @@ def hedgehog(
     k_weight: Annotated[Array, "d d or n d d"],
     k_bias: Annotated[Array, "d or n d"],
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     factor: float = 1.0,
     per: Literal["layer", "head"] = "layer",
     causal: bool = True,
@@ -383,17 +455,23 @@ def hedgehog(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """o = base(φ(q), φ(k), v) with φ(x) = softmax([y, −y]), y = c (W x + b), of width 2d.
 
     `Hedgehog`, built from its options and called. An optional input sets its own.
     Options: factor, per.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def hgrn2(
@@ -406,6 +484,8 @@ def hgrn2(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """HGRN2: o_i = s Σ_{j≤i} Σ_c q_ic (1 − e^{g_jc}) e^{g_{j+1,c} + … + g_ic} v_j.
@@ -426,6 +506,8 @@ def kda(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Kimi Delta Attention: o_t = s S_tᵀ q_t, S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ.
@@ -440,6 +522,8 @@ def laser(
     v: Annotated[Array, "b s n e"],
     *,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -448,16 +532,22 @@ def laser(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
 
     `Laser`, built from its options and called. An optional input sets its own.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def linear(
@@ -472,6 +562,8 @@ def linear(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Linear attention: o_i = s Σ_{j≤i} (q_i·k_j) v_j, in linear time. Causal.
@@ -487,6 +579,8 @@ def lucid(
     *,
     lucid_beta: Annotated[Array, "b s n in [0, 2]"] = ...,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     normalize: Literal["keys", "queries_and_keys", "rows", "none"] = "keys",
     scale: float | None = None,
     eps: float = 1e-06,
@@ -503,17 +597,23 @@ def lucid(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
 
     `Lucid`, built from its options and called. An optional input sets its own.
     Options: normalize, scale, eps, beta, detach_max, rho, tolerance, iterations, metric.
-    Those of the softmax inside: causal, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def mesa(
@@ -532,6 +632,8 @@ def mesa(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Mesa: o = base(q*, k, v), q* = (H + diag λ)⁻¹ q, H_t = e^{g_t} H_{t−1} + β_t k_t k_tᵀ.
@@ -553,6 +655,8 @@ def mlstm(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """mLSTM: o_t = s C_tᵀ q_t / max(|s n_tᵀ q_t|, 1), C and n decayed sums of e^{i} k vᵀ, e^{i} k.
@@ -575,6 +679,8 @@ def nystrom(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Softmax attention through m landmarks: o = softmax(s q k̃ᵀ) A⁺ softmax(s q̃ kᵀ) v.
@@ -595,6 +701,8 @@ def outlook(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Outlook attention (VOLO): softmax attention among the tokens of a window around each token.
@@ -621,6 +729,8 @@ def path(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """PaTH: o = softmax(s A + bias) v, A_ij = q_iᵀ H_i … H_{j+1} k_j, H_t = I − β_t w_t w_tᵀ.
@@ -636,6 +746,8 @@ def per_dim_scale(
     *,
     per_dim: Annotated[Array, "d"],
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     normalize: bool = True,
     causal: bool = True,
     scale: float | None = None,
@@ -645,17 +757,23 @@ def per_dim_scale(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """o = base(q ∘ softplus(p) / ln 2, k, v), with p an input `per_dim` (d).
 
     `PerDimScale`, built from its options and called. An optional input sets its own.
     Options: normalize.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def qk_norm(
@@ -666,6 +784,8 @@ def qk_norm(
     q_gain: Annotated[Array, "d"] = ...,
     k_gain: Annotated[Array, "d"] = ...,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     norm: Literal["rms", "layer", "l2"] = "rms",
     eps: float = 1e-06,
     gain: bool = False,
@@ -677,17 +797,23 @@ def qk_norm(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """o = base(norm(q), norm(k), v).
 
     `QKNorm`, built from its options and called. An optional input sets its own.
     Options: norm, eps, gain.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def retention(
@@ -700,6 +826,8 @@ def retention(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Retention: o_i = s Σ_{j≤i} γ^{i−j} (q_i·k_j) v_j, with γ = 1 − 2^{−5−h} for query head h.
@@ -714,6 +842,8 @@ def row_normalized(
     v: Annotated[Array, "b s n e"],
     *,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     eps: float = 1e-06,
     detach: bool = True,
     axis: Literal["auto", "token", "channel"] = "auto",
@@ -725,17 +855,23 @@ def row_normalized(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """y = o / max(‖o‖, ε), with o = base(q, k, v), row by row and head by head.
 
     `RowNormalized`, built from its options and called. An optional input sets its own.
     Options: eps, detach, axis.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def rwkv6(
@@ -750,6 +886,8 @@ def rwkv6(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """RWKV-6: o_i = s Σ_{j<i} Σ_c q_ic k_jc e^{g_{j+1,c} + … + g_{i−1,c}} v_j, and a bonus.
@@ -764,6 +902,8 @@ def softmax(
     v: Annotated[Array, "b s n e"],
     *,
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -772,16 +912,22 @@ def softmax(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Softmax attention: o = softmax(s q kᵀ + bias + mask) v.
 
     `Softmax`, built from its options and called. An optional input sets its own.
-    Options: causal, scale, window, bias, forget, read, softcap, sink.
+    Options: causal, scale, window, bias, forget, read, softcap, sink, distance, buckets,
+    max_distance.
     """
 
 def ssd(
@@ -795,6 +941,8 @@ def ssd(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Mamba-2's recurrence: o_i = s Σ_{j≤i} e^{g_{j+1} + … + g_i} (q_i·k_j) v_j.
@@ -815,6 +963,8 @@ def stable_step(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """A delta rule that is stable for keys of any length: φ(c) β in place of β, with c = β ‖k‖².
@@ -830,6 +980,8 @@ def temperature(
     *,
     tau: Annotated[Array, "in (0, inf) or h in (0, inf)"],
     g: Annotated[Array, "b s h in (-inf, 0]"] = ...,
+    slopes: Annotated[Array, "h in [0, inf)"] = ...,
+    bucket_table: Annotated[Array, "32 h"] = ...,
     per: Literal["layer", "head"] = "layer",
     causal: bool = True,
     scale: float | None = None,
@@ -839,17 +991,23 @@ def temperature(
     read: Literal["mean", "log_mean_exp", "mean_and_log_sum"] = "mean",
     softcap: float | None = None,
     sink: bool | Annotated[Array, "h"] = False,
+    distance: Literal["none", "slopes", "buckets"] = "none",
+    buckets: int = 32,
+    max_distance: int = 128,
     segment_ids: Array | None = None,
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Logits s ⟨q, k⟩ / τ, with τ > 0 an input `tau`: one number, or one for each query head.
 
     `Temperature`, built from its options and called. An optional input sets its own.
     Options: per.
-    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink.
+    Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
+    buckets, max_distance.
     """
 
 def windowed(
@@ -868,6 +1026,8 @@ def windowed(
     cu_seqlens: Array | Sequence[int] | None = None,
     lengths: Array | Sequence[int] | None = None,
     key_mask: Array | None = None,
+    prefix: Array | Sequence[int] | None = None,
+    attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
     """Softmax attention within windows of a grid of tokens (Swin): not causal, no cache.

@@ -88,6 +88,11 @@ class LeafProtocol(Described):
         return False
 
     @property
+    def reverses_tokens(self) -> bool:
+        """Whether its output has the tokens of each sequence in reversed order."""
+        return False
+
+    @property
     def mixes_sequences(self) -> bool:
         """Whether an output depends on the other sequences of its batch."""
         return False
@@ -104,6 +109,13 @@ class LeafProtocol(Described):
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
         """Raise a ValueError for sizes, by letter, or masks of a full call that it can not have."""
+
+    def refuses_mask(self, name: str) -> str | None:
+        """Why it can not have a mask of pairs of tokens, `"attn_mask"` or `"prefix"`; None where it
+        can, as every leaf that relates no tokens."""
+        if not self.relates_tokens:
+            return None
+        return f"{self.name} does not relate tokens by scores of queries and keys alone"
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
         """The output, and the residuals: what the gradient needs besides inputs and output."""

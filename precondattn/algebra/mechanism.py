@@ -14,8 +14,10 @@ from math import prod
 from typing import ClassVar, NamedTuple, cast
 
 from precondattn.algebra import registry
+from precondattn.algebra.constructor import check_constructor
 from precondattn.algebra.declaration import Inputs, Pattern
 from precondattn.algebra.flops import Flops
+from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.algebra.names import name_of
 from precondattn.algebra.offers import Offers
@@ -42,6 +44,8 @@ class Mechanism(Verbs):
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
         if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
             return in_graph().constructed(cls, values, options)
+        if values or options:
+            check_constructor(cls, values, options)
         return super().__new__(cls)
 
     def __init_subclass__(cls, **named: object) -> None:
@@ -206,7 +210,9 @@ class Preconditioner(Mechanism):
 
     def _check_base(self) -> None:
         if not isinstance(self.base, Mechanism):
-            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}")
+            given = name_given(self.base)
+            advice = "" if given is None else f"; {around(self.name, given)}"
+            raise TypeError(f"{self.name}: base must be a mechanism; found {self.base!r}{advice}")
         if self.base._depth >= NESTED:
             raise ValueError(
                 f"{self.name}: at most {NESTED} preconditioners can be nested; base has "

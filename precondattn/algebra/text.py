@@ -14,13 +14,22 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from precondattn.algebra import registry
+from precondattn.algebra.advised_text import advised
+from precondattn.algebra.foreign_keywords import keyword_elsewhere
+from precondattn.algebra.foreign_mechanisms import in_our_spelling, mechanism_elsewhere
 from precondattn.algebra.options import OptionValue, fields_of, text_of
 from precondattn.algebra.registry import AnyMechanism, Registered
 from precondattn.limits import NESTED
 
 _NAME = re.compile(r"\s*([a-z][a-z0-9_]*)\s*")
-_VALUE = re.compile(r"\s*([^,\]\[()\s][^,\]\[()]*)(?=[,\]])")
+_MECHANISM = re.compile(r"\s*([A-Za-z][A-Za-z0-9_-]*)\s*")
+"""The name of a mechanism, also as others spell it."""
+_MECHANISM_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_SETTING = re.compile(r"\s*=\s*([^,\]\[()\s][^,\]\[()]*)")
+_VALUE = re.compile(r"\s*([^,\]\[()\s][^,\]\[()]*)")
 
+LONG = 1000
+"""Characters of a text, above which nothing near it is looked for."""
 SHOWN = 60
 """Characters of a long text that a message shows, before and after a position."""
 
@@ -44,7 +53,20 @@ def _default_base(cls: type[Registered]) -> OptionValue:
 def read(text: str) -> AnyMechanism:
     """The mechanism that an expression names: `parse`, without a compiler's view of it."""
     if not isinstance(text, str):
-        raise TypeError(f"an expression is text such as 'lucid(laser)'; found {text!r}")
+        is_mechanism = hasattr(type(text), "program")
+        found = f"the mechanism {text}, which needs no parse" if is_mechanism else repr(text)
+        raise TypeError(f"an expression is text such as 'lucid(laser)'; found {found}")
+    try:
+        return read_plainly(text)
+    except ValueError as error:
+        meant = None if len(text) > LONG else advised(text, read_plainly)
+        if meant is None or repr(meant) in str(error):
+            raise
+        raise ValueError(f"{error}\ndid you mean {meant!r}?") from None
+
+
+def read_plainly(text: str) -> AnyMechanism:
+    """The same without the expression that was meant, in an error."""
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):
@@ -80,24 +102,46 @@ class _Reader:
     def mechanism(self, depth: int = 0) -> AnyMechanism:
         if depth > NESTED:
             raise ValueError(f"{self.shown}: at most {NESTED} preconditioners can be nested")
-        name = self.word(_NAME, "the name of a mechanism")
+        name = self.word(_MECHANISM, "the name of a mechanism")
         cls = registry.find(name)
         if cls is None:
-            known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
-            broken = registry.broken.items()
-            errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
-            raise ValueError(
-                f"{self.shown}: unknown mechanism {_quoted(name)}{nearest(name, known)}; "
-                f"known are {', '.join(known)}{errors}"
-            )
+            self.fail_at_unknown(name)
         arguments = self.options(cls)
         if self.accept("("):
             if _default_base(cls) is None:
-                raise ValueError(f"{self.shown}: {name} is a {cls.role} and takes no base")
+                raise ValueError(
+                    f"{self.shown}: {name} is a {cls.role} and takes no base{self.exchanged(cls)}"
+                )
             arguments["base"] = self.mechanism(depth + 1)
             if not self.accept(")"):
                 self.fail("')'")
         return cls(**arguments)
+
+    def fail_at_unknown(self, name: str) -> NoReturn:
+        """Raise for the name of no mechanism, with how it is spelled or called here."""
+        known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
+        unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
+        if in_our_spelling(name, known) is not None:
+            raise ValueError(f"{unknown}; names are in lower case, with underscores")
+        elsewhere = mechanism_elsewhere(name, known)
+        if elsewhere is not None:
+            raise ValueError(f"{unknown}; {elsewhere}")
+        broken = registry.broken.items()
+        errors = "".join(f"\n  {entry} could not be imported: {e}" for entry, e in broken)
+        raise ValueError(f"{unknown}{nearest(name, known)}; known are {', '.join(known)}{errors}")
+
+    def exchanged(self, base: type[Registered]) -> str:
+        """The advice to put a preconditioner around a base, where they stand the other way."""
+        match = _MECHANISM.match(self.text, self.at)
+        inner = None if match is None else registry.find(match[1])
+        if base.role != "base" or inner is None or _default_base(inner) is None:
+            return ""
+        make: AnyMechanism = inner
+        try:
+            make(base=base())
+        except (TypeError, ValueError):  # It is refused around this base.
+            return ""
+        return f" (did you mean '{inner.name}({base.name})'?)"
 
     def options(self, cls: type[Registered]) -> dict[str, OptionValue]:
         known, options = fields_of(cls), dict[str, Any]()
@@ -106,9 +150,11 @@ class _Reader:
         while not self.accept("]"):
             name = self.word(_NAME, "the name of an option")
             if name not in known:
+                setting = _SETTING.match(self.text, self.at)
+                hint = hint_at_option(cls, name, "…" if setting is None else setting[1].rstrip())
                 raise ValueError(
-                    f"{self.shown}: {cls.name} has no option {_quoted(name)}"
-                    f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                    f"{self.shown}: {cls.name} has no option {_quoted(name)}{hint}; "
+                    f"it has {', '.join(known) or 'none'}"
                 )
             if name in options:
                 raise ValueError(f"{self.shown}: option {name} is given twice")
@@ -117,13 +163,48 @@ class _Reader:
             value = self.word(_VALUE, f"the value of {name}")
             options[name] = known[name].metadata["kind"].read(value)
             if not self.accept(",") and not self.text.startswith("]", self.at):
-                self.fail("',' or ']'")
+                is_at_end = self.at == len(self.text)
+                self.fail("']' (a bracket is missing)" if is_at_end else "',' or ']'")
         return options
 
 
 def _quoted(text: str) -> str:
     """The text, or the beginning of a long one, in quotes."""
     return repr(text) if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]!r}…"
+
+
+def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
+    """For an option that a mechanism has not: whose it is, how it is said here, or what is near.
+
+    `in_python`: the option was given to the class, and not in an expression.
+    """
+    base = _default_base(cls)
+    if base is not None and name in fields_of(base):
+        inside = f"{cls.name}({base.name}[{name}={value}])"
+        if in_python:
+            inside = f"pa.{cls.__name__}(pa.{type(base).__name__}({name}={value}))"
+        return f" (it belongs to the base: {inside})"
+    return keyword_elsewhere(name) or nearest(name, fields_of(cls))
+
+
+def hint_at_keyword(
+    owner: str, name: str, value: str, inputs: Iterable[str], options: Iterable[str]
+) -> str:
+    """The same for a keyword that a call of the mechanism with this expression does not take."""
+    for word in _MECHANISM_IN_TEXT.findall(owner):
+        cls = registry.known(word)
+        for each in (cls, None if cls is None else _default_base(cls)):
+            if each is not None and name in fields_of(each):
+                whose = each if isinstance(each, type) else type(each)
+                option = f"pa.{whose.__name__}({name}={value})"
+                return f" (an option, which is set before the call: {option})"
+    elsewhere = keyword_elsewhere(name, inputs=inputs)
+    return elsewhere or nearest(name, [*inputs, *options])
+
+
+def plain(value: OptionValue) -> str:
+    """A setting as Python writes it; … for one that is not plain, such as an array."""
+    return repr(value) if isinstance(value, bool | int | float | str | None) else "…"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

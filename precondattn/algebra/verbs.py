@@ -8,13 +8,14 @@ imports a package above its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
 from precondattn.arrays import Array, is_compiling
 from precondattn.cache import Cache
+from precondattn.cache.kept import without_kept
 from precondattn.cache.kinds import holding
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Verbs(Piece):
         cu_seqlens: Array | Sequence[int] | None = None,
         lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
+        prefix: Array | Sequence[int] | None = None,
+        attn_mask: Array | None = None,
         **named: Array,
     ) -> Array:
         """The output, of shape (b, t, h, e) and v's dtype. Differentiable in PyTorch and JAX.
@@ -83,6 +86,15 @@ class Verbs(Piece):
             are ignored, and their output is 0.
         key_mask : boolean array (b, s), optional
             False for masked keys, which neither the base nor any preconditioner reads.
+        prefix : integer array (b,), optional
+            Every query sees the first `prefix` tokens of its sequence, beside those that causality
+            and a window let it see: a prefix language model. A list or tuple of whole numbers, or
+            an array. With `segment_ids` it is of each segment, and with `cu_seqlens` (n,). For
+            `softmax` and what reads it; the others say why not.
+        attn_mask : boolean array (b or 1, h or 1, t, s), optional
+            True where a query may attend to a key, beside all other masks and causality, as a
+            restriction of them. For `softmax` and what reads it. A query that may attend to nothing
+            has the output 0.
 
         Raises
         ------
@@ -90,7 +102,8 @@ class Verbs(Piece):
             for bad input, naming it, before anything is computed.
         """
         masks = {"lengths": lengths, "key_mask": key_mask}
-        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
+        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        masks |= {"prefix": prefix, "attn_mask": attn_mask}
         if is_compiling():
             return in_graph().captured_call(self._name, arrays, named, backend, masks)
         from precondattn.execution.run import call
@@ -105,6 +118,8 @@ class Verbs(Piece):
         cu_seqlens: Array | Sequence[int] | None = None,
         lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
+        prefix: Array | Sequence[int] | None = None,
+        attn_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
         """The output and its pullback, which maps a cotangent of the output to all gradients.
@@ -127,30 +142,73 @@ class Verbs(Piece):
         from precondattn.execution.run import vjp
 
         masks = {"lengths": lengths, "key_mask": key_mask}
-        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
+        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        masks |= {"prefix": prefix, "attn_mask": attn_mask}
         return vjp(self, arrays, named, backend, masks)
 
     def init_cache(
-        self, *arrays: Array, capacity: int | None = None, key_mask: bool = False, **named: Array
+        self,
+        *arrays: Array,
+        capacity: int | None = None,
+        key_mask: bool = False,
+        states: Mapping[str, Array] | None = None,
+        sequences: int | None = None,
+        **named: Array,
     ) -> Cache:
         """An empty cache for `capacity` tokens per sequence, for arrays like these.
 
         Only shape, dtype and device of the arrays matter; the length of their time axis does not.
-        With `key_mask` the cache stores the key masks passed to `extend`. A mechanism whose cache
-        is a state, without tokens, has no limit on their number and needs neither.
+        A mechanism whose cache is a state, without tokens, has no limit on their number and needs
+        neither `capacity` nor `key_mask`.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            The greatest number of tokens of a sequence, 1 or above.
+        key_mask : bool
+            Whether the cache stores the key masks passed to `extend`.
+        states : dict of arrays, optional
+            The states to begin from, by the names of `cache.states`, such as
+            `{"S": S0}` with S0 of shape (b, heads, d, e). They have the inputs' dtype, or float32
+            where that is half precision. They are copied, and gradients pass through them. States
+            that are not named are empty; those of one piece, as S and z, are given together.
+        sequences : int, optional
+            The number of sequences, where it is not that of the arrays: packed sequences of
+            `extend(..., cu_seqlens=...)` have one row together.
+
+        Raises
+        ------
+        TypeError, ValueError
+            naming the argument.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 4))
+        >>> linear = pa.Linear()
+        >>> _, prompt = linear.extend(linear.init_cache(q, k, v), q, k, v)
+        >>> cache = linear.init_cache(q, k, v, states={"S": prompt.states["S"]})
+        >>> bool((cache.states["S"] == prompt.states["S"]).all())
+        True
         """
         from precondattn.execution.empty_cache import empty_cache
 
-        return empty_cache(self, arrays, named, capacity, key_mask)
+        return empty_cache(self, arrays, named, capacity, key_mask, states, sequences)
 
     def extend(
         self,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | Sequence[int] | None = None,
         lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
+        prefix: Array | Sequence[int] | None = None,
+        attn_mask: Array | None = None,
         donate: bool = False,
+        keep: int = 0,
+        states_every: int | None = None,
         **named: Array,
     ) -> tuple[Array, Cache]:
         """The output for new tokens after those in the cache, and the cache extended by them.
@@ -162,14 +220,43 @@ class Verbs(Piece):
         ----------
         cache : Cache
             From `init_cache` or an earlier `extend`. It is not modified unless donated.
+        cu_seqlens : integer array (n + 1,), optional
+            New tokens of n sequences in one row, b = 1: those of sequence i of the cache are from
+            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`; there may be none. The cache is of n
+            sequences, from `init_cache(..., sequences=n)`, and so is the new one. As in a call,
+            but it has to be readable: under `jit` a list or a NumPy array.
+        segment_ids : integer array (b, t), optional
+            The same, for any number of rows: each run of equal ids is a sequence of the cache, row
+            by row.
         lengths : integer array (b,), optional
             The number of valid new tokens of each sequence; the others are padding.
         key_mask : boolean array (b, t), optional
             False for new keys that are masked in this call and all later ones. The cache must have
             been created with `key_mask=True`, unless it is a state.
+        prefix : integer array (b,), optional
+            As in a full call, counted from the first token of a sequence. The whole prefix is among
+            the new tokens of an empty cache. Later steps see it in any case, and need not name it.
+            The cache of a window keeps no prefix, and refuses one.
+        attn_mask : boolean array (b or 1, h or 1, t, s), optional
+            True where a new token may attend to a key, as in a full call and for this call only.
+            Column j is the token at position j of its sequence, cached or new: s is the number of
+            both in the longest sequence, or the capacity of the cache. The cache of a window
+            refuses it.
         donate : bool
             Write into the cache's own buffers where the library can (NumPy, PyTorch, CuPy). The
             old cache must not be used again; doing so raises.
+        keep : int
+            The new cache keeps the states before each of the last `keep` new tokens of each
+            sequence, so that `crop` can take these tokens back: rejected drafts.
+        states_every : int, optional
+            The new cache keeps the states of each multiple of so many tokens, counted from the
+            beginning of the sequence: `cache.checkpoints` has these lengths, and `crop` goes to
+            one of them.
+
+            With both, what computes states does it from one to the next, and other pieces at
+            once. Kept states take the memory of as many states more. Gradients pass through them.
+            The next `extend` drops them, and so does `crop`. A cache without states can be cropped
+            to any length, and keeps nothing more. Rewritten rows and windows can not be kept.
 
         Raises
         ------
@@ -178,24 +265,47 @@ class Verbs(Piece):
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
-        masks = {"lengths": lengths, "key_mask": key_mask}
+        whole, cache = cache, without_kept(cache) if isinstance(cache, Cache) else cache
+        masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
+        masks |= {"prefix": prefix, "attn_mask": attn_mask}
+        keeping = None
+        if keep != 0 or type(keep) is not int or states_every is not None:
+            from precondattn.execution.keeping import Keeping
+
+            keeping = Keeping.read(str(self), keep, states_every)
         if is_compiling():
+            if keeping is not None:
+                raise ValueError(
+                    f"{self}: code that torch.compile reads keeps no earlier states; extend "
+                    f"outside it, or without keep and states_every"
+                )
             # A graph does not write in place; the compiler reuses memory that is free.
             length, store = cache.length, dict(cache.store)
-            given = self._name, length, store, arrays, named, backend, masks
-            out, length, *buffers = in_graph().captured_extend(*given)
+            captured = self._name, length, store, arrays, named, backend, masks
+            if is_packed:
+                results = in_graph().captured_extend_packed(cache.kinds, *captured)
+            else:
+                results = in_graph().captured_extend(*captured)
+            out, length, *buffers = results
             if donate:
-                cache.store.clear()
+                whole.store.clear()
             return out, holding(cache, length, dict(zip(store, buffers, strict=True)))
-        from precondattn.execution.run import extend
+        from precondattn.execution import run
 
-        return extend(self, cache, arrays, named, backend, masks, donate=donate)
+        extend = run.extend_packed if is_packed else run.extend
+        given = self, cache, arrays, named, backend, masks
+        result = extend(*given, donate=donate, keeping=keeping)
+        if donate:
+            whole.store.clear()
+        return result
 
     def extend_vjp(
         self,
         cache: Cache,
         *arrays: Array,
         backend: BackendNames = None,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | Sequence[int] | None = None,
         lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
         **named: Array,
@@ -220,9 +330,11 @@ class Verbs(Piece):
         >>> sorted(gradients), sorted(d_state)
         (['k', 'q', 'v'], ['linear.state(k, v)'])
         """
-        from precondattn.execution.run import extend_vjp
+        from precondattn.execution import run
 
-        masks = {"lengths": lengths, "key_mask": key_mask}
+        masks, is_packed = _masks_of_extension(segment_ids, cu_seqlens, lengths, key_mask)
+        cache = without_kept(cache) if isinstance(cache, Cache) else cache
+        extend_vjp = run.extend_vjp_packed if is_packed else run.extend_vjp
         return extend_vjp(self, cache, arrays, named, backend, masks)
 
     def explain(
@@ -235,6 +347,8 @@ class Verbs(Piece):
         cu_seqlens: Array | Sequence[int] | None = None,
         lengths: Array | Sequence[int] | None = None,
         key_mask: Array | None = None,
+        prefix: Array | Sequence[int] | None = None,
+        attn_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:
         """Which backend would run which piece of this call, and why not the others. `print` it.
@@ -248,6 +362,21 @@ class Verbs(Piece):
         """
         from precondattn.execution.run import explain
 
+        cache = without_kept(cache) if isinstance(cache, Cache) else cache
         masks = {"lengths": lengths, "key_mask": key_mask}
-        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}
+        masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        masks |= {"prefix": prefix, "attn_mask": attn_mask}
         return explain(self, verb, cache, arrays, named, backend, masks)
+
+
+def _masks_of_extension(
+    segment_ids: Array | None,
+    cu_seqlens: Array | Sequence[int] | None,
+    lengths: Array | Sequence[int] | None,
+    key_mask: Array | None,
+) -> tuple[dict[str, Array], bool]:
+    """The masks by name, and whether the new tokens are those of packed sequences."""
+    masks = {"lengths": lengths, "key_mask": key_mask}
+    if segment_ids is None and cu_seqlens is None:
+        return masks, False
+    return {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **masks}, True

@@ -449,6 +449,9 @@ def compare(
 def new_backend(
     name: Annotated[str, typer.Argument(help="the name of the package and of the backend")],
     library: Annotated[str, typer.Option(help="torch, jax, numpy or cupy")] = "torch",
+    mechanism: Annotated[
+        str, typer.Option(help="lucid_solve, gated_delta or softmax: what it computes")
+    ] = "lucid_solve",
     directory: Annotated[
         Path | None, typer.Option(help="the folder to create; by default one of that name")
     ] = None,
@@ -457,13 +460,13 @@ def new_backend(
     with reported():
         from precondattn_conformance.new_backend import new_backend as write
 
-        files = write(name, library, directory)
+        files = write(name, library, directory, mechanism)
     for file in files:
         console.print(file, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"\nNow install it, and compare it with the oracle:\n\n"
         f"  pip install -e {files[0].parent}\n"
-        f"  precondattn conformance --backend {name} --library {library} --mechanism lucid_solve",
+        f"  precondattn conformance --backend {name} --library {library} --mechanism {mechanism}",
         markup=False,
         highlight=False,
         soft_wrap=True,

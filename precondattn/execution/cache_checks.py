@@ -31,7 +31,10 @@ def check_has_states(mechanism: Piece) -> None:
 
 def check_cacheable(mechanism: Piece) -> None:
     if not mechanism.offers.causal:
-        raise ValueError(f"{mechanism}: is not causal, so it can not have a cache")
+        raise ValueError(
+            f"{mechanism}: is not causal, so it can not have a cache: a token that is appended "
+            f"would change the outputs of the tokens before it"
+        )
 
 
 def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: ByName) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from textwrap import fill
 
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.algebra.registry import MechanismClass
@@ -11,6 +12,9 @@ from precondattn.arrays import Array, is_compiling
 from precondattn.execution.build import built, options_of
 from precondattn.execution.input_names import MASKS
 from precondattn.given import Given
+
+WIDTH = 96
+"""Of the lines of a docstring in a stub of 100 columns"""
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
@@ -58,18 +62,18 @@ class _DeclaredCall:
     """What `inspect` takes the signature of a shorthand from, when one asks for it."""
 
     def __init__(self, cls: MechanismClass) -> None:
-        self._cls = cls
+        self.cls = cls
 
     @property
     def __signature__(self) -> inspect.Signature:
         from precondattn.execution.parameters_of_calls import signature_of_shorthand
 
-        return signature_of_shorthand(self._cls)
+        return signature_of_shorthand(self.cls)
 
 
 def _documentation(cls: MechanismClass) -> str:
     equation = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
     lists = zip(("Options", "Those of the softmax inside"), options_of(cls), strict=True)
-    options = [f"{title}: {', '.join(names)}." for title, names in lists if names]
+    options = [fill(f"{title}: {', '.join(names)}.", WIDTH) for title, names in lists if names]
     about = f"`{cls.__name__}`, built from its options and called. An optional input sets its own."
     return "\n".join([equation, "", about, *options])

@@ -7,7 +7,11 @@ from typing import Any
 
 from precondattn.arrays import FLOATING, Array, dtype_name, library_of, namespace
 from precondattn.cache import Cache
+from precondattn.cache.kept import without_kept
+from precondattn.execution import pair_masks
 from precondattn.execution.array_checks import check_stored
+from precondattn.execution.keeping import Keeping
+from precondattn.execution.pair_masks import ATTN_MASK, check_takes_masks
 from precondattn.given import Given
 from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import LayerPlan
@@ -47,7 +51,8 @@ def check_call(
     if mask is not None:
         if library_of(mask) != library or mask.dtype != namespace(mask).bool:
             found = dtype_name(mask) if library_of(mask) else type(mask).__name__
-            raise TypeError(f"mask must be a boolean array of {library}; found {found}")
+            advice = "; where 0 is padding, write mask != 0" if library_of(mask) == library else ""
+            raise TypeError(f"mask must be a boolean array of {library}; found {found}{advice}")
         if tuple(mask.shape) != (b, t):
             raise ValueError(f"mask must have shape {(b, t)}; found {tuple(mask.shape)}")
     if positions is not None:
@@ -67,6 +72,30 @@ def check_call(
         _check_cache(plan, cache, b)
 
 
+def keeping_of(cache: object, keep: Given, states_every: Given) -> Keeping | None:
+    """The states that a call of a layer is asked to keep."""
+    keeping = Keeping.read("Attention", keep, states_every)
+    if keeping is not None and cache is None:
+        raise ValueError("Attention: keep and states_every are for a call with a cache")
+    return keeping
+
+
+def check_attn_mask(plan: LayerPlan, x: Array, attn_mask: Given, mask: Array, cache: Given) -> None:
+    """Raise an error for an attn_mask that does not fit."""
+    if attn_mask is None:
+        return
+    if cache is None:
+        b, t = x.shape[:2]
+        check_takes_masks(plan.mechanism, frozenset({ATTN_MASK}))
+        sizes = {"b": b, "h": plan.sizes.by_letter["h"], "t": t, "s": t}
+        pair_masks.check_attn_mask(str(plan.mechanism), attn_mask, x, sizes)
+    elif mask is not None:
+        raise ValueError(
+            "attn_mask can not be given with mask and a cache: its columns are tokens by their "
+            "position, and padding has none; give key columns that are False"
+        )
+
+
 def check_depth(depth: object) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ValueError(f"depth must be a whole number, 0 or above; found {depth!r}")
@@ -74,7 +103,9 @@ def check_depth(depth: object) -> None:
 
 def check_batch(batch: object) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
-        raise ValueError(f"batch must be a whole number, 0 or above; found {batch!r}")
+        shape = getattr(batch, "shape", None)
+        found = repr(batch) if shape is None else f"an array of shape {tuple(shape)}"
+        raise ValueError(f"batch must be a whole number, 0 or above; found {found}")
 
 
 def _check_cache(plan: LayerPlan, cache: Given, b: int) -> None:
@@ -84,7 +115,7 @@ def _check_cache(plan: LayerPlan, cache: Given, b: int) -> None:
         raise ValueError("cache: it was donated and can not be used again")
     rows = {ROWS + name: (count, *shape) for name, count, shape in plan.histories}
     needed = {*rows, *plan.buffers}
-    if cache.store.keys() - OWN != needed:
+    if without_kept(cache).store.keys() - OWN != needed:
         raise ValueError(
             f"cache is of another layer: it has the buffers {sorted(cache.store)}, and "
             f"{sorted(needed)} are needed"

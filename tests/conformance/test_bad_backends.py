@@ -290,7 +290,7 @@ def test_what_is_declared_is_shown_with_its_reason_and_not_counted(here, tmp_pat
     assert re.search(r"stability +0 of 5 +a head of its own each, as declared \(5\)", printed)
     rows = {row["check"]: row for row in record.checks}
     assert rows["stability"]["declared"] == {"a head of its own each": 5}
-    assert (rows["outputs"]["compared"], rows["outputs"]["of"]) == (1, 8)
+    assert (rows["outputs"]["compared"], rows["outputs"]["of"]) == (1, 9)
     assert all(row["is_enough"] for row in rows.values())
     assert "a head of its own each: 5" in (tmp_path / "page.html").read_text()
     junit = (tmp_path / "junit.xml").read_text()

@@ -48,7 +48,7 @@ def test_explain_refuses_an_unknown_verb(verb):
 
 
 def test_explain_refuses_a_cache_with_arguments_of_a_full_call():
-    text = "softmax: a cache is for extend, which has no segment_ids"
+    text = "softmax: segment_ids divides an extension into several; explain one of them, without"
     packed = {"segment_ids": np.zeros((2, 4), int)}
     refuses(lambda: SOFTMAX.explain(Q, K, V, cache=cache_for(), **packed), ValueError, text)
 

@@ -344,12 +344,6 @@ def test_an_extension_refuses_a_key_mask_of_the_capacity():
     refuses(lambda: SOFTMAX.extend(cache, Q, K, V, key_mask=mask), pa.ShapeError, text)
 
 
-def test_an_extension_refuses_segment_ids():
-    text = "softmax: segment_ids belong to a full call; each sequence has its own cache"
-    ids = np.zeros((2, 4), int)
-    refuses(lambda: by_extend(SOFTMAX, Q, K, V, segment_ids=ids), TypeError, text)
-
-
 def test_an_extension_refuses_a_bias_that_does_not_span_the_capacity():
     text = (
         "softmax[bias=true]: bias is declared (1|b 1|h t c), found shape (1, 1, 4, 4): "

@@ -73,6 +73,14 @@ def inputs_case(name, text, arrays, error, mechanism=SOFTMAX, **named):
             xyz=1,
         ),
         inputs_case(
+            "dropout",
+            "softmax: unknown keyword 'dropout_p' (of PyTorch's scaled_dot_product_attention; here"
+            ": no mechanism drops weights",
+            (Q, K, V),
+            TypeError,
+            dropout_p=0.0,
+        ),
+        inputs_case(
             "input of an option that is off",
             "lucid: unknown keyword 'lucid_beta'; lucid takes q, k, v",
             (Q, K, V),
@@ -103,7 +111,7 @@ def inputs_case(name, text, arrays, error, mechanism=SOFTMAX, **named):
         ),
         inputs_case(
             "fourth by position",
-            "at most 3 by position, the others by name; found 4 by position",
+            "the others by name, as in (q, k, v, bias=bias); found 4 by position",
             (Q, K, V, Q),
             TypeError,
             BIASED,

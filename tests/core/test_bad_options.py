@@ -118,15 +118,15 @@ NORMALIZE = (
         ),
         case(
             "unknown option",
-            "unexpected keyword argument 'windw'",
+            "softmax: unknown option 'windw' (did you mean 'window'?)",
             lambda: pa.Softmax(windw=3),
             TypeError,
         ),
         case(
             "unknown option of a shorthand",
             "softmax: unknown keyword 'causl' (did you mean 'causal'?); options are causal, scale, "
-            "window, bias, forget, read, softcap, sink, inputs q, k, v, and segment_ids, "
-            "cu_seqlens, lengths, key_mask, backend",
+            "window, bias, forget, read, softcap, sink, distance, buckets, max_distance, inputs q, "
+            "k, v, and segment_ids, cu_seqlens, lengths, key_mask, prefix, attn_mask, backend",
             lambda: pa.softmax(Q, K, V, causl=False),
             TypeError,
         ),

@@ -10,6 +10,7 @@ from precondattn.arrays import Array, Arrays
 from precondattn_conformance.case import Case
 from precondattn_conformance.checks.caching import Caching, extended
 from precondattn_conformance.checks.check import Check, Measured, Trial
+from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.disagreement import DisagreementError, require_same
 
 
@@ -27,7 +28,8 @@ with torch.autocast({device}, torch.{dtype}):
     out = mechanism(**wide, backend={backend})"""
 
     def applies(self, case: Case) -> bool:
-        return case.library == "torch"
+        inputs = mechanism_of(case.mechanism).inputs.values()
+        return case.library == "torch" and any(pattern.is_rows for pattern in inputs)
 
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()

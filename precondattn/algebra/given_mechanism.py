@@ -1,0 +1,82 @@
+"""What is given in the place of a mechanism, and what to write instead.
+
+That is the name of one, its class, its shorthand, or an attribute that the package has not.
+"""
+
+from __future__ import annotations
+
+import re
+
+from precondattn.algebra import registry
+from precondattn.algebra.advised_text import advised
+from precondattn.algebra.foreign_mechanisms import (
+    expression_elsewhere,
+    in_our_spelling,
+    mechanism_elsewhere,
+)
+from precondattn.algebra.options import OptionValue
+from precondattn.algebra.text import read_plainly
+
+
+def name_given(value: OptionValue) -> str | None:
+    """The expression of a mechanism, or what stands for one: its text, class or shorthand."""
+    if isinstance(value, str):
+        return value
+    cls = getattr(getattr(value, "__wrapped__", None), "cls", value)
+    if isinstance(cls, type):
+        name: str | None = getattr(cls, "name", None) if hasattr(cls, "variants") else None
+        return name
+    return str(value) if hasattr(value, "program") else None
+
+
+def not_a_mechanism(value: OptionValue) -> TypeError:
+    """The error for what is given as the mechanism of a layer."""
+    given = name_given(value)
+    advice = "" if given is None else f"; write mechanism={given!r}"
+    return TypeError(f"mechanism must be a text or a mechanism; found {value!r}{advice}")
+
+
+def around(outer: str, inner: str) -> str:
+    """What to write for one mechanism around another, or why that is refused."""
+    whole = inner if inner.partition("(")[0] == outer else f"{outer}({inner})"
+    try:
+        return f"write pa.parse({str(read_plainly(whole))!r})"
+    except TypeError as refusal:
+        return str(refusal)
+    except ValueError as error:
+        meant = advised(whole, read_plainly)
+        return str(error) if meant is None else f"write pa.parse({meant!r})"
+
+
+def is_around_another(text: str) -> bool:
+    """Whether an expression begins with the name of a preconditioner."""
+    cls = registry.known(re.split(r"[\[(]", text)[0].strip())
+    return cls is not None and cls.role == "preconditioner"
+
+
+LAYERS = "precondattn.layers.torch", "precondattn.layers.flax"
+TRANSFORMERS = ("precondattn.integrations.transformers",)
+PARALLEL = "precondattn.parallel.torch", "precondattn.parallel.jax"
+PLACES = {
+    **dict.fromkeys(("Attention", "Block", "Decoder", "VisionTransformer"), LAYERS),
+    **dict.fromkeys(("replace_attention", "PrecondattnConfig"), TRANSFORMERS),
+    "PrecondattnForCausalLM": TRANSFORMERS,
+    "context_parallel": PARALLEL,
+    "check": ("precondattn_conformance",),
+}
+"""The modules of names that are not of `import precondattn`."""
+
+
+def attribute_elsewhere(name: str) -> str:
+    """What to write for an attribute that the package has not; empty for any other name."""
+    if name in PLACES:
+        return f"; import it from {' or '.join(PLACES[name])}"
+    known = {n: c for n, c in registry.registered().items() if c.role != "piece"}
+    ours = in_our_spelling(name, known)
+    if ours is not None:
+        return f"; here it is pa.{known[ours].__name__}() or pa.{ours}"
+    elsewhere = mechanism_elsewhere(name, known)
+    if elsewhere is None:
+        return ""
+    expression = repr(expression_elsewhere(name, known))
+    return f"; {elsewhere.replace(expression, f'pa.parse({expression})', 1)}"

@@ -1,0 +1,57 @@
+"""Arrays (b, h, t, d), as other libraries take them: what shapes show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from precondattn.algebra.declaration import HEADS, Inputs, Pattern, ShapeError, Sizes
+from precondattn.arrays import Shape
+from precondattn.given import Given
+
+
+def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causal: bool) -> str:
+    """What to append to a ShapeError; empty unless the shapes fit with tokens and heads exchanged.
+
+    Gates and the like (b, t, h) may be in either layout. There must be more tokens than heads.
+    """
+    rows = {name for name, shape in shapes.items() if len(shape) > 3}
+    for exchanged in (shapes.keys(), rows):
+        others = {
+            name: (shape[0], shape[2], shape[1], *shape[3:])
+            if name in exchanged and _has_both_axes(declared[name], shape)
+            else shape
+            for name, shape in shapes.items()
+        }
+        try:
+            sizes = declared.sizes("", others, known)
+        except ShapeError:
+            continue
+        tokens = sizes.get("t", sizes.get("s", 0))
+        keys, heads = sizes.get("s", tokens), [sizes[x] for x in HEADS if x in sizes]
+        if tokens > max(heads, default=tokens) and (tokens <= keys or not causal):
+            names = ", ".join(name for name in shapes if others[name] != shapes[name])
+            return (
+                f"; these shapes fit with the axes 1 and 2 of {names} exchanged: here the layout "
+                f"is (b, t, h, d), and not (b, h, t, d)"
+            )
+    return ""
+
+
+def advice_on_masks(masks: Mapping[str, Given], sizes: Sizes) -> str:
+    """The same for a mask that does not fit, with as many tokens as there are heads."""
+    tokens = max(sizes[letter] for letter in "ts" if letter in sizes)
+    heads = {sizes[letter] for letter in HEADS if letter in sizes}
+    for name in ("key_mask", "segment_ids", "attn_mask"):
+        shape: Shape = getattr(masks.get(name), "shape", ())
+        if len(shape) > 1 and tokens < shape[-1] and shape[-1] in heads:
+            return (
+                f"; {name} fits with the axes 1 and 2 of q, k, v exchanged: here the layout is "
+                f"(b, t, h, d), and not (b, h, t, d)"
+            )
+    return ""
+
+
+def _has_both_axes(pattern: Pattern, shape: Shape) -> bool:
+    """Whether tokens and heads are its axes 1 and 2."""
+    letters = pattern.letters
+    return len(shape) == len(letters) > 2 and letters[1] in "ts" and letters[2] in HEADS

@@ -1,0 +1,361 @@
+"""A checked call examines the values of its inputs, by what the mechanism declares."""
+
+import math
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+import precondattn as pa
+from precondattn.execution import checks, examined_values
+from precondattn.execution.arguments import bind
+from precondattn.execution.examined_values import examine
+from precondattn.execution.input_names import MASKS
+from precondattn.execution.signature import GivenCall, signature_of
+from precondattn_conformance.declared import expressions
+from precondattn_conformance.inputs import CallLayout, make_inputs
+
+LAYOUT = CallLayout("checked", b=2, t=18, s=18, h=4, n=2, d=4, e=4)
+
+
+def inputs_of(expression, kind="random"):
+    mechanism = pa.parse(expression)
+    return mechanism, make_inputs(mechanism, LAYOUT, kind)
+
+
+def examined(mechanism, x):
+    """Examine a call without computing it."""
+    call = GivenCall("forward", mechanism, (), x, dict.fromkeys(MASKS), "reference")
+    examine(mechanism, bind(call, signature_of(call)), checks.Checks(layout=False), is_full=True)
+
+
+def declared_ranges():
+    """Every declared input with a range or with unit rows, with its pattern."""
+    seen = {}
+    for expression in expressions():
+        for name, pattern in pa.parse(expression).inputs.items():
+            if pattern.unit or pattern.low is not None:
+                seen.setdefault((expression.partition("(")[0], name, pattern.text), expression)
+    return [(expression, name) for (_, name, _), expression in seen.items()]
+
+
+def outside(pattern):
+    """Values outside of what a pattern declares, each with what the error says of it."""
+    if pattern.unit:
+        return [(3.0, "is a row of length 3, not at most 1")]
+    values = []
+    if math.isfinite(pattern.high):
+        values.append((pattern.high + 0.5, f"is {pattern.high + 0.5:g}, not "))
+    if math.isfinite(pattern.low):
+        low = min(pattern.low, 0.0)
+        values.append((low - 0.5, f"is {low - 0.5:g}, not "))
+        if pattern.open_low:
+            values.append((low, f"is {low:g}, not above {low:g}"))
+    if pattern.low > 0:  # The range of what is usual.
+        del values[0]
+    return values
+
+
+def test_every_declared_expression_accepts_the_inputs_that_it_declares():
+    for expression in expressions():
+        examined(*inputs_of(expression))
+
+
+def test_a_value_outside_of_each_declared_range_is_an_error_with_its_place():
+    ranges = declared_ranges()
+    assert len(ranges) > 100
+    for expression, name in ranges:
+        mechanism, x = inputs_of(expression)
+        pattern, good = mechanism.inputs[name], x[name]
+        for value, text in outside(pattern):
+            bad = np.array(good)
+            row = bad if not pattern.unit else bad[..., 0]
+            place = tuple(size - 1 for size in row.shape)
+            if pattern.unit:
+                bad[place] = 0.0
+            bad[(*place, 0) if pattern.unit else place] = value
+            index = f"[{', '.join(map(str, place))}]" if place else ""
+            with pa.checked(layout=False), pytest.raises(ValueError, match=re.escape(text)) as c:
+                mechanism(**{**x, name: bad})
+            assert str(c.value).startswith(f"{mechanism}: {name}{index} is "), expression
+
+
+def test_a_positive_number_outside_of_its_usual_range_passes():
+    mechanism, x = inputs_of("mesa")
+    for value in (1e-3, 1e3):
+        examined(mechanism, {**x, "lam_mesa": np.full_like(x["lam_mesa"], value)})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_errors_except_a_decay_to_nothing(value):
+    mechanism, x = inputs_of("gated_delta")
+    for name in x:
+        bad = {**x, name: x[name].copy()}
+        bad[name].flat[-1] = value
+        if name == "g" and value == -math.inf:
+            examined(mechanism, bad)
+            continue
+        with pytest.raises(ValueError, match=rf"gated_delta: {name}\[.*\] is {value}, not finite"):
+            examined(mechanism, bad)
+    biased, x = inputs_of("softmax[bias=true]")
+    x["bias"] = np.where(np.arange(18) > 9, value, x["bias"])
+    if value == -math.inf:
+        examined(biased, x)
+    else:
+        with pytest.raises(ValueError, match=r"bias\[.*\] is .*, not finite"):
+            examined(biased, x)
+
+
+@pytest.mark.parametrize(
+    ("expression", "name", "advice"),
+    [
+        ("gated_delta", "g", "write log(x) of a decay x, or -softplus(x)"),
+        ("gated_delta", "beta", "write 2 * sigmoid(x)"),
+        ("gated_delta", "k", "by its length, or write qk_norm[norm=l2](gated_delta)"),
+        ("path", "w", "divide each row of w by its length"),
+        ("ccq", "contraction", "write sigmoid(x)"),
+        ("temperature", "tau", "write softplus(x) or exp(x)"),
+    ],
+)
+def test_an_error_says_what_to_write_instead(expression, name, advice):
+    mechanism, x = inputs_of(expression)
+    x[name] = np.where(x[name] > -np.inf, -5.0 if name in ("tau", "contraction") else 5.0, 0)
+    with pytest.raises(ValueError, match=re.escape(advice) + "$"):
+        examined(mechanism, x)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_every_verb_of_every_library_is_checked(library):
+    xp = pytest.importorskip(library)
+    mechanism, x = inputs_of("gated_delta")
+    x = {name: xp.asarray(array) for name, array in x.items()}
+    bad = {**x, "k": 2 * x["k"]}
+    cache = mechanism.init_cache(**x)
+    with pa.checked(layout=False):
+        mechanism(**x)
+        mechanism.extend(cache, **x)
+        for call in (
+            lambda: mechanism(**bad),
+            lambda: mechanism.vjp(**bad),
+            lambda: mechanism.extend(cache, **bad),
+            lambda: mechanism.extend_vjp(cache, **bad),
+        ):
+            with pytest.raises(ValueError, match=r"k\[0, 0, 0\] is a row of length 2, not at most"):
+                call()
+    mechanism(**bad)
+
+
+def test_rows_that_were_rounded_to_bfloat16_have_length_1():
+    torch = pytest.importorskip("torch")
+    mechanism, x = inputs_of("gated_delta")
+    x = {name: torch.tensor(array, dtype=torch.bfloat16) for name, array in x.items()}
+    examined(mechanism, x)
+    x["k"] = x["k"] * 1.02
+    with pytest.raises(ValueError, match=r"is a row of length 1\.0"):
+        examined(mechanism, x)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"lengths": [16, 18]},
+        {"key_mask": np.arange(36).reshape(2, 18) % 18 < 16},
+    ],
+)
+def test_padding_and_masked_keys_are_not_examined(masks):
+    mechanism, x = inputs_of("atk")
+    for name, array in x.items():
+        if "s" in mechanism.inputs[name].letters:
+            array[0, 16:] = np.nan
+            if "key_mask" in masks:
+                array[1, 16:] = np.nan
+    cache = mechanism.init_cache(**x)
+    with pa.checked(layout=False):
+        mechanism(**x, **masks)
+        mechanism.extend(cache, **x, **masks)
+        x["beta_atk"][1, 15] = 0.0
+        with pytest.raises(ValueError, match=r"beta_atk\[1, 15, 0\] is 0, not above 0 and at most"):
+            mechanism(**x, **masks)
+
+
+def test_more_heads_than_tokens_are_a_transposed_layout():
+    heads_first = np.zeros((3, 1, 4, 16, 8))
+    with pa.checked(), pytest.raises(pa.ShapeError, match=r"heads than tokens \(16 and 4\)"):
+        pa.softmax(*heads_first)
+    with pa.checked():
+        pa.softmax(*heads_first[:, :, :1])  # One token.
+        with pa.checked(layout=False):
+            pa.softmax(*heads_first)
+        cache = pa.Softmax().init_cache(*heads_first, capacity=8)
+        pa.Softmax().extend(cache, *heads_first)
+
+
+def test_no_function_of_the_checks_is_called_when_they_are_off():
+    mechanism, x = inputs_of("gated_delta")
+    one = {name: array[:1] for name, array in x.items()}
+    one["k"] *= 2
+    modules = {module.__file__ for module in (checks, examined_values)}
+
+    def functions_called(run):
+        called = []
+
+        def record(frame, event, _):
+            if event == "call" and frame.f_code.co_filename in modules:
+                called.append(frame.f_code.co_name)
+
+        sys.setprofile(record)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return called
+
+    two = mechanism.init_cache(**one, sequences=2)
+    verbs = [
+        lambda: mechanism(**one),
+        lambda: mechanism.vjp(**one),
+        lambda: mechanism.extend(mechanism.init_cache(**one), **one),
+        lambda: mechanism.extend(mechanism.init_cache(**one), **one, keep=2),
+        lambda: mechanism.extend(two, **one, cu_seqlens=[0, 5, 18]),
+        lambda: mechanism.extend_vjp(two, **one, cu_seqlens=[0, 5, 18]),
+        lambda: pa.gated_delta(**one),
+    ]
+    assert not checks.contexts
+    for run in verbs:
+        assert not functions_called(run)
+        with pa.checked(), pytest.raises(ValueError, match="is a row of length 2"):
+            run()
+    assert not checks.contexts
+
+
+KINDS = [
+    ("softmax", "v", math.nan, "v[0, 0, 0, 0] is nan, not finite"),
+    ("delta", "k", 2.0, "k[0, 0, 0] is a row of length 4, not at most 1"),
+    ("gated_delta", "g", 0.5, "g[0, 0, 0] is 0.5, not at most 0"),
+    ("delta", "beta", 3.0, "beta[0, 0, 0] is 3, not between 0 and 2"),
+    ("ccq", "contraction", 1.5, "contraction[0, 0, 0] is 1.5, not "),
+    ("mesa", "lam_mesa", 0.0, "is 0, not above 0"),
+    ("softmax", None, 0.0, "more heads than tokens (4 and 3)"),
+]
+"""A mechanism, its input, what all entries are, and the error: one for each kind of values."""
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+@pytest.mark.parametrize(("expression", "name", "value", "text"), KINDS)
+def test_each_kind_of_values_is_examined_on_each_library(library, expression, name, value, text):
+    xp = pytest.importorskip(library)
+    mechanism, x = inputs_of(expression)
+    if name is None:
+        x = {each: array[:, :3] for each, array in x.items()}
+    else:
+        x[name] = np.full_like(x[name], value)
+    arrays = {each: xp.asarray(array) for each, array in x.items()}
+    with pa.checked(), pytest.raises(ValueError, match=re.escape(text)):
+        mechanism(**arrays)
+    if name is None:
+        with pa.checked(layout=False):
+            mechanism(**arrays)
+
+
+def test_random_keys_are_an_error_before_numpy_warns_and_what_it_says_to_write_helps():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 1, 300, 2, 8))
+    gates = {"g": -rng.random((1, 300, 2)), "beta": rng.random((1, 300, 2))}
+    text = re.escape("gated_delta: k[0, 0, 0] is a row of length 2.717, not at most 1 (599 more)")
+    with warnings.catch_warnings(), pa.checked():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=text) as caught:
+            pa.gated_delta(q, k, v, **gates)
+        advised = re.search(r"or write (\S+)$", str(caught.value))[1]
+        assert np.abs(pa.parse(advised)(q, k, v, **gates)).max() < 100
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options"),
+    [
+        (2, {"cu_seqlens": [0, 3, 16]}),
+        (4, {"segment_ids": np.asarray([[0] * 5 + [1] * 13, [2] * 12 + [3] * 6])}),
+        (2, {"keep": 9, "lengths": [16, 18]}),
+        (2, {"states_every": 5, "lengths": [16, 18]}),
+    ],
+)
+def test_the_place_is_that_in_the_given_tokens_where_an_extension_is_divided(sequences, options):
+    mechanism, x = inputs_of("gated_delta")
+    if "cu_seqlens" in options:
+        x = {name: array[:1] for name, array in x.items()}
+    cache = mechanism.init_cache(**x, sequences=sequences)
+    if "segment_ids" not in options:
+        x["k"][0, 16:] = np.nan  # Padding.
+    with pa.checked(layout=False):
+        mechanism.extend(cache, **x, **options)
+        x["k"][0, 11, 1] *= 2
+        with pytest.raises(
+            ValueError, match=r": k\[0, 11, 1\] is a row of length 2, not at most 1"
+        ):
+            mechanism.extend(cache, **x, **options, donate=True)
+    assert cache.store  # Nothing was written to it.
+
+
+def test_a_context_is_of_its_thread():
+    mechanism, x = inputs_of("delta")
+    x["k"] *= 2
+    shapes = []
+    with pa.checked():
+        thread = threading.Thread(target=lambda: shapes.append(mechanism(**x).shape))
+        thread.start()
+        thread.join()
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize(("variable", "passes"), [("0", True), ("", True), ("1", False)])
+def test_a_variable_checks_every_call_of_a_process(variable, passes):
+    code = "import numpy as np, precondattn as pa; pa.softmax(*np.full((3, 1, 2, 1, 2), np.nan))"
+    environment = {"PRECONDATTN_CHECKED": variable, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == passes
+    assert ("q[0, 0, 0, 0] is nan, not finite" in done.stderr) != passes
+
+
+def test_a_traced_call_says_that_values_can_not_be_looked_at():
+    warns = pytest.warns(pa.NotCheckedWarning, match="can not look at the values of q, which are")
+    mechanism, x = inputs_of("delta")
+    x["k"] *= 2
+    jax = pytest.importorskip("jax")
+    arrays = {name: jax.numpy.asarray(array) for name, array in x.items()}
+    with pa.checked(), warns:
+        jax.jit(lambda x: mechanism(**x))(arrays)
+
+
+def test_a_compiled_or_mapped_call_of_pytorch_says_so_too():
+    torch = pytest.importorskip("torch")
+    mechanism, x = inputs_of("delta")
+    tensors = {name: torch.tensor(2 * array) for name, array in x.items()}
+    by_vmap = torch.func.vmap(lambda x: mechanism(**x))
+    with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values"):
+        by_vmap({name: each[None] for name, each in tensors.items()})
+
+
+@pytest.mark.thorough
+def test_a_call_that_pytorch_compiles_says_so_too():
+    torch = pytest.importorskip("torch")
+    mechanism, x = inputs_of("delta")
+    tensors = {name: torch.tensor(array) for name, array in x.items()}
+    compiled = torch.compile(lambda x: mechanism(**x), backend="aot_eager", fullgraph=True)
+    with pa.checked(), pytest.warns(pa.NotCheckedWarning, match="can not look at the values"):
+        compiled(tensors)
+
+
+def test_published_recipes_of_layers_pass():
+    torch = pytest.importorskip("torch")
+    from precondattn.layers.torch import Attention
+
+    x = 3 * torch.randn(1, 10, 16)
+    with pa.checked(layout=False):
+        for name in ("gated_delta", "kda", "comba", "dplr", "path", "gsa", "ccq(delta)", "mesa"):
+            Attention(16, heads=2, mechanism=name)(x)
