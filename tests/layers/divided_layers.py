@@ -22,6 +22,7 @@ REFUSED = {
     "gsa": "gsa: the recipe of out computes all heads together, and each of 2 devices has some",
     "hgrn2": "hgrn2: the recipe of out computes all heads together",
     "row_normalized(gsa)": "the recipe of out computes all heads together",
+    "lucid(softmax[distance=slopes])": "the recipe of slopes computes all heads together",
 }
 LAYERS = ["gated_delta", {"mechanism": "lucid", "kv_heads": 1}]
 
@@ -155,6 +156,8 @@ def bad_input(mesh):
     sharded = fully_shard(decoder(), mesh=mesh)
     cut = decoder()
     divide_tokens(cut, mesh)
+    wrapped = decoder()
+    wrapped.blocks[0].mlp.up_proj = torch.nn.Sequential(wrapped.blocks[0].mlp.up_proj)
     cases = [
         (decoder(), "tp", TypeError, "mesh must be a DeviceMesh, such as .*; found str"),
         (decoder(), plane, ValueError, "mesh must have one dimension, such as .*; found 2"),
@@ -163,6 +166,7 @@ def bad_input(mesh):
         (decoder(vocabulary=11), mesh, ValueError, "vocabulary must be a multiple.*vocabulary=11"),
         (torch.nn.Linear(2, 2), mesh, ValueError, "model has no Attention; found Linear"),
         (sharded, mesh, ValueError, "parameters are DTensors already; it comes before fully_sh"),
+        (wrapped, mesh, TypeError, "blocks.0.mlp.up_proj must be an nn.Linear .*Sequential"),
         (cut, mesh, ValueError, "tokens and weights must be divided along two dimensions"),
         # An error of one process, and other weights.
         (decoder(heads=4 if first else 3), mesh, ValueError, "process 1: .*found u=3"),

@@ -65,7 +65,8 @@ def attention(
     ------
     ValueError
         for what the mechanism does not have: dropout, returned weights, a position bias, another
-        scale, window or cap than when the attention was replaced, and a mask of one's own.
+        scale, window or cap than when the attention was replaced, and a mask of one's own that is
+        not boolean or does not restrict the mechanism's pattern.
     """
     replacement: Replacement | None = getattr(module, NAME, None)
     if replacement is None:
@@ -83,18 +84,19 @@ def attention(
     }
     if replacement.options.sink:
         arrays["sink"] = others["s_aux"]
-    key_mask, segment_ids = read(attention_mask)
+    first = 0 if layer is None else layer.get_seq_length()
+    masks = read(attention_mask, replacement.mechanism, first, query.shape[2])
     if layer is not None:
-        if segment_ids is not None:
+        if masks.segment_ids is not None:
             raise ValueError("position_ids: packed sequences can not be cached")
-        return layer.extend(replacement.mechanism, arrays, key_mask), None
+        given = masks.key_mask, masks.attn_mask
+        return layer.extend(replacement.mechanism, arrays, *given), None
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries, from a cache that "
             f"the mechanism did not fill"
         )
-    out = replacement.mechanism(**arrays, key_mask=key_mask, segment_ids=segment_ids)
-    return out, None
+    return replacement.mechanism(**arrays, **masks._asdict()), None
 
 
 def _check(

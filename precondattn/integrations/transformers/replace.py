@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
+from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.integrations.transformers import learned
 from precondattn.integrations.transformers.attention import (
@@ -158,7 +160,7 @@ def _for_layers(
     parsed = [parse(one) if isinstance(one, str) else one for one in wanted]
     for one in parsed:
         if not isinstance(one, Mechanism):
-            raise TypeError(f"mechanism: a text or a Mechanism expected; found {one!r}")
+            raise not_a_mechanism(one)
     return parsed  # type: ignore[return-value]
 
 
@@ -188,6 +190,12 @@ def _replace(
     learned.add_parameters(module, mechanism, inputs, sizes)
     handle = module.register_forward_pre_hook(pass_cache_layer, with_kwargs=True)
     setattr(module, NAME, Replacement(mechanism, options, inputs, handle))
+    module.extra_repr = partial(_shown, module.extra_repr(), str(mechanism))
+
+
+def _shown(own: str, mechanism: str) -> str:
+    """What `print` shows of an attention module, besides the modules in it."""
+    return ", ".join(filter(None, (own, f"mechanism={mechanism!r}")))
 
 
 def _forget(module: nn.Module) -> None:
@@ -197,5 +205,6 @@ def _forget(module: nn.Module) -> None:
         return
     earlier.handle.remove()
     delattr(module, NAME)
+    delattr(module, "extra_repr")
     if hasattr(module, learned.NAME):
         delattr(module, learned.NAME)

@@ -62,20 +62,36 @@ class _NoKeys:
         return None
 
 
+def kernel_of(module: Module) -> jax.Array | None:
+    """W of a linear map, inside of what wraps its module, if it is an array in floating point."""
+    while not hasattr(module, "kernel") and hasattr(module, "base_module"):  # As of `nnx.LoRA`.
+        module = module.base_module
+    kernel = getattr(module, "kernel", None)
+    if not isinstance(kernel, nnx.Variable):
+        return None
+    array = kernel[...]
+    is_weight = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jnp.floating)
+    return array if is_weight else None
+
+
 class ModuleMap(LinearMap):
-    """A linear map of a layer, computed by the module that has its place and name now."""
+    """A linear map of a layer, computed by the module that has its place and name now.
+
+    That is an `nnx.Linear`, or what a tool has put there: a quantized one, or one with adapters.
+    """
 
     def __init__(self, of_map: Map, module: Module) -> None:
         self.map, self.module = of_map, module
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.map.joined(x)
-        kernel = jax.typeof(self.module.kernel[...]).sharding
-        if not (kernel.mesh.explicit_axes or jax.typeof(x).sharding.mesh.explicit_axes):
+        x, kernel = self.map.joined(x), kernel_of(self.module)
+        own = jax.typeof(x).sharding
+        of_weight = own if kernel is None else jax.typeof(kernel).sharding
+        if kernel is None or not (own.mesh.explicit_axes or of_weight.mesh.explicit_axes):
             y: jax.Array = self.map.split(self.module(x))
             return y
         # JAX's explicit mode has to be given the sharding of a sum over shards.
-        spec = jax.sharding.PartitionSpec(*jax.typeof(x).sharding.spec[:-1], *kernel.spec[1:])
+        spec = jax.sharding.PartitionSpec(*own.spec[:-1], *of_weight.spec[1:])
         split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
         return split
 

@@ -54,8 +54,9 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
     TypeError, ValueError
         On all processes alike: for a model without such layers or one that is divided already, a
         mesh of several dimensions, or the processes of `divide_tokens`; for heads, inner channels
-        and a vocabulary that can not be divided. Key/value heads may be fewer than processes, if
-        their number divides that of processes.
+        and a vocabulary that can not be divided, and linear maps with adapters or quantized
+        weights. Key/value heads may be fewer than processes, if their number divides that of
+        processes.
 
     Examples
     --------
@@ -102,6 +103,11 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
         raise ValueError(
             "parameters are DTensors already; it comes before fully_shard, and only once"
         )
+    for own, child in module.named_children():
+        if f"{own}.weight" in module.declared:
+            path = f"{name}.{own}" if name else own
+            check_plain(path, child)
+            check_ordinary(f"{path}.weight", child.weight)
     devices, device = mesh.size(), mesh.get_local_rank()
     plan = getattr(module, "plan", None)
     try:
@@ -127,6 +133,27 @@ def _distribute(module: Declared, divided: DividedWeights) -> None:
         new = nn.Parameter(part, requires_grad=parameter.requires_grad)
         module.get_submodule(path).register_parameter(own, new)
     module.divided_weights = divided
+
+
+def check_plain(name: str, module: Module) -> None:
+    """Raise an error for the module of a linear map of which a part can not be called."""
+    kind = type(module)
+    if kind is nn.Linear and not (module._forward_pre_hooks or module._forward_hooks):
+        return
+    found = "hooks" if kind is nn.Linear else f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(
+        f"{name} must be an nn.Linear without hooks or adapters, since each process computes a "
+        f"part of it; found {found}"
+    )
+
+
+def check_ordinary(name: str, weight: Tensor) -> None:
+    """Raise an error for a weight that is not stored as numbers in floating point."""
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise TypeError(
+            f"{name} must be an ordinary tensor, of which each process takes a part; "
+            f"found {type(weight).__name__}"
+        )
 
 
 class DividedWeights:
@@ -166,6 +193,11 @@ class DividedWeights:
         `is_term`: of a weight that all have, the gradient here is a term of the sum.
         """
         share = self.shares[name]
+        if not hasattr(parameter, "to_local"):
+            raise TypeError(
+                f"{OWNER}: {name} must be the DTensor that it made; "
+                f"found {type(parameter).__name__}"
+            )
         local: Tensor = parameter.to_local()
         if share.is_sharded or not is_term:
             return local
@@ -185,11 +217,7 @@ class DividedWeights:
         from precondattn.layers.torch.module import PartOfMap
 
         name = of_map.name
-        if type(module) is not nn.Linear or module._forward_pre_hooks or module._forward_hooks:
-            raise TypeError(
-                f"{OWNER}: {name} must be an nn.Linear without hooks, since each process computes "
-                f"a part of it; found {module}"
-            )
+        check_plain(f"{OWNER}: {name}", module)
         bias = module.bias if with_bias else None
         if bias is not None:
             bias = self.part(f"{name}.bias", bias)

@@ -180,10 +180,16 @@ def test_what_is_causal_only_and_other_encoders_are_refused_with_the_reason():
         states(dropped.train(), inputs_of("Bert")[0])
 
 
-def test_a_mask_of_another_pattern_is_refused():
+def test_a_boolean_mask_of_pairs_is_that_of_the_model_and_numbers_are_refused():
     model, (given, _) = replace_attention(model_of("Bert"), "softmax"), inputs_of("Bert")
-    with pytest.raises(ValueError, match="a mask of your own"):
-        model(given["input_ids"], attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool).tril())
+    pairs = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
+    found, expected = (
+        each(given["input_ids"], attention_mask=pairs).last_hidden_state
+        for each in (model, model_of("Bert"))
+    )
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="a boolean mask of your own"):
+        model(given["input_ids"], attention_mask=torch.where(pairs, 0.0, -0.5))
 
 
 def test_a_decoder_that_its_configuration_calls_bidirectional_is_an_encoder():

@@ -19,11 +19,13 @@ from transformers import (
 )
 
 import precondattn as pa
+from precondattn.cache import Cache
 from precondattn.integrations.transformers import (
     PrecondattnCache,
     PrecondattnConfig,
     PrecondattnForCausalLM,
 )
+from precondattn.integrations.transformers.model.drafts import DraftRecording
 from precondattn.layers.recipes import Rotary
 from tests.layers.earlier.make_fixtures import TOKENS
 from tests.layers.layer_cases import CAUSAL, sizes_for
@@ -344,6 +346,19 @@ def test_rejected_drafts_leave_no_trace(mechanism, monkeypatch):
     assert min(removed) < 0
 
 
+@pytest.mark.parametrize("mechanism", ["gated_delta", "ccq(gla)", "mlstm"])
+def test_drafts_of_a_state_are_rejected_without_a_second_pass(mechanism, monkeypatch):
+    model, (ids, _) = made(mechanism), prompts()
+    repeated = ids[1:].repeat(1, 2)
+    greedy = written(model, repeated, None, do_sample=False, use_cache=False)
+    cropped, crop = [], Cache.crop
+    monkeypatch.setattr(Cache, "crop", lambda *a: cropped.append(a[1]) or crop(*a))
+    monkeypatch.setattr(DraftRecording, "before", None)
+    found = written(model, repeated, None, do_sample=False, prompt_lookup_num_tokens=3)
+    assert found.sequences.tolist() == greedy.sequences.tolist()
+    assert cropped
+
+
 @pytest.mark.parametrize(
     "layers", [["gated_delta"], ["softmax[window=3]"], ["ccq(gla)"], ["gated_delta", "lucid"]]
 )
@@ -465,6 +480,16 @@ def test_embeddings_are_resized():
     [
         ({"mechanism": "lucidd"}, ValueError, "lucid"),
         ({"mechanism": 3}, TypeError, "mechanism must be a text or a mechanism; found 3"),
+        (
+            {"sliding_window": 16},
+            TypeError,
+            r"has no effect \(of Transformers; here: mechanism='softmax\[window=128\]'\)",
+        ),
+        (
+            {"rope_theta": 1e6},
+            TypeError,
+            r"recipes=\{x: Rotary\(theta=rope_theta\) for x in 'qk'\}",
+        ),
         ({"mechanism": "softmax[causal=false]"}, ValueError, "causal"),
         ({"mechanism": "gla", "layer_types": ["gla"]}, ValueError, "not both"),
         ({"layer_types": ["gla"] * 3}, ValueError, "each of the num_hidden_layers=2 .*found 3"),
@@ -555,3 +580,67 @@ def test_caches_that_can_not_be_are_refused():
             model(ids[:1], past_key_values=cache)
     with pytest.raises(TypeError, match="filled by PrecondattnForCausalLM only"):
         cache.update(torch.ones(1), torch.ones(1), 0)
+
+
+def test_a_rate_of_dropout_is_refused_and_not_ignored():
+    for name in ("attention_dropout", "dropout", "resid_pdrop"):
+        with pytest.raises(TypeError, match=f"{name}: no mechanism drops weights"):
+            PrecondattnConfig(**{name: 0.1})
+    PrecondattnConfig(attention_dropout=0.0)
+
+
+def of_softmax(layers=("softmax", "laser")):
+    return PrecondattnForCausalLM(PrecondattnConfig(**SMALL, layer_types=[*layers])).eval()
+
+
+def test_a_model_takes_a_boolean_mask_of_pairs_and_a_prefix():
+    model, ids = of_softmax(), torch.randint(VOCABULARY, (2, 9))
+    pairs = (torch.rand(2, 1, 9, 9) > 0.4).tril()
+    prefix = torch.tensor([2, 4])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=pairs, prefix=prefix, use_cache=False).logits
+        x = model.model.embed_tokens(ids)
+        for block in model.model.layers:
+            x = block(x, attn_mask=pairs, prefix=prefix)
+        torch.testing.assert_close(model.lm_head(model.model.norm(x)), expected)
+        cache, parts = PrecondattnCache(model.config), []
+        for start, stop in ((0, 5), (5, 6), (6, 9)):
+            mask = pairs[:, :, start:stop, :stop]
+            given = {"attention_mask": mask, "past_key_values": cache, "prefix": prefix}
+            parts.append(model(ids[:, start:stop], **given).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+
+
+def test_generation_sees_a_prefix_of_a_padded_prompt():
+    model, ids = of_softmax(), torch.randint(VOCABULARY, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    prefix, options = torch.tensor([2, 4]), {"max_new_tokens": 4, "do_sample": False}
+    found = model.generate(ids, attention_mask=mask, prefix=prefix, **options)
+    for i, start in enumerate((3, 0)):
+        alone = ids[i : i + 1, start:]
+        expected = model.generate(alone, prefix=prefix[i : i + 1], **options)
+        torch.testing.assert_close(found[i : i + 1, start:], expected)
+    assert not torch.equal(found, model.generate(ids, attention_mask=mask, **options))
+
+
+def test_masks_of_pairs_that_do_not_fit_a_model_are_refused():
+    model, ids = of_softmax(), torch.randint(VOCABULARY, (2, 5))
+    pairs = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    with pytest.raises(TypeError, match=r"must be boolean, True where .* found torch.float32"):
+        model(ids, attention_mask=torch.where(pairs, 0.0, -torch.inf))
+    with pytest.raises(ValueError, match=r"\(2 or 1, heads or 1, 5, 5\), a column for each"):
+        model(ids, attention_mask=pairs[..., :4])
+    with pytest.raises(ValueError, match="whose pattern is causal"):
+        model(ids, attention_mask=pairs.mT)
+    cache = PrecondattnCache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=torch.tensor([[0, 1, 1, 1, 1]] * 2), past_key_values=cache)
+    with pytest.raises(ValueError, match="can not follow padding in the cache"):
+        model(
+            ids[:, :1],
+            attention_mask=torch.ones(2, 1, 1, 6, dtype=torch.bool),
+            past_key_values=cache,
+        )
+    with pytest.raises(ValueError, match="takes no prefix: gated_delta sums up all tokens"):
+        of_softmax(["softmax", "gated_delta"])(ids, prefix=torch.tensor([1, 2]))

@@ -13,13 +13,17 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, T5Config, T5ForC
 from transformers.masking_utils import or_masks
 
 import precondattn as pa
-from precondattn.integrations.transformers import replace_attention, restore_attention
+from precondattn.integrations.transformers import (
+    replace_attention,
+    restore_attention,
+    static_cache,
+)
 from precondattn.integrations.transformers.attention import NAME
 from precondattn.integrations.transformers.interface import (
     bidirectional_mask_function,
     causal_mask_function,
 )
-from precondattn.integrations.transformers.masks import traced_sequences
+from precondattn.integrations.transformers.masks import read, traced_sequences
 from precondattn.layers.torch import Attention
 from tests.integrations.transformers.small_models import FAMILIES, SIZES, model_of, prompts
 
@@ -266,6 +270,53 @@ def test_arguments_are_checked():
         restore_attention(model)
 
 
+def test_print_shows_the_mechanism_of_each_layer_until_it_is_restored():
+    model = model_of()
+    before = str(model)
+    replace_attention(model, layers=["softmax", "lucid"])
+    replace_attention(model, layers=["lucid(laser)", "lucid"])
+    shown = str(copy.deepcopy(model))
+    assert shown.count("mechanism=") == 2
+    assert shown.index("mechanism='lucid(laser") < shown.index("mechanism='lucid(softmax")
+    assert str(restore_attention(model)) == before
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_boolean_mask_of_pairs_gives_what_the_model_gives(family):
+    ids, _ = prompts()
+    model, t = model_of(family), ids.shape[1]
+    model.set_attn_implementation("sdpa")
+    own = (torch.rand(2, 1, t, t) > 0.4).tril() | torch.eye(t, dtype=torch.bool)
+    window = getattr(model.config, "sliding_window", None)
+    if window:
+        own &= torch.ones(t, t, dtype=torch.bool).triu(1 - window)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=own, use_cache=False).logits
+        model = replace_attention(model, "softmax")
+        found = model(ids, attention_mask=own, use_cache=False).logits
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+        if window:
+            return  # The cache of a window refuses it.
+        for cache in (transformers.DynamicCache(), static_cache(model, t + 3)):
+            parts = []
+            for start, stop in ((0, 5), (5, 9), (9, t)):
+                mask = own[:, :, start:stop, :stop]
+                given = {"attention_mask": mask, "past_key_values": cache}
+                parts.append(model(ids[:, start:stop], **given).logits)
+            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_mask_of_pairs_that_is_no_restriction_of_the_pattern_is_refused(monkeypatch):
+    ids, _ = prompts()
+    model, t = replace_attention(model_of(), "softmax"), ids.shape[1]
+    everything = torch.ones(2, 1, t, t, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"where softmax.* does not, whose pattern is causal"):
+        model(ids, attention_mask=everything)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="has to be read, which compiled code does not do"):
+        read(everything.tril(), pa.Softmax(), 0, t)
+
+
 def test_what_a_call_asks_for_and_a_mechanism_has_not_is_refused():
     ids, _ = prompts()
     model = replace_attention(model_of(attention_dropout=0.1), "lucid")
@@ -274,8 +325,10 @@ def test_what_a_call_asks_for_and_a_mechanism_has_not_is_refused():
     model.eval()
     model(ids)
     causal = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
-    with pytest.raises(ValueError, match="a mask of your own"):
+    with pytest.raises(ValueError, match="takes no attn_mask: lucid's triangular solve"):
         model(ids, attention_mask=causal)
+    with pytest.raises(ValueError, match=r"a boolean mask of your own .* found .* torch.float32"):
+        model(ids, attention_mask=causal.float())
     with pytest.raises(ValueError, match="output_attentions"):
         model(ids, output_attentions=True)
     restore_attention(model)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from precondattn.algebra.foreign_keywords import (
+    LAYER,
+    NO_DROPOUT,
+    is_dropout,
+    keyword_elsewhere,
+)
 from precondattn.given import Arguments, Given
 from precondattn.integrations.transformers.interface import PreTrainedConfig, strict
 from precondattn.integrations.transformers.model.layer_arguments import (
@@ -13,6 +19,11 @@ from precondattn.integrations.transformers.model.layer_arguments import (
 from precondattn.integrations.transformers.model.recipes import to_json
 
 LAYERS = 6
+OF_OTHERS = ("sliding_window", "rope_theta", "use_rope", "use_short_conv", "conv_size", "qk_norm")
+"""Settings in configurations of others, for which there are mechanisms and recipes here.
+
+Transformers keeps any other argument as an attribute, without an effect.
+"""
 
 
 @strict
@@ -94,6 +105,12 @@ class PrecondattnConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Given) -> None:
+        for name in (name for name, rate in kwargs.items() if rate and is_dropout(name)):
+            raise TypeError(f"PrecondattnConfig: {name}: {NO_DROPOUT}")
+        for name in (name for name in OF_OTHERS if kwargs.get(name) is not None):
+            raise TypeError(
+                f"PrecondattnConfig: {name} has no effect{keyword_elsewhere(name, LAYER)}"
+            )
         if self.mechanism is not None and self.layer_types is not None:
             raise ValueError(
                 f"pass mechanism or layer_types, not both; found mechanism={self.mechanism!r} and "

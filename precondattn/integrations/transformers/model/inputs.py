@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from precondattn.given import Given
+from precondattn.integrations.transformers.masks import check_own_pattern
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 
 RECORDED = ("output_hidden_states",)
@@ -69,6 +70,37 @@ def mask_of_new(attention_mask: Given, batch: int, count: int, cache: Given) -> 
     new = valid[:, past:]
     # Padding of the prompt only: the new tokens of every step are valid.
     return None if not torch.compiler.is_compiling() and new.all() else new
+
+
+def pairs_of_new(
+    attention_mask: Given, batch: int, count: int, cache: Given, layers: nn.ModuleList
+) -> Tensor | None:
+    """A mask of pairs (b or 1, heads or 1, t, cached + t); None for one of padding, or none."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
+        return None
+    if attention_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attention_mask: a mask of pairs must be boolean, True where a token may attend to "
+            f"another; found {attention_mask.dtype}"
+        )
+    past = 0 if cache is None else cache.get_seq_length()
+    if attention_mask.shape[0] not in (1, batch) or attention_mask.shape[2:] != (
+        count,
+        past + count,
+    ):
+        raise ValueError(
+            f"attention_mask: a mask of pairs must have shape ({batch} or 1, heads or 1, {count}, "
+            f"{past + count}), a column for each of the {past} cached and {count} new tokens; "
+            f"found {tuple(attention_mask.shape)}"
+        )
+    if cache is not None and cache.valid is not None:
+        raise ValueError(
+            "attention_mask: a mask of pairs can not follow padding in the cache, which it has no "
+            "columns for"
+        )
+    for block in layers:
+        check_own_pattern(attention_mask, block.attention.mechanism, past)
+    return attention_mask
 
 
 def check_positions(positions: Given, mask: Given, cache: Given) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.given import Given
 from precondattn.integrations.transformers.interface import HFConfig
@@ -42,7 +43,7 @@ def mechanism_text(mechanism: Given) -> str:
                 f"mechanism: a configuration stores its text, and {str(parsed)!r} is another one"
             )
     else:
-        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+        raise not_a_mechanism(mechanism)
     if not parsed.offers.causal:
         raise ValueError(f"mechanism: {parsed} is not causal, as a language model has to be")
     return str(parsed)

@@ -32,6 +32,7 @@ from precondattn.integrations.transformers.model.inputs import (
     check_cache,
     check_positions,
     mask_of_new,
+    pairs_of_new,
 )
 from precondattn.integrations.transformers.model.layer_arguments import layer_arguments
 from precondattn.layers.torch import Block
@@ -48,6 +49,8 @@ class PrecondattnBlock(GradientCheckpointingLayer, Block):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         past_key_values: PrecondattnCache | None = None,
+        attn_mask: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> Tree:
         """The new x (b, t, width)."""
         if next(self.attention.parameters()).is_meta is not x.is_meta:
@@ -56,27 +59,33 @@ class PrecondattnBlock(GradientCheckpointingLayer, Block):
                 "that computes"
             )
         if past_key_values is None:
-            return super().forward(x, mask=mask, positions=positions)
+            return super().forward(
+                x, mask=mask, positions=positions, attn_mask=attn_mask, prefix=prefix
+            )
         layer = past_key_values.layers[self.index]
         batch, count = x.shape[:2]
         before = layer.room_for(self.attention, batch, count)
 
         def extended(cache: Cache, count: int, x: Tensor = x) -> Cache:
-            """The cache with the first tokens of this call."""
+            """The cache with the first tokens of this call. Such a cache has no masks of pairs."""
             first = [None if each is None else each[:, :count] for each in (mask, positions)]
             y = self.attention_norm(x[:, :count])
             longer: Cache = self.attention(y, mask=first[0], positions=first[1], cache=cache)[1]
             return longer
 
         is_kept = layer.keep(before, extended)
+        drafts = layer.drafts(before, min(past_key_values.drafts, count))
         x, cache = super().forward(
             x,
             mask=mask,
             positions=positions,
             cache=before,
             donate=not torch.is_grad_enabled() and not is_kept,
+            keep=drafts,
+            attn_mask=attn_mask,
+            prefix=prefix,
         )
-        layer.hold(cache, count)
+        layer.hold(cache, count, drafts)
         return x
 
 
@@ -102,13 +111,14 @@ class PrecondattnPreTrainedModel(PreTrainedModel):
         checkpoint_files: object,
         load_config: Given,
         *given: object,
+        **named: object,
     ) -> Given:
         """As of Transformers, and from folders that were saved by earlier names of weights."""
         ours = converters(model)
         mapping = [*(load_config.weight_mapping or []), *ours]
         load_config = replace(load_config, weight_mapping=mapping)
         loaded = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *given
+            model, state_dict, checkpoint_files, load_config, *given, **named
         )
         # Transformers reverses what remains here when the model is saved.
         model._weight_conversions = [c for c in model._weight_conversions if c not in ours]
@@ -161,6 +171,7 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         past_key_values: PrecondattnCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        prefix: Tensor | None = None,
         **kwargs: Given,
     ) -> Tree:
         """The hidden states (b, t, width); arguments as of `PrecondattnForCausalLM`."""
@@ -176,9 +187,18 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = PrecondattnCache(self.config)
         check_positions(position_ids, attention_mask, past_key_values)
-        mask = mask_of_new(attention_mask, x.shape[0], x.shape[1], past_key_values)
+        new = x.shape[0], x.shape[1], past_key_values
+        pairs = pairs_of_new(attention_mask, *new, self.layers)
+        mask = mask_of_new(attention_mask if pairs is None else None, *new)
         for block in self.layers:
-            x = block(x, mask=mask, positions=position_ids, past_key_values=past_key_values)
+            x = block(
+                x,
+                mask=mask,
+                positions=position_ids,
+                past_key_values=past_key_values,
+                attn_mask=pairs,
+                prefix=prefix,
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values
         )
@@ -225,6 +245,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        prefix: Tensor | None = None,
         **kwargs: Given,
     ) -> Tree:
         """The logits, and the loss if there are labels.
@@ -233,7 +254,9 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         ----------
         input_ids : integer tensor (b, t)
         attention_mask : tensor of integers or booleans (b, cached + t), optional
-            0 for padding, at any place.
+            0 for padding, at any place. Or a boolean mask of pairs (b or 1, heads or 1, t,
+            cached + t), True where a token may attend to another, for softmax and what is around
+            it. It restricts causality and windows, and does not replace them.
         position_ids : integer tensor (b, t) or (1, t), optional
             For rotations; by default the valid tokens are counted.
         past_key_values : PrecondattnCache, optional
@@ -246,8 +269,14 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             Whether a cache is made; that of the configuration by default, without gradients only.
         logits_to_keep : int or tensor
             Logits of the last tokens only, or of these; 0 for all.
+        prefix : integer tensor (b,), optional
+            Every token sees the first `prefix` valid tokens of its sequence, as in `Attention`.
         """
         check_arguments(kwargs, () if labels is None else LOSS)
+        if isinstance(past_key_values, PrecondattnCache):
+            # Assisted decoding asks for the logits of its drafts, and of the token before them.
+            is_number = isinstance(logits_to_keep, int)
+            past_key_values.drafts = max(logits_to_keep - 1, 0) if is_number else 0
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -255,6 +284,7 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            prefix=prefix,
             **{name: kwargs.pop(name) for name in RECORDED if name in kwargs},
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,0 +1,128 @@
+"""Adapters of PEFT on the linear maps of our models."""
+
+import pytest
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import peft
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from precondattn.integrations.transformers import PrecondattnConfig, PrecondattnForCausalLM
+from precondattn.layers.torch import Decoder
+
+pytestmark = [
+    pytest.mark.thorough,
+    # PEFT calls what Transformers has renamed.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is dep:FutureWarning"),
+]
+
+LAYERS = ["gated_delta", "lucid", "mlstm"]
+TOKENS = torch.arange(4 * 12).reshape(4, 12) * 7 % 31
+ALL = {"target_modules": "all-linear", "r": 4}
+
+
+def decoder():
+    torch.manual_seed(0)
+    return Decoder(31, 32, heads=4, layers=LAYERS)
+
+
+def causal_lm():
+    torch.manual_seed(0)
+    config = PrecondattnConfig(
+        vocab_size=31, hidden_size=32, num_attention_heads=4, layer_types=LAYERS
+    )
+    return PrecondattnForCausalLM(config).eval()
+
+
+def logits(model):
+    y = model(TOKENS)
+    return y if isinstance(y, torch.Tensor) else y.logits
+
+
+def trained(model, steps=25):
+    """The losses of some steps of training."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-2)
+    losses = []
+    for _ in range(steps):
+        y = logits(model)[:, :-1]
+        loss = nn.functional.cross_entropy(y.flatten(0, 1), TOKENS[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("made", [decoder, causal_lm])
+def test_lora_on_all_linear_maps_trains_reloads_and_merges(made, tmp_path):
+    base = made()
+    maps = {
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+    tuned = peft.get_peft_model(base, peft.LoraConfig(**ALL))
+    adapted = {
+        name.removeprefix("base_model.model.")
+        for name, module in tuned.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+    assert adapted == maps
+    assert {"q_proj", "beta_proj", "o_proj", "down_proj"} <= {m.split(".")[-1] for m in maps}
+
+    losses = trained(tuned)
+    assert losses[-1] < 0.9 * losses[0]
+    adapters = [p for p in tuned.parameters() if p.requires_grad]
+    assert len(adapters) == 2 * len(maps)
+    assert all(p.grad.abs().sum() > 0 for p in adapters)
+
+    with torch.no_grad():
+        expected = logits(tuned)
+        tuned.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(made(), tmp_path)
+        torch.testing.assert_close(logits(again), expected)
+        assert not torch.allclose(logits(made()), expected, atol=1e-2)
+
+        merged = tuned.merge_and_unload()
+        assert type(merged) is type(base)
+        assert all(type(merged.get_submodule(name)) is nn.Linear for name in maps)
+        torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_transformers_loads_a_folder_of_an_adapter(tmp_path):
+    """`from_pretrained` of the adapter's folder, `load_adapter` of a model, and a merged one."""
+    causal_lm().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = {name: p.clone() for name, p in base.named_parameters()}
+    tuned = peft.get_peft_model(base, peft.LoraConfig(**ALL, init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "adapter")
+    expected = logits(tuned)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert type(loaded) is PrecondattnForCausalLM
+    torch.testing.assert_close(logits(loaded), expected)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.load_adapter(tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), expected)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapted_decoder_generates_and_is_compiled():
+    tuned = peft.get_peft_model(decoder(), peft.LoraConfig(**ALL, init_lora_weights=False))
+    new = tuned.generate(TOKENS[:, :4], 3)
+    with torch.no_grad():
+        whole = tuned(torch.cat([TOKENS[:, :4], new], 1)).argmax(-1)
+        torch._dynamo.reset()
+        compiled = torch.compile(tuned, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(TOKENS), tuned(TOKENS), rtol=1e-4, atol=1e-5)
+    assert torch.equal(whole[:, 3:-1], new)
