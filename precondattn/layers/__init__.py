@@ -4,3 +4,10 @@
 the functions of `recipes/`, which are written for arrays of any library, on weights of the same
 names and shapes. Nothing is imported here.
 """
+
+
+def __getattr__(name: str) -> object:
+    """Raise the error for a layer that is imported without its library."""
+    if name in ("Attention", "Block", "Decoder", "VisionAttention", "VisionTransformer"):
+        raise ImportError(f"import {name} from {__name__}.torch or {__name__}.flax")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,8 +27,10 @@ EPS = 1e-6
 MLPS = ("gated", "plain")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
-Layers = Sequence[str | Mechanism | Mapping[str, Any]]
-"""For each block a mechanism, or the arguments of its `Attention` as a dict."""
+Layer = str | Mechanism | Mapping[str, Any]
+"""A mechanism, or the arguments of an `Attention` as a dict."""
+Layers = int | Sequence[Layer]
+"""The number of blocks, or one `Layer` for each."""
 
 
 def gain_weight(width: int) -> Weight:
@@ -77,12 +79,35 @@ def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
     return hidden
 
 
-def arguments_of(layers: Layers, heads: int) -> list[Arguments]:
+def arguments_of(
+    layers: Layers | None, heads: int, mechanism: Layer | None = None
+) -> list[Arguments]:
     """The arguments of each block's attention; `depth` counts the blocks."""
+    if layers is None:
+        raise TypeError(
+            "layers: the number of blocks, or a list with a mechanism for each, is missing; write "
+            "Decoder(..., layers=2, mechanism='lucid')"
+        )
+    if isinstance(layers, int):
+        if isinstance(layers, bool) or layers < 1:
+            raise ValueError(f"layers must be 1 or above, or a list; found {layers}")
+        if mechanism is None:
+            raise TypeError(
+                f"mechanism: {layers} layers need one; write Decoder(..., layers={layers}, "
+                f"mechanism='lucid'), or make layers a list with one for each block, such as "
+                f"['gated_delta', 'lucid']"
+            )
+        layers = [mechanism] * layers
+    elif mechanism is not None:
+        raise TypeError(
+            f"mechanism goes with a number of layers, and a list of them has one for each; found "
+            f"mechanism={mechanism!r} and layers={layers!r}"
+        )
     if isinstance(layers, str | Mechanism | Mapping) or not len(layers):
         raise TypeError(
             f"layers must be a list with a mechanism for each block, such as "
-            f"['gated_delta'] * 3 + ['lucid']; found {layers!r}"
+            f"['gated_delta'] * 3 + ['lucid'], or a number, with mechanism='lucid'; found "
+            f"{layers!r}"
         )
     arguments = []
     for depth, layer in enumerate(layers):

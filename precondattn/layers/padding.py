@@ -28,6 +28,13 @@ class TokenPacking(NamedTuple):
         valid = namespace(x).reshape(self.mask, (*self.mask.shape, *(1,) * (x.ndim - 2)))
         return take_tokens(zero_where_not(valid, x), self.order)
 
+    def packed_pairs(self, pairs: Array) -> Array:
+        """Pairs (b or 1, h or 1, t, t) with the rows and columns of valid tokens first."""
+        xp = namespace(pairs)
+        pairs = xp.broadcast_to(pairs, (self.order.shape[0], *pairs.shape[1:]))
+        rows = xp.take_along_axis(pairs, self.order[:, None, :, None], axis=2)
+        return xp.take_along_axis(rows, self.order[:, None, None, :], axis=3)
+
     def unpacked(self, y: Array) -> Array:
         """y (b, t, …) with each token in its place again, and 0 for padding."""
         valid = namespace(y).reshape(self.mask, (*self.mask.shape, *(1,) * (y.ndim - 2)))

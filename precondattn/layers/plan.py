@@ -8,10 +8,12 @@ from math import prod
 from typing import NamedTuple
 
 from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.given_mechanism import not_a_mechanism
 from precondattn.algebra.mechanism import Mechanism, parse
 from precondattn.arrays import Shape
 from precondattn.layers.maps import Map, Weight
 from precondattn.layers.meaning import meanings, origin, output_call
+from precondattn.layers.missing import missing_recipes
 from precondattn.layers.norm_order import norm_before_rotation
 from precondattn.layers.parameters import Constant, FanIn, Parameter
 from precondattn.layers.recipe import Recipe
@@ -101,7 +103,7 @@ def plan_for(
     if isinstance(mechanism, str):
         mechanism = parse(mechanism)
     if not isinstance(mechanism, Mechanism):
-        raise TypeError(f"mechanism must be a text or a mechanism; found {mechanism!r}")
+        raise not_a_mechanism(mechanism)
     mechanism, recipes = norm_before_rotation(mechanism, recipes or {})
     sizes = sizes_of(mechanism, width, heads, kv_heads, value_heads, head_dim, value_dim, slots)
     return plan_of(mechanism, width, _in_order(_entries(mechanism, recipes)), sizes)
@@ -154,6 +156,7 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
     program = mechanism.program
     entries: dict[str, PlanEntry] = {}
     made, chosen_helpers = meanings(program), {*given}
+    missing: dict[str, Pattern] = {}
     for name, (call, formal) in made.items():
         table = recipes_for(call.leaf)
         names = {own: origin(program, value) for own, value in call.arguments}
@@ -164,15 +167,23 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
                 entries[helper] = _entry(helper, recipe, mechanism.inputs[name], names)
         chosen = given.pop(name) if name in given else table.get(formal)
         if chosen is None:
-            raise TypeError(
-                f"recipes: there is none for the input {name} of {mechanism}; pass "
-                f"recipes={{{name!r}: ...}}"
-            )
+            missing[name] = mechanism.inputs[name]
+            continue
         entries[name] = _entry(name, chosen, mechanism.inputs[name], names)
+    if missing:
+        raise missing_recipes(mechanism, missing)
     call = output_call(program, lambda call: OUT in recipes_for(call.leaf))
     names = {own: origin(program, value) for own, value in call.arguments}
     recipe = given.pop(OUT, recipes_for(call.leaf).get(OUT, Unchanged()))
     entries[OUT] = _entry(OUT, recipe, program.output, names)
+    if "v" in mechanism.inputs and program.output.axes[-1] != mechanism.inputs["v"].axes[-1]:
+        others = [name for name in recipe.reads if name != OUT]
+        if others:
+            raise ValueError(
+                f"recipes: that of out adds what it makes of {', '.join(others)} to the output, "
+                f"whose rows {mechanism} makes of another width; pass recipes={{'out': ...}}, such "
+                f"as Norm()"
+            )
     if given:
         raise ValueError(
             f"recipes: {mechanism} has no input {next(iter(given))!r}; it has {', '.join(entries)}"
@@ -186,10 +197,10 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
     }
     known = {*entries}
     for entry in entries.values():
-        missing = [value for _, value in entry.reads if value not in known]
-        if missing:
+        unknown = [value for _, value in entry.reads if value not in known]
+        if unknown:
             raise ValueError(
-                f"recipes: that of {entry.name} reads {missing[0]!r}, which {mechanism} has not"
+                f"recipes: that of {entry.name} reads {unknown[0]!r}, which {mechanism} has not"
             )
     return [*entries.values()]
 
@@ -224,8 +235,11 @@ def _declared(entry: PlanEntry) -> dict[str, Parameter]:
 
 
 def _weights(entry: PlanEntry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
+    roles = sizes.roles
+    if entry.name == OUT:  # Its rows may be wider than values.
+        roles = {**roles, "e": entry.pattern.axes[-1]}
     for name, parameter in _declared(entry).items():
-        axes = parameter.axes(entry.pattern, sizes.roles)
+        axes = parameter.axes(entry.pattern, roles)
         shape = tuple(axis.size(sizes.by_letter) for axis in axes)
         yield name, Weight(shape, parameter.start, tuple(sizes.names.get(a.letter) for a in axes))
 

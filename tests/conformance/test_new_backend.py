@@ -7,8 +7,10 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,7 +19,8 @@ import pytest
 import precondattn as pa
 from precondattn_conformance import plugin
 from precondattn_conformance.cases import cases
-from precondattn_conformance.new_backend import LIBRARIES, new_backend
+from precondattn_conformance.inputs import CallLayout, make_inputs
+from precondattn_conformance.new_backend import LIBRARIES, MECHANISMS, new_backend
 from precondattn_conformance.runner import run_cases
 from precondattn_conformance.status import FAILED
 
@@ -25,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 CHAPTER = ROOT / "docs" / "write_a_backend.md"
 
 
-def installed(folder, name, library):
+def installed(folder, name, library, mechanism="lucid_solve"):
     """A new backend, with the metadata that pip would install on the path."""
-    new_backend(name, library, folder)
+    new_backend(name, library, folder, mechanism)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     metadata = folder / "src" / f"{name.replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir()
@@ -93,15 +96,16 @@ def test_a_new_backend_passes_its_own_workflow(tmp_path):
     assert "newcomer" in (tmp_path / "report/full.html").read_text()
 
 
-@pytest.mark.thorough(but=("jax-checks1",))
+@pytest.mark.thorough(but=("jax-checks1-lucid_solve",))
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize(
     ("library", "checks"), [("torch", ()), ("jax", ("--check", "outputs", "--check", "gradients"))]
 )
-def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks):
-    source = installed(tmp_path, "newcomer", library)
+def test_a_new_backend_conforms_in_all_supported_cases(tmp_path, library, checks, mechanism):
+    source = installed(tmp_path, "newcomer", library, mechanism)
     done = precondattn(
         "conformance", "--backend", "newcomer", "--library", library, *checks,
-        "--mechanism", "lucid_solve", "--junit", str(tmp_path / "report.xml"),
+        "--mechanism", mechanism, "--junit", str(tmp_path / "report.xml"),
         PYTHONPATH=str(source),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,6 +133,30 @@ FAULTS = {
         "LucidSolve(scale=mechanism.scale, eps=mechanism.eps)",
         "LucidSolve(scale=mechanism.scale, eps=mechanism.eps, window=mechanism.window)",
         "lucid_solve[window=3]",
+    ),
+    "a gate's gradient without the rest": (
+        "gated_delta.py",
+        "d_kept = d_state - _outer(k, d_rest)",
+        "d_kept = d_state",
+        "gated_delta",
+    ),
+    "a step that forgets the state": (
+        "backend.py",
+        "gated_delta.forward(*_arguments(mechanism, inputs), state)",
+        "gated_delta.forward(*_arguments(mechanism, inputs), None)",
+        "gated_delta",
+    ),
+    "a block's own first position": (
+        "softmax.py",
+        "return start + k.shape[1] - q.shape[1] if causal",
+        "return k.shape[1] - q.shape[1] if causal",
+        "softmax",
+    ),
+    "scores' gradient without its mean": (
+        "softmax.py",
+        "(d_weights - mean)",
+        "d_weights",
+        "softmax",
     ),
 }
 
@@ -158,7 +186,7 @@ def failures(only_the_reference, monkeypatch):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_planted_in_a_new_backend_is_detected(tmp_path, failures, name):
     file, old, new, mechanism = FAULTS[name]
-    new_backend("newcomer", "numpy", tmp_path)
+    new_backend("newcomer", "numpy", tmp_path, mechanism.partition("[")[0])
     source = tmp_path / "src"
     assert failures(source, mechanism) == 0
     replaced(source / "newcomer" / file, old, new)
@@ -193,9 +221,37 @@ def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
     assert [line for line in plain(expected) if line not in printed] == [], done.stdout
 
 
+def test_the_package_conforms_for_another_recurrence_after_the_documented_changes(
+    tmp_path, failures, monkeypatch
+):
+    """Those of the page on mechanisms, whose class has queries that share a state."""
+    page = (ROOT / "docs" / "write_a_mechanism.md").read_text()
+    named = {"dataclass": dataclass, "ClassVar": ClassVar, "pa": pa, "af": pa.array_functions}
+    exec(re.search(r"@dataclass\(frozen=True\)\nclass LeakyDelta.*?(?=```)", page, re.S)[0], named)
+    monkeypatch.setitem(sys.modules, "mypackage", ModuleType("mypackage"))
+    monkeypatch.setitem(sys.modules, "mypackage.leaky_delta", SimpleNamespace(**named))
+    new_backend("newcomer", "numpy", tmp_path, "gated_delta")
+    source = tmp_path / "src"
+    for file, diff in re.findall(r"<!-- (\w+\.py) -->\n```diff\n(.*?)```", page, re.S):
+        text = (source / "newcomer" / file).read_text()
+        for hunk in diff.strip().split("\n\n"):
+            old, new = (
+                "\n".join(line[1:] for line in hunk.splitlines() if line.startswith(sign))
+                for sign in "-+"
+            )
+            assert old in text, old
+            text = re.sub(rf"^{re.escape(old)}$", lambda _, new=new: new, text, flags=re.MULTILINE)
+        (source / "newcomer" / file).write_text(text)
+    try:
+        assert failures(source, "leaky_delta") == 0
+    finally:
+        pa.unregister_mechanism("leaky_delta")
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_python_of_a_new_backend_passes_its_linters(tmp_path, library):
-    new_backend("newcomer", library, tmp_path)
+    for mechanism in MECHANISMS:
+        new_backend("newcomer", library, tmp_path / mechanism, mechanism)
     for command in (
         ("check", "--isolated"),
         ("check", "--config", "pyproject.toml"),
@@ -218,8 +274,32 @@ def test_the_solve_for_cupy_is_correct_on_numpy_arrays(tmp_path, monkeypatch):
         np.testing.assert_allclose(result, expected[name], atol=1e-12)
 
 
-def test_a_new_backend_imports_no_framework_before_a_call(tmp_path):
-    source = installed(tmp_path, "newcomer", "torch")
+@pytest.mark.parametrize("mechanism", ["gated_delta", "softmax"])
+def test_the_others_for_cupy_are_correct_on_numpy_arrays(tmp_path, monkeypatch, mechanism):
+    module = f"of_cupy_{mechanism}"
+    new_backend(module, "cupy", tmp_path, mechanism)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    plain = importlib.import_module(f"{module}.{mechanism}")
+    attn = pa.parse(mechanism)
+    inputs = make_inputs(attn, CallLayout("test", t=5, s=5), "random")
+    out, pullback = attn.vjp(**inputs, backend="reference")
+    d_out = np.random.default_rng(0).normal(size=out.shape)
+    scale = inputs["q"].shape[-1] ** -0.5
+    if mechanism == "softmax":
+        found = plain.forward(*inputs.values(), scale, True)
+        gradients = plain.backward(*inputs.values(), scale, True, d_out)
+    else:
+        found, _ = plain.forward(*inputs.values(), scale)
+        *gradients, _ = plain.backward(*inputs.values(), scale, None, d_out, None)
+    np.testing.assert_allclose(found, out, atol=1e-12)
+    for name, gradient in zip(inputs, gradients, strict=True):
+        np.testing.assert_allclose(gradient, pullback(d_out)[name], atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_new_backend_imports_no_framework_before_a_call(tmp_path, mechanism):
+    source = installed(tmp_path, "newcomer", "torch", mechanism)
     program = (
         "import sys, newcomer, precondattn\n"
         "from precondattn.dispatch.discovery import discover\n"
@@ -299,6 +379,13 @@ def test_an_unknown_library_is_refused(tmp_path):
         new_backend("newcomer", "tinygrad", tmp_path / "new")
 
 
+def test_an_unknown_mechanism_is_refused(tmp_path):
+    message = "one of lucid_solve, gated_delta, softmax; found 'lucid'"
+    with pytest.raises(ValueError, match=message):
+        new_backend("newcomer", "torch", tmp_path / "new", "lucid")
+    assert not (tmp_path / "new").exists()
+
+
 def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"needs jinja2, .* with its extra 'conformance'"):
@@ -309,13 +396,14 @@ def test_without_jinja_the_error_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_the_command_prints_the_files_and_the_next_steps(tmp_path):
     where = str(tmp_path / "new")
-    done = precondattn("new-backend", "newcomer", "--library", "numpy", "--directory", where)
+    options = ("--library", "numpy", "--mechanism", "softmax", "--directory", where)
+    done = precondattn("new-backend", "newcomer", *options)
     assert done.returncode == 0, done.stderr
     files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     assert len(files) == 9
     assert all(str(path) in done.stdout for path in files)
     assert f"pip install -e {where}" in done.stdout
-    assert "--backend newcomer --library numpy --mechanism lucid_solve" in done.stdout
+    assert "--backend newcomer --library numpy --mechanism softmax" in done.stdout
     done = precondattn("new-backend", "newcomer", "--directory", where)
     assert done.returncode == 2
     assert "nothing is overwritten" in done.stderr

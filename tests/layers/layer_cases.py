@@ -11,12 +11,15 @@ COMPOSITIONS = (
     "differential[paired=q/k/w/beta](path)",
     "ccq(gated_delta)",
     "ccq[covariance=decayed](gla)",
+    "bidirectional[combine=concat](gla)",
     "row_normalized(gsa)",
     "hedgehog(gla)",
     "elu1(linear[normalize=true])",
     "qk_norm[gain=true]",
     "softmax[sink=true,window=3]",
     "nystrom[landmarks=3,skip=true]",
+    "lucid(softmax[distance=slopes])",
+    "softmax[distance=buckets]",
 )
 MECHANISMS = (*sorted(pa.mechanisms()), *COMPOSITIONS)
 CAUSAL = tuple(name for name in MECHANISMS if pa.parse(name).offers.causal)

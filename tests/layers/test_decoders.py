@@ -104,6 +104,42 @@ def test_a_compiled_decoder_is_one_graph_and_gives_the_same_with_padding():
     torch.testing.assert_close(logits[mask], expected[mask], rtol=1e-4, atol=1e-5)
 
 
+def test_a_number_of_layers_is_that_many_blocks_of_one_mechanism():
+    blocks = Decoder(50, 24, heads=4, layers=2, mechanism="lucid").blocks
+    assert [str(block.attention.mechanism) for block in blocks] == ["lucid", "lucid"]
+
+
+@pytest.mark.parametrize("framework", ["torch", "flax"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, r"layers: the number .* write Decoder\(..., layers=2, mechanism='lucid'\)"),
+        ({"mechanism": "lucid"}, r"layers: the number .* is missing; write Decoder"),
+        ({"layers": 2}, r"need one; write Decoder\(..., layers=2, mechanism='lucid'\)"),
+        ({"layers": ["gla"], "mechanism": "lucid"}, "mechanism goes with a number of layers"),
+        ({"layers": "lucid"}, "or a number, with mechanism='lucid'"),
+        (
+            {"layers": ["gla"], "dropout": 0.1},
+            "Decoder: unknown keyword 'dropout' .*no mechanism drops",
+        ),
+        (
+            {"layers": [{"mechanism": "gla", "attn_drop": 0.1}]},
+            "Block: unknown keyword 'attn_drop' .no mech",
+        ),
+        ({"layers": ["gla"], "hiden": 8}, "Decoder: unknown keyword 'hiden' .did you mean 'hidden"),
+    ],
+)
+def test_keywords_that_a_decoder_does_not_take_are_answered(framework, wrong, message):
+    decoder, made = Decoder, {}
+    if framework == "flax":
+        nnx = pytest.importorskip("flax.nnx")
+        from precondattn.layers import flax
+
+        decoder, made = flax.Decoder, {"rngs": nnx.Rngs(0)}
+    with pytest.raises(TypeError, match=message):
+        decoder(50, 24, heads=4, **wrong, **made)
+
+
 def test_depth_counts_blocks():
     model = Decoder(9, 24, heads=2, layers=["differential"] * 3)
     assert [block.attention.depth for block in model.blocks] == [0, 1, 2]
@@ -214,9 +250,9 @@ def test_flax_compiles_a_step_once_for_all_calls_of_the_same_shapes():
     traced = []
 
     class Counted(in_flax.Decoder):
-        def _states(self, *arguments):
+        def _states(self, *arguments, **masks):
             traced.append(1)
-            return super()._states(*arguments)
+            return super()._states(*arguments, **masks)
 
     def generate(seed, **options):
         model = Counted(50, 8, heads=2, layers=["linear"], rngs=nnx.Rngs(seed))

@@ -1,9 +1,14 @@
 """Which recipe makes which input; no framework is needed."""
 
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.layers import recipes
 from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import RecipeTokens
 from precondattn.layers.recipes import (
@@ -109,6 +114,34 @@ def test_a_recipe_can_be_replaced():
 def test_bad_input_is_named(expression, options, error, message):
     with pytest.raises(error, match=message):
         plan(expression, **options)
+
+
+@pytest.fixture
+def own():
+    @dataclass(frozen=True)
+    class Own(pa.Delta):
+        name: ClassVar[str] = "own"
+
+        @property
+        def inputs(self):
+            of_heads = {"tau": "h in (0, inf)", "leak": "h in (-inf, 0]"}
+            return pa.Inputs(**super().inputs, **of_heads, mix="b t h in [0, 3]")
+
+    yield Own()
+    pa.unregister_mechanism("own")
+
+
+def test_inputs_without_recipes_are_named_together_with_recipes_that_fit(own):
+    with pytest.raises(TypeError) as raised:
+        plan(own)
+    message = str(raised.value)
+    assert "there are none for the inputs q, k, v, beta, tau, leak and mix of own" in message
+    shown = re.search(r"recipes=(\{.*\}), for example", message)[1]
+    given = eval(shown, {**vars(recipes)})
+    assert (given["beta"], given["mix"]) == (Sigmoid(2.0), Sigmoid(3.0))
+    assert given["leak"] is ...
+    given["leak"] = recipes.Learned(-1.0)
+    assert {entry.name for entry in plan(own, recipes=given).entries} == {*own.inputs, "out"}
 
 
 def test_a_mechanism_may_be_given_as_an_object():

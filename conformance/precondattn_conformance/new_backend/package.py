@@ -16,23 +16,55 @@ class TemplateLibrary(NamedTuple):
 
     title: str
     requirement: str
-    solve: str
-    """The file name of the template of the solve."""
     dtypes: tuple[str, ...]
+    solve: str
+    """Which template of LUCID's solve: its blocks are written and read in other ways."""
 
 
 WIDE = ("float32", "float64")
 HALF = ("float16", "bfloat16")
 
 LIBRARIES = {
-    "torch": TemplateLibrary("PyTorch", "torch>=2.6", "lucid_solve_torch.py.j2", WIDE + HALF),
-    "jax": TemplateLibrary("JAX", "jax>=0.6", "lucid_solve_jax.py.j2", WIDE + HALF),
-    "numpy": TemplateLibrary("NumPy", "numpy>=2.0", "lucid_solve_numpy.py.j2", WIDE),
-    "cupy": TemplateLibrary("CuPy", "cupy-cuda13x>=14", "lucid_solve_numpy.py.j2", WIDE),
+    "torch": TemplateLibrary("PyTorch", "torch>=2.6", WIDE + HALF, "lucid_solve_torch.py.j2"),
+    "jax": TemplateLibrary("JAX", "jax>=0.6", WIDE + HALF, "lucid_solve_jax.py.j2"),
+    "numpy": TemplateLibrary("NumPy", "numpy>=2.0", WIDE, "lucid_solve_numpy.py.j2"),
+    "cupy": TemplateLibrary("CuPy", "cupy-cuda13x>=14", WIDE, "lucid_solve_numpy.py.j2"),
 }
 
 
-def new_backend(name: str, library: str = "torch", directory: Path | None = None) -> list[Path]:
+class TemplateMechanism(NamedTuple):
+    """What the README says of each mechanism."""
+
+    computes: str
+    used_by: str
+    example: str
+
+
+MECHANISMS = {
+    "lucid_solve": TemplateMechanism(
+        "solves LUCID's triangular system, $y = (I + \\operatorname{stril} Φ)^{-1} v$",
+        "`lucid`, `lucid(laser)` and every other mechanism that contains the solve",
+        "pa.lucid(q, k, v, ",
+    ),
+    "gated_delta": TemplateMechanism(
+        "computes the gated delta rule, with steps from one state to the next",
+        "`gated_delta`, `ccq(gated_delta)` and every other mechanism that contains it",
+        "pa.gated_delta(q, k, v, g=g, beta=beta, ",
+    ),
+    "softmax": TemplateMechanism(
+        "computes softmax attention",
+        "`softmax`, `lucid` and every other mechanism that contains it",
+        "pa.softmax(q, k, v, ",
+    ),
+}
+
+
+def new_backend(
+    name: str,
+    library: str = "torch",
+    directory: Path | None = None,
+    mechanism: str = "lucid_solve",
+) -> list[Path]:
     """Write the package of a new backend, and return its files.
 
     Parameters
@@ -44,24 +76,29 @@ def new_backend(name: str, library: str = "torch", directory: Path | None = None
     directory : Path, optional
         The folder to write to; by default one of that name in the current folder. It must be empty
         or not exist.
+    mechanism : {"lucid_solve", "gated_delta", "softmax"}
+        The mechanism or piece that it computes, by a plain algorithm to begin with.
 
     Raises
     ------
     ValueError
-        if the name is invalid or taken, the library is unknown, or the directory is not empty.
+        if the name is invalid or taken, the library or the mechanism is unknown, or the directory
+        is not empty.
         Nothing has been written then.
     ImportError
         if Jinja2 is not installed.
     """
     if library not in LIBRARIES:
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}; found {library!r}")
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}; found {mechanism!r}")
     checked(name)
     root = Path(name) if directory is None else directory
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} exists and is no directory")
     if root.is_dir() and any(root.iterdir()):
         raise ValueError(f"the directory {root} is not empty, and nothing is overwritten")
-    files = {root / path: text for path, text in _rendered(name, library)}
+    files = {root / path: text for path, text in _rendered(name, library, mechanism)}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -69,7 +106,7 @@ def new_backend(name: str, library: str = "torch", directory: Path | None = None
     return list(files)
 
 
-def _rendered(name: str, library: str) -> Iterator[tuple[str, str]]:
+def _rendered(name: str, library: str, mechanism: str) -> Iterator[tuple[str, str]]:
     """Every file: its path in the package, and its text."""
     names, chosen = checked(name), LIBRARIES[library]
     try:
@@ -87,15 +124,22 @@ def _rendered(name: str, library: str) -> Iterator[tuple[str, str]]:
         lstrip_blocks=True,
         autoescape=False,  # It writes Python, TOML and YAML.
     )
-    words = {**names._asdict(), **chosen._asdict(), "library": library}
+    words = {
+        **names._asdict(),
+        **chosen._asdict(),
+        **MECHANISMS[mechanism]._asdict(),
+        "library": library,
+        "mechanism": mechanism,
+    }
+    computation = chosen.solve if mechanism == "lucid_solve" else f"{mechanism}.py.j2"
     source = f"src/{names.module}"
     for path, template in {
         "pyproject.toml": "pyproject.toml.j2",
         "README.md": "README.md.j2",
         ".gitignore": "gitignore.j2",
         f"{source}/__init__.py": "init.py.j2",
-        f"{source}/backend.py": "backend.py.j2",
-        f"{source}/lucid_solve.py": chosen.solve,
+        f"{source}/backend.py": f"{mechanism}_backend.py.j2",
+        f"{source}/{mechanism}.py": computation,
         "conformance/xfail.txt": "xfail.txt.j2",
         "conformance/skip.txt": "skip.txt.j2",
         ".github/workflows/conformance.yml": "workflow.yml.j2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,16 @@ from flax import nnx
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.cache import Cache
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import LayerOutput, check_batch, check_call
+from precondattn.layers.checks import (
+    LayerOutput,
+    check_attn_mask,
+    check_batch,
+    check_call,
+    keeping_of,
+)
 from precondattn.layers.flax.depth import Depth, depth_of
-from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
+from precondattn.layers.flax.module import ModuleMap, kernel_of, linear_of, parameter
+from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import plan_for
 from precondattn.layers.recipe import Recipe
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from precondattn.parallel.jax import ContextParallel
 
 
-class Attention(nnx.Module):
+class Attention(AnswersForeignNames, nnx.Module):
     """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
     The layer is that of `precondattn.layers.torch`: the same recipes, weights of the same names and
@@ -87,7 +94,7 @@ class Attention(nnx.Module):
         dtype: DType = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        self.depth = depth_of(depth)
+        self.depth, self.dtype = depth_of(depth), dtype
         self.plan = plan_for(
             width,
             heads,
@@ -132,6 +139,11 @@ class Attention(nnx.Module):
         cache: Cache | None = None,
         segment_ids: jax.Array | None = None,
         cu_seqlens: Given = None,
+        attn_mask: jax.Array | None = None,
+        prefix: Given = None,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """y, or y and the longer cache if there is one.
 
@@ -151,26 +163,50 @@ class Attention(nnx.Module):
         cu_seqlens : integer array (n + 1,), optional
             The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
             are padding, of any contents; their output is 0.
+        attn_mask : boolean array (b or 1, heads or 1, t, s), optional
+            True where a token may attend to another, beside causality and all else, for softmax and
+            what is around it. Without a cache s = t, and columns are the tokens of x, with `mask`
+            too. With a cache column j is the token at position j of its sequence, cached or new;
+            then not with `mask`.
+        prefix : integer array (b,), optional
+            Every token sees the first `prefix` valid tokens of its sequence: a prefix language
+            model. The whole prefix is among the first tokens of a cache; steps need not name it.
+            With `segment_ids` it is of each segment, with `cu_seqlens` (n,).
+        keep, states_every : int, optional
+            States of earlier lengths that the longer cache keeps for `crop`, as in
+            `Mechanism.extend`; with a cache.
         """
-        if self.divided is not None and (cache is not None or cu_seqlens is not None):
-            what = "cache" if cache is not None else "cu_seqlens"
-            raise ValueError(
-                f"{self.divided.owner}: a layer whose tokens are divided supports no {what}"
-            )
+        if foreign:
+            refuse("Attention", self.__call__, foreign)
+        if self.divided is not None:
+            given = {"cache": cache, "cu_seqlens": cu_seqlens}
+            given |= {"attn_mask": attn_mask, "prefix": prefix}
+            for what in (name for name, value in given.items() if value is not None):
+                raise ValueError(
+                    f"{self.divided.owner}: a layer whose tokens are divided supports no {what}"
+                )
+        like = self._like()
         check_call(
             self.plan,
-            self._projection(),
+            like,
             x,
             mask,
             positions,
             cache,
-            lambda x: False,
+            # A quantized map does not say which dtype it reads.
+            lambda x: not like.size,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
+        check_attn_mask(self.plan, x, attn_mask, mask, cache)
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights: dict[str, Arrays] = {name: {} for name, _ in self.plan.weights}
         for name, parameters in self.inputs.items():
-            weights[name] = {own: array[...] for own, array in parameters.items()}
+            if isinstance(parameters, nnx.Dict):  # Qwix writes notes of its own into a module.
+                weights[name] = {
+                    own: array[...]
+                    for own, array in parameters.items()
+                    if isinstance(array, nnx.Variable)
+                }
         for of_map in self.plan.maps:
             module = getattr(self, of_map.name)
             weights[of_map.entry][of_map.weight] = ModuleMap(of_map, module)
@@ -183,25 +219,30 @@ class Attention(nnx.Module):
             positions=positions,
             cache=cache,
             segments=segments,
+            pair_masks={"attn_mask": attn_mask, "prefix": prefix},
+            keeping=keeping_of(cache, keep, states_every),
             mechanism=self.divided,
         )
         return y if cache is None else (y, after)
 
+    @answering("Attention.init_cache")
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 
         It has the dtype of the weights. A mechanism whose cache is a state needs no capacity.
         """
         check_batch(batch)
-        dtype = self._projection().dtype
+        dtype = self._like().dtype
         shapes = self.plan.input_shapes(batch)
         like = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
         cache = self.mechanism.init_cache(**like, capacity=capacity)
         return with_rows(cache, self.plan, dtype)
 
-    def _projection(self) -> jax.Array:
-        weight: jax.Array = self.o_proj.kernel[...]
-        return weight
+    def _like(self) -> jax.Array:
+        """An array with the dtype of inputs and caches: the last map's weight, if it has one in
+        floating point, and else an empty one of the dtype that the layer was made with."""
+        weight = kernel_of(self.o_proj)
+        return jnp.zeros(0, self.dtype) if weight is None else weight
 
     def __repr__(self) -> str:
         return self.plan.table("Attention")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +22,7 @@ from precondattn.layers.decoder import (
 )
 from precondattn.layers.flax.attention import Attention
 from precondattn.layers.flax.module import ModuleMap, linear_of, parameter
+from precondattn.layers.foreign_arguments import AnswersForeignNames, refuse
 from precondattn.layers.functions import rms_norm
 from precondattn.layers.parameters import FanIn
 
@@ -49,7 +52,7 @@ class BlockMLP(nnx.Module):
         return out
 
 
-class Block(nnx.Module):
+class Block(AnswersForeignNames, nnx.Module):
     """x + attention(norm(x)), and to this its MLP, after a norm.
 
     Parameters
@@ -100,8 +103,15 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         segment_ids: jax.Array | None = None,
         cu_seqlens: Given = None,
+        attn_mask: jax.Array | None = None,
+        prefix: Given = None,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        if foreign:
+            refuse("Block", self.__call__, foreign)
         y = self.attention(
             self.attention_norm(x),
             mask=mask,
@@ -109,6 +119,10 @@ class Block(nnx.Module):
             cache=cache,
             segment_ids=segment_ids,
             cu_seqlens=cu_seqlens,
+            attn_mask=attn_mask,
+            prefix=prefix,
+            keep=keep,
+            states_every=states_every,
         )
         y, after = (y, None) if cache is None else y
         x = x + y

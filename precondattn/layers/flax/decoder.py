@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from typing import Never
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
+    Layer,
     Layers,
     arguments_of,
     check_generation,
@@ -24,12 +26,13 @@ from precondattn.layers.decoder import (
 from precondattn.layers.flax.block import Block, Norm
 from precondattn.layers.flax.module import parameter
 from precondattn.layers.flax.sampling import chosen
+from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.functions import linear
 
 Caches = tuple[Cache, ...]
 
 
-class Decoder(nnx.Module):
+class Decoder(AnswersForeignNames, nnx.Module):
     """A language model: an embedding, blocks, a norm, and the embedding again as its head.
 
     Parameters
@@ -40,9 +43,11 @@ class Decoder(nnx.Module):
         The width of the hidden states.
     heads : int
         The number of query heads of every block.
-    layers : list
+    layers : list or int
         For each block its mechanism, or the arguments of its `Attention` as a dict:
-        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`.
+        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
+    mechanism : str, Mechanism or dict, optional
+        That of every block, where `layers` is a number.
     hidden : int, optional
         The inner width of the MLPs.
     mlp : {"gated", "plain"}
@@ -67,7 +72,8 @@ class Decoder(nnx.Module):
         width: int,
         *,
         heads: int,
-        layers: Layers,
+        layers: Layers | None = None,
+        mechanism: Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
         dtype: DType = jnp.float32,
@@ -78,7 +84,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List(
             [
                 Block(width, hidden=hidden, mlp=mlp, dtype=dtype, rngs=rngs, **arguments)
-                for arguments in arguments_of(layers, heads)
+                for arguments in arguments_of(layers, heads, mechanism)
             ]
         )
         self.norm = Norm(width, dtype, rngs)
@@ -92,6 +98,11 @@ class Decoder(nnx.Module):
         caches: Caches | None = None,
         segment_ids: jax.Array | None = None,
         cu_seqlens: Given = None,
+        attn_mask: jax.Array | None = None,
+        prefix: Given = None,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
 
@@ -105,10 +116,19 @@ class Decoder(nnx.Module):
             From `init_caches` or an earlier call.
         segment_ids, cu_seqlens
             Packed sequences, as in `Attention`; without caches.
+        attn_mask, prefix
+            Masks of pairs of every block, as in `Attention`.
+        keep, states_every : int, optional
+            States of earlier lengths that the longer caches keep for `crop`, as in
+            `Mechanism.extend`; with caches.
         """
+        if foreign:
+            refuse("Decoder", self.__call__, foreign)
         check_tokens(tokens, "jax", mask, caches, blocks=len(self.blocks))
-        segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        x, longer = self._states(tokens, mask, caches, **segments)
+        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        masks |= {"attn_mask": attn_mask, "prefix": prefix}
+        options = {**masks, "keep": keep, "states_every": states_every}
+        x, longer = self._states(tokens, mask, caches, **options)
         return self._logits(x) if caches is None else (self._logits(x), longer)
 
     def _states(
@@ -116,17 +136,17 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         mask: jax.Array | None,
         caches: Caches | None,
-        **segments: object,
+        **options: object,
     ) -> tuple[jax.Array, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = embedded(self.embedding[...], tokens)
         if caches is None:
             for block in self.blocks:
-                x = block(x, mask=mask, **segments)
+                x = block(x, mask=mask, **options)
             return x, None
         longer = []
         for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache, **segments)
+            x, cache = block(x, mask=mask, cache=cache, **options)
             longer.append(cache)
         return x, tuple(longer)
 
@@ -134,16 +154,19 @@ class Decoder(nnx.Module):
         logits: jax.Array = linear(self.norm(x), self.embedding[...].T)
         return logits
 
+    @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """An empty cache for each block, as `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
+    @answering("Decoder.generate")
     def generate(
         self,
         tokens: jax.Array,
         count: int,
         *,
         mask: jax.Array | None = None,
+        prefix: jax.Array | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         stop: int | None = None,
@@ -161,6 +184,8 @@ class Decoder(nnx.Module):
         mask : boolean array (b, t), optional
             False for padding of prompts of different lengths, at any place. Every prompt needs a
             valid token.
+        prefix : integer array (b,), optional
+            The first tokens of each prompt that all others see, as in `Attention`.
         temperature : float
             0 for the most probable token; otherwise logits are divided by it, and tokens drawn.
         top_p : float
@@ -191,8 +216,8 @@ class Decoder(nnx.Module):
         drawn: list[jax.Array] = []
         for i in counted(count, shown=progress):
             if i:
-                mask, last = None, jnp.zeros((b,), last.dtype)
-            new, caches = after(state, caches, new, mask, last, keys[i], temperature, top_p)
+                mask, prefix, last = None, None, jnp.zeros((b,), last.dtype)
+            new, caches = after(state, caches, new, mask, prefix, last, keys[i], temperature, top_p)
             if stop is not None and drawn:
                 new = jnp.where(drawn[-1] == stop, stop, new)
             drawn.append(new)
@@ -224,13 +249,14 @@ def _next_token(graph: nnx.GraphDef) -> Tree:
         caches: Caches,
         tokens: jax.Array,
         mask: jax.Array | None,
+        prefix: jax.Array | None,
         last: jax.Array,
         key: jax.Array | None,
         temperature: jax.Array,
         top_p: jax.Array,
     ) -> tuple[jax.Array, Tree]:
         model = nnx.merge(graph, state)
-        x, longer = model._states(tokens, mask, caches)
+        x, longer = model._states(tokens, mask, caches, prefix=prefix)
         logits = model._logits(x[jnp.arange(len(x)), last][:, None])[:, -1]
         new = chosen(logits, key, temperature, top_p)
         return new.astype(tokens.dtype)[:, None], longer

@@ -41,7 +41,7 @@ class LearnedNoise(Learned):
     """a parameter, N(0, `deviation`²) at the start
 
     Source: Nyströmformer (arXiv 2102.03902), public code; timm, models/swin_transformer.py, whose
-    bounds of ±2 are 100 deviations away.
+    bounds of ±2 are 100 deviations away. T5's table has a deviation of 1/√(width) in Transformers.
     """
 
     deviation: float = 0.02

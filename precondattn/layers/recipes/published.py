@@ -20,6 +20,7 @@ from precondattn.layers.recipes.differential import (
     LambdaOfToken,
     LambdaOfVectors,
 )
+from precondattn.layers.recipes.distances import AlibiSlopes
 from precondattn.layers.recipes.gates import (
     DecayOfStep,
     DecayWithBias,
@@ -80,6 +81,9 @@ from precondattn.layers.recipes.xlstm import (
 Recipes = dict[str, Recipe]
 
 ROWS: Recipes = {"q": Projection(), "k": Projection(), "v": Projection()}
+WITHOUT_ROTATION: Recipes = {**ROWS, "g": LogSigmoid(), "sink": Learned()}
+"""Of softmax attention whose scores have positions already."""
+
 DELTA: Recipes = {
     "q": UnitConvolution(),
     "k": UnitConvolution(),
@@ -110,6 +114,8 @@ PUBLISHED: dict[str, Recipes] = {
         "g": LogSigmoid(),
         "sink": Learned(),
     },
+    "softmax[distance=slopes]": {**WITHOUT_ROTATION, "slopes": AlibiSlopes()},
+    "softmax[distance=buckets]": {**WITHOUT_ROTATION, "bucket_table": LearnedNoise()},
     "path": {
         **ROWS,
         "w": Direction(),
@@ -247,4 +253,6 @@ CCQ_SIZES = {"head_dim": 256, "value_dim": 512}
 
 def recipes_for(leaf: LeafProtocol) -> Recipes:
     """The published recipes of a leaf, by its names of its inputs; empty for an unknown leaf."""
-    return PUBLISHED.get(str(leaf), PUBLISHED.get(leaf.name, {}))
+    positions = f"{leaf.name}[distance={getattr(leaf, 'distance', 'none')}]"
+    known = [PUBLISHED[name] for name in (str(leaf), positions, leaf.name) if name in PUBLISHED]
+    return known[0] if known else {}

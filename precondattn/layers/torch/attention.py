@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Never
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,15 @@ from precondattn.cache import Cache
 from precondattn.execution.torch.autocast import target
 from precondattn.given import Given
 from precondattn.layers.apply import apply
-from precondattn.layers.checks import LayerOutput, check_batch, check_call, check_depth
+from precondattn.layers.checks import (
+    LayerOutput,
+    check_attn_mask,
+    check_batch,
+    check_call,
+    check_depth,
+    keeping_of,
+)
+from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.histories import with_rows
 from precondattn.layers.plan import OUT, PROJECTION, LayerPlan, plan_for
 from precondattn.layers.recipe import Recipe
@@ -27,7 +36,7 @@ from precondattn.layers.torch.module import Declared, ModuleMap, parameters_of, 
 LAST = "o_proj"
 
 
-class Attention(Declared):
+class Attention(AnswersForeignNames, Declared):
     """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
     Every input of the mechanism is made from x by a recipe, with weights of its own. The published
@@ -169,7 +178,12 @@ class Attention(Declared):
         cache: Cache | None = None,
         segment_ids: Tensor | None = None,
         cu_seqlens: Given = None,
+        attn_mask: Tensor | None = None,
+        prefix: Given = None,
         donate: bool = False,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """y, or y and the longer cache if there is one.
 
@@ -189,9 +203,23 @@ class Attention(Declared):
         cu_seqlens : integer tensor (n + 1,), optional
             The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
             are padding, of any contents; their output is 0.
+        attn_mask : boolean tensor (b or 1, heads or 1, t, s), optional
+            True where a token may attend to another, beside causality and all else, for softmax and
+            what is around it. Without a cache s = t, and columns are the tokens of x, with `mask`
+            too. With a cache column j is the token at position j of its sequence, cached or new;
+            then not with `mask`.
+        prefix : integer tensor (b,), optional
+            Every token sees the first `prefix` valid tokens of its sequence: a prefix language
+            model. The whole prefix is among the first tokens of a cache; steps need not name it.
+            With `segment_ids` it is of each segment, with `cu_seqlens` (n,).
         donate : bool
             Write into the cache's own buffers; the old cache can then not be used again.
+        keep, states_every : int, optional
+            States of earlier lengths that the longer cache keeps for `crop`, as in
+            `Mechanism.extend`; with a cache.
         """
+        if foreign:
+            refuse("Attention", self.forward, foreign)
         plan, divided_weights, like = self._own_plan, self.divided_weights, self._like
         check_call(
             plan,
@@ -204,15 +232,22 @@ class Attention(Declared):
             is_autocast if like.numel() else is_any,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
+        check_attn_mask(plan, x, attn_mask, mask, cache)
         if self.divided is not None:
             given = {"mask": mask, "cache": cache}
             given |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+            given |= {"attn_mask": attn_mask, "prefix": prefix}
             self.divided.refuse([name for name, value in given.items() if value is not None])
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         summed = None
         if divided_weights is None:
             weights = self._weights()
         else:
+            if attn_mask is not None and attn_mask.shape[1] != 1:
+                raise ValueError(
+                    f"{self.mechanism}: heads are divided among processes, and so attn_mask is one "
+                    f"for all of them, (b or 1, 1, t, s); found {tuple(attn_mask.shape)}"
+                )
             x, weights = divided_weights.entering(x), self._parts(divided_weights)
             summed = divided_weights.total
         y, after = apply(
@@ -224,7 +259,9 @@ class Attention(Declared):
             positions=positions,
             cache=cache,
             segments=segments,
+            pair_masks={"attn_mask": attn_mask, "prefix": prefix},
             donate=donate,
+            keeping=keeping_of(cache, keep, states_every),
             divided=None if self.divided is None else self.divided.tokens_of_process(x),
             mechanism=None if self.divided is None else self.divided.mechanism,
             summed=summed,
@@ -257,6 +294,7 @@ class Attention(Declared):
                 weights[OUT][AFTER_PROJECTION] = bias
         return weights
 
+    @answering("Attention.init_cache")
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 

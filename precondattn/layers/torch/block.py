@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from precondattn.layers.decoder import (
     mlp_maps,
     mlp_output,
 )
+from precondattn.layers.foreign_arguments import AnswersForeignNames, refuse
 from precondattn.layers.functions import rms_norm
 from precondattn.layers.parameters import FanIn
 from precondattn.layers.torch.attention import Attention
@@ -59,7 +62,7 @@ class BlockMLP(Declared):
         return divided.total(mlp_output(divided.entering(y), *parts))
 
 
-class Block(nn.Module):
+class Block(AnswersForeignNames, nn.Module):
     """x + attention(norm(x)), and to this its MLP, after a norm.
 
     Parameters
@@ -115,9 +118,16 @@ class Block(nn.Module):
         cache: Cache | None = None,
         segment_ids: Tensor | None = None,
         cu_seqlens: Given = None,
+        attn_mask: Tensor | None = None,
+        prefix: Given = None,
         donate: bool = False,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        if foreign:
+            refuse("Block", self.forward, foreign)
         y = self.attention(
             self.attention_norm(x),
             mask=mask,
@@ -125,7 +135,11 @@ class Block(nn.Module):
             cache=cache,
             segment_ids=segment_ids,
             cu_seqlens=cu_seqlens,
+            attn_mask=attn_mask,
+            prefix=prefix,
             donate=donate,
+            keep=keep,
+            states_every=states_every,
         )
         y, after = (y, None) if cache is None else y
         x = x + y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from precondattn.cache import Cache
 from precondattn.given import Given
 from precondattn.layers.checks import LayerOutput
 from precondattn.layers.decoder import (
+    Layer,
     Layers,
     arguments_of,
     check_generation,
@@ -18,6 +21,7 @@ from precondattn.layers.decoder import (
     counted,
     embedding_weight,
 )
+from precondattn.layers.foreign_arguments import AnswersForeignNames, answering, refuse
 from precondattn.layers.functions import linear
 from precondattn.layers.torch.block import Block, Norm
 from precondattn.layers.torch.module import Declared, register
@@ -26,7 +30,7 @@ from precondattn.layers.torch.sampling import chosen
 Caches = tuple[Cache, ...]
 
 
-class Decoder(Declared):
+class Decoder(AnswersForeignNames, Declared):
     """A language model: an embedding, blocks, a norm, and the embedding again as its head.
 
     Parameters
@@ -37,9 +41,11 @@ class Decoder(Declared):
         The width of the hidden states.
     heads : int
         The number of query heads of every block.
-    layers : list
+    layers : list or int
         For each block its mechanism, or the arguments of its `Attention` as a dict:
-        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`.
+        `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
+    mechanism : str, Mechanism or dict, optional
+        That of every block, where `layers` is a number.
     hidden : int, optional
         The inner width of the MLPs.
     mlp : {"gated", "plain"}
@@ -63,7 +69,8 @@ class Decoder(Declared):
         width: int,
         *,
         heads: int,
-        layers: Layers,
+        layers: Layers | None = None,
+        mechanism: Layer | None = None,
         hidden: int | None = None,
         mlp: str = "gated",
         device: Device = None,
@@ -74,7 +81,7 @@ class Decoder(Declared):
         self.vocabulary = vocabulary
         self.blocks = nn.ModuleList(
             Block(width, hidden=hidden, mlp=mlp, device=device, dtype=dtype, **arguments)
-            for arguments in arguments_of(layers, heads)
+            for arguments in arguments_of(layers, heads, mechanism)
         )
         self.norm = Norm(width, device, dtype)
         self.earlier = {}
@@ -96,7 +103,12 @@ class Decoder(Declared):
         caches: Caches | None = None,
         segment_ids: Tensor | None = None,
         cu_seqlens: Given = None,
+        attn_mask: Tensor | None = None,
+        prefix: Given = None,
         donate: bool = False,
+        keep: int = 0,
+        states_every: int | None = None,
+        **foreign: Never,
     ) -> LayerOutput:
         """The logits (b, t, vocabulary), or they and the longer caches if there are any.
 
@@ -109,12 +121,21 @@ class Decoder(Declared):
             From `init_caches` or an earlier call.
         segment_ids, cu_seqlens
             Packed sequences, as in `Attention`; without caches.
+        attn_mask, prefix
+            Masks of pairs of every block, as in `Attention`.
         donate : bool
             Write into the caches' own buffers.
+        keep, states_every : int, optional
+            States of earlier lengths that the longer caches keep for `crop`, as in
+            `Mechanism.extend`; with caches.
         """
+        if foreign:
+            refuse("Decoder", self.forward, foreign)
         self._check_tokens(tokens, mask, caches)
-        segments = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        return self._logits(*self._states(tokens, mask, caches, donate, **segments))
+        masks = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        masks |= {"attn_mask": attn_mask, "prefix": prefix}
+        options = {**masks, "keep": keep, "states_every": states_every}
+        return self._logits(*self._states(tokens, mask, caches, donate, **options))
 
     def _states(
         self,
@@ -122,17 +143,17 @@ class Decoder(Declared):
         mask: Tensor | None,
         caches: Caches | None,
         donate: bool,
-        **segments: object,
+        **options: object,
     ) -> tuple[Tensor, Caches | None]:
         """The hidden states after the last block, and the caches."""
         x = self._embedded(tokens)
         if caches is None:
             for block in self.blocks:
-                x = block(x, mask=mask, **segments)
+                x = block(x, mask=mask, **options)
             return x, None
         longer = []
         for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block(x, mask=mask, cache=cache, donate=donate, **segments)
+            x, cache = block(x, mask=mask, cache=cache, donate=donate, **options)
             longer.append(cache)
         return x, tuple(longer)
 
@@ -172,10 +193,12 @@ class Decoder(Declared):
         elif error is not None:
             raise error
 
+    @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
         """An empty cache for each block, as `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
+    @answering("Decoder.generate")
     @torch.no_grad()
     def generate(
         self,
@@ -183,6 +206,7 @@ class Decoder(Declared):
         count: int,
         *,
         mask: Tensor | None = None,
+        prefix: Tensor | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         stop: int | None = None,
@@ -200,6 +224,8 @@ class Decoder(Declared):
         mask : boolean tensor (b, t), optional
             False for padding of prompts of different lengths, at any place. Every prompt needs a
             valid token.
+        prefix : integer tensor (b,), optional
+            The first tokens of each prompt that all others see, as in `Attention`.
         temperature : float
             0 for the most probable token; otherwise logits are divided by it, and tokens drawn.
         top_p : float
@@ -219,7 +245,7 @@ class Decoder(Declared):
             raise ValueError("mask: every prompt needs a valid token; found one without any")
         b, t = tokens.shape
         caches: Caches | None = self.init_caches(b, t + count)
-        x, caches = self._states(tokens, mask, caches, True)
+        x, caches = self._states(tokens, mask, caches, True, prefix=prefix)
         last = torch.full((b,), t - 1, device=tokens.device)
         if mask is not None:
             last = t - 1 - mask.flip(1).int().argmax(1)
