@@ -173,6 +173,16 @@ def row_normalized() -> Figure:
     return figure
 
 
+def bidirectional() -> Figure:
+    rng = np.random.default_rng(0)
+    q = np.ones((1, 16, 1, 4))
+    k = q / 2 + rng.normal(size=q.shape) / 8
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    gates = {"g": np.full((1, 16, 1), -0.2), "beta": np.full((1, 16, 1), 0.2)}
+    shown = ("gated_delta", "bidirectional(gated_delta)")
+    return maps({each: weights(pa.parse(each), q, k, **gates) for each in shown}, signed=True)
+
+
 def query_side() -> Figure:
     figure, axes = panels(2)
     rng = np.random.default_rng(0)
@@ -484,6 +494,7 @@ FIGURES: Sequence[Callable[[], Figure]] = (
     differential,
     ccq,
     row_normalized,
+    bidirectional,
     query_side,
     feature_maps,
     path,

@@ -162,7 +162,7 @@ def describing(column: Column) -> Iterator[KernelBackend]:
         yield backend
 
 
-class Answer(NamedTuple):
+class KernelAnswer(NamedTuple):
     """What kernels compute of a call."""
 
     computed: tuple[Piece, ...]
@@ -192,11 +192,11 @@ def _backend(name: str) -> KernelBackend:
     return backend
 
 
-def cell(mechanism: Piece, column: Column, work: str) -> Answer:
+def cell(mechanism: Piece, column: Column, work: str) -> KernelAnswer:
     """The answers to one call."""
     name = f"kernels of {column.backend}"
     if VERBS[work] == "extend" and not mechanism.offers.causal:
-        return Answer((), ("it is not causal, so that it has no cache",))
+        return KernelAnswer((), ("it is not causal, so that it has no cache",))
     found = explain_described(
         mechanism,
         column.library,
@@ -207,7 +207,7 @@ def cell(mechanism: Piece, column: Column, work: str) -> Answer:
         backend=(name, "reference"),
     )
     computed = tuple(c.piece for c in found.plan.calls if c.backend.name == name)
-    return Answer(computed, tuple(_reasons(found, name)))
+    return KernelAnswer(computed, tuple(_reasons(found, name)))
 
 
 def _reasons(found: Explanation, name: str) -> Iterable[str]:
@@ -220,7 +220,9 @@ def _reasons(found: Explanation, name: str) -> Iterable[str]:
                 yield considered.support.reason.replace(" on a TPU", "")  # The column says so.
 
 
-def ran_on(answer: Answer, column: Column, work: str, ledger: Iterable[LedgerEntry]) -> list[str]:
+def ran_on(
+    answer: KernelAnswer, column: Column, work: str, ledger: Iterable[LedgerEntry]
+) -> list[str]:
     """The compute capabilities on which all kernels of a cell have run, with the code of today."""
     with describing(column) as backend:
         table = backend.table

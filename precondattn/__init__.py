@@ -30,6 +30,7 @@ from precondattn.backend import (
     ArraySpec,
     Backend,
     GatheredWarning,
+    NotCheckedWarning,
     PassedOverWarning,
     Request,
     Support,
@@ -38,14 +39,17 @@ from precondattn.backend import (
 from precondattn.cache import Append, Cache, Replace, Rewrite, Slot, Snapshot
 from precondattn.diagnostics.alignment import alignment, alignment_gap
 from precondattn.dispatch.discovery import register_backend, unregister_backend, use_backend
+from precondattn.execution.checked import checked
 from precondattn.execution.shorthand import shorthand
 from precondattn.frame import Frame
 from precondattn.interop.head_pairs import pair_values, split_heads
 from precondattn.interop.mamba2 import mamba2, mamba2_inputs
+from precondattn.native.ordinary import ordinary_operators
 from precondattn.parallel.partial_attention import merge, with_lse, with_lse_vjp
 from precondattn.preconditioners import (
     ATK,
     CCQ,
+    Bidirectional,
     Differential,
     Elu1,
     Hedgehog,
@@ -59,6 +63,7 @@ from precondattn.preconditioners import (
     Temperature,
 )
 from precondattn.spec import array_functions
+from precondattn.spec.both_directions import BothDirections
 from precondattn.spec.channel import Channel
 from precondattn.spec.comba import Comba
 from precondattn.spec.conditioned_query import ConditionedQuery
@@ -86,12 +91,14 @@ from precondattn.spec.mesa_query import MesaQuery
 from precondattn.spec.mlstm import MLSTM
 from precondattn.spec.nystrom import Nystrom
 from precondattn.spec.outlook import Outlook
+from precondattn.spec.own_token import OwnToken
 from precondattn.spec.path import Path
 from precondattn.spec.positive_definite import NotSolvedError
 from precondattn.spec.preconditioned_key import PreconditionedKey
 from precondattn.spec.query_weighted import QueryWeightedQuery
 from precondattn.spec.recurrence import RECURRENT, Form, Stream
 from precondattn.spec.retention import Retention
+from precondattn.spec.reversed_tokens import ReversedTokens
 from precondattn.spec.rms_norm import RMSNorm
 from precondattn.spec.rwkv6 import RWKV6
 from precondattn.spec.scaled_dims import ScaledDims
@@ -109,6 +116,7 @@ from precondattn.spec.windowed import Windowed
 # isort: split
 from precondattn.shorthands import (
     atk,
+    bidirectional,
     ccq,
     channel,
     comba,
@@ -149,6 +157,15 @@ from precondattn.shorthands import (
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str) -> object:
+    """Raise the error for a name that others have for a mechanism, with its expression."""
+    from precondattn.algebra.given_mechanism import attribute_elsewhere
+
+    hint = "" if name.startswith("_") else attribute_elsewhere(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
 __all__ = [
     "ATK",
     "CCQ",
@@ -166,6 +183,8 @@ __all__ = [
     "Append",
     "ArraySpec",
     "Backend",
+    "Bidirectional",
+    "BothDirections",
     "Cache",
     "Channel",
     "Comba",
@@ -202,10 +221,12 @@ __all__ = [
     "Mechanism",
     "Mesa",
     "MesaQuery",
+    "NotCheckedWarning",
     "NotSolvedError",
     "Nystrom",
     "Offers",
     "Outlook",
+    "OwnToken",
     "PassedOverWarning",
     "Path",
     "PerDimScale",
@@ -218,6 +239,7 @@ __all__ = [
     "Replace",
     "Request",
     "Retention",
+    "ReversedTokens",
     "Rewrite",
     "RowNormalized",
     "ScaledDims",
@@ -244,8 +266,10 @@ __all__ = [
     "alignment_gap",
     "array_functions",
     "atk",
+    "bidirectional",
     "ccq",
     "channel",
+    "checked",
     "comba",
     "contraction_gate",
     "cross_covariance",
@@ -276,6 +300,7 @@ __all__ = [
     "namespace",
     "nystrom",
     "options",
+    "ordinary_operators",
     "outlook",
     "pair_values",
     "parse",

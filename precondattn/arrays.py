@@ -1,9 +1,9 @@
 """Everything that depends on the array library, in one place.
 
 No other module imports a framework, except those in a room of that framework (`execution/torch/`,
-`parallel/jax/` …) and `native/jax_solve.py`. A call imports these when it needs them. No
-framework is imported here: a library is recognised by the type of an array, and its module is then
-already loaded.
+`parallel/jax/` …) and those of `native/` that are named after one. A call imports these when it
+needs them. No framework is imported here: a library is recognised by the type of an array, and its
+module is then already loaded.
 """
 
 from __future__ import annotations
@@ -426,6 +426,14 @@ def arange_like(n: int, array: Array) -> Array:
     return xp.arange(n, dtype=xp.int32, **placement(array))
 
 
+def differs_from_previous(ids: Array) -> Array:
+    """Whether each id (b, t) is another than the one before it; the first is not."""
+    xp, token = namespace(ids), arange_like(ids.shape[1], ids)
+    # Slices of t − 1 tokens would keep PyTorch from exporting a program for one token too.
+    previous = xp.where(token > 0, token - 1, 0)
+    return ids != xp.take(ids, as_index(previous), axis=1)
+
+
 def take_tokens(array: Array, tokens: Array) -> Array:
     """The tokens (b, c) of each sequence of an array (b, t, …), as (b, c, …)."""
     if library_of(array) == "jax":
@@ -483,25 +491,6 @@ def zero_where_not(mask: Array, array: Array) -> Array:
     """`array` where `mask` is true, else 0; masked NaN and infinities become 0 too."""
     masked = namespace(array).where(mask, array, 0.0)
     return cast(masked, array.dtype)  # NumPy promotes bfloat16 to float64.
-
-
-def running_maximum(array: Array, axis: int) -> Array:
-    """The maximum of each entry and those before it along an axis."""
-    library = library_of(array)
-    if library == "torch":
-        return array.cummax(axis).values
-    if library == "jax":
-        return sys.modules["jax"].lax.cummax(array, axis=axis)
-    xp = namespace(array)
-    if library in ("numpy", "cupy"):
-        return xp.maximum.accumulate(array, axis=axis)
-    array = xp.moveaxis(array, axis, 0)
-    distance = 1
-    while distance < array.shape[0]:
-        later = xp.maximum(array[distance:, ...], array[:-distance, ...])
-        array = xp.concat([array[:distance, ...], later], axis=0)
-        distance *= 2
-    return xp.moveaxis(array, 0, axis)
 
 
 def is_finite_number(value: object) -> bool:

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from precondattn.arrays import Array, dtype_name, library_of
+from precondattn.arrays import Array, ByName, dtype_name, library_of
 from precondattn.by_autograd import GRADIENTS, gradient_of
 from precondattn.cache import Updates
 from precondattn.frame import Frame
-from precondattn.runner import METHODS, Runner
+from precondattn.runner import METHODS, Runner, note_names
 
 if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
@@ -59,6 +59,10 @@ class PassedOverWarning(UserWarning):
 
 class GatheredWarning(UserWarning):
     """In JAX, sharded arrays are gathered on every device."""
+
+
+class NotCheckedWarning(UserWarning):
+    """A checked call can not look at the values of its inputs, because they are traced."""
 
 
 class Support(NamedTuple):
@@ -97,7 +101,7 @@ class Request:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """The shape of every input of the piece, by the piece's own names."""
     masks: frozenset[str]
-    """Which of `segment_ids`, `lengths` and `key_mask` the call has."""
+    """Which of `segment_ids`, `lengths`, `key_mask`, `prefix` and `attn_mask` the call has."""
     differentiated: bool = False
     """Whether a gradient may be needed later."""
     transformed: bool = False
@@ -170,6 +174,9 @@ class Backend(Protocol):
     Conformance fails where it compares less than half of a check, without what is declared. A part
     is named by words that all apply: a check, a dtype, a library, a mask, a verb, `grouped_heads`,
     or the name at the beginning of an expression."""
+    masks_pairs: bool = False
+    """Whether it honours the masks of pairs, `attn_mask` and `prefix` (`Frame.pairs` and
+    `q_prefix`). Otherwise it is not asked to run calls that have one."""
     blocks: tuple[int, ...] = ()
     """The numbers of tokens in a block of its kernels, such as `(64, 128)`; conformance places
     lengths and masks at their edges. Empty: those of 16, 32, 64 and 128."""
@@ -295,6 +302,18 @@ class Backend(Protocol):
         return runner.residual_shapes(inputs, frame)
 
 
+OF_PAST = ("step", "step_backward")
+"""The methods that are given the buffers of a cache, by name."""
+
+
+def _of_past(method: Callable[..., Any], past: ByName, inputs: ByName, *rest: object) -> Any:
+    try:
+        return method(past, inputs, *rest)
+    except KeyError as error:
+        note_names(error, past, inputs)
+        raise
+
+
 class MethodsOf:
     """The methods of a backend, or of another object in its place, on one piece."""
 
@@ -322,7 +341,7 @@ class MethodsOf:
         for name in METHODS:
             method = getattr(methods, name, None)
             known = partial(_missing, backend, name) if method is None else partial(method, piece)
-            setattr(self, name, known)
+            setattr(self, name, partial(_of_past, known) if name in OF_PAST else known)
         if not hasattr(methods, "forward_with_residuals"):
             self.forward_with_residuals = self.forward
         if not hasattr(methods, "residuals_from_lse"):

@@ -17,6 +17,7 @@ from precondattn_conformance.extremes import EXTREMES
 from precondattn_conformance.grid import LAYOUTS, LEVELS, data
 from precondattn_conformance.inputs import KINDS, CallLayout
 from precondattn_conformance.layout_names import layout_named
+from precondattn_conformance.masks import OF_PAIRS
 from precondattn_conformance.sharing import Sharing
 
 IsNarrow = Callable[[str, str], bool]
@@ -246,6 +247,8 @@ def has_result(expression: str, layout: CallLayout, kind: str) -> bool:
         if not _has_keys(expression):
             return False  # Its mask applies to queries.
         is_causal = mechanism_of(expression).offers.causal
+        if layout.has("attn_mask"):
+            return False  # The layout's mask has a row for every key.
         if (layout.has("lengths") or layout.has("segment_ids")) and not is_causal:
             return False  # The positions of its queries are not defined.
     return True
@@ -253,13 +256,18 @@ def has_result(expression: str, layout: CallLayout, kind: str) -> bool:
 
 def _is_refused(expression: str, layout: CallLayout) -> bool:
     """Whether a leaf refuses calls of this size or with these masks."""
-    masks = frozenset({"segment_ids"} if layout.has("segment_ids") else ())
+    names = ("lengths", "key_mask", "segment_ids")
+    masks = frozenset(name for name in names if layout.has(name))
+    leaves = mechanism_of(expression).program.leaves
     try:
-        for leaf in mechanism_of(expression).program.leaves:
+        for leaf in leaves:
             leaf.check_call({"t": layout.t, "s": layout.s}, masks)
     except ValueError:
         return True
-    return False
+    of_pairs = [name for name in OF_PAIRS if layout.has(name)]
+    if of_pairs and not any(leaf.relates_tokens for leaf in leaves):
+        return True
+    return any(leaf.refuses_mask(name) for name in of_pairs for leaf in leaves)
 
 
 def _has_keys(expression: str) -> bool:

@@ -107,7 +107,8 @@ def _has_empty_rows(mechanism: pa.Mechanism, layout: CallLayout) -> bool:
     """Whether the masks of a call hide all keys from some query."""
     leaves = mechanism.program.leaves
     relates_tokens = any(leaf.relates_tokens for leaf in leaves)
-    if not relates_tokens or not (layout.has("lengths") or layout.has("key_mask")):
+    hiding = ("lengths", "key_mask", "attn_mask")
+    if not relates_tokens or not any(map(layout.has, hiding)):
         return False
     if any(isinstance(leaf, pa.Windowed) for leaf in leaves):
         return True  # A small window of its grid may be masked.
@@ -127,6 +128,12 @@ def _has_empty_rows(mechanism: pa.Mechanism, layout: CallLayout) -> bool:
         begins = np.concatenate([np.ones((b, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
         starts = np.maximum.accumulate(np.where(begins, position, 0), axis=1)
         first = np.maximum(first, starts[:, s - t :])
+    if "attn_mask" in masks:
+        is_seen = (first[..., None] <= position) & (position <= last[..., None])
+        if "prefix" in masks:  # Beside segments, the others would be empty too.
+            is_seen |= position < masks["prefix"][:, None, None]
+        is_seen = (is_seen & valid[:, None, :])[:, None] & masks["attn_mask"]
+        return not is_seen.any(axis=3).all()
     seen = np.concatenate([np.zeros((b, 1), int), np.cumsum(valid, axis=1)], axis=1)
     counts = np.take_along_axis(seen, last + 1, 1) - np.take_along_axis(seen, first, 1)
     return bool((counts == 0).any())

@@ -18,9 +18,10 @@ from precondattn.algebra import registry
 from precondattn_conformance.checks import CHECKS
 from precondattn_conformance.expectations import name_of
 from precondattn_conformance.libraries import ALL, HALF, WIDE
+from precondattn_conformance.masks import OF_PAIRS
 from precondattn_conformance.runner import Outcome
 
-MASKS = ("lengths", "key_mask", "segment_ids")
+MASKS = ("lengths", "key_mask", "segment_ids", *OF_PAIRS)
 VERBS = ("vjp", "extend", "extend_vjp")
 GROUPED = "grouped_heads"
 LIBRARIES = tuple(library.name for library in ALL)
@@ -60,6 +61,8 @@ def declared(texts: Iterable[str]) -> dict[str, str]:
 def reason_for(outcome: Outcome, parts: Mapping[str, str]) -> str | None:
     """Why this case was to be declined, or None."""
     words = _words(outcome)
+    if words & {*OF_PAIRS}:
+        return "no backend has to have masks of pairs: it declares them by masks_pairs"
     return next((reason for part, reason in parts.items() if words >= {*part.split()}), None)
 
 

@@ -111,16 +111,22 @@ def too_little(found: Iterable[CheckShare]) -> list[str]:
 
 def print_shares(found: Iterable[CheckShare], console: Console) -> None:
     """A table of the checks of which a part was not compared."""
+    rows = [
+        (share, (share.check, f"{share.compared} of {share.total}"))
+        for share in found
+        if share.compared < share.total
+    ]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("check")
-    table.add_column("compared", justify="right", no_wrap=True)
+    # A long reason is cut, and not the columns before it.
+    for i, name in enumerate(("check", "compared")):
+        widest = max((len(row[i]) for _, row in rows), default=0)
+        width = max(widest, len(name))
+        table.add_column(name, min_width=width, no_wrap=True, justify="right" if i else "left")
     table.add_column("not compared", no_wrap=True, overflow="ellipsis")
-    for share in found:
-        if share.compared < share.total:
-            texts = (share.check, f"{share.compared} of {share.total}")
-            style = "" if share.is_enough else "red"
-            table.add_row(*(Text(text, style=style) for text in texts), Text(share.why))
-    if table.row_count:
+    for share, row in rows:
+        style = "" if share.is_enough else "red"
+        table.add_row(*(Text(text, style=style) for text in row), Text(share.why))
+    if rows:
         console.print(table)
         console.print()
 

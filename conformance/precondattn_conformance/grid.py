@@ -23,6 +23,15 @@ PLAIN = CallLayout("plain")
 RAGGED = CallLayout("ragged", mask="lengths", broadcast="bh")
 PACKED = CallLayout("packed", mask="segment_ids")
 MASKED = CallLayout("masked", mask="key_mask", broadcast="bh")
+PREFIX = CallLayout("prefix", mask="prefix")
+PAIRS = CallLayout("pairs", mask="attn_mask")
+PREFIX_BLOCKS = CallLayout(
+    "prefix_blocks", t=65, s=65, h=2, n=1, d=16, e=8, mask="prefix+segments_edge", block=32
+)
+PREFIX_ROWS = CallLayout("prefix_rows", t=65, s=65, h=2, n=1, d=16, e=8, mask="prefix")
+PREFIX_LONG = CallLayout("prefix_long", t=513, s=513, h=2, n=1, d=16, e=8, mask="prefix")
+PREFIX_PAIRS = CallLayout("prefix_pairs", mask="prefix+attn_heads")
+PAIRS_RAGGED = CallLayout("pairs_ragged", mask="lengths+attn_heads")
 SINGLE = CallLayout("single_token", t=1, s=1)
 FEWER = CallLayout("fewer_queries", t=3, s=9)
 OWN_HEADS = CallLayout("own_kv_heads", h=3, n=3, values_per_head=1)
@@ -49,6 +58,7 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         *(PLAIN, RAGGED, PACKED, MASKED, SINGLE, FEWER, OWN_HEADS, LESS_ONE),
+        *(PREFIX, PAIRS, PREFIX_BLOCKS, PREFIX_ROWS, PREFIX_LONG, PREFIX_PAIRS, PAIRS_RAGGED),
         *(FEWER_RAGGED, FEWER_PACKED, FEWER_MASKED, WRITTEN_TWICE),
         *(WRITTEN_FAR, LAST_OF_161, TWO_OF_33),
         *(AND_ONE, REAL_SHORT, REAL_128, BLOCKS, PACKED_BLOCKS, THREADS, LEAK, LONG),
@@ -63,6 +73,7 @@ SMOKE: Data = (
     (PACKED, "zero"),
     (REAL_SHORT, "real"),
     (MASKED, "clustered"),
+    (PREFIX_PAIRS, "clustered"),
 )
 FULL: Data = (
     *SMOKE,
@@ -76,10 +87,17 @@ FULL: Data = (
     (LESS_ONE, "clustered"),
     (AND_ONE, "clustered"),
     (REAL_128, "real"),
+    (PREFIX, "clustered"),
+    (PAIRS, "clustered"),
+    (PREFIX_BLOCKS, "clustered"),
+    (PREFIX_ROWS, "clustered"),
+    (PAIRS_RAGGED, "clustered"),
 )
 SPECIAL: dict[str, Data] = {
-    "splits": ((PLAIN, "clustered"), (RAGGED, "clustered"), (MASKED, "clustered")),
-    "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered")),
+    "splits": tuple(
+        (layout, "clustered") for layout in (PLAIN, RAGGED, MASKED, PREFIX, PAIRS, PREFIX_PAIRS)
+    ),
+    "alternation": ((PLAIN, "clustered"), (RAGGED, "clustered"), (PREFIX_PAIRS, "clustered")),
     "cache_operations": ((PLAIN, "clustered"), (RAGGED, "clustered")),
     "packing": ((PACKED, "clustered"), (PACKED, "zero"), (PACKED_BLOCKS, "clustered")),
     "padding": ((RAGGED, "clustered"),),
@@ -125,7 +143,7 @@ OF_KERNELS = ("stability", "packing", "padding", "determinism")
 DECODED = (OWN_HEADS, "huge_logits")
 """Of the check `caching`: a step too subtracts a maximum, of cached and of new tokens."""
 
-STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"))
+STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"), (PREFIX_LONG, "clustered"))
 
 
 def data(

@@ -57,12 +57,12 @@ class CallLayout(NamedTuple):
         return {**sizes, "u": self.h * self.values_per_head}
 
     def has(self, argument: str) -> bool:
-        """Whether the call has this mask: `"lengths"`, `"key_mask"` or `"segment_ids"`."""
+        """Whether the call has this mask, by the name of its argument, such as `"lengths"`."""
         return argument in arguments(self.mask)
 
     def masks(self) -> Arrays:
         """The masks of the call, by name."""
-        return masks(self.mask, self.b, self.s, self.block)
+        return masks(self.mask, self.b, self.s, self.h, self.block)
 
 
 def make_inputs(mechanism: pa.Mechanism, layout: CallLayout, kind: str, seed: int = 0) -> Arrays:

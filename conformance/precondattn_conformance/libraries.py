@@ -247,8 +247,10 @@ gradients = {{"NAME": gradient}}"""
 
         leaves = [{n: a.detach().requires_grad_() for n, a in given.items()} for given in inputs]
         outs = [function(given) for given in leaves]
+        # The output of a token alone depends on no decay, whose gradient is 0.
+        options = {"allow_unused": True, "materialize_grads": True}
         return [
-            dict(zip(given, torch.autograd.grad(out, list(given.values()), d), strict=True))
+            dict(zip(given, torch.autograd.grad(out, [*given.values()], d, **options), strict=True))
             for given, out, d in zip(leaves, outs, cotangents, strict=True)
         ]
 

@@ -101,11 +101,11 @@ def main(text: str) -> None:
         print(size + peak_of(run, library))
 
 
-def _forward(call: MeasuredCall) -> Callable[[Arrays], Array]:
-    """The function from the inputs to the output."""
+def _forward(call: MeasuredCall, given: Arrays) -> Callable[[Arrays], Array]:
+    """The function from the inputs to the output, with the masks of the call."""
     mechanism = pa.parse(call.mechanism)
     backend = None if call.backend is None else tuple(call.backend.split(","))
-    return lambda inputs: mechanism(**inputs, backend=backend)
+    return lambda inputs: mechanism(**inputs, **given, backend=backend)
 
 
 def _prepared(
@@ -113,8 +113,9 @@ def _prepared(
 ) -> tuple[Callable[[], object], int]:
     """A function that runs the call, and the size of its inputs in bytes."""
     inputs, cotangent = _arrays(call, library, layout)
-    forward = _forward(call)
-    size = sum(int(array.nbytes) for array in inputs.values())
+    given = _masks(library, layout)
+    forward = _forward(call, given)
+    size = sum(int(array.nbytes) for array in (*inputs.values(), *given.values()))
     if not call.has_backward:
         return lambda: forward(inputs), size
 
@@ -123,7 +124,7 @@ def _prepared(
         if gradients is not None:
             return gradients
         backend = None if call.backend is None else tuple(call.backend.split(","))
-        out, pullback = pa.parse(call.mechanism).vjp(**inputs, backend=backend)
+        out, pullback = pa.parse(call.mechanism).vjp(**inputs, **given, backend=backend)
         return out, pullback(cotangent)
 
     return both, size + int(cotangent.nbytes)
@@ -139,12 +140,17 @@ def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[A
     return inputs, library.array(np.ones(shape, dtype=np.float32), call.dtype)
 
 
+def _masks(library: Library, layout: CallLayout) -> Arrays:
+    """The masks of the layout, in its library."""
+    return {name: library.array(array) for name, array in layout.masks().items()}
+
+
 def _planned_by_jax(call: MeasuredCall, library: Library) -> float:
     """The memory that JAX's compiler plans for a call."""
     import jax
 
     inputs, cotangent = _arrays(call, library, call.layout)
-    forward = _forward(call)
+    forward = _forward(call, _masks(library, call.layout))
 
     def both(x: Arrays, cotangent: Array) -> object:
         out, pullback = jax.vjp(forward, x)

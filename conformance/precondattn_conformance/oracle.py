@@ -37,7 +37,7 @@ OF_WEIGHTS = ("q", "k", "g", "i")
 their sum, but for its ε."""
 OF_SCORES = (
     *QUERIES_AND_KEYS,
-    *("q_gain", "k_gain", "per_dim", "bias", "g"),
+    *("q_gain", "k_gain", "per_dim", "bias", "g", "slopes", "bucket_table"),
     *("w", "beta", "w2", "beta2"),
 )
 """The same, where softmax has no slots: every input that only scores depend on."""

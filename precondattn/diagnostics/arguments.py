@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from precondattn.algebra.mechanism import Mechanism
 from precondattn.arrays import Array, Arrays, is_traced, library_of, upcast
+from precondattn.given import Given
 
 
 def examined_inputs(
-    what: str, mechanism: Mechanism, arrays: tuple[Array, ...], named: dict[str, Any]
-) -> tuple[Arrays, dict[str, Any]]:
+    what: str, mechanism: Mechanism, arrays: tuple[Array, ...], named: dict[str, Given]
+) -> tuple[Arrays, dict[str, Given]]:
     """The inputs by name, in float32 where they are in half precision, and masks and backend.
 
     Raises

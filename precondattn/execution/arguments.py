@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from precondattn.algebra.declaration import Sizes
+from precondattn.algebra.declaration import ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
 from precondattn.cache import KEY_MASK
@@ -26,9 +26,20 @@ from precondattn.execution.masks import (
     segments_of,
     zero_padding,
 )
+from precondattn.execution.pair_masks import (
+    ATTN_MASK,
+    PREFIX,
+    check_attn_mask,
+    check_extends_prefix,
+    check_prefix,
+    of_slots_and_new,
+    prefix_of_packed,
+    prefix_of_queries,
+)
 from precondattn.execution.preparation import PreparedCall, prepared, times
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch.autocast import cast_inputs
+from precondattn.execution.transposed_layout import advice_on_masks
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame, full_frame, held_by_all
 from precondattn.given import Given
 
@@ -70,16 +81,40 @@ def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
     owner, masks, b, (t, s) = str(call.mechanism), call.masks, ready.sizes["b"], times(ready.sizes)
     checks = ValueChecks(owner)
     lengths = check_lengths(owner, masks["lengths"], like, b, s, "s", checks)
-    key_mask = check_mask(owner, KEY_MASK, masks[KEY_MASK], like, (b, s), ("bool",), "(b s)")
-    segment_ids, segments, end = segments_of(owner, masks, like, b, s, checks)
+    try:
+        key_mask = check_mask(owner, KEY_MASK, masks[KEY_MASK], like, (b, s), ("bool",), "(b s)")
+        segment_ids, segments, end = segments_of(owner, masks, like, b, s, checks)
+        attn_mask = check_attn_mask(owner, masks.get(ATTN_MASK), like, ready.sizes)
+    except ShapeError as error:
+        raise ShapeError(f"{error}{advice_on_masks(masks, ready.sizes)}") from None
     if end is not None:
         if lengths is None:  # Only now it is known that there is padding, which changes the plan.
             padded = call._replace(masks={**masks, "lengths": end})
             ready = prepared(padded, signature_of(padded))
         lengths = end if lengths is None else namespace(end).minimum(lengths, end)
-    frame = full_frame(t, s, like, lengths=lengths, key_mask=key_mask, segment_ids=segment_ids)
+    prefix = _prefix(owner, masks, like, ready.sizes, segment_ids, checks)
+    of_tokens = {"lengths": lengths, KEY_MASK: key_mask, "segment_ids": segment_ids}
+    frame = full_frame(t, s, like, **of_tokens, prefix=prefix, attn_mask=attn_mask)
     inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, frame.k_valid)
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before, segments=segments)
+
+
+def _prefix(
+    owner: str,
+    masks: Mapping[str, Given],
+    like: Array,
+    sizes: Sizes,
+    segment_ids: Array,
+    checks: ValueChecks,
+) -> Array | None:
+    """For each query the end of its prefix (b, t)."""
+    bounds = masks["cu_seqlens"]
+    count, letter = (sizes["b"], "b") if bounds is None else (len(bounds) - 1, "n")
+    prefix = check_prefix(owner, masks.get(PREFIX), like, count, letter, checks)
+    if prefix is None:
+        return None
+    of_sequences = prefix if bounds is None else prefix_of_packed(prefix, segment_ids)
+    return prefix_of_queries(of_sequences, *times(sizes), segment_ids)
 
 
 def check_call(
@@ -127,6 +162,17 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
         checks.require(now + new <= capacity, f"{holds}, and the new ones do not fit")
     longest = None if old_lengths is None else max(old_lengths, default=0)
     given = {"lengths": lengths, KEY_MASK: key_mask, "segment_ids": masks.get("segment_ids")}
+    prefix = check_prefix(owner, masks.get(PREFIX), like, b, "b", checks)
+    if prefix is not None:
+        check_extends_prefix(prefix, length, t if lengths is None else lengths, checks)
+        given[PREFIX] = prefix_of_queries(prefix, t, t, None)
+    if masks.get(ATTN_MASK) is not None:
+        columns = range(t, capacity + 1) if longest is None else (longest + t, capacity)
+        attn_mask = check_attn_mask(owner, masks[ATTN_MASK], like, sizes, columns)
+        assert attn_mask is not None
+        has_all = now + new <= attn_mask.shape[3]
+        checks.require(has_all, "attn_mask must have a column for each cached and new token")
+        given[ATTN_MASK] = of_slots_and_new(attn_mask, length, t, capacity)
     frame = extending_frame(length, capacity, t, longest=longest, past_mask=cached_mask, **given)
     if lengths is not None or key_mask is not None:
         valid = frame.valid_keys(t)

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import chain
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.foreign_keywords import keyword_elsewhere
 from precondattn.algebra.options import OptionValue, fields_of
 from precondattn.algebra.registry import AnyMechanism, MechanismClass
 from precondattn.algebra.text import nearest
@@ -105,7 +106,8 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
         if name not in known:
             settings = chain(*switches.get(name, {}).values())
             belongs = " or ".join(f"{option}={value!r}" for option, value in settings)
-            hint = f" (it belongs to {belongs})" if belongs else nearest(name, known)
+            hint = keyword_elsewhere(name, inputs=mechanism.inputs) or nearest(name, known)
+            hint = f" (it belongs to {belongs})" if belongs else hint
             raise TypeError(
                 f"{cls.name}: unknown keyword {name!r}{hint}; options are "
                 f"{', '.join([*own, *of_base])}, inputs {', '.join(mechanism.inputs)}, and "

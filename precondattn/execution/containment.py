@@ -39,16 +39,17 @@ from precondattn.arrays import (
     ByName,
     arange_like,
     cast,
+    differs_from_previous,
     gathered,
     host_array,
     is_traced,
     library_of,
     namespace,
-    running_maximum,
     zero_where_not,
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.limits import KEPT
+from precondattn.native.scan import running_maximum
 
 if TYPE_CHECKING:
     from precondattn.execution.arguments import BoundCall
@@ -95,6 +96,17 @@ class NonFiniteRows(NamedTuple):
             past, tokens = (_replaced(a, heads, pattern, NAN) for a in update)
             return Rewrite(past, tokens)
         return Replace(_replaced(update.value, self.by_keys[:, -1:, :], pattern, NAN))
+
+    def marked_state(self, key: str, state: Array, column: Array) -> Array:
+        """The state after the first `column` tokens, a number or (b,), NaN after a bad one."""
+        if self.by_keys is None:
+            return state
+        xp, by_keys = namespace(self.by_keys), self.by_keys
+        position = arange_like(by_keys.shape[1], by_keys)[None, :, None]
+        if not isinstance(column, int):
+            column = column[:, None, None]
+        heads = xp.any(by_keys & (position < column), axis=1, keepdims=True)
+        return _replaced(state, heads, self.buffers[key], NAN)
 
     def without_states(self, d_states: ByName) -> Arrays:
         """The cotangents of new states, 0 in the heads whose state is NaN.
@@ -274,20 +286,41 @@ def _reached(mechanism: Piece, bad: Array, call: BoundCall) -> Array:
         flipped = None if segment is None else xp.flip(segment, axis=1)
         before = _at_or_after(xp.flip(bad, axis=1), flipped, window)
         reached = reached | xp.flip(before, axis=1)
+    elif call.frame.q_prefix is not None:  # Tokens before a bad one of their prefix see it too.
+        reached = reached | _in_segment(_of_prefix(bad, call.frame.q_prefix), segment)
     missing = reached.shape[1] - call.sizes.get("t", reached.shape[1])
     return reached[:, missing:, :]
+
+
+def _of_prefix(bad: Array, q_prefix: Array) -> Array:
+    """The bad tokens that are in the prefix of their segment."""
+    xp = namespace(bad)
+    # Keys before the first query are of its segment, or of one that no query reads.
+    missing = bad.shape[1] - q_prefix.shape[1]
+    first = xp.broadcast_to(q_prefix[:, :1], (q_prefix.shape[0], max(missing, 0)))
+    end = xp.concat([first, q_prefix], axis=1)
+    return bad & (arange_like(bad.shape[1], bad)[None, :, None] < end[:, :, None])
+
+
+def _in_segment(bad: Array, segment: Array | None) -> Array:
+    """The tokens of a segment with a bad one."""
+    xp = namespace(bad)
+    flipped = None if segment is None else xp.flip(segment, axis=1)
+    before = xp.flip(_at_or_after(xp.flip(bad, axis=1), flipped, None), axis=1)
+    return _at_or_after(bad, segment, None) | before
 
 
 def _at_or_after(bad: Array, segment: Array | None, window: int | None) -> Array:
     """Tokens at or after a bad one of the same segment, less than `window` tokens after it."""
     xp = namespace(bad)
-    position = arange_like(bad.shape[1], bad)[None, :, None]
     bad = gathered(bad, axis=1)
+    if segment is None and window is None:
+        return xp.cumulative_sum(xp.astype(bad, xp.int32), axis=1) > 0
+    position = arange_like(bad.shape[1], bad)[None, :, None]
     last = running_maximum(xp.where(bad, position + 1, 0), axis=1)  # 0 where there is none yet.
     first = 0 * position
     if segment is not None:
-        is_new = segment[:, 1:] != segment[:, :-1]
-        starts = xp.concat([segment[:, :1] != segment[:, :1], is_new], axis=1)
+        starts = differs_from_previous(segment)
         first = running_maximum(xp.where(starts[:, :, None], position, 0), axis=1)
     if window is not None:
         first = xp.maximum(first, position - (window - 1))

@@ -9,13 +9,15 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, ByName, upcast_all
 from precondattn.cache import Update, Updates
 from precondattn.frame import Frame
+from precondattn.reversed_order import reversed_keys
 
 
 def output(piece: Piece, inputs: ByName, frame: Frame) -> Array:
-    values = dict(inputs)
+    values, are_reversed = dict(inputs), piece.program.reversed_values
     for call in piece.program.calls:
         x = upcast_all({formal: values[value] for formal, value in call.arguments})
-        values[call.out] = call.leaf.forward(x, frame)[0]
+        own = frame if call.reads.isdisjoint(are_reversed) else reversed_keys(frame)
+        values[call.out] = call.leaf.forward(x, own)[0]
     return values[piece.program.out]
 
 

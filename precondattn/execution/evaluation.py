@@ -27,7 +27,7 @@ from precondattn.arrays import (
 )
 from precondattn.backend import MethodsOf
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
-from precondattn.cache.kinds import holding
+from precondattn.cache.kinds import STATE, holding
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import PlannedCall
@@ -35,7 +35,13 @@ from precondattn.execution.arguments import BoundCall
 from precondattn.execution.array_checks import values_of
 from precondattn.execution.containment import NAN
 from precondattn.execution.cotangents import gradients_at, step_gradients_at
+from precondattn.execution.keeping import Keeping
 from precondattn.execution.masks import nan_where_invalid
+from precondattn.execution.parts import Parts
+from precondattn.frame import Frame
+from precondattn.native.ordinary import is_ordinary
+from precondattn.reversed_order import reversed_keys
+from precondattn.runner import LeafRunner
 
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
 """A planned call with its inputs, its output and what it saved."""
@@ -49,11 +55,11 @@ def forward(call: BoundCall) -> Array:
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
-        bridge = None if is_direct else _bridge(planned, call)
+        bridge, frame = None if is_direct else _bridge(planned, call), _frame(planned, call)
         if bridge is None:
-            values[planned.out] = planned.runner.forward(inputs, call.frame)[0]
+            values[planned.out] = planned.runner.forward(inputs, frame)[0]
         else:
-            values[planned.out] = bridge(planned, inputs, call.frame)
+            values[planned.out] = bridge(planned, inputs, frame)
     return finished(values[plan.out], call)
 
 
@@ -62,12 +68,12 @@ def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     trace: list[Traced] = []
     for planned in plan.calls:
-        inputs = _inputs(planned, values, call)
+        inputs, frame = _inputs(planned, values, call), _frame(planned, call)
         operators = None if is_direct else _operators_of_vmap(planned, "backward", *inputs.values())
         if operators is None:
-            out, residuals = planned.runner.forward(inputs, call.frame)
+            out, residuals = planned.runner.forward(inputs, frame)
         else:
-            out, residuals = operators.with_residuals(planned, inputs, call.frame)
+            out, residuals = operators.with_residuals(planned, inputs, frame)
         values[planned.out] = out
         # The private copy would hide that a backend writes to it.
         trace.append((planned, inputs, read_only(out), residuals))
@@ -83,12 +89,12 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
     for planned, inputs, out, residuals in reversed(trace):
         if planned.out not in cotangents:
             continue
-        d_out = cotangents[planned.out]
+        d_out, frame = cotangents[planned.out], _frame(planned, call)
         operators = _operators_of_vmap(planned, "backward", d_out, out)
         if operators is None:
-            gradients = gradients_at(d_out, planned.runner, inputs, call.frame, out, residuals)
+            gradients = gradients_at(d_out, planned.runner, inputs, frame, out, residuals)
         else:
-            gradients = operators.gradients(planned, inputs, call.frame, out, residuals, d_out)
+            gradients = operators.gradients(planned, inputs, frame, out, residuals, d_out)
         for name, value in planned.arguments:
             _accumulate(cotangents, value, gradients[name])
     return _input_gradients(cotangents, call, cotangent)
@@ -108,15 +114,24 @@ def gradients_from_lse(call: BoundCall, out: Array, lse: Array, cotangent: Array
 
 
 def _steps(
-    call: BoundCall, cache: Cache, bridge_of: Callable[..., BridgeOfStep | None]
+    call: BoundCall,
+    cache: Cache,
+    bridge_of: Callable[..., BridgeOfStep | None],
+    parts: Parts | None = None,
 ) -> tuple[Array, Updates, list[Step]]:
-    """The output, the update of every buffer, and the steps."""
+    """The output, the update of every buffer, and the steps; states between `parts` are kept."""
     values, plan, frame = dict(call.inputs), call.prepared.plan, call.frame
     updates: Updates = {}
     trace: list[Step] = []
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
         past = {name: cache.store[key] for name, key in planned.buffers}
+        if parts is not None and _has_states(planned):
+            out, step_updates = _stepped_between(parts, planned, past, inputs, call)
+            values[planned.out] = out
+            for name, key in planned.owned:
+                updates[key] = step_updates[name]
+            continue
         bridge = None
         if not call.prepared.is_direct:
             bridge = bridge_of(planned, *past.values(), *inputs.values())
@@ -129,12 +144,55 @@ def _steps(
     return values[plan.out], updates, trace
 
 
-def extend(call: BoundCall, cache: Cache, *, donate: bool) -> tuple[Array, Cache]:
+def _has_states(planned: PlannedCall) -> bool:
+    slots = planned.piece.program.slots.values()
+    return any(slot.kind.rows == STATE for slot, _ in slots)
+
+
+def _stepped_between(
+    parts: Parts, planned: PlannedCall, past: Arrays, inputs: Arrays, call: BoundCall
+) -> tuple[Array, Updates]:
+    """A step of each part, or of all at once where its runner gives the states between."""
+    found = None
+    if not parts.is_ragged and isinstance(planned.runner, LeafRunner):
+        arrays = (*past.values(), *inputs.values())
+        is_plain = call.prepared.is_direct or not _bridge_of_step(
+            call, parts.length, planned, *arrays
+        )
+        if is_plain and not wants_gradient(*arrays):
+            found = planned.runner.states_between(past, inputs, call.frame, parts.columns)
+    if found is not None:
+        out, rows = found
+        parts.keep(planned.owned, rows)
+        return out, {name: Replace(states[:, -1, ...]) for name, states in rows.items()}
+
+    def step(
+        past: Arrays, part: Arrays, frame: Frame, length: Array, count: Array
+    ) -> tuple[Array, Updates]:
+        bridge = None
+        if not call.prepared.is_direct:
+            arrays = (*past.values(), *part.values())
+            bridge = _bridge_of_step(call._replace(count=count), length, planned, *arrays)
+        one = planned.runner.step if bridge is None else partial(bridge, planned)
+        return one(past, part, frame)
+
+    out, updates, rows = parts.step(step, past, inputs, planned.piece.inputs)
+    parts.keep(planned.owned, rows)
+    return out, updates
+
+
+def extend(
+    call: BoundCall, cache: Cache, *, donate: bool, keeping: Keeping | None = None
+) -> tuple[Array, Cache]:
     """The output for the new tokens, and the cache with them."""
     if call.prepared.is_direct:
         call.frame.may_overwrite = donate and not call.prepared.plan.shares_buffers
-    out, updates, _ = _steps(call, cache, partial(_bridge_of_step, call, cache.length))
+    parts = None if keeping is None else Parts(call, cache.length, keeping)
+    bridge_of = partial(_bridge_of_step, call, cache.length)
+    out, updates, _ = _steps(call, cache, bridge_of, parts)
     extended = _extended(updates, call, cache, donate=donate)
+    if parts is not None:
+        extended = parts.added_to(extended, cache)
     if donate:
         cache.store.clear()
     return finished(out, call), extended
@@ -245,6 +303,11 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
     return call.non_finite.replaced(out, 0.0 if is_cotangent else NAN)
 
 
+def _frame(planned: PlannedCall, call: BoundCall) -> Frame:
+    """The frame of one of the calls."""
+    return reversed_keys(call.frame) if planned.is_reversed else call.frame
+
+
 def _inputs(planned: PlannedCall, values: ByName, call: BoundCall) -> Arrays:
     inputs = {name: values[value] for name, value in planned.arguments}
     for name in planned.narrowed:
@@ -262,6 +325,8 @@ def _in_call_dtype(array: Array, call: BoundCall) -> Array:
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
     """What runs a call and registers its gradient with the framework; None where nothing has to."""
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
+    if is_ordinary(values_of(call.inputs)):
+        return None
     if planned.backend is EMPTY or (call.prepared.is_recorded and is_differentiable):
         return None
     if call.prepared.is_recorded:
@@ -293,7 +358,7 @@ def _bridge_of_step(
 ) -> BridgeOfStep | None:
     """As `_bridge`, for a step with these buffers and inputs."""
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
-    if planned.backend is EMPTY:
+    if planned.backend is EMPTY or is_ordinary(length):
         return None
     if library == "torch" and wants_gradient(*arrays):
         if is_differentiable:

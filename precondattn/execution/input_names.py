@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from precondattn.algebra.declaration import Inputs
+from precondattn.algebra.foreign_keywords import call_of
+from precondattn.algebra.given_mechanism import around, name_given
 from precondattn.algebra.piece import Piece
-from precondattn.algebra.text import nearest
+from precondattn.algebra.text import hint_at_keyword, plain
 from precondattn.arrays import Array, ByName
 from precondattn.limits import KEPT
 
@@ -23,12 +25,12 @@ def extending_inputs(mechanism: Piece) -> Inputs:
     return mechanism.inputs.extending()
 
 
-MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask")
+MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 CALL_OPTIONS = (*MASKS, "backend")
 """Keywords of a call that are not inputs."""
 
-EXTEND_OPTIONS = ("lengths", "key_mask", "donate", "backend")
-INIT_OPTIONS = ("capacity", "key_mask")
+EXTEND_OPTIONS = (*MASKS, "donate", "keep", "states_every", "backend")
+INIT_OPTIONS = ("capacity", "key_mask", "states", "sequences")
 
 
 def inputs_by_name(
@@ -41,10 +43,11 @@ def inputs_by_name(
     complete: bool = True,
 ) -> dict[str, Array]:
     """The inputs in the declared order; those that are given, unless `complete`."""
-    takes = f"{owner} takes {', '.join(declared)}"
-    if len(arrays) > min(3, len(declared)):
+    takes, first = f"{owner} takes {', '.join(declared)}", min(3, len(declared))
+    if len(arrays) > first:
+        example = f", as in ({call_of(declared)})" if len(declared) > first else ""
         raise TypeError(
-            f"{takes}: at most {min(3, len(declared))} by position, the others by name; "
+            f"{takes}: at most {first} by position, the others by name{example}; "
             f"found {len(arrays)} by position"
         )
     given = dict(zip(declared, arrays, strict=False))
@@ -52,15 +55,21 @@ def inputs_by_name(
         if name in given:
             raise TypeError(f"{owner}: {name} is given by position and by name")
         if name not in declared:
-            hint = nearest(name, [*declared, *options])
+            hint = hint_at_keyword(owner, name, plain(array), declared, options)
             raise TypeError(
                 f"{owner}: unknown keyword {name!r}{hint}; {takes}, and {', '.join(options)}"
             )
         given[name] = array
     missing = [name for name in declared if name not in given]
     if missing and complete:
-        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}")
+        raise TypeError(f"{owner}: missing {', '.join(missing)}; {takes}{_of_bases(owner, arrays)}")
     return {name: given[name] for name in declared if name in given}
+
+
+def _of_bases(owner: str, arrays: Sequence[Array]) -> str:
+    """What to write where a call was given a mechanism, or the name of one, in place of arrays."""
+    meant = next((name_given(array) for array in arrays if name_given(array)), None)
+    return "" if meant is None else f"; {around(owner, meant)}"
 
 
 def shapes_of(inputs: ByName) -> dict[str, tuple[int, ...]]:

@@ -10,20 +10,22 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from precondattn.algebra.declaration import Pattern, ShapeError, Sizes
+from precondattn.algebra.declaration import Inputs, Pattern, ShapeError, Sizes
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
     Array,
     Arrays,
+    Shape,
     device_of,
     is_traced,
     library_of,
     transforms_of,
     wants_gradient,
 )
-from precondattn.backend import Request
+from precondattn.backend import Request, UnsupportedError
 from precondattn.cache import KEY_MASK, Cache
-from precondattn.dispatch.discovery import allowed_backends
+from precondattn.cache.kinds import STATE
+from precondattn.dispatch.discovery import REFERENCE, allowed_backends
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_stored
@@ -37,11 +39,14 @@ from precondattn.execution.input_names import (
     inputs_by_name,
     shapes_of,
 )
+from precondattn.execution.pair_masks import check_takes_masks
 from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.autocast import cast_inputs, hint
+from precondattn.execution.transposed_layout import advice
 from precondattn.frame import FULL, Layout
 from precondattn.given import Given
 from precondattn.limits import KEPT_SIGNATURES
+from precondattn.native.ordinary import is_ordinary
 
 
 class PreparedCall(NamedTuple):
@@ -114,9 +119,10 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
     # Backends know `cu_seqlens` as `segment_ids`.
     masks = {"segment_ids" if name == "cu_seqlens" else name for name in given_masks}
+    check_takes_masks(mechanism, frozenset(masks))
     others = [mask for mask in given_masks.values() if library_of(mask) == library]
     if is_full:
-        sizes = declared.sizes(owner, shapes)
+        sizes = _sizes(mechanism, declared, shapes)
         _check_times(mechanism, sizes, call.masks)
         program = mechanism.program
         for leaf_call, axes in zip(program.calls, program.axes, strict=True):
@@ -124,7 +130,8 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
             leaf_call.leaf.check_call(own, frozenset(masks))  # A leaf knows its own letters.
     else:
         capacity = check_cache(owner, mechanism, cache, inputs)
-        sizes = declared.sizes(owner, shapes, {"c": capacity, "b": cache.length.shape[0]})
+        known = {"c": capacity, "b": cache.length.shape[0]}
+        sizes = _sizes(mechanism, declared, shapes, known)
         check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
         masks |= cache.store.keys() & {KEY_MASK}
         if call.verb == "extend":  # Its derivative may be taken of the cached arrays too.
@@ -134,6 +141,9 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     patterns = examined(mechanism, is_packed="segment_ids" in masks) if can_spread else {}
     request = _request(call.verb, library, inputs, frozenset(masks), others)
     allowed = allowed_backends(call.backend)
+    if is_ordinary(like):
+        _check_has_no_gradient(owner, mechanism, inputs)
+        allowed = _only_reference(owner, allowed)
     positional = list(declared_inputs(mechanism))[: len(call.arrays)]
     numbers = {name: i for i, name in enumerate((*positional, *call.named))}
     order = tuple([numbers[name] for name in inputs])
@@ -153,6 +163,26 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     )
 
 
+def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:
+    """PyTorch 2.13 does not translate a scan to ONNX that autograd has recorded."""
+    is_scanned = any(slot.kind.rows == STATE for slot, _ in mechanism.program.slots.values())
+    if is_scanned and wants_gradient(*inputs.values()):
+        raise UnsupportedError(
+            f"{owner}: within ordinary_operators() a recurrence has no gradient, and an input "
+            f"requires one; call requires_grad_(False) on the module"
+        )
+
+
+def _only_reference(owner: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The backend of a call that is recorded as ordinary operators."""
+    if allowed is not None and REFERENCE.name not in allowed:
+        raise UnsupportedError(
+            f"{owner}: within ordinary_operators() a call is recorded as the reference computes "
+            f"it, so no other backend can be named; found {', '.join(allowed)}"
+        )
+    return (REFERENCE.name,)
+
+
 def prepared_part(
     mechanism: Piece, whole: PreparedCall, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
 ) -> PreparedCall:
@@ -168,14 +198,27 @@ def times(sizes: Sizes) -> tuple[int, int]:
     return sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
 
 
+def _sizes(
+    mechanism: Piece, declared: Inputs, shapes: Mapping[str, Shape], known: Sizes | None = None
+) -> Sizes:
+    """The sizes of all axes, with no more queries than keys where the mechanism is causal."""
+    try:
+        sizes = declared.sizes(str(mechanism), shapes, known)
+        t, s = times(sizes)
+        if t > s and s != 0 and mechanism.offers.causal:
+            raise ShapeError(
+                f"{mechanism}: is causal, so there must not be more queries than keys; "
+                f"found t = {t} and s = {s}"
+            )
+    except ShapeError as error:
+        hint = advice(declared, shapes, known or {}, causal=mechanism.offers.causal)
+        raise ShapeError(f"{error}{hint}") from None
+    return sizes
+
+
 def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> None:
-    """Raise unless the numbers of queries and keys fit the mechanism and the masks."""
+    """Raise unless the numbers of queries and keys fit the masks."""
     t, s = times(sizes)
-    if t > s and s != 0 and mechanism.offers.causal:
-        raise ShapeError(
-            f"{mechanism}: is causal, so there must not be more queries than keys; "
-            f"found t = {t} and s = {s}"
-        )
     if t != s and not mechanism.offers.causal:
         for name in ("lengths", "segment_ids", "cu_seqlens"):
             if masks[name] is not None:

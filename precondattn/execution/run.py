@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from precondattn.algebra.piece import BackendNames, ExtendPullback, Piece
@@ -13,16 +14,19 @@ from precondattn.arrays import Array, Arrays, is_distributed, namespace
 from precondattn.cache import Cache
 from precondattn.dispatch.discovery import discover
 from precondattn.dispatch.explanation import Explanation
-from precondattn.execution import evaluation, packed, windows
+from precondattn.execution import checks, evaluation, packed, packed_extension, windows
 from precondattn.execution.arguments import BoundCall, bind, bind_extension
 from precondattn.execution.array_checks import check_cotangent
 from precondattn.execution.cache_checks import check_has_states
 from precondattn.execution.containment import contained, contained_after
+from precondattn.execution.keeping import Keeping
 from precondattn.execution.masks import zero_padding
+from precondattn.execution.pair_masks import ATTN_MASK, PAIR_MASKS, PREFIX, has_no
 from precondattn.execution.signature import GivenCall, signature_of
 from precondattn.execution.torch import autocast
 from precondattn.execution.torch.context_parallel import check_context_parallel
 from precondattn.execution.unchanged import held
+from precondattn.given import Given
 
 Masks = Mapping[str, Any]
 """The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
@@ -39,6 +43,8 @@ def call(
 
         return dtensor.call(given)
     bound = bind(given, signature)
+    if checks.contexts:
+        _check_values(mechanism, bound, is_full=True)
     if bound.prepared.examined:
         bound = contained(mechanism, bound)
     check_context_parallel(mechanism, bound)
@@ -66,7 +72,10 @@ def vjp(
 
         return dtensor.vjp(given)
     given, check_arguments = held(given)
-    bound = contained(mechanism, bind(given, signature))
+    bound = bind(given, signature)
+    if checks.contexts:
+        _check_values(mechanism, bound, is_full=True)
+    bound = contained(mechanism, bound)
     divided = packed.divided(mechanism, bound)
     with autocast.off(next(iter(bound.inputs.values()))):
         out, pull = evaluation.vjp(bound) if divided is None else packed.vjp(divided)
@@ -119,11 +128,12 @@ def extend(
     masks: Masks,
     *,
     donate: bool,
+    keeping: Keeping | None = None,
 ) -> tuple[Array, Cache]:
     """An extension of a cache."""
     check_context_parallel(mechanism)
-    if named:
-        _refuse_segments(mechanism, named)
+    if keeping is not None and not keeping.check(str(mechanism), cache):
+        keeping = None  # Its tokens can be cropped in any case.
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
@@ -131,10 +141,22 @@ def extend(
 
         return dtensor.extend(given, donate=donate)
     if windows.is_window(cache):
+        for name, lacks in ((PREFIX, "no prefix"), (ATTN_MASK, "not all columns of an attn_mask")):
+            if masks.get(name) is not None:
+                raise ValueError(
+                    f"{mechanism}: the cache of a window keeps the last tokens only, and {lacks}; "
+                    f"use full calls, or a mechanism without a window"
+                )
         plain = windows.ordinary(given)
         out, plain = extend(mechanism, plain, arrays, named, backend, masks, donate=donate)
         return out, windows.moved_on(mechanism, cache, plain, donate=donate)
     bound = bind_extension(given, signature)
+    if keeping is not None and keeping.needs_lengths(bound, cache.length):
+        b, t = (bound.sizes[letter] for letter in "bt")
+        given = given._replace(masks={**masks, "lengths": [t] * b})
+        bound = bind_extension(given, signature_of(given))
+    if checks.contexts:
+        _check_values(mechanism, bound, is_full=False)
     ready = bound.prepared
     if ready.examined or bound.frame.k_segment is not None:
         bound, cache = contained_after(mechanism, bound, cache)
@@ -144,10 +166,32 @@ def extend(
             f"call it under torch.no_grad(), or without donate"
         )
     if bound.dtypes_before is None:
-        return evaluation.extend(bound, cache, donate=donate)
+        return evaluation.extend(bound, cache, donate=donate, keeping=keeping)
     from precondattn.execution.torch import autograd_autocast
 
-    return autograd_autocast.extend(bound, cache, donate=donate)
+    return autograd_autocast.extend(bound, cache, donate=donate, keeping=keeping)
+
+
+def extend_packed(
+    mechanism: Piece,
+    cache: Cache,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    masks: Masks,
+    *,
+    donate: bool,
+    keeping: Keeping | None = None,
+) -> tuple[Array, Cache]:
+    """An extension by packed sequences; the masks have their borders."""
+    for name in PAIR_MASKS:
+        if masks.get(name) is not None:
+            raise ValueError(
+                f"{mechanism}: packed sequences of extend take no {name}; give each sequence a row"
+            )
+    given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
+    one_batch = partial(extend, keeping=keeping)
+    return packed_extension.extend(given, one_batch, donate=donate)
 
 
 def extend_vjp(
@@ -160,11 +204,17 @@ def extend_vjp(
 ) -> tuple[Array, Cache, ExtendPullback]:
     """An extension of a cache of states, and its pullback."""
     check_context_parallel(mechanism)
-    _refuse_segments(mechanism, named)
+    _refuse_pair_masks(mechanism, named)
     if "donate" in named:
         raise TypeError(
             f"{mechanism}: extend_vjp does not donate: the pullback needs the old cache"
         )
+    for name in ("keep", "states_every"):
+        if name in named:
+            raise TypeError(
+                f"{mechanism}: extend_vjp has no {name}; where the library has automatic "
+                f"differentiation, differentiate extend(..., {name}=...)"
+            )
     check_has_states(mechanism)
     given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
@@ -173,9 +223,42 @@ def extend_vjp(
 
         return dtensor.extend_vjp(given)
     given, check_arguments = held(given)
-    bound, cache = contained_after(mechanism, bind_extension(given, signature), given.cache)
+    bound = bind_extension(given, signature)
+    if checks.contexts:
+        _check_values(mechanism, bound, is_full=False)
+    bound, cache = contained_after(mechanism, bound, given.cache)
     with autocast.off(cache.length):
         out, extended, pull = evaluation.extend_vjp(bound, cache)
+
+    def pull_valid(cotangent: Array, d_store: Arrays) -> tuple[Arrays, Arrays]:
+        check_arguments()
+        with autocast.off(cotangent):
+            gradients, d_past = pull(cotangent, d_store)
+        k_valid = bound.frame.valid_keys(bound.sizes["t"])
+        return _of_valid(gradients, mechanism, bound, k_valid), d_past
+
+    return out, extended, _checked_pullback(mechanism, out, extended, pull_valid)
+
+
+def extend_vjp_packed(
+    mechanism: Piece,
+    cache: Cache,
+    arrays: tuple[Array, ...],
+    named: Arrays,
+    backend: BackendNames,
+    masks: Masks,
+) -> tuple[Array, Cache, ExtendPullback]:
+    """The same with its pullback."""
+    _refuse_pair_masks(mechanism, named)
+    given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
+    out, extended, pull = packed_extension.extend_vjp(given, extend_vjp)
+    return out, extended, _checked_pullback(mechanism, out, extended, pull)
+
+
+def _checked_pullback(
+    mechanism: Piece, out: Array, extended: Cache, pull: ExtendPullback
+) -> ExtendPullback:
+    """The pullback with checked cotangents, of which those of buffers may be left out."""
     new_store = dict(extended.store)
 
     def pullback(cotangent: Array, d_store: Arrays | Cache | None = None) -> tuple[Arrays, Arrays]:
@@ -194,14 +277,10 @@ def extend_vjp(
                 )
             what = f"the cotangent of {name!r}"
             check_cotangent(str(mechanism), what, array, "that buffer", new_store[name])
-        check_arguments()
         zeros = {n: namespace(a).zeros_like(a) for n, a in new_store.items() if n not in given}
-        with autocast.off(cotangent):
-            gradients, d_past = pull(cotangent, {**given, **zeros})
-        k_valid = bound.frame.valid_keys(bound.sizes["t"])
-        return _of_valid(gradients, mechanism, bound, k_valid), d_past
+        return pull(cotangent, {**given, **zeros})
 
-    return out, extended, pullback
+    return pullback
 
 
 def explain(
@@ -221,7 +300,10 @@ def explain(
         )
     for name in ("segment_ids", "cu_seqlens"):
         if cache is not None and masks.get(name) is not None:
-            raise ValueError(f"{mechanism}: a cache is for extend, which has no {name}")
+            raise ValueError(
+                f"{mechanism}: {name} divides an extension into several; explain one of them, "
+                f"without {name}"
+            )
     given = GivenCall(verb, mechanism, arrays, named, masks, backend, cache)
     if _is_distributed(given):
         from precondattn.execution.torch import dtensor
@@ -232,7 +314,7 @@ def explain(
             check_has_states(mechanism)
         if windows.is_window(cache):
             cache = windows.ordinary(given)
-        masks = {name: masks[name] for name in ("lengths", "key_mask")}
+        masks = {name: masks[name] for name in ("lengths", "key_mask", *PAIR_MASKS)}
         verb = "extend_vjp" if verb == "vjp" else "extend"
         given = given._replace(verb=verb, masks=masks, cache=cache)
     bound = (bind if cache is None else bind_extension)(given, None)
@@ -245,15 +327,23 @@ def explain(
     return Explanation(str(mechanism), program, ready.request, plan, discover(), batches)
 
 
+def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
+    """Examine the inputs, if this context is a checked one."""
+    current = checks.current()
+    if current is not None:
+        from precondattn.execution.examined_values import examine
+
+        examine(mechanism, bound, current, is_full=is_full)
+
+
 def _is_distributed(given: GivenCall) -> bool:
     cache = given.cache
     buffers = (cache.length, *cache.store.values()) if isinstance(cache, Cache) else ()
     return is_distributed(given.arrays, given.named, *buffers, *given.masks.values())
 
 
-def _refuse_segments(mechanism: Piece, named: Arrays) -> None:
-    for name in ("segment_ids", "cu_seqlens"):
+def _refuse_pair_masks(mechanism: Piece, named: Mapping[str, Given]) -> None:
+    """Raise a TypeError for a mask of pairs of `extend_vjp`, whose cache is a state."""
+    for name in PAIR_MASKS:
         if name in named:
-            raise TypeError(
-                f"{mechanism}: {name} belong to a full call; each sequence has its own cache"
-            )
+            raise TypeError(f"{mechanism}: {has_no(name)}")

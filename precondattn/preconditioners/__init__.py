@@ -4,6 +4,7 @@ The mathematics is in `spec/`, one file per leaf.
 """
 
 from precondattn.preconditioners.atk import ATK
+from precondattn.preconditioners.bidirectional import Bidirectional
 from precondattn.preconditioners.ccq import CCQ
 from precondattn.preconditioners.differential import Differential
 from precondattn.preconditioners.feature_map import Elu1, Hedgehog
@@ -19,6 +20,7 @@ from precondattn.preconditioners.temperature import Temperature
 __all__ = [
     "ATK",
     "CCQ",
+    "Bidirectional",
     "Differential",
     "Elu1",
     "Hedgehog",

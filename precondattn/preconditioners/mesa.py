@@ -76,6 +76,8 @@ class Mesa(Preconditioner):
         missed = misses_second_map(self.name, self.base) or has_several_keys(self.name, self.base)
         if missed is not None:
             return missed
+        if not self.base.offers.causal:
+            return "its regression is that of the keys so far, and the base is not causal"
         if not any(isinstance(leaf, Stateful) and leaf.role == "base" for leaf in self._leaves):
             return (
                 "it solves a regression that the state of its base reads, and the base has none: "

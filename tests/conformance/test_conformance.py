@@ -7,6 +7,7 @@ import pytest
 
 import precondattn as pa
 from precondattn.cache.capacity import _padded as padded
+from precondattn.cache.kept import states_at
 from precondattn.cache.sequences import reorder
 from precondattn.spec.linear_family import LinearFamily
 from precondattn_conformance import libraries
@@ -171,6 +172,16 @@ BROKEN_OPERATIONS = {
         "cache.restore",
         "gla",
         lambda cache, earlier, *, donate: cache._replace(length=earlier.length),
+    ),
+    "crop restores a state one token late": (
+        "crop.states_at",
+        "gla",
+        lambda cache, length: states_at(cache, length + 1),
+    ),
+    "crop restores the states of another sequence": (
+        "crop.states_at",
+        "gla",
+        lambda cache, length: {n: a[::-1] for n, a in states_at(cache, length).items()},
     ),
     "reorder keeps the order": (
         "sequences.reorder",

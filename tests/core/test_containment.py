@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.arrays import running_maximum
 from precondattn.execution.containment import examined
+from precondattn.native.scan import running_maximum
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
 

@@ -106,3 +106,15 @@ def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     assert re.search(r"^:alt: \S", text, re.MULTILINE)
     drawn = re.match(r":::\{figure\} (\S+)", text[figure:]).group(1)
     assert (page.parent / drawn).is_file(), drawn
+
+
+def test_functions_that_the_readme_names_have_import_lines_that_run():
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| `(from precondattn\S* import [^`]+)`", text, re.MULTILINE)
+    assert len(lines) == 6
+    named = {name for line in lines for name in re.split(r", ", line.split(" import ")[1])}
+    assert {"replace_attention", "context_parallel", "check", "Decoder"} <= named
+    for module in ("torch", "jax", "flax.nnx", "transformers"):
+        pytest.importorskip(module)
+    for line in lines:
+        exec(line, {})

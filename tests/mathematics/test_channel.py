@@ -85,7 +85,7 @@ def test_row_normalized_makes_channels_one_long():
         ("lucid(channel)", "one score for each pair of tokens"),
         ("laser(channel)", "takes means over channels, and laser needs one over tokens"),
         ("ccq(channel)", "the base is not causal"),
-        ("mesa(channel)", "the base has none"),
+        ("mesa(channel)", "the base is not causal"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(expression, reason):

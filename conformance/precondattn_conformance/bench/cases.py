@@ -116,6 +116,33 @@ OVERHEAD = (
 
 _MEMORY = ("softmax", "lucid", "laser", "path", "gated_delta", "ccq(gated_delta)", "row_normalized")
 
+_OF_PAIRS = tuple(
+    BenchCase(
+        ("" if library == "torch" else f"{library}_") + f"pairs_{name}{suffix}",
+        mechanism,
+        "memory",
+        layout(t=16384)._replace(mask=mask),
+        library,
+        dtype,
+        peers=(),
+        multiples=(1,),
+    )
+    for library, dtype, suffix in (
+        ("torch", "float32", ""),
+        ("torch", "bfloat16", "_bfloat16"),
+        ("numpy", "float32", ""),
+        ("jax", "float32", ""),
+    )
+    for name, mechanism, mask in (
+        ("none", "softmax", None),
+        ("slopes", "softmax[distance=slopes]", None),
+        ("buckets", "softmax[distance=buckets]", None),
+        ("prefix", "softmax", "prefix"),
+        ("attn_mask", "softmax", "attn_mask"),
+    )
+)
+"""Distances and masks of pairs, beside plain softmax. An attn_mask is an input of a byte a pair."""
+
 _SHORT = layout(t=128)._replace(b=32)
 
 _PACKED = tuple(
@@ -296,6 +323,7 @@ COMPARED = (
         BenchCase(f"long_{name}", name, "memory", layout(t=65536, h=2), peers=(), multiples=(1,))
         for name in _MEMORY
     ),
+    *_OF_PAIRS,
     *_PACKED,
     *OVERHEAD,
     *LAYERS,

@@ -44,6 +44,7 @@ class Carrier(pa.Backend):
 
     only_by_name = True
     wide_values = True
+    masks_pairs = True
     fault: Fault | None = None
     reached = 0
     """The number of calls in which the fault was planted."""

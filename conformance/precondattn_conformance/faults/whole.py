@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from precondattn.arrays import Array, Arrays, namespace
 from precondattn.cache import Update
+from precondattn.frame import Frame
+from precondattn.reversed_order import reversed_keys
 from precondattn_conformance.faults.fault import BACKWARD, FORWARD, STEP, MethodCall, MethodResult
 
 
@@ -33,12 +35,18 @@ def _inputs(call: MethodCall, number: int, arrays: Mapping[str, Array]) -> Array
     return {formal: arrays[name] for formal, name in read(call, number).items()}
 
 
+def _frame(call: MethodCall, number: int) -> Frame:
+    program = call.mechanism.program
+    is_reversed = not program.calls[number].reads.isdisjoint(program.reversed_values)
+    return reversed_keys(call.frame) if is_reversed else call.frame
+
+
 def _forward(call: MethodCall) -> MethodResult:
     arrays = dict(call.inputs)
     calls = call.mechanism.program.calls
     for i, leaf_call in enumerate(calls):
         inputs = _inputs(call, i, arrays)
-        arrays[leaf_call.out] = leaf_call.leaf.forward(inputs, call.frame)[0]
+        arrays[leaf_call.out] = leaf_call.leaf.forward(inputs, _frame(call, i))[0]
     out = call.mechanism.program.out
     return MethodResult(arrays[out], tuple(arrays[c.out] for c in calls if c.out != out))
 
@@ -57,7 +65,7 @@ def _backward(call: MethodCall) -> MethodResult:
             continue
         gradients = leaf_call.leaf.backward(
             _inputs(call, i, arrays),
-            call.frame,
+            _frame(call, i),
             arrays[leaf_call.out],
             (),
             cotangents[leaf_call.out],

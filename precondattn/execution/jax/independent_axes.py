@@ -75,8 +75,9 @@ class _DeclaredAxes:
         return letter
 
     def axes_of_mask(self, array: Array) -> str:
-        """The axes of an array of a frame, (b or 1, tokens)."""
-        return (self.batch if array.shape[0] == self.sequences > 1 else OTHER) + "t"
+        """The axes of an array of a frame, (b or 1, tokens), or (b or 1, h or 1, t, s) of pairs."""
+        batch = self.batch if array.shape[0] == self.sequences > 1 else OTHER
+        return batch + "t" if array.ndim == 2 else f"{batch}{self._letter('h', array.shape[1])}ts"
 
 
 def axes_of_results(function: Callable[..., Tree], arrays: Tree, axes: Tree) -> Tree:

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from precondattn.cache import Cache
+from precondattn.cache.kinds import Kinds
 from precondattn.execution import evaluation
 from precondattn.execution.arguments import BoundCall
+from precondattn.execution.keeping import Keeping
 from precondattn.execution.torch.autocast import off
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -34,23 +36,27 @@ def forward(call: BoundCall) -> Tensor:
     return out
 
 
-def extend(call: BoundCall, cache: Cache, *, donate: bool) -> tuple[Tensor, Cache]:
+def extend(
+    call: BoundCall, cache: Cache, *, donate: bool, keeping: Keeping | None
+) -> tuple[Tensor, Cache]:
     """`evaluation.extend` of a call whose inputs autocast has cast."""
     keys, count_of_inputs = tuple(cache.store), len(call.inputs)
     if donate:  # Not differentiated, and the cache itself is to be emptied.
         with off(cache.length):
-            return evaluation.extend(call, cache, donate=True)
+            return evaluation.extend(call, cache, donate=True, keeping=keeping)
+    kinds: Kinds = {}
 
     def evaluated(*arrays: Tensor) -> tuple[Tensor, ...]:
         inputs, buffers = arrays[:count_of_inputs], arrays[count_of_inputs:]
         bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
         past = cache._replace(store=dict(zip(keys, buffers, strict=True)))
-        out, extended = evaluation.extend(bound, past, donate=False)
-        return (out, extended.length, *(extended.store[key] for key in keys))
+        out, extended = evaluation.extend(bound, past, donate=False, keeping=keeping)
+        kinds.update({key: extended.kinds[key] for key in extended.store})
+        return (out, extended.length, *extended.store.values())
 
     arrays = (*call.inputs.values(), *cache.store.values())
     out, length, *buffers = _without(call, evaluated, arrays)
-    return out, cache._replace(length=length, store=dict(zip(keys, buffers, strict=True)))
+    return out, Cache(length, dict(zip(kinds, buffers, strict=True)), kinds)
 
 
 def _without(call: BoundCall, function: Function, arrays: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

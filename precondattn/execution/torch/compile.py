@@ -22,6 +22,7 @@ from precondattn.algebra.text import read
 from precondattn.algebra.verbs import Verbs
 from precondattn.arrays import Arrays
 from precondattn.cache import Cache
+from precondattn.cache.kinds import Kinds
 from precondattn.execution import run
 from precondattn.execution.build import build
 from precondattn.given import Arguments, Given
@@ -84,6 +85,16 @@ def captured_extend(mechanism: str, length: Tensor, store: Arrays, *given: Given
     """`Mechanism.extend`: the output, the new length, and the buffers."""
     piece, cache = piece_named(mechanism), Cache(length, dict(store))
     out, cache = run.extend(piece, cache, *given, donate=False)
+    return (out, cache.length, *(cache.store[key] for key in store))
+
+
+@torch.compiler.allow_in_graph
+def captured_extend_packed(
+    kinds: Kinds, mechanism: str, length: Tensor, store: Arrays, *given: Given
+) -> Tensors:
+    """The same by packed sequences, whose rows of the cache are gathered by its kinds."""
+    piece, cache = piece_named(mechanism), Cache(length, dict(store), kinds)
+    out, cache = run.extend_packed(piece, cache, *given, donate=False)
     return (out, cache.length, *(cache.store[key] for key in store))
 
 

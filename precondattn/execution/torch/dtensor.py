@@ -23,6 +23,7 @@ from precondattn.dispatch.explanation import Explanation
 from precondattn.execution import input_names, run
 from precondattn.execution.cache_checks import check_cache, check_cacheable
 from precondattn.execution.empty_cache import empty_cache
+from precondattn.execution.pair_masks import refuse_divided
 from precondattn.execution.signature import GivenCall
 from precondattn.execution.torch.dtensor_sharding import MASKS, MeshSharding, sharding_of
 from precondattn.given import Given
@@ -117,6 +118,7 @@ def _divided(call: GivenCall) -> DTensorCall:
     """The inputs by name, how all arrays are sharded, and this device's parts."""
     mechanism, cache = call.mechanism, call.cache
     owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
+    refuse_divided(owner, masks)
     options: tuple[str, ...] = input_names.INIT_OPTIONS
     is_call = call.verb != "init_cache"
     if is_call:

@@ -24,6 +24,7 @@ from precondattn.arrays import Tree, dtype_name
 from precondattn.backend import ArraySpec, runner_of
 from precondattn.dispatch.discovery import discover
 from precondattn.execution.torch.frames import frame_of
+from precondattn.frame import OF_TOKENS
 
 BATCH = "b"
 KINDS = (BATCH, HEADS)
@@ -127,6 +128,8 @@ class OneCall:
 
     def of_frame(self) -> AxesOf:
         """The axes of a frame's arrays: the first one, where sequences do not share it."""
+        if len(self.frame.shapes) > OF_TOKENS:  # Masks of pairs may broadcast along the axis.
+            raise SeparateCallsError
         axes: AxesOf = []
         for i, (shape, mapped) in enumerate(zip(self.frame.shapes, self.frame.mapped, strict=True)):
             is_shared = self.kind != BATCH or (i < POSITIONS and shape[:1] == (1,))

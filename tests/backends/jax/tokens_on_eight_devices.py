@@ -269,6 +269,7 @@ def test_keys_of_path_are_gathered_with_padding():
 GATHERED = (
     *("path", "path[window=3]", "path[forget=unscaled]", "qk_norm(path)"),
     *("softmax[window=3]", "softmax[forget=unscaled]", "softmax[sink=true]"),
+    *("softmax[distance=slopes]", "softmax[distance=buckets]"),
 )
 
 
@@ -424,6 +425,13 @@ def test_a_segment_in_two_runs_is_an_error_or_nan_where_it_is_traced():
         ("softmax", "cyclic[block=3]", 16, {}, "q has 16 tokens; .* a multiple of 12 on 4"),
         ("softmax[bias=true]", "zigzag", 8, {}, "bias of softmax.* is of pairs"),
         ("softmax[causal=false,window=2]", "zigzag", 8, {}, "keys before a query, and .* causal"),
+        (
+            "softmax[causal=false,distance=slopes]",
+            "contiguous",
+            8,
+            {},
+            "keys before a query, and .* causal",
+        ),
         ("gla", "zigzag", 8, {}, "tokens that are not consecutive, as gla needs them"),
         ("lucid(softmax[window=3])", "contiguous", 8, {}, "solves without a window"),
         ("lucid(path)", "contiguous", 8, {}, "solves of dot products"),

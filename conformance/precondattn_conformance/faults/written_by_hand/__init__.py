@@ -8,6 +8,7 @@ from precondattn_conformance.faults.written_by_hand import (
     block_solve,
     caches,
     chunks,
+    distance,
     half,
     heads,
     iterations,
@@ -15,6 +16,7 @@ from precondattn_conformance.faults.written_by_hand import (
     lucid,
     option_pairs,
     outlook,
+    pair_masks,
     ragged,
     recurrence,
     reflections,
@@ -37,6 +39,7 @@ OF = (
     reflections,
     windows,
     outlook,
+    pair_masks,
     iterations,
     autograd,
     half,
@@ -47,6 +50,7 @@ OF = (
     long_masks,
     widths,
     option_pairs,
+    distance,
 )
 
 

@@ -47,8 +47,8 @@ def faults() -> list[Fault]:
             chunkwise,
             "_read",
             lambda true: (
-                lambda works, part, queries, lasts: (
-                    true(works, part, queries, lasts)[0],
+                lambda works, part, queries, lasts, *kept: (
+                    true(works, part, queries, lasts, *kept)[0],
                     [0 * last for last in lasts],
                 )
             ),
