@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 CALL, LAYER, MODEL = "call", "layer", "model"
-"""Where a keyword is given: to a mechanism; to a layer, a block or a vision model; to a Decoder."""
+"""The places where a keyword is given: a mechanism; a layer, block or vision model; a Decoder."""
 
 
 class Said(NamedTuple):
@@ -32,11 +32,11 @@ class KeywordAnswer(NamedTuple):
     """How a keyword of another library is said here."""
 
     call: Said
-    """In a call of a mechanism, or among its options."""
+    """The answer in a call of a mechanism, or among its options."""
     layer: Said | None = None
-    """In a layer, where that differs."""
+    """The answer in a layer, where that differs."""
     model: Said | None = None
-    """In a Decoder, where it differs from a layer."""
+    """The answer in a Decoder, where it differs from that in a layer."""
 
     def at(self, place: str) -> Said:
         if place == MODEL and self.model is not None:
@@ -153,7 +153,7 @@ def lengths_are(name: str) -> KeywordAnswer:
 
 
 def valid_where(condition: str) -> KeywordAnswer:
-    """For a mask of tokens (b, s), which is true where this says."""
+    """The answer for a mask of tokens (b, s), which is true where the condition holds."""
     return KeywordAnswer(
         Said("True for keys that count, (b, s)", f"attn(q, k, v, key_mask={condition})"),
         Said("True for tokens, (b, t)", f"layer(x, mask={condition})"),
@@ -162,7 +162,7 @@ def valid_where(condition: str) -> KeywordAnswer:
 
 
 def pairs_of(name: str) -> KeywordAnswer:
-    """For a mask of pairs that is called so."""
+    """The answer for a mask of pairs of this name."""
     words = "True where a query may attend, (b or 1, h or 1, t, s), for softmax"
     return KeywordAnswer(
         Said(f"{words}; a mask of numbers is bias=", f"pa.softmax(q, k, v, attn_mask={name})"),
@@ -179,7 +179,7 @@ def slopes_are(name: str) -> KeywordAnswer:
 
 
 def sized(keyword: str, words: Said = ARRAYS) -> KeywordAnswer:
-    """For a size that a layer has by another keyword."""
+    """The answer for a size that a layer has by another keyword."""
     return KeywordAnswer(words, Said("", keyword))
 
 

@@ -118,7 +118,7 @@ ABSENT: dict[str, Near] = {
         Near("has other weights than exponentials", "softmax"),
     ),
 }
-"""By the names of others, what is not here."""
+"""Mechanisms that are not here, by their names elsewhere."""
 
 AROUND = re.compile(
     r"^(?:(?:fused|chunk|chunkwise|recurrent|parallel|naive)+)?(.+?)(?:attention|attn|rule)?$"

@@ -66,7 +66,7 @@ def read(text: str) -> AnyMechanism:
 
 
 def read_plainly(text: str) -> AnyMechanism:
-    """The same without the expression that was meant, in an error."""
+    """The mechanism that an expression names; an error does not say what was meant."""
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):
@@ -174,7 +174,7 @@ def _quoted(text: str) -> str:
 
 
 def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
-    """For an option that a mechanism has not: whose it is, how it is said here, or what is near.
+    """The hint for an option that a mechanism has not: whose it is, its name here, or what is near.
 
     `in_python`: the option was given to the class, and not in an expression.
     """
@@ -190,7 +190,7 @@ def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: b
 def hint_at_keyword(
     owner: str, name: str, value: str, inputs: Iterable[str], options: Iterable[str]
 ) -> str:
-    """The same for a keyword that a call of the mechanism with this expression does not take."""
+    """The hint for a keyword that a call of the mechanism with this expression does not take."""
     for word in _MECHANISM_IN_TEXT.findall(owner):
         cls = registry.known(word)
         for each in (cls, None if cls is None else _default_base(cls)):

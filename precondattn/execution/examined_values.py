@@ -51,7 +51,7 @@ def examine(mechanism: Piece, call: BoundCall, checks: Checks, *, is_full: bool)
 def examine_inputs(
     mechanism: Piece, inputs: ByName, valid: Mapping[str, Array | None], *, is_full: bool
 ) -> None:
-    """The same for inputs by name; valid queries (b, t) and keys (b, s) by letter, None for all."""
+    """Examine inputs by name. `valid` has queries (b, t) and keys (b, s) by letter; None is all."""
     for name, pattern in declared_inputs(mechanism).items():
         values = _on_host(inputs[name])
         masks = {x: m for x, m in valid.items() if m is not None and x in pattern.letters}
