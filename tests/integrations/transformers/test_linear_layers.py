@@ -377,7 +377,8 @@ LINEAR = ("Mamba2", "Qwen3Next", "KimiLinear", "Bamba")
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_tokens_after_padding_that_a_state_has_read_are_refused(name):
-    model = use_backend_for(made(name))
+    # In float64: in float32 the rounding of either call can reach the bound of `close`.
+    model = use_backend_for(made(name)).double()
     ids, mask = torch.randint(2, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, 5:8] = 0
     message = "attention_mask: a token follows padding that is not at the left of its sequence"
