@@ -1,17 +1,18 @@
-"""A NaN or infinity reaches later outputs of its own sequence and segment, and nothing else.
+"""Containment of NaN and infinity: they reach only later outputs of their sequence and segment.
 
-Algorithms in blocks multiply masked entries by 0, and 0 · NaN is NaN: one bad key would reach every
-query of its block, earlier ones and those of other segments too. So before a call the bad rows are
-set to 0, and after it the outputs that depend on them are set to NaN,
+Blocked algorithms multiply masked entries by 0, and 0 · NaN is NaN. One bad key (with a NaN or
+infinity) would thus reach every query of its block, including earlier ones and other segments. So
+before a call the bad rows are set to 0, and after it the outputs that depend on them are set to
+NaN:
 
     nan_i = some bad j ≤ i of the same segment, and, in plain softmax, i − j < window,
 
-for each head that reads the row. Outputs that are NaN are constants: their cotangent is not used.
+for each head that reads the row. These outputs are constants: their cotangents are not used.
 
-Which inputs are examined follows from the pieces of the call:
+The inputs that are examined depend on the leaves of the call:
 
 =====================  ========================  =====================================
-the call               pieces                    inputs examined
+the call               leaves                    inputs examined
 =====================  ========================  =====================================
 with `segment_ids`     any that relates tokens   all with a token axis
 causal                 any with a state or a     all with a key axis, except values:
@@ -19,8 +20,8 @@ causal                 any with a state or a     all with a key axis, except val
 causal                 softmax alone             none: masked scores are −∞, not 0 · s
 =====================  ========================  =====================================
 
-Entries on the CPU are read: if all are finite, nothing else is done. Entries that are traced or on
-an accelerator are not waited for: there the zeros and NaN are always selected.
+Entries on the CPU are read; if all are finite, nothing else is done. Entries that are traced or on
+an accelerator are not read: there, the call always includes the selection of zeros and NaN.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from precondattn.arrays import (
 )
 from precondattn.cache import Append, Cache, Replace, Rewrite, Update
 from precondattn.limits import KEPT
+from precondattn.native.ordinary import is_ordinary
 from precondattn.native.scan import running_maximum
 
 if TYPE_CHECKING:
@@ -59,14 +61,14 @@ NAN, INF = math.nan, math.inf
 
 
 class NonFiniteRows(NamedTuple):
-    """The bad rows of a call, and what they reach. Masks are (b or 1, tokens, heads or 1)."""
+    """The bad rows of a call, and the outputs they reach, as masks (b or 1, tokens, heads or 1)."""
 
     good: Arrays
-    """Which rows of the examined inputs are finite, of size 1 along the other axes."""
+    """Which rows of each examined input are finite; size 1 along the other axes."""
     by_keys: Array | None
-    """The outputs that bad rows with a key axis reach."""
+    """The outputs that bad rows of inputs with a key axis reach."""
     outputs: Array
-    """These, and the outputs of bad queries."""
+    """The outputs that any bad row reaches: those of `by_keys`, and those of bad queries."""
     output: Pattern
     buffers: Mapping[str, Pattern]
 
@@ -78,13 +80,13 @@ class NonFiniteRows(NamedTuple):
         }
 
     def replaced(self, out: Array, value: float) -> Array:
-        """The output, or its cotangent, with this value where bad rows reach it."""
+        """The output, or its cotangent, with `value` where a bad row reaches it."""
         return _replaced(out, self.outputs, self.output, value)
 
     def marked_update(self, key: str, update: Update) -> Update:
-        """The update of a buffer, NaN from the first bad token.
+        """The update of a buffer with NaN from the first bad token on.
 
-        States and rewritten rows have seen all tokens, and are NaN in every head with a bad token.
+        States and rewritten rows depend on all tokens, and are NaN in every head with a bad token.
         """
         if self.by_keys is None:
             return update
@@ -98,7 +100,7 @@ class NonFiniteRows(NamedTuple):
         return Replace(_replaced(update.value, self.by_keys[:, -1:, :], pattern, NAN))
 
     def marked_state(self, key: str, state: Array, column: Array) -> Array:
-        """The state after the first `column` tokens, a number or (b,), NaN after a bad one."""
+        """The state after the first `column` tokens (an int or (b,)), NaN after a bad token."""
         if self.by_keys is None:
             return state
         xp, by_keys = namespace(self.by_keys), self.by_keys
@@ -109,9 +111,9 @@ class NonFiniteRows(NamedTuple):
         return _replaced(state, heads, self.buffers[key], NAN)
 
     def without_states(self, d_states: ByName) -> Arrays:
-        """The cotangents of new states, 0 in the heads whose state is NaN.
+        """The cotangents of new states, with 0 in the heads whose state is NaN.
 
-        In these the last token depends on a bad one, which is of its segment.
+        These are the heads in which the last token depends on a bad one of its segment.
         """
         if self.by_keys is None:
             return dict(d_states)
@@ -120,7 +122,7 @@ class NonFiniteRows(NamedTuple):
 
 
 def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
-    """The call with its bad rows set to 0, and what they reach."""
+    """The call with its bad rows set to 0, and the record of what they reach."""
     if _are_finite(call.inputs, call.prepared.examined, call):
         return call
     non_finite = _non_finite_rows(mechanism, call)
@@ -128,9 +130,9 @@ def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
 
 
 def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
-    """`contained`, of packed tokens after states, which may be bad: they reach the first segment.
+    """`contained`, for packed tokens after states; a bad state reaches the first segment.
 
-    Without segments a bad state is left as it is, and reaches all tokens.
+    Without segments a bad state is not changed, and reaches all tokens.
     """
     call, segment = contained(mechanism, call), call.frame.k_segment
     if segment is None:
@@ -164,7 +166,7 @@ def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
 
 
 def _either(a: Array | None, b: Array | None) -> Array | None:
-    """Rows that one of two masks has, either of which may be none."""
+    """The union of two masks, either of which may be None."""
     return a if b is None else b if a is None else a | b
 
 
@@ -175,11 +177,10 @@ def _patterns_of_buffers(mechanism: Piece) -> dict[str, Pattern]:
 def _good_and_bad(
     array: Array, pattern: Pattern, mechanism: Piece, call: BoundCall
 ) -> tuple[Array, Array]:
-    """The good rows, of size 1 along the other axes, and the bad ones (b, tokens, heads)."""
-    axes, output = _row_axes(pattern), mechanism.program.output
-    xp, good = namespace(array), _is_good(array, pattern)
+    """The good rows, with size 1 along the other axes, and the bad rows (b, tokens, heads)."""
+    axes, output, xp = _row_axes(pattern), mechanism.program.output, namespace(array)
     others = tuple(axis for axis in range(array.ndim) if axis not in axes)
-    good = xp.all(good, axis=others, keepdims=True) if others else good
+    good = _are_good(array, pattern, others)
     rows = xp.permute_dims(good, (*[axis for axis in axes if axis is not None], *others))
     rows = xp.reshape(rows, tuple(1 if axis is None else good.shape[axis] for axis in axes))
     axis = _row_axes(output)[2]
@@ -189,7 +190,7 @@ def _good_and_bad(
 
 @lru_cache(maxsize=KEPT)
 def examined(mechanism: Piece, *, is_packed: bool) -> dict[str, Pattern]:
-    """The inputs whose NaN or infinities could reach an output that does not depend on them."""
+    """The inputs whose NaN or infinity could reach an output that does not depend on them."""
     leaves = _relating_leaves(mechanism)
     patterns = {
         name: pattern
@@ -209,7 +210,7 @@ def _relating_leaves(mechanism: Piece) -> list[LeafProtocol]:
 
 
 def _are_finite(arrays: Arrays, patterns: Mapping[str, Pattern], call: BoundCall) -> bool:
-    """Whether all entries are known to be good: those on the CPU are read."""
+    """Whether all entries are known to be good; only entries on the CPU are read."""
     is_read = not patterns or call.prepared.request.device == "cpu"
     return is_read and all(_is_finite(arrays[name], p) for name, p in patterns.items())
 
@@ -218,19 +219,34 @@ def _is_finite(array: Array, pattern: Pattern) -> bool:
     if is_traced(array):
         return False
     if library_of(array) == "torch":
-        # Ten times as fast. A sum of finite entries may overflow; then the entries are read.
+        # A sum is ten times as fast. If it overflows, the entries are read.
         total = (array.detach() if array.requires_grad else array).sum().item()
         if math.isfinite(total) or (total < INF and pattern.low == -INF):
             return True
     if library_of(array) == "jax" and len(array.devices()) == 1:
         array = host_array(array)  # Not a copy, and JAX would compile two operations for its shape.
     good = namespace(array).all(_is_good(array, pattern))
-    # Under `jax.jit`, that of a constant is traced too.
+    # Under `jax.jit`, the result for a constant is traced too.
     return not is_traced(good) and bool(good)
 
 
+def _are_good(array: Array, pattern: Pattern, axes: tuple[int, ...]) -> Array:
+    """Whether all entries along these axes are good; they keep size 1."""
+    if not axes:
+        return _is_good(array, pattern)
+    xp = namespace(array)
+    if library_of(array) == "torch" and not is_ordinary(array):
+        # One operator that reads the array. `isfinite` is four, each with a result of its size.
+        # A maximum of magnitudes is NaN or infinite if an entry is, and cannot overflow.
+        values = array.detach()
+        if pattern.low == -INF:
+            return xp.max(values, axis=axes, keepdims=True) < INF
+        return xp.linalg.vector_norm(values, axis=axes, keepdims=True, ord=INF) < INF
+    return xp.all(_is_good(array, pattern), axis=axes, keepdims=True)
+
+
 def _is_good(array: Array, pattern: Pattern) -> Array:
-    """Whether entries are finite. The log-decay −∞, which resets a state, is good too."""
+    """Whether entries are finite, or a log-decay of −∞, which resets a state."""
     if pattern.low == -INF:
         return array < INF
     return namespace(array).isfinite(array)
@@ -243,7 +259,7 @@ def _row_axes(pattern: Pattern) -> list[int | None]:
 
 
 def _as_declared(rows: Array, pattern: Pattern) -> Array:
-    """(b or 1, tokens, heads or 1) in the order of a pattern's axes, of size 1 along the others."""
+    """A mask (b or 1, tokens, heads or 1) with a pattern's axes; size 1 along the others."""
     axes, shape = _row_axes(pattern), [1] * len(pattern.axes)
     for axis, size in zip(axes, rows.shape, strict=True):
         if axis is not None:
@@ -255,7 +271,7 @@ def _as_declared(rows: Array, pattern: Pattern) -> Array:
 
 
 def _replaced(array: Array, rows: Array, pattern: Pattern, value: float) -> Array:
-    """The array with `value` in some of its rows."""
+    """The array with `value` in the rows of a mask."""
     axis = _row_axes(pattern)[2]
     mask = _as_declared(_to_heads(rows, 1 if axis is None else array.shape[axis]), pattern)
     xp = namespace(array)
@@ -263,7 +279,7 @@ def _replaced(array: Array, rows: Array, pattern: Pattern, value: float) -> Arra
 
 
 def _to_heads(bad: Array, heads: int) -> Array:
-    """(b, tokens, m) to (b, tokens, heads): to each head of a group, or from any of a group."""
+    """A mask (b, tokens, m) as (b, tokens, heads): repeated, or combined by `any`, per group."""
     xp = namespace(bad)
     b, tokens, m = bad.shape
     if m in (1, heads):
@@ -286,14 +302,14 @@ def _reached(mechanism: Piece, bad: Array, call: BoundCall) -> Array:
         flipped = None if segment is None else xp.flip(segment, axis=1)
         before = _at_or_after(xp.flip(bad, axis=1), flipped, window)
         reached = reached | xp.flip(before, axis=1)
-    elif call.frame.q_prefix is not None:  # Tokens before a bad one of their prefix see it too.
+    elif call.frame.q_prefix is not None:  # A bad token of a prefix reaches earlier ones.
         reached = reached | _in_segment(_of_prefix(bad, call.frame.q_prefix), segment)
     missing = reached.shape[1] - call.sizes.get("t", reached.shape[1])
     return reached[:, missing:, :]
 
 
 def _of_prefix(bad: Array, q_prefix: Array) -> Array:
-    """The bad tokens that are in the prefix of their segment."""
+    """The bad tokens that are in their segment's prefix."""
     xp = namespace(bad)
     # Keys before the first query are of its segment, or of one that no query reads.
     missing = bad.shape[1] - q_prefix.shape[1]
@@ -303,7 +319,7 @@ def _of_prefix(bad: Array, q_prefix: Array) -> Array:
 
 
 def _in_segment(bad: Array, segment: Array | None) -> Array:
-    """The tokens of a segment with a bad one."""
+    """The tokens of segments with a bad token."""
     xp = namespace(bad)
     flipped = None if segment is None else xp.flip(segment, axis=1)
     before = xp.flip(_at_or_after(xp.flip(bad, axis=1), flipped, None), axis=1)
@@ -311,13 +327,13 @@ def _in_segment(bad: Array, segment: Array | None) -> Array:
 
 
 def _at_or_after(bad: Array, segment: Array | None, window: int | None) -> Array:
-    """Tokens at or after a bad one of the same segment, less than `window` tokens after it."""
+    """The bad tokens, and those fewer than `window` tokens after one of their segment."""
     xp = namespace(bad)
     bad = gathered(bad, axis=1)
     if segment is None and window is None:
         return xp.cumulative_sum(xp.astype(bad, xp.int32), axis=1) > 0
     position = arange_like(bad.shape[1], bad)[None, :, None]
-    last = running_maximum(xp.where(bad, position + 1, 0), axis=1)  # 0 where there is none yet.
+    last = running_maximum(xp.where(bad, position + 1, 0), axis=1)  # 0 before the first bad token.
     first = 0 * position
     if segment is not None:
         starts = differs_from_previous(segment)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import precondattn as pa
-from precondattn.execution.containment import examined
+from precondattn.execution.containment import INF, NAN, _are_good, examined
 from precondattn.native.scan import running_maximum
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs
@@ -61,7 +61,7 @@ def test_a_bad_key_reaches_no_earlier_output_and_every_later_one(library, expres
 
 @in_libraries("softmax", "laser", "laser(softmax[causal=false])", of_jax=["laser"])
 def test_attention_with_a_bad_key_is_nan(library, expression):
-    """Also LASER: the logarithm of a sum that is NaN is not that of an empty sum."""
+    """In LASER, the logarithm of a sum that is NaN is not that of an empty sum."""
     m = pa.parse(expression)
     first = BAD if m.offers.causal else 0
     for backend in ("reference", None):
@@ -207,6 +207,40 @@ def test_a_sum_that_overflows_is_not_taken_for_infinity():
     k = torch.full_like(x["k"], 1e307)
     expected = pa.linear(x["q"], torch.ones_like(k), x["v"]) * 1e307
     torch.testing.assert_close(pa.linear(x["q"], k, x["v"]), expected)
+
+
+def test_on_an_accelerator_an_examined_input_is_read_in_one_pass():
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Written(TorchDispatchMode):
+        """The operators with a result as large as the keys."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.numel() >= x["k"].numel():
+                found.append(str(function))
+            return out
+
+    found = []
+    m = pa.GatedDelta()
+    x = {name: torch.from_numpy(array).to("meta") for name, array in inputs_of(m).items()}
+    m(**x, backend="reference")
+    with Written(), torch.no_grad():
+        m(**x, backend="reference")
+    # The keys with 0 in bad rows, the call itself, and its output with NaN.
+    assert [each for each in found if "where" in each] == ["aten.where.self"] * 2
+    assert not [each for each in found if each.split(".")[1] in ("isfinite", "abs", "eq", "ne")]
+
+
+def test_the_largest_numbers_of_a_dtype_are_not_taken_for_infinity():
+    torch = pytest.importorskip("torch")
+    pattern = pa.GatedDelta().inputs["k"]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        keys = torch.full((2, 3, 1, 33), torch.finfo(dtype).max, dtype=dtype)
+        keys[0, 1, 0, 32], keys[1, 2, 0, 0] = NAN, -INF
+        good = _are_good(keys, pattern, (3,))
+        assert good.reshape(2, 3).tolist() == [[True, False, True], [True, True, False]], dtype
 
 
 def test_softmax_and_pieces_of_single_tokens_are_not_examined():
