@@ -1,10 +1,10 @@
-"""Write `measurements/predictions/triton.json`: what kernels are expected to reach, before any run.
+"""Write `measurements/predictions/triton.json`: predicted times of the kernels, before any run.
 
     python docs/make_predictions.py
 
 The work and the roofs are computed (`precondattn_triton/work.py`, `roof.py`). The pace is a
 person's estimate, from the kernel's machine code, with its reason. The file is not written again
-once kernels have been measured: a prediction that is changed afterwards is none.
+once kernels have been measured, so that predictions are not changed afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from precondattn_kernel_tools.roof import H100, H200, LAUNCH_GAP, KernelWork, Size, prediction
 from precondattn_triton import work
 from precondattn_triton.configurations import REGISTRY, Configuration
+from precondattn_triton.lucid.plan import NARROWEST_SOLVER, super_block_of
 
 FOLDER = Path(__file__).with_name("measurements")
 FILE = FOLDER / "predictions" / "triton.json"
@@ -24,25 +25,25 @@ DEVICES = (H100, H200)
 
 
 class TritonGuess(NamedTuple):
-    """What the machine code suggests for a kernel at one width."""
+    """An estimate for a kernel at one width, from its machine code."""
 
     call: str
     name: str
     width: int
     pace: float
-    """The share of the roof within the loop, on a full GPU."""
+    """The share of the roofline that the loop reaches on a fully occupied GPU."""
     resident: int
-    """Programs that a multiprocessor holds, by registers and shared memory."""
+    """Resident programs per multiprocessor, by registers and shared memory."""
     reason: str
 
 
 GUESSES = (
-    TritonGuess("lucid_solve", "update", 128, 0.45, 1,
-          "each program loads and stores 64 KiB of right sides, which nothing overlaps"),
-    TritonGuess("lucid_solve", "update", 64, 0.40, 2,
-          "as at 128, but two programs overlap; exponentials are as near as bandwidth"),
-    TritonGuess("lucid_solve", "apply_inverse", 128, 0.50, 1,
-          "up to 8 dependent products, on 128 programs, between two launches of update"),
+    TritonGuess("lucid_solve", "update", 128, 0.50, 1,
+          "exponentials of a tile do not overlap with its products; one program on a processor"),
+    TritonGuess("lucid_solve", "update", 64, 0.45, 2,
+          "as at 128, but two programs overlap; exponentials take as long as products"),
+    TritonGuess("lucid_solve", "substitute", 128, 0.50, 1,
+          "64 programs, each a chain of products of 64 × 64 × 32 and 140 instructions each"),
     TritonGuess("lucid_solve", "key_gradient", 128, 0.50, 1,
           "products of 64 × 64 and 64 × 128; three in a row, with exponentials between"),
     TritonGuess("lucid_solve", "key_gradient", 64, 0.40, 1,
@@ -77,18 +78,18 @@ FLASH = (0.37, 0.28)
 """Shares of the tensor rate of PyTorch's flash attention, forward and backward: an estimate."""
 
 OTHERS = {
-    ("lucid", 8192): (0.25, 0.30),
-    ("lucid", 32768): (0.90, 1.10),
+    ("lucid", 8192): (0.06, 0.06),
+    ("lucid", 32768): (0.20, 0.20),
     ("laser", 8192): (0.06, 0.12),
     ("laser", 32768): (0.15, 0.35),
     ("gated_delta", 8192): (0.05, 2.6),
 }
 """Milliseconds of all other kernels of a call, forward and backward, at width 128: an estimate from
-the bytes that they move and 3 µs for each launch. For LUCID these are the inverses."""
+the bytes that they move and 3 µs for each launch. For LUCID these are the keys and the inverses."""
 
 LAUNCHES = {
-    ("lucid", 8192): (44, 90),
-    ("lucid", 32768): (140, 282),
+    ("lucid", 8192): (11, 24),
+    ("lucid", 32768): (19, 40),
     ("laser", 8192): (14, 21),
     ("laser", 32768): (14, 21),
     ("gated_delta", 8192): (6, 19),
@@ -108,7 +109,6 @@ def configuration(name: str, width: int) -> Configuration:
 def work_of(call: str, name: str, size: Size) -> KernelWork:
     """The work of a kernel in its configuration for Hopper."""
     at = {
-        ("lucid_solve", "apply_inverse"): (work.apply_inverse, "lucid_inverse"),
         ("lucid_solve", "key_gradient"): (work.key_gradient, "lucid_gradient"),
         ("laser", "_close"): (work.close, "laser_forward"),
         ("laser", "_query_gradient"): (work.laser_query_gradient, "laser_query_gradient"),
@@ -119,8 +119,11 @@ def work_of(call: str, name: str, size: Size) -> KernelWork:
         ("gated_delta", "read"): (work.read, "chunk_reads"),
         ("gated_delta", "carry_gradients"): (work.carry_gradients, "chunk_gradients"),
     }
-    if name == "update":
-        block = configuration("lucid_inverse", size.d).columns
+    if call == "lucid_solve" and name != "key_gradient":
+        tile, least = configuration("lucid_inverse", size.d)[:2]
+        block = super_block_of(size.tokens, least)
+        if name == "substitute":
+            return work.substitute(size, tile, block, NARROWEST_SOLVER)
         return work.update(size, configuration("lucid_update", size.d), block)
     function, tiles = at[call, name]
     return function(size, configuration(tiles, size.d))
@@ -141,12 +144,12 @@ def kernels() -> list[dict[str, Any]]:
 def mechanisms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Whole calls at width 128: the sums of their kernels, beside flash attention."""
     forward = {
-        "lucid": ("update", "apply_inverse"),
+        "lucid": ("update", "substitute"),
         "laser": ("_close",),
         "gated_delta": ("invert", "prepare", "carry_states", "read"),
     }
     backward = {
-        "lucid": ("update", "apply_inverse", "key_gradient"),
+        "lucid": ("update", "substitute", "key_gradient"),
         "laser": ("_query_gradient", "_key_gradient"),
         "gated_delta": ("invert", "prepare", "carry_states", "carry_gradients"),
     }

@@ -1,4 +1,4 @@
-"""Tile sizes, warps and stages of every kernel: data, by what was measured on which device.
+"""Tile sizes, warps and stages of every kernel, by architecture or, where measured, by device.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors.
 Devices with a file in the folder `tuned` have their own configurations. Those declared for an
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Configuration(NamedTuple):
-    """How a kernel is tiled and launched."""
+    """The tile sizes, warps and stages of a kernel."""
 
     rows: int
-    """Tokens of a program's own tile."""
+    """Tokens of the tile that a program computes (BLOCK_M of flash attention)."""
     columns: int
-    """Tokens of the tiles that it iterates over."""
+    """Tokens of each tile that the program loops over (BLOCK_N)."""
     warps: int = 4
     stages: int = 2
 
@@ -42,7 +42,7 @@ def configuration(kernel: str, width: int, half: bool, like: Tensor | None = Non
 
 
 def load_tuned(folder: Path) -> None:
-    """Add what was measured: one file for each device (`precondattn_gpu.winners` writes them)."""
+    """Add measured configurations: one file per device, which `precondattn_gpu.winners` writes."""
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         tuned = TUNED.setdefault(content["device"], {})
@@ -53,15 +53,15 @@ def load_tuned(folder: Path) -> None:
 
 declare(
     "lucid_inverse",
-    half={128: Configuration(64, 512, 4, 3), 256: Configuration(64, 512, 4, 1)},
-    full={256: Configuration(32, 512, 4, 1)},
+    half={128: Configuration(64, 1024, 4, 3), 256: Configuration(64, 1024, 4, 1)},
+    full={256: Configuration(32, 1024, 4, 1)},
 )
 declare(
     "lucid_update",
-    half={128: Configuration(128, 64, 8, 2), 256: Configuration(64, 32, 8, 2)},
+    half={128: Configuration(64, 64, 8, 2), 256: Configuration(64, 32, 8, 2)},
     full={
         64: Configuration(64, 32, 4, 1),
-        128: Configuration(32, 32, 8, 1),
+        128: Configuration(32, 16, 8, 1),
         256: Configuration(32, 16, 8, 1),
     },
 )
@@ -247,8 +247,7 @@ declare(
     full={64: Configuration(32, 32, 8, 1), 512: Configuration(16, 16, 8, 1)},
 )
 
-# All kernels of a recurrence have the same number of rows: the tokens of a chunk. So have those of
-# CCQ's query.
+# `rows` is the chunk size: the same for all kernels of a recurrence, and for those of CCQ's query.
 declare(
     "chunk_states",
     half={256: Configuration(64, 32, 8, 1)},
@@ -337,9 +336,10 @@ declare(
     full={256: Configuration(1, 32, 4, 1)},
 )
 
-# On Hopper, four warps multiply 64 rows together, by as many columns as the tile leaves them: with
-# 16 columns, loading the rows takes longer than the product.
+# A wgmma on Hopper multiplies 64 rows by the columns that the tile leaves to a group of four
+# warps: with 16 columns, loading the rows takes longer than the product.
 declare("lucid_gradient", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
+declare("lucid_update", half={128: Configuration(128, 64, 8, 2)}, full={}, architecture="sm_90")
 declare(
     "laser_query_gradient",
     half={64: Configuration(64, 64, 4, 2), 128: Configuration(128, 64, 8, 2)},

@@ -11,49 +11,53 @@ from precondattn_kernel_tools.roof import FULL, HALF, KernelWork, Size, causal_p
 from precondattn_triton.configurations import Configuration
 
 EXACT = 3
-"""Products of tf32 for one of float32."""
+"""tf32 products per product with float32's accuracy."""
 
 
 # ---------------------------------------------------------------------------------------- LUCID
 
 
-def apply_inverse(size: Size, tiles: Configuration) -> KernelWork:
-    """ρ_J = N_J R_J of every super-block: the lower triangle of N, in tiles."""
-    m, t, _, e = size
-    rows, block = tiles.rows, min(tiles.columns, t)
-    count = block // rows
-    products = count * (count + 1) // 2
-    blocks = t // block
-    read = products * rows * (rows * HALF + e * FULL)
-    written = block * e * 3 * HALF
-    least = block * (block // 2 * HALF + e * FULL) + written
+def update(size: Size, tiles: Configuration, block: int) -> KernelWork:
+    """P_J = Σ_I Φ_JI y_I over all I before J, and Φ_JJ, for super-blocks J of `block` tokens."""
+    m, t, d, e = size
+    rows, columns = tiles.rows, tiles.columns
+    starts = range(0, t, min(block, t))
+    block = min(block, t)
+    before = sum(starts) * block
+    within = len(starts) * causal_pairs(block, rows, columns)
+    keys, y = (sum(starts) + t) * d * HALF, sum(starts) * e * HALF
+    written = (len(starts) - 1) * block * e * FULL + within * HALF
     return KernelWork(
-        "apply_inverse",
-        (count * m,) * blocks,
-        half=m * blocks * products * 2 * rows * rows * e,
+        "update",
+        (block // rows * m,) * len(starts),
+        half=m * (before * 2 * (d + e) + within * 2 * d),
         tf32=0,
-        exponentials=0,
-        bytes=m * blocks * least,
-        requested=m * blocks * (read + written),
+        exponentials=m * (before + within),
+        bytes=m * (keys + y + written),
+        requested=m * ((before * (d + e) + within * d) // rows * HALF + t * d * HALF + written),
     )
 
 
-def update(size: Size, tiles: Configuration, block: int) -> KernelWork:
-    """R_I −= Φ_IJ y_J for every super-block J of `block` tokens, and all later rows I."""
-    m, t, d, e = size
+def substitute(size: Size, tile: int, block: int, solver: int) -> KernelWork:
+    """y_i = β_i N_i (R_i − P_i − Σ_j Φ_ij y_j) of all tiles; programs have `solver` channels."""
+    m, t, _, e = size
     block = min(block, t)
-    later = [t - start - block for start in range(0, t - block, block)]
-    pairs = sum(later) * block
-    sides = sum(later) * e * 2 * FULL
-    keys = sum(later) * d * HALF
+    blocks, tiles = t // block, block // tile
+    products = blocks * tiles * (tiles - 1) // 2
+    matrix = (products * tile + t) * tile * HALF
+    sides = t * e * HALF + (blocks - 1) * block * e * FULL
+    written = t * e * 3 * HALF
     return KernelWork(
-        "update",
-        tuple(rows // tiles.rows * m for rows in later),
-        half=m * pairs * 2 * (d + e),
+        "substitute",
+        (e // solver * m,) * blocks,
+        half=m * (products * tile + t) * tile * 2 * e,
         tf32=0,
-        exponentials=m * pairs,
-        bytes=m * (sides + keys + len(later) * block * (d + e) * HALF),
-        requested=m * (sides + keys + pairs // tiles.rows * (d + e) * HALF),
+        exponentials=0,
+        bytes=m * (matrix + sides + written),
+        requested=m
+        * (
+            matrix * (e // solver) + products * tile * e * HALF + sides + written + 2 * t * e * HALF
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""LUCID's keys in PaTH's metric: each pair of keys has one border, and a dot product there.
+"""LUCID in PaTH's metric: the score of two keys as a dot product at a border between them.
 
     Φ_ij = e^{s ⟨i, j⟩ − s d},    ⟨i, j⟩ = k̂_iᵀ H_i … H_{j+1} k̂_j,    H_t = I − β_t w_t w_tᵀ
 
@@ -73,7 +73,7 @@ def borders_of(
     *,
     with_inverse: bool,
 ) -> LucidBorders:
-    """From k̂ (m, T, D), which is 0 for invalid tokens and padding, and w and β (b, s, n, …)."""
+    """Borders of a call: k̂ (m, T, D), 0 for invalid tokens and padding; w and β (b, s, n, …)."""
     by_token = unit.view(plan.b, plan.n, plan.tokens, plan.key_width).transpose(1, 2)
     k = by_token[:, : plan.s, :, : plan.d]
     chunking = plan.reflections._replace(rows=plan.path_chunk)
@@ -117,7 +117,7 @@ def borders_gradient(
     plan: LucidPlan, borders: LucidBorders, unit: Tensor, masks: KernelMasks,
     segments: Tensor | None, y: Tensor, d_v: Tensor,
 ) -> BorderGradients:  # fmt: skip
-    """From y and dv (b, s, n, e), which are 0 for invalid tokens; segments are (b, 2, T)."""
+    """Gradients from y and dv (b, s, n, e), 0 for invalid tokens; segments are (b, 2, T)."""
     d_rows = unit.new_zeros((2, *unit.shape), dtype=torch.float32)
     d_keys = torch.empty_like(d_rows[0])
     d_products = None
@@ -148,7 +148,7 @@ def borders_gradient(
         borders.chunk_scores, segments, y, d_v, d_scores, *sizes, *factors,
         TILE=rows, COLUMNS=columns, CHUNK=borders.chunks.size, **scores,
     )  # fmt: skip
-    if d_products is None:  # At most one level: no row crossed a block.
+    if d_products is None:  # There was at most one level, so no row crossed a block.
         d_products = torch.zeros_like(borders.products[0], dtype=torch.float32)
     return _from_chunks(borders, unit, masks, d_scores, d_rows, d_products.flatten(0, 1))
 

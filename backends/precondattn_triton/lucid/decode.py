@@ -211,7 +211,7 @@ def finish(
     base = tl.where(higher == float("-inf"), 0.0, higher)
     shrink, split_weight = tl.exp2(largest - base), tl.exp2(new_score - base)
     weight = total_weight * shrink + split_weight
-    is_row = weight != 0  # It is NaN where a key is.
+    is_row = weight != 0  # Also true for NaN, which a NaN in a key gives.
     if is_token is not None:
         is_row = is_row & (tl.load(is_token + b * token_b) != 0)
     o = total * shrink[:, None] + y[None, :] * split_weight[:, None]

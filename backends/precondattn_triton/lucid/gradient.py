@@ -2,9 +2,10 @@
 
     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
-and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Grid: one program per tile of keys and
-head. It loops over all tiles of the same segments, before and after its own. No two programs add to
-the same element, so the result is deterministic.
+and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Φ is recomputed in tiles of ROWS and
+COLUMNS keys. Grid: one program per tile of keys and head. It loops over all tiles of the same
+segments, before and after its own. No two programs add to the same element, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def key_gradient(
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     a, column = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
-    # In calls of float16, 11 bits are too few: the results have as many.
+    # Float16 results have 11 bits, so factors of 11 bits are too few.
     IS_HALF: tl.constexpr = (
         keys.dtype.element_ty == tl.float16 and y.dtype.element_ty == tl.bfloat16
     )

@@ -1,20 +1,15 @@
-"""The inverses of all diagonal super-blocks of LUCID's matrix at once.
+"""The inverses of all diagonal tiles of LUCID's matrix, in one launch.
 
     N = (I + L)⁻¹,    L = stril(Φ) diag(β)  for the forward solve,  diag(β) stril(Φ)  backward.
 
-By recursive 2×2 block inversion (`triangular_inverse.py`). `invert_blocks` inverts single tiles in
-registers. From these, `left_factors` and `right_factors` compute the inverse of a super-block,
+Blocks of 32 tokens are inverted in registers (`triangular_inverse.py`). The inverses of two such
+blocks give that of a tile of 64,
 
-    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]],
+    [[A, 0], [C, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ C A⁻¹, B⁻¹]].
 
-C A⁻¹ first. No entry of such an inverse has a magnitude above 2, for β in [0, 2] and any keys, so
-that 16 bits suffice. Grids: one program per tile on the diagonal and head (`invert_blocks`), per
-tile of a lower left block and head (`left_factors`), per column of tiles of a lower left block and
-head (`right_factors`).
-
-The inverses of super-blocks are stored as rows, (m, T, S). Entries above the diagonal are
-initialised to 0, because tiles on the diagonal, which may be larger than the inverted blocks, are
-read as a whole.
+No entry of such an inverse has a magnitude above 2, for β in [0, 2] and any keys, so that 16 bits
+suffice. Grid: one program per tile on the diagonal and head. Larger blocks are not inverted: they
+are solved by substitution (`substitution.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid.tiles import column_of, reach, weights
+from precondattn_triton.lucid.tiles import column_of, scores_in_parts, weights
 from precondattn_triton.tiles import load_rows
 from precondattn_triton.triangular_inverse import unit_lower_inverse
-
-CHANNELS = tl.constexpr(32)
-"""Channels of keys in one product; both tiles are loaded again for every product."""
 
 
 @triton.jit
@@ -58,12 +50,7 @@ def system_tile(
         column = column_of(j_start, TILE, CHUNK)
         scores = load_rows(chunk_scores, head, tokens, i_start, TILE, TILE, column, CHUNK)
     else:
-        scores = tl.zeros((TILE, TILE), tl.float32)
-        PART: tl.constexpr = CHANNELS if WIDTH > CHANNELS else WIDTH
-        for first in tl.static_range(0, WIDTH, PART):
-            i_keys = load_rows(keys, head, tokens, i_start, TILE, PART, first, WIDTH)
-            j_keys = load_rows(keys, head, tokens, j_start, TILE, PART, first, WIDTH)
-            scores += tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
+        scores = scores_in_parts(keys, head, tokens, i_start, j_start, TILE, WIDTH, PRECISION)
     phi_tile = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
     row = tl.arange(0, TILE)
     if BY_ROW:
@@ -74,6 +61,7 @@ def system_tile(
 @triton.jit
 def invert_blocks(
     keys,
+    border_keys,
     chunk_scores,
     factor,
     segments,
@@ -83,121 +71,47 @@ def invert_blocks(
     scale,
     shift,
     TILE: tl.constexpr,
-    SUPER: tl.constexpr,
+    HALF: tl.constexpr,
     LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    BORDER_CHUNK: tl.constexpr,
     BY_ROW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write the inverse of every tile on the diagonal, of TILE = 2^LEVELS tokens."""
+    """Write the inverse of every tile on the diagonal to `inverse` (m, T, TILE).
+
+    HALF = 2^LEVELS is the whole tile, or half of it. `border_keys` and BORDER_CHUNK are those of
+    scores between its halves.
+    """
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * TILE
     if HAS_SEGMENTS:
         segments += head // heads * 2 * tokens
     system = system_tile(
         keys, chunk_scores, factor, segments, head, tokens, start, start,
-        scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+        scale, shift, HALF, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
     )  # fmt: skip
-    inverse_tile = unit_lower_inverse(system, TILE, LEVELS, EXACT)
-    i, j = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    rows = head * tokens + start + i
-    at = inverse + rows * SUPER + column_of(start, TILE, SUPER) + j
-    tl.store(at, inverse_tile.to(inverse.dtype.element_ty))
-
-
-@triton.jit
-def left_factors(
-    keys,
-    chunk_scores,
-    factor,
-    segments,
-    inverse,
-    heads,
-    tokens,
-    scale,
-    shift,
-    half,
-    TILE: tl.constexpr,
-    SUPER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Write C A⁻¹ to the lower left of every pair of inverted blocks of `half` tokens."""
-    head = tl.program_id(1).to(tl.int64)
-    if HAS_SEGMENTS:
-        segments += head // heads * 2 * tokens
-    tiles = half // TILE
-    pair, tile = tl.program_id(0) // (tiles * tiles), tl.program_id(0) % (tiles * tiles)
-    first = pair * 2 * half
-    i_start = first + half + tile // tiles * TILE
-    j_start = first + tile % tiles * TILE
-    column = column_of(j_start, TILE, SUPER)
-    if i_start < tokens:
-        total = tl.zeros((TILE, TILE), tl.float32)
-        low, high = j_start, first + half
-        if HAS_SEGMENTS:
-            begin, _ = reach(segments, tokens, i_start, TILE)
-            _, end = reach(segments, tokens, j_start, TILE)
-            low = tl.maximum(low, begin // TILE * TILE)
-            high = tl.minimum(high, end)
-        for m_start in range(low, high, TILE):
-            system = system_tile(
-                keys, chunk_scores, factor, segments, head, tokens, i_start, m_start,
-                scale, shift, TILE, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
-            )  # fmt: skip
-            inverted = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
-            total += tl.dot(system.to(inverted.dtype), inverted, input_precision=PRECISION)
-        rows = (head * tokens + i_start + tl.arange(0, TILE))[:, None]
-        at = inverse + rows * SUPER + column + tl.arange(0, TILE)[None, :]
-        tl.store(at, total.to(inverse.dtype.element_ty))
-
-
-@triton.jit
-def right_factors(
-    inverse,
-    segments,
-    heads,
-    tokens,
-    half,
-    TILE: tl.constexpr,
-    SUPER: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Replace C A⁻¹ by −B⁻¹ (C A⁻¹) in place, last rows first, since each needs those above it."""
-    head = tl.program_id(1).to(tl.int64)
-    tiles = half // TILE
-    pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    second = pair * 2 * half + half
-    j_start = pair * 2 * half + tile * TILE
-    column = column_of(j_start, TILE, SUPER)
-    count = tl.minimum(tiles, (tokens - second) // TILE)
-    if HAS_SEGMENTS:
-        segments += head // heads * 2 * tokens
-        _, end = reach(segments, tokens, j_start, TILE)
-        # Rows of later segments are 0 already.
-        count = tl.minimum(count, tl.cdiv(tl.maximum(end - second, 0), TILE))
-    for back in range(0, count):
-        i_start = second + (count - 1 - back) * TILE
-        total = tl.zeros((TILE, TILE), tl.float32)
-        low = second
-        if HAS_SEGMENTS:
-            begin, _ = reach(segments, tokens, i_start, TILE)
-            low = tl.maximum(low, begin // TILE * TILE)
-        for m_start in range(low, i_start + TILE, TILE):
-            at = column_of(m_start, TILE, SUPER)
-            inverted = load_rows(inverse, head, tokens, i_start, TILE, TILE, at, SUPER)
-            left = load_rows(inverse, head, tokens, m_start, TILE, TILE, column, SUPER)
-            total += tl.dot(inverted, left, input_precision=PRECISION)
-        # No thread may overwrite rows that another thread has not read yet.
-        tl.debug_barrier()
-        rows = (head * tokens + i_start + tl.arange(0, TILE))[:, None]
-        at = inverse + rows * SUPER + column + tl.arange(0, TILE)[None, :]
-        tl.store(at, (-total).to(inverse.dtype.element_ty))
-        tl.debug_barrier()
+    dtype = inverse.dtype.element_ty
+    first = unit_lower_inverse(system, HALF, LEVELS, EXACT).to(dtype)
+    i, j = tl.arange(0, HALF)[:, None], tl.arange(0, HALF)[None, :]
+    at = inverse + (head * tokens + start + i) * TILE + j
+    tl.store(at, first)
+    if TILE > HALF:
+        middle = start + HALF
+        system = system_tile(
+            keys, chunk_scores, factor, segments, head, tokens, middle, middle,
+            scale, shift, HALF, WIDTH, CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+        )  # fmt: skip
+        second = unit_lower_inverse(system, HALF, LEVELS, EXACT).to(dtype)
+        between = system_tile(
+            border_keys, chunk_scores, factor, segments, head, tokens, middle, start,
+            scale, shift, HALF, WIDTH, BORDER_CHUNK, BY_ROW, HAS_SEGMENTS, PRECISION,
+        )  # fmt: skip
+        left = tl.dot(between.to(dtype), first, input_precision=PRECISION).to(dtype)
+        corner = -tl.dot(second, left, input_precision=PRECISION)
+        tl.store(at + HALF, tl.zeros((HALF, HALF), dtype))
+        tl.store(at + HALF * TILE, corner.to(dtype))
+        tl.store(at + HALF * TILE + HALF, second)

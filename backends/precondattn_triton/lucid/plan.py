@@ -26,6 +26,13 @@ WIDEST_CHUNK = 128
 FIRST_BLOCK = 32
 """Tokens of the blocks that are inverted in registers."""
 
+ENOUGH_SOLVERS = 64
+"""Programs of `substitute` from which on wider blocks of channels are better than more programs:
+they read the matrix less often, and a program waits for its own rows whatever its width."""
+
+NARROWEST_SOLVER, WIDEST_SOLVER = 32, 64
+"""Channels of v in a program of `substitute`."""
+
 
 class LucidPlan(NamedTuple):
     """The sizes of one call, and the configurations of its kernels."""
@@ -38,8 +45,12 @@ class LucidPlan(NamedTuple):
     tokens: int
     """s, padded to whole tiles of every kernel."""
     super_block: int
+    """S, a power of two"""
     key_width: int
+    solver: int
+    """Channels of v in a program of `substitute`."""
     chunk: int
+    """Channels of v in a program of the other kernels."""
     chunks: int
     step: int
     """Channels of a row of the workspace."""
@@ -56,7 +67,7 @@ class LucidPlan(NamedTuple):
 
     @property
     def first_block(self) -> int:
-        return min(FIRST_BLOCK, self.inverse.rows)
+        return self.inverse.rows if self.inverse.rows <= FIRST_BLOCK else self.inverse.rows // 2
 
     @property
     def path_chunk(self) -> int:
@@ -94,10 +105,28 @@ def plan_of(leaf: LucidSolve, k: Tensor, v: Tensor) -> LucidPlan:
     if leaf.metric != DOT:
         unit = max(unit, reflections.rows)
     tokens = -(-s // unit) * unit
-    super_block = max(unit, min(inverse.columns, 1 << (tokens - 1).bit_length()))
+    super_block = max(unit, super_block_of(tokens, inverse.columns))
+    solver = min(chunk, NARROWEST_SOLVER)
+    while solver < min(chunk, WIDEST_SOLVER) and b * n * -(-e // (2 * solver)) >= ENOUGH_SOLVERS:
+        solver *= 2
+    if leaf.metric != DOT:
+        # Scores of square tiles have one border.
+        update = update._replace(columns=min(*update[:2], inverse.rows))
     precision = sixteen_bits() if half else product_precision(k.dtype)
     return LucidPlan(
-        b, s, n, d, e, tokens, super_block, key_width, chunk, chunks, chunk * chunks,
+        b, s, n, d, e, tokens, super_block, key_width, solver, chunk, chunks, chunk * chunks,
         leaf.scale_for(d), half, torch.float16 if half else torch.float32, precision,
         inverse, update, gradient, reflections,
     )  # fmt: skip
+
+
+def super_block_of(tokens: int, least: int) -> int:
+    """S, a power of two: `least`, or for many tokens about √(least / 2 × tokens).
+
+    Φ of a super-block takes S² numbers per head, as much as `least` / 2 numbers per token, and
+    `substitute` reads S numbers per token. There are two launches for each super-block: their
+    number and the reads grow alike, with the square root of the number of tokens.
+    """
+    root = math.isqrt(least * tokens // 2)
+    size = max(least, 1 << (root.bit_length() - 1))
+    return min(size, 1 << (tokens - 1).bit_length())

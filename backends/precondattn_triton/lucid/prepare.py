@@ -1,9 +1,9 @@
-"""Preparation of a solve: normalised keys, β and right-hand sides in the workspace.
+"""Preparation of a solve: normalised keys and β in the workspace.
 
     k̂ = k / rms(k),    rms(k) = √(mean(k²) + ε),  and 1 for a zero row where ε = 0
 
 Padding becomes 0 without being read, so that it may contain NaN. Grid: one program per tile of
-tokens and head (and block of channels of v).
+tokens and head.
 """
 
 from __future__ import annotations
@@ -64,41 +64,3 @@ def normalize_keys(
         )
         weight = tl.where(is_valid, beta_of_tokens.to(tl.float32), 0.0)
     tl.store(factor + out, weight)
-
-
-@triton.jit
-def load_right_sides(
-    v,
-    valid,
-    right,
-    largest,
-    s,
-    heads,
-    tokens,
-    width,
-    v_b,
-    v_s,
-    v_n,
-    v_e,
-    HAS_VALID: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Write v to `right` (m, T, STEP), float32; 0 for padding and invalid tokens.
-
-    The largest magnitudes of every tile are written to `largest` (m, T / ROWS, STEP).
-    """
-    head = tl.program_id(1).to(tl.int64)
-    b, n = head // heads, head % heads
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    channel = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH).to(tl.int64)
-    is_valid = token < s
-    if HAS_VALID:
-        is_valid = is_valid & (tl.load(valid + b * s + token, mask=is_valid, other=0) != 0)
-    mask = is_valid[:, None] & (channel < width)[None, :]
-    at = b * v_b + n * v_n + token[:, None] * v_s + channel[None, :] * v_e
-    values = tl.load(v + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(right + (head * tokens + token)[:, None] * STEP + channel[None, :], values)
-    tile = head * (tokens // ROWS) + tl.program_id(0)
-    tl.store(largest + tile * STEP + channel, tl.max(tl.abs(values), axis=0))

@@ -1,10 +1,15 @@
-"""LUCID's solve and its gradient with Triton kernels: a user's arrays, and the launches.
+"""LUCID's solve and its gradient with Triton kernels: the launches, from a user's arrays.
+
+    y = (I + diag(β) stril(Φ))⁻¹ diag(β) v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d}
+
+by blocked substitution over super-blocks of S tokens. Tiles of Φ between super-blocks are
+recomputed wherever they are used; Φ of one super-block is stored while it is solved.
 
 The parts are in other files: sizes (`plan.py`), normalised inputs (`prepare.py`), the inverses of
-diagonal super-blocks (`inverse.py`), substitution (`substitution.py`) and the gradient of the keys
+diagonal tiles (`inverse.py`), substitution (`substitution.py`) and the gradient of the keys
 (`gradient.py`); in PaTH's metric, the rows that replace keys and their gradient (`borders.py`).
-Memory holds, for T tokens of a key/value head, keys and y as operands, a right-hand side in
-float32, and S numbers per token for inverses; no array is T × T.
+Memory holds, for T tokens of a key/value head, keys and y as operands, and for one super-block of
+S tokens its matrix Φ, S² numbers, and sums in float32; no array is T × T.
 """
 
 from __future__ import annotations
@@ -30,16 +35,8 @@ from precondattn_triton.lucid.borders import LucidBorders, borders_gradient, bor
 from precondattn_triton.lucid.plan import plan_of
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
+from precondattn_triton.target import processors
 from precondattn_triton.tiles import masks_of
-
-
-class RightSides(NamedTuple):
-    """What is left of the right-hand sides, as super-blocks are solved."""
-
-    values: Tensor
-    """R (m, T, step), float32"""
-    largest: Tensor
-    """Largest magnitudes of tiles of `update` (m, T / rows, step)"""
 
 
 class SolveWorkspace(NamedTuple):
@@ -56,7 +53,7 @@ class SolveWorkspace(NamedTuple):
 
 
 class LucidMatrix:
-    """The matrix of one call: solves with it, or, backward, with its transpose."""
+    """The triangular matrix of one call: solves with it, or, backward, with its transpose."""
 
     def __init__(
         self, leaf: LucidSolve, x: Mapping[str, Tensor], frame: Frame, *, backward: bool
@@ -93,113 +90,88 @@ class LucidMatrix:
         )  # fmt: skip
         return SolveWorkspace(keys, reciprocal, factor, segments)
 
-    def right_sides(self, v: Tensor) -> RightSides:
-        plan, valid = self.plan, self.masks.k_valid
-        rows = plan.update.rows
-        right = v.new_empty((plan.heads, plan.tokens, plan.step), dtype=torch.float32)
-        largest = right.new_empty((plan.heads, plan.tokens // rows, plan.step))
-        lucid_prepare.load_right_sides[(plan.tokens // rows, plan.heads, plan.chunks)](
-            v, valid, right, largest, plan.s, plan.n, plan.tokens, plan.e, *v.stride(),
-            HAS_VALID=valid is not None, ROWS=rows, WIDTH=plan.chunk, STEP=plan.step, num_warps=8,
-        )  # fmt: skip
-        return RightSides(right, largest)
-
-    def _scores(self, half: int) -> tuple[Tensor | None, Tensor | None, int]:
-        """For scores of pairs of blocks of `half` tokens: keys, or chunks' scores and size."""
-        borders = self.borders
-        if borders is None:
-            return self.prepared.keys, None, 0
-        if half < borders.chunks.size:
-            return None, borders.chunk_scores, borders.chunks.size
-        return borders.keys[borders.level(half)], None, 0
-
-    def _keys_between_super_blocks(self) -> Tensor:
-        """The keys; in PaTH's metric, those at the borders between super-blocks, of all levels."""
-        borders = self.borders
-        if borders is None:
-            return self.prepared.keys
-        return borders.keys[borders.level(self.plan.super_block) :]
-
     def inverses(self) -> Tensor:
-        """The inverses of all super-blocks (m, T, S)."""
+        """The inverses of all tiles on the diagonal (m, T, TILE)."""
         plan, (keys, _, factor, segments) = self.plan, self.prepared
-        widest, _, warps, stages = plan.inverse
-        # Zeros, since tiles on the diagonal are read as a whole but only partly written.
-        inverse = keys.new_zeros((plan.heads, plan.tokens, plan.super_block))
-        options = {
-            "WIDTH": plan.key_width,
-            "BY_ROW": self.backward,
-            "HAS_SEGMENTS": segments is not None,
-            "PRECISION": plan.precision,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
-        half = plan.first_block
-        keys, chunk_scores, chunk = self._scores(half // 2)
-        lucid_inverse.invert_blocks[(plan.tokens // half, plan.heads)](
-            keys, chunk_scores, factor, segments, inverse, plan.n, plan.tokens, *plan.score_factors,
-            TILE=half, SUPER=plan.super_block, CHUNK=chunk, LEVELS=half.bit_length() - 1,
-            EXACT=exact(), **options,
+        tile, _, warps, stages = plan.inverse
+        half, borders = plan.first_block, self.borders
+        inverse = keys.new_empty((plan.heads, plan.tokens, tile))
+        border_keys, chunk_scores, chunk, border_chunk = keys, None, 0, 0
+        if borders is not None:
+            chunk_scores, chunk = borders.chunk_scores, borders.chunks.size
+            border_chunk = chunk if chunk >= tile else 0
+            if half < tile and border_chunk == 0:
+                border_keys = borders.keys[borders.level(half)]
+        lucid_inverse.invert_blocks[(plan.tokens // tile, plan.heads)](
+            keys, border_keys, chunk_scores, factor, segments, inverse,
+            plan.n, plan.tokens, *plan.score_factors,
+            TILE=tile, HALF=half, LEVELS=half.bit_length() - 1, WIDTH=plan.key_width,
+            CHUNK=chunk, BORDER_CHUNK=border_chunk, BY_ROW=self.backward,
+            HAS_SEGMENTS=segments is not None, PRECISION=plan.precision, EXACT=exact(),
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        while half < min(plan.super_block, plan.tokens):
-            tile = min(half, widest)
-            keys, chunk_scores, chunk = self._scores(half)
-            pairs, tiles = triton.cdiv(plan.tokens, 2 * half), half // tile
-            lucid_inverse.left_factors[(pairs * tiles * tiles, plan.heads)](
-                keys, chunk_scores, factor, segments, inverse,
-                plan.n, plan.tokens, *plan.score_factors,
-                half, TILE=tile, SUPER=plan.super_block, CHUNK=chunk, **options,
-            )  # fmt: skip
-            lucid_inverse.right_factors[(pairs * tiles, plan.heads)](
-                inverse, segments, plan.n, plan.tokens, half, TILE=tile, SUPER=plan.super_block,
-                HAS_SEGMENTS=segments is not None, PRECISION=plan.precision,
-                num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-            half *= 2
         return inverse
 
-    def solve(self, sides: RightSides, out: Tensor, rho: Tensor | None) -> Tensor | None:
+    def solve(self, v: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
         """Write y or dv to `out`; ρ is written to `rho`, or, backward, read for dβ (b, s, n)."""
         plan, (_, _, factor, segments) = self.plan, self.prepared
-        backward, inverse, (right, largest) = self.backward, self.inverses(), sides
-        solved = torch.empty_like(right, dtype=plan.dtype)
-        sizes = right.new_empty((plan.heads, plan.step))
-        d_factor = None
+        backward, inverse, tile = self.backward, self.inverses(), plan.inverse.rows
+        rows, columns, warps, stages = plan.update
+        keys, chunk_scores, chunk = self.prepared.keys, None, 0
+        if self.borders is not None:
+            keys, chunk_scores = self.borders.keys, self.borders.chunk_scores
+            chunk = self.borders.chunks.size
+        size, blocks = plan.super_block, len(plan.super_blocks)
+        parts, per_part = self._parts()
+        solved = inverse.new_empty((plan.heads, plan.tokens, plan.step))
+        matrix = inverse.new_empty((plan.heads, size, size))
+        sums = factor.new_empty((parts, plan.heads, size, plan.step))
+        sizes = factor.new_empty((plan.heads, blocks, plan.step))
+        tile_exponents = factor.new_empty((plan.heads, size // tile, plan.step))
+        solvers, d_factor = triton.cdiv(plan.e, plan.solver), None
         if backward and rho is not None:
-            d_factor = right.new_empty((plan.chunks, plan.heads, plan.tokens))
-        starts = reversed(plan.super_blocks) if backward else plan.super_blocks
-        for start in starts:
-            end = min(start + plan.super_block, plan.tokens)
-            tiles = (end - start) // plan.inverse.rows
-            lucid_substitution.apply_inverse[(tiles, plan.heads, plan.chunks)](
-                inverse, factor, segments, right, largest, solved, sizes, rho, out, d_factor,
-                plan.s, plan.n, plan.tokens, start, plan.e,
-                *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
-                BACKWARD=backward, HAS_BETA=rho is not None, HAS_SEGMENTS=segments is not None,
-                SCALED=plan.half,
-                TILE=plan.inverse.rows, ROWS=plan.update.rows, SUPER=plan.super_block,
-                WIDTH=plan.chunk, STEP=plan.step, PRECISION=plan.precision,
-                num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
-            )  # fmt: skip
-            low, high = (0, start) if backward else (end, plan.tokens)
-            if low == high:
-                continue
-            rows, columns, warps, stages = plan.update
-            lucid_substitution.update[((high - low) // rows, plan.heads, plan.chunks)](
-                self._keys_between_super_blocks(), segments, solved, sizes, right, largest,
-                plan.n, plan.tokens, start, low, self.prepared.keys.numel(), *plan.score_factors,
-                HAS_BORDERS=self.borders is not None, HAS_SEGMENTS=segments is not None,
-                SCALED=plan.half, ROWS=rows, COLUMNS=columns, SUPER=plan.super_block,
+            d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
+        for start in reversed(plan.super_blocks) if backward else plan.super_blocks:
+            end = min(start + size, plan.tokens)
+            past = plan.tokens - end if backward else start
+            programs = 1 + plan.chunks * triton.cdiv(past, per_part)
+            lucid_substitution.update[((end - start) // rows, plan.heads, programs)](
+                keys, chunk_scores, segments, solved, sizes, sums, matrix,
+                plan.n, plan.tokens, start, past, per_part, self.prepared.keys.numel(),
+                *plan.score_factors,
+                BACKWARD=backward, HAS_BORDERS=self.borders is not None,
+                HAS_SEGMENTS=segments is not None, SCALED=plan.half,
+                ROWS=rows, COLUMNS=columns, TILE=tile, SUPER=size, CHUNK=chunk,
                 KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
                 PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+            lucid_substitution.substitute[(solvers, plan.heads)](
+                matrix, inverse, factor, segments, v, self.masks.k_valid, sums, solved,
+                tile_exponents, sizes, rho, out, d_factor,
+                plan.s, plan.n, plan.tokens, start, past, per_part, plan.e,
+                *v.stride(), *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
+                BACKWARD=backward, HAS_BETA=rho is not None,
+                HAS_VALID=self.masks.k_valid is not None, HAS_SEGMENTS=segments is not None,
+                SCALED=plan.half, TILE=tile, SUPER=size, WIDTH=plan.solver, STEP=plan.step,
+                PRECISION=plan.precision,
+                num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
             )  # fmt: skip
         if d_factor is None:
             return None
         total = d_factor.sum(0).view(plan.b, plan.n, plan.tokens)[:, :, : plan.s]
         return total.transpose(1, 2)
 
+    def _parts(self) -> tuple[int, int]:
+        """How many programs share the columns of a tile of rows, and the columns of each."""
+        plan, (rows, columns) = self.plan, self.plan.update[:2]
+        most = max(plan.super_blocks[-1], columns)
+        tiles = plan.super_block // rows * plan.heads * plan.chunks
+        wanted = max(processors(self.x["k"]) // tiles, 1)
+        per_part = triton.cdiv(most // columns, wanted) * columns
+        return triton.cdiv(most, per_part), per_part
+
     def metric_gradient(self, y: Tensor, d_v: Tensor) -> dict[str, Tensor]:
-        """The gradient of the keys, and in PaTH's metric of its inputs."""
+        """The gradients of the metric's inputs: of the keys, and in PaTH's metric of w and β."""
         if self.borders is None:
             return {"k": self.key_gradient(y, d_v)}
         plan, prepared = self.plan, self.prepared
@@ -255,7 +227,7 @@ class LucidSolveKernels:
         system = LucidMatrix(leaf, x, frame, backward=False)
         y = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         rho = torch.empty_like(y) if leaf.beta else None
-        system.solve(system.right_sides(x["v"]), y, rho)
+        system.solve(x["v"], y, rho)
         return y, () if rho is None else (rho,)
 
     def backward(
@@ -270,7 +242,7 @@ class LucidSolveKernels:
         system = LucidMatrix(leaf, x, frame, backward=True)
         d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         (rho,) = residuals or (None,)
-        d_beta = system.solve(system.right_sides(cotangent), d_v, rho)
+        d_beta = system.solve(cotangent, d_v, rho)
         gradients = {"v": d_v, **system.metric_gradient(out, d_v)}
         if d_beta is not None:
             gradients["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)

@@ -1,4 +1,4 @@
-"""A step of LUCID by one token, around a cache: from buffers to launches of `decode.py`."""
+"""A step of LUCID by one token: from the cache's buffers to launches of `decode.py`."""
 
 from __future__ import annotations
 

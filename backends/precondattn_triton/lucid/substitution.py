@@ -1,21 +1,30 @@
-"""Block substitution with LUCID's matrix, one super-block after another; Φ is never stored.
+"""Block substitution with LUCID's matrix, one super-block after another.
 
-Forward, from the first super-block J to the last, with N_J of `inverse.py` and R = v,
+Forward, for the super-blocks J of S tokens from the first to the last, with R = v, and backward,
+from the last to the first, with R = dy, two launches each:
 
-    ρ_J = N_J R_J,    y_J = β_J ρ_J,    R_I −= Φ_IJ y_J  for all later I;
+    update        P_J = Σ_I Φ_JI y_I  over the super-blocks I solved before;  Φ_JJ is stored
+    substitute    for the tiles i of J, in the order of the solve, with N_i of `inverse.py`,
 
-backward, from the last to the first, with R = dy,
+        ρ_i = N_i (R_i − P_i − Σ_j Φ_ij y_j),    y_i = β_i ρ_i,    over the tiles j of J before i.
 
-    X_J = N_Jᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J  for all earlier I.
+Backward, N_iᵀ replaces N_i, X replaces ρ and dv replaces y. Φ is symmetric, so that the same
+kernels serve both directions. In PaTH's metric the keys of a tile are the rows at the border
+between it and the other tile (`borders.py`), and Φ is symmetric again.
 
-Φ is symmetric, so that one kernel, `update`, serves both directions. In PaTH's metric its keys are
-the rows at the border between the two super-blocks (`borders.py`), and Φ is symmetric again. In
-products of 16 bits, right-hand sides are divided by a power of two for each channel and super-block
-of S tokens, so that the largest is at most 2¹² / S: since no entry of N or β exceeds 2, no quotient
-y exceeds 2¹⁴, which float16 represents, and right-hand sides that are far smaller keep their
-digits. Kernels that write R also write the largest magnitude of each of its tiles. Grids: one
-program per tile of rows of a super-block (`apply_inverse`) or of all later or earlier rows
-(`update`), head and block of channels.
+`update` recomputes Φ from the keys, and sums over all columns in registers: P is written once and
+read once. Grid: per tile of rows of J and head, one program for Φ_JJ, and one per block of channels
+and part of the columns for P. The columns have several parts only where there are too few tiles of
+rows for the GPU. Parts are summed in their order.
+
+`substitute` can not divide the rows of a head between programs, since each needs those before it.
+Grid: one program per block of channels and head, each for all rows of J. They read the same Φ_JJ,
+which is why it is stored: S² numbers per head, used again for every super-block.
+
+In products of 16 bits, every tile of y is divided by a power of two for each channel, so that no
+quotient exceeds 2¹⁴ and the largest exceeds 2¹³. When J is solved, all of its tiles are divided by
+the largest of these powers instead, which `update` multiplies with once per super-block. So results
+that are far smaller than those of other super-blocks keep their digits.
 """
 
 from __future__ import annotations
@@ -23,18 +32,234 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.lucid.tiles import column_of, highest_difference, phi, reach
+from precondattn_triton.lucid.tiles import (
+    column_of,
+    highest_difference,
+    phi,
+    reach,
+    scores_in_parts,
+    weights,
+)
 from precondattn_triton.tiles import load_rows
+
+LARGEST = tl.constexpr(14)
+"""The exponent that no quotient in 16 bits exceeds; float16 ends before 2¹⁶."""
 
 
 @triton.jit
-def apply_inverse(
+def store_tiles(
+    keys, chunk_scores, segments, matrix, head, tokens, i_start, low, high, start,
+    keys_of_level, scale, shift,
+    BACKWARD: tl.constexpr, HAS_BORDERS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUPER: tl.constexpr, CHUNK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store Φ of a tile of rows and the columns from `low` to `high` of the same super-block.
+
+    With borders, ROWS = COLUMNS, and the tile on the diagonal is left out.
+    """
+    row = (head * SUPER + i_start - start + tl.arange(0, ROWS))[:, None]
+    at = matrix + row * SUPER - start + tl.arange(0, COLUMNS)[None, :]
+    if HAS_BORDERS:
+        for j_start in range(low, high, COLUMNS):
+            if i_start != j_start:
+                is_within = False
+                if CHUNK > COLUMNS:
+                    is_within = i_start // CHUNK == j_start // CHUNK
+                if is_within:
+                    # Only scores of a later row with an earlier column are stored.
+                    first, second = tl.minimum(i_start, j_start), tl.maximum(i_start, j_start)
+                    column = column_of(first, COLUMNS, CHUNK)
+                    scores = load_rows(
+                        chunk_scores, head, tokens, second, ROWS, COLUMNS, column, CHUNK
+                    )
+                    if BACKWARD:
+                        scores = tl.trans(scores)
+                else:
+                    level = highest_difference(i_start // CHUNK, j_start // CHUNK)
+                    scores = scores_in_parts(
+                        keys + level * keys_of_level, head, tokens, i_start, j_start,
+                        COLUMNS, KEY_WIDTH, PRECISION,
+                    )  # fmt: skip
+                tile = weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
+                tl.store(at + j_start, tile.to(matrix.dtype.element_ty))
+    else:
+        i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+        for j_start in range(low, high, COLUMNS):
+            j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
+            tile = phi(
+                i_keys, j_keys, segments, i_start, j_start, scale, shift, HAS_SEGMENTS, PRECISION
+            )
+            tl.store(at + j_start, tile.to(matrix.dtype.element_ty))
+
+
+@triton.jit
+def add_columns(
+    total, keys, segments, solved, head, tokens, i_start, low, high, first, scale, shift,
+    HAS_SEGMENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add Φ y of the columns from `low` to `high` to `total`, for a tile of rows."""
+    i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+    for j_start in range(low, high, COLUMNS):
+        j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
+        tile = phi(
+            i_keys, j_keys, segments, i_start, j_start, scale, shift, HAS_SEGMENTS, PRECISION
+        )
+        values = load_rows(solved, head, tokens, j_start, COLUMNS, WIDTH, first, STEP)
+        total += tl.dot(tile.to(values.dtype), values, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def update(
+    keys,
+    chunk_scores,
+    segments,
+    solved,
+    sizes,
+    sums,
+    matrix,
+    heads,
+    tokens,
+    start,
+    past,
+    per_part,
+    keys_of_level,
+    scale,
+    shift,
+    BACKWARD: tl.constexpr,
+    HAS_BORDERS: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SUPER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """P or Φ of the super-block at `start`, for a tile of rows.
+
+    The first program of a tile writes Φ to `matrix` (m, SUPER, SUPER): columns before the rows, or,
+    backward, after them. Each of the others writes P to `sums` (parts, m, SUPER, STEP), for a block
+    of channels and a part of the columns: those are the `past` tokens before the super-block, or,
+    backward, after it, and a part has `per_part` of them. With borders, `keys`
+    (levels, m, T, KEY_WIDTH) have `keys_of_level` elements for each level.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    if HAS_SEGMENTS:
+        segments += head // heads * 2 * tokens
+    i_start = start + tl.program_id(0) * ROWS
+    end = tl.minimum(start + SUPER, tokens)
+    # Columns of the same segments, of this tile of rows and of those that are substituted together.
+    UNIT: tl.constexpr = TILE if TILE > ROWS else ROWS
+    WIDER: tl.constexpr = TILE if TILE > COLUMNS else COLUMNS
+    begin_of_rows, end_of_rows = 0, tokens
+    if HAS_SEGMENTS:
+        begin_of_rows, end_of_rows = reach(segments, tokens, i_start // UNIT * UNIT, UNIT)
+        begin_of_rows = begin_of_rows // WIDER * WIDER
+        end_of_rows = tl.cdiv(end_of_rows, WIDER) * WIDER
+
+    if tl.program_id(2) == 0:
+        SIDE: tl.constexpr = COLUMNS if HAS_BORDERS else ROWS
+        for row in range(0, ROWS, SIDE):
+            row_start = i_start + row
+            if BACKWARD:
+                low, high = row_start // COLUMNS * COLUMNS, tl.minimum(end, end_of_rows)
+            else:
+                low, high = tl.maximum(start, begin_of_rows), row_start + SIDE
+            store_tiles(
+                keys, chunk_scores, segments, matrix, head, tokens, row_start, low, high, start,
+                keys_of_level, scale, shift, BACKWARD, HAS_BORDERS, HAS_SEGMENTS, SIDE, COLUMNS,
+                SUPER, CHUNK, KEY_WIDTH, PRECISION,
+            )  # fmt: skip
+    else:
+        CHANNELS: tl.constexpr = STEP // WIDTH
+        first = (tl.program_id(2) - 1) % CHANNELS * WIDTH
+        part = (tl.program_id(2) - 1) // CHANNELS
+        low = part * per_part
+        high = tl.minimum(low + per_part, past)
+        if BACKWARD:
+            low, high = low + end, high + end
+        low, high = tl.maximum(low, begin_of_rows), tl.minimum(high, end_of_rows)
+        channel = first + tl.arange(0, WIDTH)
+        total = tl.zeros((ROWS, WIDTH), tl.float32)
+        if SCALED or HAS_BORDERS:
+            for block in range(low // SUPER, tl.cdiv(high, SUPER)):
+                level_keys = keys
+                if HAS_BORDERS:
+                    level = highest_difference(i_start // CHUNK, block * SUPER // CHUNK)
+                    level_keys = keys + level * keys_of_level
+                block_low = tl.maximum(low, block * SUPER)
+                block_high = tl.minimum(high, (block + 1) * SUPER)
+                if SCALED:
+                    subtotal = add_columns(
+                        tl.zeros((ROWS, WIDTH), tl.float32), level_keys, segments, solved, head,
+                        tokens, i_start, block_low, block_high, first, scale, shift,
+                        HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+                    )  # fmt: skip
+                    at = sizes + (head * tl.cdiv(tokens, SUPER) + block) * STEP + channel
+                    total += subtotal * tl.load(at)[None, :]
+                else:
+                    total = add_columns(
+                        total, level_keys, segments, solved, head, tokens, i_start,
+                        block_low, block_high, first, scale, shift,
+                        HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+                    )  # fmt: skip
+        else:
+            total = add_columns(
+                total, keys, segments, solved, head, tokens, i_start, low, high, first,
+                scale, shift, HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+            )  # fmt: skip
+        own = (part * tl.num_programs(1) + head) * SUPER + i_start - start + tl.arange(0, ROWS)
+        tl.store(sums + own[:, None] * STEP + channel[None, :], total)
+
+
+@triton.jit
+def right_sides(
+    v, valid, sums, batch, n, head, heads, i_start, start, parts, first, s, width,
+    v_b, v_s, v_n, v_e,
+    HAS_VALID: tl.constexpr, TILE: tl.constexpr, SUPER: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """R_i − P_i of a tile of rows; R is 0 for padding and invalid tokens, which may be NaN."""
+    token = i_start + tl.arange(0, TILE).to(tl.int64)
+    channel = first + tl.arange(0, WIDTH).to(tl.int64)
+    is_valid = token < s
+    if HAS_VALID:
+        is_valid = is_valid & (tl.load(valid + batch * s + token, mask=is_valid, other=0) != 0)
+    mask = is_valid[:, None] & (channel < width)[None, :]
+    at = v + batch * v_b + n * v_n + token[:, None] * v_s + channel[None, :] * v_e
+    sides = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in range(parts):
+        sides -= load_rows(
+            sums, part * heads + head, SUPER, i_start - start, TILE, WIDTH, first, STEP
+        )
+    return sides
+
+
+@triton.jit
+def exponents(tile):
+    """For each channel, the least power of two that no magnitude in the tile exceeds: its log₂."""
+    largest = tl.max(tl.abs(tile), axis=0)
+    return tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e38)))
+
+
+@triton.jit
+def substitute(
+    matrix,
     inverse,
     factor,
     segments,
-    right,
-    largest,
+    v,
+    valid,
+    sums,
     solved,
+    tile_exponents,
     sizes,
     rho,
     out,
@@ -43,7 +268,13 @@ def apply_inverse(
     heads,
     tokens,
     start,
+    past,
+    per_part,
     width,
+    v_b,
+    v_s,
+    v_n,
+    v_e,
     out_b,
     out_s,
     out_n,
@@ -54,149 +285,101 @@ def apply_inverse(
     rho_e,
     BACKWARD: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    HAS_VALID: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
     SUPER: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Solve a tile of rows of the super-block at `start`, for a block of channels.
+    """Solve the super-block at `start` for a block of channels.
 
-    `largest` (m, T / ROWS, STEP) has the largest magnitudes of tiles of R. y or dv is written to
-    `out` (b, s, n, e), and, divided by powers of two, to `solved` (m, T, STEP) as an operand; the
-    powers are written to `sizes` (m, STEP). With β, ρ is written to `rho` (b, s, n, e) forward.
-    Backward it is read, and `d_factor` (chunks, m, T) gets the part of these channels in
-    dβ = X · ρ.
+    y or dv is written to `out` (b, s, n, e), and, divided by powers of two, to `solved`
+    (m, T, STEP) as an operand; the powers are written to `sizes` (m, super-blocks, STEP), and the
+    exponents of those of tiles to `tile_exponents` (m, SUPER / TILE, STEP). With β, ρ is written to
+    `rho` (b, s, n, e) forward. Backward it is read, and `d_factor` (blocks of channels, m, T) gets
+    the part of these channels in dβ = X · ρ.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
-    first = tl.program_id(2) * WIDTH
+    first = tl.program_id(0) * WIDTH
     channel = first + tl.arange(0, WIDTH).to(tl.int64)
-    i_start = start + tl.program_id(0) * TILE
     end = tl.minimum(start + SUPER, tokens)
-
-    size = tl.full((WIDTH,), 1.0, tl.float32)
-    if SCALED:
-        tile = start // ROWS + tl.arange(0, SUPER // ROWS)
-        at = largest + (head * (tokens // ROWS) + tile)[:, None] * STEP + channel[None, :]
-        of_tiles = tl.load(at, mask=(tile < end // ROWS)[:, None], other=0.0)
-        highest = tl.max(of_tiles, axis=0)
-        least = tl.where(highest > 0, highest, 1.0) * (SUPER / 4096)
-        exponent = tl.ceil(tl.log2(least))
-        # The reciprocals of these powers are normal numbers too.
-        size = tl.exp2(tl.minimum(tl.maximum(exponent, -126.0), 126.0))
-        if i_start == start:
-            tl.store(sizes + head * STEP + channel, size)
-
-    reciprocal = 1.0 / size
-    total = tl.zeros((TILE, WIDTH), tl.float32)
-    low, high = start, i_start + TILE
-    if BACKWARD:
-        low, high = i_start, end
+    count = (end - start) // TILE
     if HAS_SEGMENTS:
         segments += b * 2 * tokens
-        begin_of_rows, end_of_rows = reach(segments, tokens, i_start, TILE)
-        low = tl.maximum(low, begin_of_rows // TILE * TILE)
-        high = tl.minimum(high, end_of_rows)
-    for j_start in range(low, high, TILE):
+    tile_exponents += head * (SUPER // TILE) * STEP + channel
+    highest = tl.full((WIDTH,), -120.0, tl.float32)
+    for index in range(count):
+        i_start = start + index * TILE
+        low, high = start, i_start
         if BACKWARD:
-            column = column_of(i_start, TILE, SUPER)
-            block = load_rows(inverse, head, tokens, j_start, TILE, TILE, column, SUPER)
+            i_start = end - (index + 1) * TILE
+            low, high = i_start + TILE, end
+        if HAS_SEGMENTS:
+            begin_of_rows, end_of_rows = reach(segments, tokens, i_start, TILE)
+            low = tl.maximum(low, begin_of_rows // TILE * TILE)
+            high = tl.minimum(high, end_of_rows)
+        total = tl.zeros((TILE, WIDTH), tl.float32)
+        for j_start in range(low, high, TILE):
+            column = tl.multiple_of(j_start - start, TILE)
+            phi_tile = load_rows(matrix, head, SUPER, i_start - start, TILE, TILE, column, SUPER)
+            values = load_rows(solved, head, tokens, j_start, TILE, WIDTH, first, STEP)
+            if SCALED:
+                power = tl.exp2(tl.load(tile_exponents + (j_start - start) // TILE * STEP))
+                total += tl.dot(phi_tile, values) * power[None, :]
+            else:
+                total += tl.dot(phi_tile, values, input_precision=PRECISION)
+        sides = right_sides(
+            v, valid, sums, b, n, head, tl.num_programs(1), i_start, start,
+            tl.cdiv(past, per_part), first, s, width, v_b, v_s, v_n, v_e,
+            HAS_VALID, TILE, SUPER, WIDTH, STEP,
+        )  # fmt: skip
+        sides -= total
+        block = load_rows(inverse, head, tokens, i_start, TILE, TILE, 0, TILE)
+        if BACKWARD:
             block = tl.trans(block)
+        if SCALED:
+            exponent = exponents(sides) - LARGEST
+            operand = (sides * tl.exp2(-exponent)[None, :]).to(block.dtype)
+            solution = tl.dot(block, operand) * tl.exp2(exponent)[None, :]
         else:
-            column = column_of(j_start, TILE, SUPER)
-            block = load_rows(inverse, head, tokens, i_start, TILE, TILE, column, SUPER)
-        sides = load_rows(right, head, tokens, j_start, TILE, WIDTH, first, STEP)
-        sides = (sides * reciprocal[None, :]).to(block.dtype)
-        total += tl.dot(block, sides, input_precision=PRECISION)
-
-    token = i_start + tl.arange(0, TILE).to(tl.int64)
-    row = head * tokens + token
-    beta = tl.load(factor + row)
-    result = total * beta[:, None]
-    operand = result.to(solved.dtype.element_ty)
-    tl.store(solved + row[:, None] * STEP + channel[None, :], operand)
-    inside = (token < s)[:, None] & (channel < width)[None, :]
-    at = b * out_b + n * out_n + token[:, None] * out_s + channel[None, :] * out_e
-    values = result * size[None, :]
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
-    if HAS_BETA:
-        total *= size[None, :]
-        at = rho + b * rho_b + n * rho_n + token[:, None] * rho_s + channel[None, :] * rho_e
-        if BACKWARD:
-            rho_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            part = d_factor + (tl.program_id(2) * tl.num_programs(1) + head) * tokens
-            tl.store(part + token, tl.sum(total * rho_tile, axis=1))
+            solution = tl.dot(block, sides, input_precision=PRECISION)
+        token = i_start + tl.arange(0, TILE).to(tl.int64)
+        row = head * tokens + token
+        result = solution * tl.load(factor + row)[:, None]
+        at = solved + row[:, None] * STEP + channel[None, :]
+        if SCALED:
+            exponent = exponents(result) - LARGEST
+            highest = tl.maximum(highest, exponent)
+            tl.store(tile_exponents + (i_start - start) // TILE * STEP, exponent)
+            tl.store(at, (result * tl.exp2(-exponent)[None, :]).to(solved.dtype.element_ty))
         else:
-            tl.store(at, total.to(rho.dtype.element_ty), mask=inside)
+            tl.store(at, result)
+        inside = (token < s)[:, None] & (channel < width)[None, :]
+        at = out + b * out_b + n * out_n + token[:, None] * out_s + channel[None, :] * out_e
+        tl.store(at, result.to(out.dtype.element_ty), mask=inside)
+        if HAS_BETA:
+            at = rho + b * rho_b + n * rho_n + token[:, None] * rho_s + channel[None, :] * rho_e
+            if BACKWARD:
+                rho_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                part = d_factor + (tl.program_id(0) * tl.num_programs(1) + head) * tokens
+                tl.store(part + token, tl.sum(solution * rho_tile, axis=1))
+            else:
+                tl.store(at, solution.to(rho.dtype.element_ty), mask=inside)
+        # The next tiles read what other threads have stored.
+        tl.debug_barrier()
 
-
-@triton.jit
-def update(
-    keys,
-    segments,
-    solved,
-    sizes,
-    right,
-    largest,
-    heads,
-    tokens,
-    start,
-    i_first,
-    keys_of_level,
-    scale,
-    shift,
-    HAS_BORDERS: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUPER: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """R_I −= Φ_IJ y_J for the super-block J at `start`, a tile of rows and a block of channels.
-
-    The tile of rows of the first program begins at `i_first`. With borders between super-blocks,
-    `keys` are those of the lowest level; those of the next follow after `keys_of_level` elements.
-    """
-    head = tl.program_id(1).to(tl.int64)
-    if HAS_SEGMENTS:
-        segments += head // heads * 2 * tokens
-    first = tl.program_id(2) * WIDTH
-    i_start = i_first + tl.program_id(0) * ROWS
-    low, high = start, tl.minimum(start + SUPER, tokens)
-    if HAS_SEGMENTS:
-        begin, end = reach(segments, tokens, i_start, ROWS)
-        low = tl.maximum(low, begin // COLUMNS * COLUMNS)
-        high = tl.minimum(high, end)
-        if low >= high:
-            return
-    if HAS_BORDERS:
-        keys += highest_difference(i_start // SUPER, start // SUPER) * keys_of_level
-    i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for j_start in range(low, high, COLUMNS):
-        j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
-        weights = phi(
-            i_keys, j_keys, segments, i_start, j_start, scale, shift, HAS_SEGMENTS, PRECISION
-        )
-        values = load_rows(solved, head, tokens, j_start, COLUMNS, WIDTH, first, STEP)
-        total += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    channel = first + tl.arange(0, WIDTH)
     if SCALED:
-        total *= tl.load(sizes + head * STEP + channel)[None, :]
-    row = head * tokens + i_start + tl.arange(0, ROWS)
-    at = right + row[:, None] * STEP + channel[None, :]
-    sides = tl.load(at) - total
-    tl.store(at, sides)
-    # Right sides of the super-block that is solved next are complete. Rows that share no segment
-    # with this one share none with any solved before it: their magnitudes are as loaded.
-    if SCALED and tl.abs(i_start // SUPER - start // SUPER) == 1:
-        tile = head * (tokens // ROWS) + i_start // ROWS
-        tl.store(largest + tile * STEP + channel, tl.max(tl.abs(sides), axis=0))
+        tl.store(
+            sizes + (head * tl.cdiv(tokens, SUPER) + start // SUPER) * STEP + channel,
+            tl.exp2(highest),
+        )
+        for index in range(count):
+            row = head * tokens + start + index * TILE + tl.arange(0, TILE)
+            at = solved + row[:, None] * STEP + channel[None, :]
+            less = tl.exp2(tl.load(tile_exponents + index * STEP) - highest)
+            values = tl.load(at).to(tl.float32) * less[None, :]
+            tl.store(at, values.to(solved.dtype.element_ty))

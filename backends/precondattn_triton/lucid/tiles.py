@@ -15,6 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precondattn_triton.tiles import load_rows
+
+PART = tl.constexpr(32)
+"""Channels of keys in one product of `scores_in_parts`."""
+
 
 @triton.jit
 def column_of(start, TILE: tl.constexpr, SUPER: tl.constexpr):
@@ -69,3 +74,21 @@ def phi(
     """Φ of two tiles of keys (I, d) and (J, d)."""
     scores = tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
     return weights(scores, segments, i_start, j_start, scale, shift, HAS_SEGMENTS)
+
+
+@triton.jit
+def scores_in_parts(
+    keys, head, tokens, i_start, j_start, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """⟨k̂_i, k̂_j⟩ of two tiles of keys, a part of their channels at a time.
+
+    For small tiles of wide keys, whose rows would not fit in registers.
+    """
+    scores = tl.zeros((TILE, TILE), tl.float32)
+    CHANNELS: tl.constexpr = PART if WIDTH > PART else WIDTH
+    for first in tl.static_range(0, WIDTH, CHANNELS):
+        i_keys = load_rows(keys, head, tokens, i_start, TILE, CHANNELS, first, WIDTH)
+        j_keys = load_rows(keys, head, tokens, j_start, TILE, CHANNELS, first, WIDTH)
+        scores += tl.dot(i_keys, tl.trans(j_keys), input_precision=PRECISION)
+    return scores

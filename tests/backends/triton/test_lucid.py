@@ -7,12 +7,14 @@ pytest.importorskip("triton")
 import torch
 
 import precondattn as pa
-from precondattn.frame import Frame
+from precondattn.frame import Frame, full_frame
 from precondattn_conformance.case import Case
 from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.runner import run_case
 from precondattn_triton.configurations import Configuration, configuration
-from precondattn_triton.lucid.solve import LucidSolveKernels
+from precondattn_triton.lucid import solve
+from precondattn_triton.lucid.plan import plan_of, super_block_of
+from precondattn_triton.lucid.solve import LucidMatrix, LucidSolveKernels
 from tests.backends.triton.tiles import error, small_tiles
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
@@ -193,6 +195,114 @@ def test_shipped_tiles_compute_the_same(t):
     """The diagonal tiles consist of smaller blocks."""
     tiles = {"lucid_inverse": Configuration(64, 128), "lucid_update": Configuration(64, 32)}
     check(*problem(t, b=1, n=1, beta=True), 2e-5, **tiles)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "update"),
+    [((64, 128), (32, 16)), ((16, 64), (64, 32)), ((32, 64), (16, 64)), ((64, 64), (128, 64))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_segments_that_begin_within_tiles_of_unequal_sizes(inverse, update, dtype):
+    """`substitute` reads no part of the matrix that `update` has not stored."""
+    tiles = {
+        "lucid_inverse": Configuration(*inverse),
+        "lucid_update": Configuration(*update),
+        "lucid_gradient": Configuration(16, 16),
+    }
+    leaf, x, d_y, frame = problem(150, b=1, n=1, dtype=dtype, beta=True)
+    ids = torch.searchsorted(torch.tensor([5, 37, 70, 71, 110]), torch.arange(150), right=True)
+    frame = Frame(frame.q_position, frame.k_position, None, None, ids[None], ids[None])
+    check(leaf, x, d_y, frame, BOUNDS[dtype], **tiles)
+
+
+@pytest.mark.parametrize(("processors", "parts"), [(1, 1), (6, 3), (100, 6)])
+def test_several_programs_may_share_the_columns_of_a_tile(monkeypatch, processors, parts):
+    monkeypatch.setattr(solve, "processors", lambda _: processors)
+    leaf, x, d_y, frame = problem(100, b=1, n=1, dtype=torch.bfloat16, beta=True)
+    with small_tiles():
+        assert LucidMatrix(leaf, x, frame, backward=False)._parts()[0] == parts
+    check(leaf, x, d_y, frame, BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.thorough(but=("1-dtype0", "1-dtype1"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 64])
+def test_programs_of_any_number_of_channels(dtype, heads):
+    """With many heads, a program solves for more channels."""
+    leaf, x, d_y, frame = problem(40, d=8, e=72, b=1, n=heads, dtype=dtype, beta=True)
+    with small_tiles():
+        plan = plan_of(leaf, x["k"], x["v"])
+    assert plan.solver == (64 if heads == 64 else 32)
+    check(leaf, x, d_y, frame, BOUNDS[dtype])
+
+
+def test_results_that_shrink_from_one_super_block_to_the_next_keep_their_digits():
+    """Segments have values of very different sizes, in one super-block and in several."""
+    leaf, x, d_y, frame = problem(98, e=8, b=1, n=1, dtype=torch.bfloat16)
+    token = torch.arange(98)
+    ids = torch.searchsorted(torch.tensor([20, 32, 64]), token, right=True)
+    frame = Frame(frame.q_position, frame.k_position, None, None, ids[None], ids[None])
+    size = torch.tensor([1e6, 1e-2, 1e-12, 1e12])[ids][None, :, None, None]
+    x["v"] = (size * x["v"]).bfloat16()
+    d_y = (size.flip(1) * d_y).bfloat16()
+    wide = {name: a.double() for name, a in x.items()}
+    y = leaf.forward(wide, frame)[0]
+    d_v = leaf.backward(wide, frame, y, (), d_y.double())["v"]
+    with small_tiles():
+        found, residuals = LucidSolveKernels().forward(leaf, x, frame)
+        gradients = LucidSolveKernels().backward(leaf, x, frame, found, residuals, d_y)
+    for segment in range(4):
+        of_segment = ids == segment
+        for result, expected in ((found, y), (gradients["v"], d_v)):
+            expected = expected[:, of_segment]
+            scale = expected.abs().max()
+            difference = result[:, of_segment].double() - expected
+            assert difference.abs().max() < BOUNDS[torch.bfloat16] * scale, segment
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [(256, 256), (512, 512), (1024, 1024), (2048, 1024), (4096, 1024), (8192, 2048),
+     (16384, 2048), (32768, 4096), (131072, 8192)],
+)  # fmt: skip
+def test_super_blocks_grow_with_the_square_root_of_the_number_of_tokens(tokens, size):
+    assert super_block_of(tokens, 1024) == size
+
+
+class Launched:
+    """A kernel that only notes its launches."""
+
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self.launches.append((self.name, grid))
+
+
+@pytest.mark.parametrize(("tokens", "super_blocks"), [(1024, 1), (8192, 4), (32768, 8)])
+def test_launches_of_a_solve(monkeypatch, tokens, super_blocks):
+    """Two for each super-block, one for the keys and one for all inverses; one for dk."""
+    launches = []
+    for module, name in (
+        (solve.lucid_prepare, "normalize_keys"),
+        (solve.lucid_inverse, "invert_blocks"),
+        (solve.lucid_substitution, "update"),
+        (solve.lucid_substitution, "substitute"),
+        (solve.lucid_gradient, "key_gradient"),
+    ):
+        monkeypatch.setattr(module, name, Launched(name, launches))
+    x = {name: torch.empty(1, tokens, 16, 128, device="meta").bfloat16() for name in ("k", "v")}
+    frame = full_frame(tokens, tokens, x["k"])
+    y, _ = LucidSolveKernels().forward(pa.LucidSolve(), x, frame)
+    forward = launches.copy()
+    LucidSolveKernels().backward(pa.LucidSolve(), x, frame, y, (), y)
+    names = ["normalize_keys", "invert_blocks", *super_blocks * ("update", "substitute")]
+    assert [name for name, _ in forward] == names
+    assert [name for name, _ in launches] == [*names, *names, "key_gradient"]
+    rows = configuration("lucid_update", 128, half=True).rows
+    updates = [grid for name, grid in forward if name == "update"]
+    assert {grid[0] for grid in updates} == {tokens // super_blocks // rows}
+    assert [grid[2] for grid in updates] == [1] + (super_blocks - 1) * [2]
 
 
 @pytest.mark.thorough

@@ -48,7 +48,7 @@ def expected(leaf, x, d_y, frame):
 
 
 def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
-    """The kernels' output and gradients; their residuals have the declared shapes."""
+    """The kernels' output and gradients, after a check of the residuals' shapes."""
     kernels = LucidSolveKernels()
     with torch.no_grad(), tiles_as_given(seed, tiles):
         y, residuals = kernels.forward(leaf, x, frame)
@@ -60,7 +60,7 @@ def run_kernels(leaf, x, d_y, frame, tiles=SMALL, seed=0):
 
 
 def check(leaf, x, d_y, *, bound=None, tiles=SMALL, seed=0, **masks):
-    """Both agree, whatever invalid tokens contain; no input is modified."""
+    """The kernels agree with the definition, whatever invalid tokens contain; no input changes."""
     bound = bound or BOUNDS[x["v"].dtype]
     t = x["k"].shape[1]
     frame = full_frame(t, t, x["k"], **masks)

@@ -1,4 +1,4 @@
-"""The stated work of kernels equals what the interpreter counts, and roofs follow from it."""
+"""The declared work of kernels equals the interpreter's counts, and gives their rooflines."""
 
 from pathlib import Path
 
@@ -20,12 +20,12 @@ from tests.backends.triton.tiles import small_tiles
 DOCS = Path(__file__).parents[3] / "docs"
 HEADS = 2
 SIZE = Size(HEADS, 64, 16, 32)
-TILES, WIDE = Configuration(16, 32), Configuration(32, 16)
+WIDE = Configuration(32, 16)
 
 STATED = {
     "lucid_solve": {
-        "apply_inverse": work.apply_inverse(SIZE, TILES),
         "update": work.update(SIZE, WIDE, block=32),
+        "substitute": work.substitute(SIZE, tile=16, block=32, solver=32),
         "key_gradient": work.key_gradient(SIZE, WIDE),
     },
     "laser": {
@@ -53,7 +53,7 @@ WIDER = (
     *("laser_forward", "laser_query_gradient", "laser_key_gradient"),
 )
 TWICE = {
-    "lucid_solve": {"apply_inverse", "update"},
+    "lucid_solve": {"update", "substitute"},
     "gated_delta": {"invert", "prepare", "carry_states"},
     "kda": {"channel_gradient", "prepare", "carry_states"},
 }
