@@ -154,12 +154,11 @@ from precondattn.shorthands import (
     temperature,
     windowed,
 )
-
-__version__ = "0.1.0"
+from precondattn.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> object:
-    """Raise the error for a name that others have for a mechanism, with its expression."""
+    """Raise an error that gives the expression for another library's name of a mechanism."""
     from precondattn.algebra.given_mechanism import attribute_elsewhere
 
     hint = "" if name.startswith("_") else attribute_elsewhere(name)

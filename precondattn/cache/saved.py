@@ -1,33 +1,49 @@
-"""Saving: a cache as a flat dict of arrays, which every format of arrays can store."""
+"""Saving a cache as a flat dict of arrays, which every file format for arrays can store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precondattn.arrays import Array, Arrays, fresh, in_order, library_of
+from precondattn.arrays import (
+    Array,
+    Arrays,
+    fresh,
+    host_array,
+    in_order,
+    library_of,
+    namespace,
+    placement,
+)
 from precondattn.cache.kinds import CacheLike, Kind, Kinds, kinds_of
+from precondattn.version import __version__, numbers_of
 
+VERSION = "version"
+"""The key of the version that saved the cache, as three int32. Caches that were saved before 0.2.0
+have none, and are read too."""
 LENGTH = "length"
 BETWEEN = ": "
-"""Between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""
+"""The separator between the kind of a buffer and its name, as in `"wide tokens: rms(k)"`."""
 
 
 def state_dict(cache: CacheLike) -> Arrays:
+    xp = namespace(cache.length)
+    numbers = list(numbers_of(__version__))
+    version = xp.asarray(numbers, dtype=xp.int32, **placement(cache.length))
     buffers = {
         f"{kind}{BETWEEN}{name}": in_order(cache.store[name])
         for name, kind in kinds_of(cache).items()
     }
-    return {LENGTH: fresh(cache.length), **buffers}
+    return {VERSION: version, LENGTH: fresh(cache.length), **buffers}
 
 
 def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
-    """The three parts of a cache."""
+    """The length, the buffers and the kinds of a cache, from a saved dict."""
     missing = [] if LENGTH in arrays else [LENGTH]
-    unknown = [key for key in arrays if key != LENGTH and not _is_key(key)]
+    unknown = [key for key in arrays if key not in (VERSION, LENGTH) and not _is_key(key)]
     if missing or unknown:
         raise ValueError(
             f"from_state_dict: a dict from state_dict() expected, with {LENGTH!r} and keys such "
-            f"as 'tokens: k'; missing {missing}, unknown {unknown}"
+            f"as 'tokens: k'; missing {missing}, unknown {unknown}{_of_another_version(arrays)}"
         )
     for key, array in arrays.items():
         if library_of(array) is None:
@@ -38,12 +54,21 @@ def from_state_dict(arrays: Mapping[str, Array]) -> tuple[Array, Arrays, Kinds]:
     kinds: Kinds = {}
     for key, array in arrays.items():
         text, _, name = key.partition(BETWEEN)
-        if key == LENGTH:
+        if key in (VERSION, LENGTH):
             continue
         kind = Kind.read(text)
         store[name] = kind.from_memory_order(in_order(kind.in_memory_order(array)))
         kinds[name] = {text: ()}
     return fresh(arrays[LENGTH]), store, kinds
+
+
+def _of_another_version(arrays: Mapping[str, Array]) -> str:
+    """The end of a message: which version saved a cache, if it is not this one."""
+    found = host_array(arrays[VERSION]) if VERSION in arrays else None
+    if found is None or tuple(found.ravel()) == numbers_of(__version__):
+        return ""
+    saved_by = ".".join(map(str, found.ravel()))
+    return f"; precondattn {saved_by} saved it, and this is {__version__}"
 
 
 def _is_key(key: str) -> bool:

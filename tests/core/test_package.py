@@ -1,14 +1,18 @@
 """What `import precondattn` imports, and the package's metadata and docstrings."""
 
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import precondattn as pa
+from precondattn.version import numbers_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,9 +109,33 @@ def test_the_core_imports_neither_backends_nor_conformance():
             assert "precondattn_" not in re.sub(r"\"precondattn_\w+\"", "", path.read_text()), path
 
 
-def test_the_version_is_that_of_the_distribution():
+def test_the_distribution_and_the_changelog_have_the_version_of_the_package():
     assert metadata.version("precondattn") == pa.__version__
-    assert f"## {pa.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"] == {"path": "precondattn/version.py"}
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert pa.__version__ in headings
+
+
+def test_the_version_is_written_once():
+    written = re.compile(rf"[\"']{re.escape(pa.__version__)}[\"']")
+    files = [ROOT / "pyproject.toml", ROOT / "docs" / "conf.py"]
+    files += (ROOT / "precondattn").rglob("*.py")
+    assert [path.name for path in files if written.search(path.read_text())] == ["version.py"]
+
+
+def test_the_docs_have_the_version_of_the_package():
+    pytest.importorskip("sphinx")
+    pytest.importorskip("sphinx-mathjax-offline")
+    configured = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    assert configured["version"] == configured["release"] == pa.__version__
+    assert pa.__version__ in configured["html_title"]
+
+
+def test_a_saved_cache_has_the_version_of_the_package():
+    q = np.zeros((1, 2, 1, 4))
+    saved = pa.Lucid().init_cache(q, q, q, capacity=2).state_dict()
+    assert tuple(saved["version"]) == numbers_of(pa.__version__)
 
 
 def test_every_public_name_has_an_example_or_a_sentence():
