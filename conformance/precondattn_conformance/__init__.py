@@ -1,10 +1,11 @@
-"""The conformance suite: it compares any backend, third-party ones included, with the oracle.
+"""The conformance suite, which compares any backend, third-party ones included, with the oracle.
 
     precondattn conformance --backend NAME --level smoke
     pytest --pyargs precondattn_conformance --precondattn-backend NAME
     check(function, "kda")
 
 All run the same cases (`cases.py`), which are generated from the mechanisms' declarations.
+`benchmark_cases` gives a test of pytest-benchmark calls to time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import precondattn as pa
     from precondattn.arrays import Arrays
+    from precondattn_conformance.bench.benchmark_cases import benchmark_cases
     from precondattn_conformance.check_function import CheckResult, check
     from precondattn_conformance.checks.check import Backend
     from precondattn_conformance.functions.backend import backend_from_function
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckResult",
     "backend_from_function",
+    "benchmark_cases",
     "cache_of",
     "call_of",
     "check",
@@ -41,6 +44,10 @@ def __getattr__(name: str) -> object:
         from precondattn_conformance.functions.backend import backend_from_function
 
         return backend_from_function
+    if name == "benchmark_cases":
+        from precondattn_conformance.bench.benchmark_cases import benchmark_cases
+
+        return benchmark_cases
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -67,7 +74,8 @@ def call_of(
 ) -> tuple[pa.Mechanism, Arrays]:
     """The mechanism of a case, given by its id, and the inputs and masks of its call.
 
-    If `turned`, the sequences of the batch are in reversed order: other values, the same shapes.
+    If `turned`, the sequences of the batch are in reversed order, which changes values but not
+    shapes.
 
     Examples
     --------
@@ -81,9 +89,10 @@ def call_of(
 
 
 def expected_of(case: str, device: str | None = None) -> Oracle:
-    """What the oracle gives for the call of a case: `out`, `cotangent` and `gradients`.
+    """The oracle's results for the call of a case: `out`, `cotangent` and `gradients`.
 
-    Arrays of the case's library, on the device; the output and the gradients are in float64.
+    They are arrays of the case's library, on the device; the output and the gradients are in
+    float64.
 
     Examples
     --------
@@ -97,7 +106,7 @@ def expected_of(case: str, device: str | None = None) -> Oracle:
 
 
 def cache_of(case: str, device: str | None = None) -> tuple[pa.Cache, list[Arrays]]:
-    """The empty cache of a case, and for each call of `extend` the new tokens and their masks.
+    """The empty cache of a case and, for each call of `extend`, the new tokens and their masks.
 
     Examples
     --------

@@ -4,15 +4,25 @@
 
 Its flags are those of `precondattn conformance`. Without any of them it does nothing, and imports
 the standard library only, because every pytest run in an environment with precondattn loads it.
+
+    pytest --benchmark-only FILE
+
+Tests that are decorated with `benchmark_cases` get their rows, and `checked_attention`, from here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    from precondattn.arrays import Arrays
+    from precondattn.json_types import JsonObject
+    from precondattn_conformance.bench.benchmark_cases import BenchmarkRow
     from precondattn_conformance.pytest_run import PytestRun
 
 
@@ -37,6 +47,8 @@ ONE = {
 HERE = "in_process"
 Flag = Any
 """What the command line gave for a flag: a text, several, or nothing."""
+BENCHMARKED = "precondattn_benchmark"
+CHECKED = "checked_attention"
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
 
 
@@ -51,6 +63,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the cases in pytest's own process, where a debugger works and a crash ends all",
     )
+    benchmarks = parser.getgroup("precondattn-benchmark", "precondattn: calls for pytest-benchmark")
+    benchmarks.addoption(
+        "--precondattn-benchmark-device",
+        help="the device of the arrays of `benchmark_cases`, such as cuda (cpu)",
+    )
+    benchmarks.addoption(
+        "--precondattn-benchmark-quick",
+        action="store_true",
+        help="tiny sizes in place of those of `benchmark_cases`, to see whether a file runs",
+    )
 
 
 def _given(config: pytest.Config, name: str) -> Flag:
@@ -62,6 +84,7 @@ def _is_active(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{BENCHMARKED}: made by `benchmark_cases`")
     if _is_active(config):
         config.pluginmanager.register(_run_of(config), "precondattn-run")
 
@@ -90,3 +113,72 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Without a flag the suite's test has no cases."""
     if "precondattn_case" in metafunc.fixturenames and not _is_active(metafunc.config):
         metafunc.parametrize("precondattn_case", [])
+    mark = metafunc.definition.get_closest_marker(BENCHMARKED)
+    if mark is not None or CHECKED in metafunc.fixturenames:
+        _give_rows(metafunc, mark)
+
+
+ROWS: pytest.StashKey[dict[tuple[str, ...], BenchmarkRow]] = pytest.StashKey()
+"""The rows of the session's tests, by their parameters."""
+
+
+def _give_rows(metafunc: pytest.Metafunc, mark: pytest.Mark | None) -> None:
+    """Give a test the rows that its decorator requests."""
+    name = metafunc.definition.name
+    if mark is None:
+        raise pytest.Collector.CollectError(
+            f"{name} takes {CHECKED}, so it has to be decorated with `benchmark_cases(…)`"
+        )
+    if CHECKED not in metafunc.fixturenames:
+        raise pytest.Collector.CollectError(
+            f"{name} is decorated with `benchmark_cases`, so it has to take the fixtures "
+            f"benchmark and {CHECKED}"
+        )
+    from precondattn_conformance.bench.benchmark_cases import rows_of
+
+    config = metafunc.config
+    device = config.getoption("precondattn_benchmark_device")
+    quick = config.getoption("precondattn_benchmark_quick")
+    try:
+        rows = rows_of(mark.args[0], device, quick=quick)
+    except ValueError as error:
+        raise pytest.Collector.CollectError(str(error)) from None
+    config.stash.setdefault(ROWS, {}).update({row.columns: row for row in rows})
+    lacking = [(pytest.mark.skip(reason=row.lack),) if row.lack else () for row in rows]
+    metafunc.parametrize(
+        rows[0].columns._fields,
+        [
+            pytest.param(*row.columns, id=row.id, marks=marks)
+            for row, marks in zip(rows, lacking, strict=True)
+        ],
+    )
+
+
+@pytest.fixture
+def checked_attention(
+    request: pytest.FixtureRequest,
+    benchmark: BenchmarkFixture,
+    mechanism: str,
+    library: str,
+    backend: str,
+    device: str,
+    work: str,
+    sizes: str,
+    dtype: str,
+) -> Iterator[Callable[[], Arrays]]:
+    """A call without arguments whose result is that of the oracle, for `benchmark` to time."""
+    from precondattn_conformance.bench import checked_attention
+
+    columns = (mechanism, library, backend, device, work, sizes, dtype)
+    row = request.config.stash[ROWS][columns]
+    with checked_attention.checked_attention(row, benchmark) as call:
+        yield call
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: JsonObject) -> None:
+    """Threads and versions of packages, for a run with rows of `benchmark_cases`."""
+    if ROWS in config.stash:
+        from precondattn_conformance.bench import machine
+
+        machine_info["precondattn"] = machine.describe()

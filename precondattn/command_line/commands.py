@@ -89,7 +89,7 @@ def explain(
 
 
 def read_sizes(text: str) -> dict[str, int]:
-    """The sizes in `"t=4096,h=8"`, by letter."""
+    """The sizes by letter, from a text such as `"t=4096,h=8"`."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, size = (word.strip() for word in part.partition("="))
@@ -375,7 +375,10 @@ def bench(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="draw figures into this folder")] = None,
     benchmark_json: Annotated[
-        Path | None, typer.Option(help="write pytest-benchmark's own record, with every round")
+        Path | None,
+        typer.Option(
+            help="write pytest-benchmark's own record, with peers as rows and every round"
+        ),
     ] = None,
 ) -> None:
     """Measure time, error, FLOP/s, bytes/s and memory of each case, and the time of peers."""
@@ -431,13 +434,19 @@ def compare(
     old: Annotated[Path, typer.Argument(help="a record of conformance, or of `bench --save`")],
     new: Annotated[Path, typer.Argument(help="a later one, of the same kind")],
     threshold: Annotated[
-        float, typer.Option(help="for benchmarks: the slowdown that is reported, as a fraction")
+        float,
+        typer.Option(
+            help="for benchmarks: the fraction by which a ratio to a peer, or peak memory, may grow"
+        ),
     ] = 0.1,
     growth: Annotated[
         float, typer.Option(help="for conformance: the factor by which an error may grow")
     ] = 3.0,
 ) -> None:
-    """Report what is worse in the later of two saved runs; exit code 1 if anything is."""
+    """Report what is worse in the later of two saved runs; exit code 1 if anything is.
+
+    Of benchmarks: ratios to peers, peak memory and correctness. Times are shown, and not judged.
+    """
     with reported():
         from precondattn_conformance.report import command
 

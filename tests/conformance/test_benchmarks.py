@@ -27,7 +27,15 @@ from precondattn_conformance.bench import (
 )
 from precondattn_conformance.bench.beside_plain import ratios_to_plain
 from precondattn_conformance.bench.cases import COMPARED, MODELS, declared, layout
-from precondattn_conformance.bench.compare import IMPROVED, NEW, REGRESSED, SAME, changes
+from precondattn_conformance.bench.compare import (
+    IMPROVED,
+    NEW,
+    REGRESSED,
+    SAME,
+    UNCOMPARED,
+    changes,
+    machines_differ,
+)
 from precondattn_conformance.bench.computation import forward_run, ours
 from precondattn_conformance.bench.cost import flops, moved_bytes
 from precondattn_conformance.bench.paired import Run, Turns, spread
@@ -62,10 +70,10 @@ def in_a_process(*arguments, folder, **environment):
 
 
 class Rescaled(Backend):
-    """Softmax by the reference, times a factor: wrong unless that is 1."""
+    """Softmax by the reference, times a factor; wrong unless the factor is 1."""
 
     libraries = frozenset({"torch"})
-    preference = -1_000_001  # After the reference: it runs only if it is requested.
+    preference = -1_000_001  # It is after the reference, so it runs only if it is requested.
 
     def __init__(self, name, factor):
         self.name, self.factor = name, factor
@@ -88,7 +96,7 @@ def rescaled(only_the_reference):
 
 @pytest.mark.thorough
 def test_every_layer_by_hand_gives_what_ours_gives(tmp_path):
-    """A row that is timed has an output, and dx or a decoded token, that agree in float64."""
+    """A timed row's output, and its dx or decoded token, agree in float64."""
     code, printed = run_quick("layer_*", save=tmp_path / "run.json")
     assert code == 0, printed
     rows = load(tmp_path / "run.json").rows
@@ -120,8 +128,9 @@ def test_a_layer_that_is_not_written_by_hand_is_not_measured(tmp_path):
 
 
 OF_TWO_MODELS = 8e-5
-"""Both round. From the gradient in float64, that of Transformers' own OLMo Hybrid in float32 is
-3.6e-5 away and ours 4.4e-5, of the largest number; the processor's products decide how far."""
+"""The bound on the difference of two models, relative to the largest number. Both round: compared
+with the float64 gradient, Transformers' own OLMo Hybrid in float32 has an error of 3.6e-5 and ours
+4.4e-5; how large it is depends on the processor's products."""
 
 
 @pytest.mark.thorough
@@ -146,7 +155,7 @@ NAMES = ("qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "bamba")
     "case", [f"{name}{work}" for name in NAMES for work in ("", "_backward", "_decode")]
 )
 def test_a_model_with_a_wrong_recurrence_is_not_timed(monkeypatch, tmp_path, case):
-    """Each model has weights with which a hundredth of an error in its linear layers is seen."""
+    """Each model has weights that make an error of a hundredth in its linear layers visible."""
     pytest.importorskip("transformers")
     from precondattn.integrations.transformers.linear import delta_rule, mamba2
 
@@ -207,8 +216,13 @@ def test_a_quick_run_saves_and_plots_whatever_the_settings_of_pytest(tmp_path):
     assert {rate["library"] for rate in record.rates} == {"numpy", "torch"}
     assert (tmp_path / "plots" / "ratios.svg").exists()
     benchmarks = json.loads(raw.read_text())["benchmarks"]
-    assert {each["group"] for each in benchmarks} >= {"cpu lucid", "cpu lucid_decode"}
-    assert all("row" in each["extra_info"] for each in benchmarks)
+    assert {each["group"] for each in benchmarks} == {
+        f"lucid {work} t=48,h=4,d=8 float32" for work in ("forward", "forward_backward", "decode")
+    }
+    assert all(("row" in each["extra_info"]) != each["extra_info"].get("is_peer", False)
+               for each in benchmarks)  # fmt: skip
+    assert {each["params"]["backend"] for each in benchmarks} == {"reference", "sdpa", "base"}
+    assert "UNSERIALIZABLE" not in raw.read_text()
     again = in_a_process("compare", str(saved), str(saved), folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "0 of 4 regressed" in again.stdout
@@ -304,7 +318,7 @@ def test_a_wrong_peer_gets_no_ratio(monkeypatch, tmp_path):
 @pytest.mark.thorough(but=("7",))
 @pytest.mark.parametrize("width", [1, 7, 256])
 def test_a_window_is_compared_with_a_boolean_mask(width, tmp_path):
-    # Of 48 tokens, a window of 256 hides none; this is the mask's other edge.
+    # With 48 tokens, a window of 256 hides none; this is the other limit of the mask.
     options = {"mechanisms": (f"softmax[window={width}]",), "peers": ("masked_sdpa",)}
     assert run_quick(save=tmp_path / "run.json", **options)[0] == 0
     (row,) = load(tmp_path / "run.json").rows
@@ -326,7 +340,7 @@ def test_peers_agree_with_the_mechanisms_they_are_compared_with(name, heads):
 
 
 def test_a_fault_after_the_first_tokens_is_detected(monkeypatch):
-    """The oracle computes the first tokens of a long call, and the last ones after a cache."""
+    """The oracle computes the first tokens of a long call, and the last tokens with a cache."""
     monkeypatch.setattr(correct, "LARGEST", 0)
     monkeypatch.setattr(correct, "HEAD", 16)
     sizes = layout(t=100, h=2, d=4)
@@ -351,14 +365,14 @@ def test_the_last_tokens_may_lose_twice_what_the_definition_loses_in_float32(mon
         arrays = {name: array.astype(dtype) for name, array in expected.inputs.items()}
         results[dtype] = forward_run(of, library, arrays).call()
         checked = correct.check_forward(of, expected, library, dtype, results[dtype])
-        assert checked.bound == correct.bound(dtype, correct.KIND)  # As ever, where it suffices.
+        assert checked.bound == correct.bound(dtype, correct.KIND)  # The usual bound suffices here.
         results[dtype]["the output"][:, 90] *= 1 + 3 * checked.bound
         with pytest.raises(correct.WrongResultError, match="the last tokens"):
             correct.check_forward(of, expected, library, dtype, results[dtype])
         monkeypatch.setattr(correct, "lost_by_definition", lambda *given: 4e-4)
         if dtype == "float32":
             assert correct.check_forward(of, expected, library, dtype, results[dtype]).bound == 8e-4
-    with pytest.raises(correct.WrongResultError, match="the last tokens"):  # Float64 has no such.
+    with pytest.raises(correct.WrongResultError, match="the last tokens"):  # Not used in float64.
         correct.check_forward(of, expected, library, "float64", results["float64"])
 
 
@@ -427,7 +441,7 @@ def test_ratios_are_of_times_measured_alternately():
         return call
 
     turns = Turns({"peer": Run(work(2.0)), "slow": Run(work(8.0))}, clock=lambda: now)
-    turns()  # One warm-up round, which is not measured.
+    turns()  # One warm-up round is not measured.
     for round_ in range(10):
         pace = 1.0 if round_ < 5 else 10.0
         turns()
@@ -446,37 +460,106 @@ def a_row(median=1.0, spread_=0.01, **changed):
     return replace(row, status=TIMED, seconds=seconds, **changed)
 
 
+def beside(median, spread_=0.01, **peers):
+    """A row whose ratio to `sdpa` has this median; its time is the same in every record."""
+    ratio = {"median": median, "q1": median - spread_, "q3": median + spread_, "rounds": 9}
+    return a_row(ratios={"sdpa": ratio, **peers})
+
+
+def change(old, new):
+    (found,) = changes(BenchRecord("", {}, rows=[old]), BenchRecord("", {}, rows=[new]), 0.1)
+    return found
+
+
 def verdict(old, new):
-    (change,) = changes(BenchRecord("", {}, rows=[old]), BenchRecord("", {}, rows=[new]), 0.1)
-    return change.verdict
+    return change(old, new).verdict
 
 
-def test_compare_reports_a_regression_but_not_noise():
-    assert verdict(a_row(1.0), a_row(1.3)) == REGRESSED
-    assert verdict(a_row(1.3), a_row(1.0)) == IMPROVED
-    assert verdict(a_row(1.0), a_row(1.05)) == SAME
-    assert verdict(a_row(1.0, 0.2), a_row(1.3, 0.2)) == SAME
+def test_compare_judges_ratios_beyond_their_noise():
+    assert verdict(beside(1.0), beside(1.3)) == REGRESSED
+    assert verdict(beside(1.3), beside(1.0)) == IMPROVED
+    assert verdict(beside(1.0), beside(1.05)) == SAME
+    assert verdict(beside(1.0, 0.2), beside(1.3, 0.2)) == SAME
+    assert change(beside(1.0), beside(1.3)).text == "1.30 × the ratio to sdpa"
+    base = {value: {"median": value, "q1": value, "q3": value, "rounds": 9} for value in (1.0, 2.0)}
+    better_and_worse = beside(2.0, base=base[1.0]), beside(1.0, base=base[2.0])
+    assert verdict(*better_and_worse) == REGRESSED
+
+
+def test_compare_judges_peaks_and_results_of_rows_without_a_peer_too():
     assert verdict(a_row(), replace(a_row(), status=WRONG, seconds={})) == REGRESSED
     small = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 2e6]}
     large = {"peak_tokens": [64, 128], "peak_bytes": [1e6, 4e6]}
     assert verdict(a_row(**small), a_row(**large)) == REGRESSED
-    assert verdict(a_row(**small), a_row(**small)) == SAME
+    assert verdict(a_row(**small), a_row(**small)) == UNCOMPARED
+    without_a_time = replace(a_row(**small), seconds={})
+    assert verdict(without_a_time, without_a_time) == SAME
     result = changes(BenchRecord("", {}), BenchRecord("", {}, rows=[a_row()]), 0.1)
     assert [change.verdict for change in result] == [NEW]
 
 
-def test_the_exit_code_of_compare_tells_whether_there_is_a_regression(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    BenchRecord("", {"processor": "a"}, rows=[a_row(1.0)]).save(old)
-    BenchRecord("", {"processor": "b"}, rows=[a_row(2.0)]).save(new)
+def test_a_row_without_a_ratio_in_both_records_is_not_comparable_and_says_why():
+    assert verdict(a_row(1.0), a_row(3.0)) == UNCOMPARED
+    assert verdict(a_row(), beside(1.0)) == UNCOMPARED
+    failed = a_row(ratios={"sdpa": {"error": 1.0}}, absent_peers={"sdpa": "it is off by 1"})
+    lost = change(beside(1.0), failed)
+    assert (lost.verdict, lost.text) == (UNCOMPARED, "no ratio to sdpa now: it is off by 1")
+
+
+def compared(folder, old, new, threshold=0.1):
+    """The exit code and the text of a comparison."""
+    paths = folder / "old.json", folder / "new.json"
+    for path, record in zip(paths, (old, new), strict=True):
+        record.save(path)
     printed = io.StringIO()
-    console = Console(file=printed, width=200)
-    assert command.compare(old, new, 0.1, console) == 1
-    assert command.compare(old, new, 1.5, console) == 0
-    assert "the machines differ" in printed.getvalue()
-    old.write_text("{}")
+    code = command.compare(*paths, threshold, Console(file=printed, width=200))
+    return code, printed.getvalue()
+
+
+def test_only_a_time_that_moved_is_shown_and_not_judged(tmp_path):
+    slower = replace(beside(1.0), seconds=a_row(3.0).seconds)
+    code, text = compared(
+        tmp_path, BenchRecord("", {}, rows=[beside(1.0)]), BenchRecord("", {}, rows=[slower])
+    )
+    assert code == 0
+    assert "sdpa 1.00 → 1.00" in text
+    assert "3.00" in text
+    assert "0 of 1 regressed by more than 10%: in the ratio to a peer" in text
+    assert "times are not judged" in text
+    assert "not comparable" not in text
+
+
+def test_the_exit_code_of_compare_tells_whether_a_ratio_regressed(tmp_path):
+    old = BenchRecord("", {"processor": "a"}, rows=[beside(1.0)])
+    new = BenchRecord("", {"processor": "b"}, rows=[beside(2.0)])
+    code, text = compared(tmp_path, old, new)
+    assert code == 1
+    assert "the machines differ in processor: a before, b now" in text
+    assert compared(tmp_path, old, new, threshold=1.5)[0] == 0
+    (tmp_path / "old.json").write_text("{}")
     with pytest.raises(ValueError, match="no record of format"):
-        command.compare(old, new, 0.1, console)
+        command.compare(tmp_path / "old.json", tmp_path / "new.json", 0.1, Console())
+
+
+def test_rows_without_a_peer_are_counted(tmp_path):
+    record = BenchRecord("", {}, rows=[a_row()])
+    code, text = compared(tmp_path, record, record)
+    assert code == 0
+    assert "1 of 1 are not comparable by ratio: no peer was measured beside them" in text
+
+
+def test_the_help_of_compare_says_that_times_are_not_judged(tmp_path):
+    done = in_a_process("compare", "--help", folder=tmp_path, COLUMNS="200")
+    assert "Times are shown, and not judged" in done.stdout
+
+
+def test_another_version_of_a_peers_library_is_another_machine(tmp_path):
+    """The package's own version is what two records compare."""
+    old, new = (
+        BenchRecord("", {"versions": {"torch": version, "precondattn": version}})
+        for version in ("1", "2")
+    )
+    assert machines_differ(old, new) == ["torch: 1 before, 2 now"]
 
 
 SIZES = {"b": 1, "t": 4, "s": 4, "h": 2, "n": 2, "u": 2, "d": 3, "e": 5}
@@ -491,7 +574,7 @@ def test_costs_are_those_computed_by_hand():
     # A window of w tokens: 2 N w − w² in place of N². Without a mask it is 2 N².
     assert flops(pa.Softmax(window=2), SIZES, "forward") == 2 * (2 * 4 * 2 - 4) * 8
     assert flops(pa.Softmax(causal=False), SIZES, "forward") == 2 * 32 * 8
-    # LUCID: the same again, once for each key/value head.
+    # LUCID needs the same FLOPs again, once for each key/value head.
     assert flops(lucid, {**SIZES, "n": 1}, "forward") == (2 + 1) * 16 * 8
     assert flops(lucid, SIZES, "forward_backward") == 2 * 2 * 16 * (8 + 19)
     # The delta rule, in chunks of 64: N (6 d e + 4 C (d + e)).
@@ -503,7 +586,7 @@ def test_bytes_are_those_computed_by_hand():
     # q and k have 24 elements each, v and o 40; y is written and read.
     assert moved_bytes(pa.Softmax(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40)
     assert moved_bytes(pa.Lucid(), SIZES, "forward", 4) == 4 * (24 + 24 + 40 + 40 + 2 * 40)
-    # One token's q, k, v and o are a quarter of that; the cache holds four tokens of k and v.
+    # One token's q, k, v and o are a quarter of that; the cache contains four tokens of k and v.
     assert moved_bytes(pa.Softmax(), SIZES, "decode", 4) == 4 * (24 + 40 + 128 / 4)
     # A state is read and written: 2 heads of 3 × 5; then one token with its beta.
     assert moved_bytes(pa.Delta(), SIZES, "decode", 4) == 4 * (2 * 30 + (128 + 8) / 4)
@@ -540,7 +623,7 @@ def test_plots_are_written(tmp_path):
 
 
 def test_peak_memory_is_that_of_the_call():
-    """A call of the reference keeps arrays of all pairs: at least one is in the peak."""
+    """A call of the reference stores arrays of all pairs; at least one counts in the peak."""
     sizes = layout(t=512, h=8, d=4)
     call = MeasuredCall("softmax", sizes, "numpy", "float64", False, "reference")
     assert 8 * 512**2 * 8 < peak_bytes(call) < 30 * 8 * 512**2 * 8
@@ -634,7 +717,7 @@ def test_the_page_shows_ratios_without_and_with_a_neighbour(tmp_path):
 
 
 def test_curves_are_ratios_to_plain_attention_at_the_same_length(tmp_path):
-    """In turns where it is a peer, and else beside its time of the same run."""
+    """Plain attention is timed in turns with a row if it is its peer, else in the same run."""
     ours = {"sdpa": {"median": 1.25, "seconds": 0.008}}
     rows = [
         a_row(0.01, mechanism="softmax", sizes={"t": 16}, ratios=ours),

@@ -1,4 +1,4 @@
-"""flash-linear-attention's own kernels as peers, where it is installed; without a GPU, interpreted.
+"""flash-linear-attention's kernels as peers, if it is installed; interpreted without a GPU.
 
 `conformance/gpu/twin.sh FOLDER peers` runs this with the versions of the GPU machine.
 """
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Another package warns.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = layout(t=70, h=2, d=16)
 GROUPED = ("linear", "retention", "gla", "gsa", "path")
-"""Mechanisms whose queries may share keys; in others, values may share keys."""
+"""Mechanisms whose queries may share keys; in the others, values may share keys."""
 
 
 class Index(int):
-    """The index of a loop in a kernel: interpreted, it is a number, and compiled, a scalar."""
+    """The index of a loop in a kernel: a number if interpreted, a scalar if compiled."""
 
     def to(self, dtype):
         return tl.full([], int(self), dtype)
@@ -38,7 +38,7 @@ class Index(int):
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted():
-    """Kernels run on the CPU where there is no GPU."""
+    """Run kernels on the CPU if there is no GPU."""
     if DEVICE == "cuda":
         return
     from precondattn_kernel_tools.triton_interpreter import patch_interpreter
@@ -52,14 +52,14 @@ def interpreted():
 
 
 def assert_agrees(of, text, sizes, work, dtype):
-    """The oracle's results, within the bounds of a benchmark; else `WrongResultError`."""
+    """Assert agreement with the oracle within a benchmark's bounds; raises `WrongResultError`."""
     case = BenchCase(text, text, work, sizes, "torch", dtype)
-    measure._checked_run(of, case, sizes, libraries.named("torch", DEVICE))
+    measure.checked_run(of, case, sizes, libraries.named("torch", DEVICE))
 
 
 @pytest.mark.parametrize("text", FLA)
 def test_a_kernel_agrees_with_the_oracle(text):
-    """Output and gradients, in half precision."""
+    """Output and gradients agree in half precision."""
     sizes = SIZES._replace(n=1 if text in GROUPED else 2, values_per_head=2)
     of = KERNELS.computation(pa.parse(text))
     assert_agrees(of, text, sizes, "forward_backward", "float16")

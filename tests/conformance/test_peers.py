@@ -1,4 +1,4 @@
-"""Each peer of the benchmarks runs: on a CPU where it can, else on what its function demands."""
+"""Each peer of the benchmarks runs on a CPU if it can; else its function's demands are checked."""
 
 import functools
 import importlib
@@ -42,7 +42,7 @@ ON_A_CPU = {
     "batch": "packed_softmax",
     "torch": "jax_path",
 }
-"""The case that each peer is measured beside."""
+"""The case with which each peer is measured."""
 ELSEWHERE = {
     "flash_sdpa": "test_a_kernel_of_pytorch_is_the_only_one_allowed",
     "cudnn_sdpa": "test_a_kernel_of_pytorch_is_the_only_one_allowed",
@@ -50,7 +50,7 @@ ELSEWHERE = {
     "fla": "test_kernels_of_fla_get_what_they_demand",
     "naive_fla": "test_a_naive_reference_is_loaded_by_its_file_and_compared",
 }
-"""The test of each other peer."""
+"""The tests that cover the other peers."""
 
 
 def of_name(name):
@@ -59,14 +59,14 @@ def of_name(name):
 
 
 def checked(peer, mechanism, sizes, work="forward", dtype="bfloat16", library="torch"):
-    """The largest error of a peer; an error of the peer, or a wrong result, is raised."""
+    """The largest error of a peer; raises the peer's error, or one for a wrong result."""
     case = BenchCase(mechanism, mechanism, work, sizes, library, dtype)
     of = peer.make(pa.parse(mechanism), None)
-    return measure._checked_run(of, case, sizes, libraries.named(library))[1].error
+    return measure.checked_run(of, case, sizes, libraries.named(library))[1].error
 
 
 def rows_of(folder, *names, **options):
-    """The rows of a quick run in this process, which succeeds."""
+    """The rows of a quick run in this process, which has to succeed."""
     saved, console = folder / "run.json", Console(file=io.StringIO())
     options |= {"quick": True, "rounds": 2, "save": saved, "console": console}
     assert command.bench(names=names, **options) == 0
@@ -137,7 +137,7 @@ def test_kernels_of_fla_get_what_they_demand(monkeypatch, name, work):
 
 
 def test_a_gated_gradient_on_hopper_is_refused_where_tiles_are_wrong(monkeypatch):
-    """Keys of 64 channels and fewer have the tiles of fla's issue 640, whatever ran before."""
+    """Keys of at most 64 channels use the tiles of fla's issue 640, whatever ran before."""
     fla_stub.install(monkeypatch)
     for width in (128, 64):
         sizes = GROUPED._replace(d=width, e=width)
@@ -164,7 +164,7 @@ def test_the_lack_of_a_kernel_of_fla_is_named(monkeypatch):
 
 
 def test_a_kernel_of_fla_is_not_compared_without_its_device(monkeypatch):
-    """As a backend, it says so before it is called: no module of fla is there."""
+    """The backend declines before the kernel is called, so no module of fla is needed."""
     monkeypatch.setattr(project, "version", lambda name: "0")
     backend = KERNELS.adapter(pa.KDA()).backend()
     shapes = {name: a.shape for name, a in make_inputs(pa.KDA(), GROUPED, "random", seed=0).items()}
@@ -190,7 +190,7 @@ def test_the_rule_of_transformers_is_plain_pytorch_where_fla_is_installed(monkey
 
 @pytest.mark.thorough
 def test_models_of_transformers_call_no_kernels_on_a_cpu(monkeypatch, tmp_path):
-    """Neither of fla nor of mamba-ssm, in whose place our model has our functions."""
+    """No kernels of fla or mamba-ssm are called; our model has our functions in their place."""
     pytest.importorskip("transformers")
     names = [MODELS[model][0] for model in ("Qwen3Next", "KimiLinear", "Mamba2")]
     for name in names:

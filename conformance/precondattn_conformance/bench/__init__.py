@@ -4,31 +4,34 @@
 
 The files, in the order in which a run uses them:
 
-==============  =====================================================================
-cases           the measurements, by name: a mechanism, its sizes, and the work
-selection       the requested ones
-computation     one mechanism on one backend, ready to run forward, backward or decode
-peers           the implementations to compare with, by mechanism
-adapters        peers of other projects, as the suite checks them
-naive_lucid     one of the peers: LUCID as in its paper
-by_hand         peers of small calls
-layers          attention layers, beside the same by hand in `layers_by_hand`
-models          models of Transformers, with our functions and with theirs
-timed_suite     the cases as tests, timed by pytest-benchmark
-measure         one case: checked, timed, compared with its peers
-plan            a row before it is measured: description, backends
-correct         whether a result is correct; a wrong one is not timed
-paired          the ratio of two times that were measured in turns
-cost            FLOPs and bytes, by mechanism and work
-neighbours      other busy processes beside a run
-machine         a description of the machine, and the rates of its GEMM and copy
-record          a run as rows, and its JSON file
-table, plot     a record as a table, and as figures
-compare         two records: what has become slower beyond noise
-gate            which ratios to peers are worse than the committed ones
-gate_command    `precondattn bench --gate`
-committed       the committed ratios, by kind of machine
-bootstrap       how far a ratio of two medians may be off
-command         `precondattn bench` and `precondattn compare`
-==============  =====================================================================
+=================  =====================================================================
+cases              the measurements, by name: a mechanism, its sizes, and the work
+selection          the requested ones
+computation        one mechanism on one backend, ready to run forward, backward or decode
+peers              the implementations to compare with, by mechanism
+adapters           peers of other projects, as the suite checks them
+naive_lucid        one of the peers: LUCID as in its paper
+by_hand            peers of small calls
+layers             attention layers, beside the same by hand in `layers_by_hand`
+models             models of Transformers, with our functions and with theirs
+timed_suite        the cases as tests, timed by pytest-benchmark
+columns            the columns, the group and the name of a row in pytest-benchmark
+benchmark_cases    the rows of a user's own test
+checked_attention  the fixture that such a test times
+measure            one case: checked, timed, compared with its peers
+plan               a row before it is measured: description, backends
+correct            whether a result is correct; a wrong one is not timed
+paired             the ratio of two times that were measured in turns
+cost               FLOPs and bytes, by mechanism and work
+neighbours         other busy processes beside a run
+machine            a description of the machine, and the rates of its GEMM and copy
+record             a run as rows, and its JSON file
+table, plot        a record as a table, and as figures
+compare            two records: which ratios, peaks and results have become worse beyond noise
+gate               which ratios to peers are worse than the committed ones
+gate_command       `precondattn bench --gate`
+committed          the committed ratios, by kind of machine
+bootstrap          how far a ratio of two medians may be off
+command            `precondattn bench` and `precondattn compare`
+=================  =====================================================================
 """

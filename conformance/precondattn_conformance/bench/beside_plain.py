@@ -14,7 +14,7 @@ from precondattn_conformance.bench.record import Row
 PLAIN = "sdpa"
 
 Curves = dict[str, dict[str, list[tuple[int, float]]]]
-"""By work and mechanism (with its library, if there are several): numbers of tokens and ratios."""
+"""Numbers of tokens and ratios, by work and mechanism (with its library, if there are several)."""
 
 
 def ratios_to_plain(rows: list[Row]) -> Curves:

@@ -195,7 +195,7 @@ FORWARD = {
     ("softmax", "numpy"): numpy_softmax,
     (SWIN, "torch"): swin,
 }
-"""By mechanism and library: what makes the function."""
+"""The makers of the functions, by mechanism and library."""
 
 ANY_SIZE = ("cross_covariance", SWIN)
 """Mechanisms whose function is linear in tokens."""

@@ -64,7 +64,7 @@ class BenchCase:
 
 
 def layout(t: int = 4096, h: int = 8, n: int | None = None, d: int = 64, e: int = 0) -> CallLayout:
-    """Sizes of one sequence: each query head has its own key/value head unless n is given."""
+    """The sizes of one sequence; without n there are as many key/value heads as query heads."""
     return CallLayout("bench", b=1, t=t, s=t, h=h, n=n or h, d=d, e=e or d, m=64, values_per_head=1)
 
 
@@ -179,7 +179,7 @@ MODELS = {
     "Mamba2": ("mamba2", "ssd", layout(t=512, n=1)),
     "Bamba": ("bamba", "ssd", layout(t=512, n=1)),
 }
-"""By model of Transformers: the name of its cases, its mechanism and the sizes of its layers."""
+"""The name of the cases, the mechanism and the sizes of the layers, by model of Transformers."""
 
 IN_TRANSFORMERS = tuple(
     BenchCase(

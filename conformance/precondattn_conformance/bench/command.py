@@ -20,7 +20,13 @@ from precondattn.json_types import JsonObject
 from precondattn_conformance import libraries
 from precondattn_conformance.bench import machine
 from precondattn_conformance.bench.cases import BenchCase, declared
-from precondattn_conformance.bench.compare import REGRESSED, changes, machines_differ
+from precondattn_conformance.bench.compare import (
+    IMPROVED,
+    REGRESSED,
+    UNCOMPARED,
+    changes,
+    machines_differ,
+)
 from precondattn_conformance.bench.interruption import Interruption
 from precondattn_conformance.bench.neighbours import busy_neighbours
 from precondattn_conformance.bench.progress import BenchProgress
@@ -244,14 +250,35 @@ def compare(old: Path, new: Path, threshold: float, console: Console) -> int:
     for difference in machines_differ(before, after):
         console.print(f"[yellow]the machines differ[/yellow] in {escape(difference)}")
     changed = changes(before, after, threshold)
-    table = Table("case", "new / old", "verdict", "", title="changes", title_justify="left")
-    colours = {"regressed": "red", "improved": "green"}
+    table = Table(title="changes", title_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("time / peer's, before → now")
+    table.add_column("verdict")
+    table.add_column("time, now / before", justify="right")
+    table.add_column("what changed", overflow="fold")
+    colours = {REGRESSED: "red", IMPROVED: "green", UNCOMPARED: "yellow"}
     for change in changed:
         colour = colours.get(change.verdict, "default")
-        factor = "–" if change.factor is None else f"{change.factor:.2f}"
-        verdict = f"[{colour}]{change.verdict}[/]"
-        table.add_row(escape(change.name), factor, verdict, escape(change.text))
+        ratios = [f"{peer} {then:.2f} → {now:.2f}" for peer, then, now in change.ratios]
+        table.add_row(
+            escape(change.name),
+            escape("\n".join(ratios)) or "–",
+            f"[{colour}]{change.verdict}[/]",
+            "–" if change.time is None else f"{change.time:.2f}",
+            escape(change.text),
+        )
     console.print(table)
-    regressed = sum(change.verdict == REGRESSED for change in changed)
-    console.print(f"{regressed} of {len(changed)} regressed by more than {threshold:.0%}")
+    verdicts = [change.verdict for change in changed]
+    regressed = verdicts.count(REGRESSED)
+    console.print(
+        f"{regressed} of {len(changed)} regressed by more than {threshold:.0%}: in the ratio to a "
+        f"peer, in peak memory, or in correctness"
+    )
+    if UNCOMPARED in verdicts:
+        console.print(
+            f"{verdicts.count(UNCOMPARED)} of {len(changed)} are not comparable by ratio: no peer "
+            f"was measured beside them in both runs"
+        )
+    if any(change.time is not None for change in changed):
+        console.print("times are not judged: on a shared machine, two taken minutes apart differ")
     return 1 if regressed else 0

@@ -30,9 +30,9 @@ class Committed:
     machine: JsonObject
     date: str
     flops_per_second: float
-    """In a large matrix product, on the machine when it was idle."""
+    """The rate of a large matrix product when the machine was idle."""
     ratios: dict[str, Interval]
-    """By row of the gate."""
+    """The ratios, by row of the gate."""
 
 
 def machine_kind() -> JsonObject:

@@ -1,17 +1,25 @@
-"""Comparison of two records of one machine: what has become slower, or larger, beyond noise.
+"""Comparison of two records: which ratios to a peer, peaks and results have become worse.
 
-A time has regressed if the new median is more than the threshold above the old one, and the two
-interquartile ranges do not overlap. A peak has regressed if it is more than the threshold larger. A
-case that had a time and has none now, because it is wrong or fails, has regressed too.
+Two times taken minutes apart on a shared machine can not be compared: the machine has another speed
+then. The ratio to a peer can, because both times of it were measured in turns. A ratio has
+regressed if the new median is more than the threshold above the old one, and the two interquartile
+ranges do not overlap. Times are shown, and not judged. A row without a ratio to the same peer in
+both records is not comparable by ratio.
+
+A peak has regressed if it is more than the threshold larger. A case that had a time and has none
+now, because it is wrong or fails, has regressed too.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from precondattn.json_types import JsonObject
 from precondattn_conformance.bench.record import TIMED, BenchRecord, Row
 
 REGRESSED, IMPROVED, SAME, NEW, GONE = "regressed", "improved", "same", "new", "gone"
+UNCOMPARED = "not comparable by ratio"
+"""The verdict on a row that has times and no ratio to the same peer in both records."""
 
 
 class Change(NamedTuple):
@@ -20,8 +28,10 @@ class Change(NamedTuple):
     name: str
     verdict: str
     text: str
-    factor: float | None = None
-    """New time / old time."""
+    ratios: tuple[tuple[str, float, float], ...] = ()
+    """Peers that both records have, with the old ratio and the new one."""
+    time: float | None = None
+    """New time / old time, which is not judged."""
 
 
 def changes(old: BenchRecord, new: BenchRecord, threshold: float) -> list[Change]:
@@ -39,29 +49,58 @@ def changes(old: BenchRecord, new: BenchRecord, threshold: float) -> list[Change
 def _change(old: Row, new: Row, threshold: float) -> Change:
     if old.status == TIMED and new.status != TIMED:
         return Change(new.name, REGRESSED, f"{new.status}: {new.reason}")
-    factor, verdicts, texts = None, set(), []
-    if old.seconds and new.seconds:
-        factor = new.seconds["median"] / old.seconds["median"]
-        if factor > 1 + threshold and new.seconds["q1"] > old.seconds["q3"]:
+    verdicts, texts, ratios = set(), [], []
+    for peer, now in _measured(new).items():
+        then = _measured(old).get(peer)
+        if then is None:
+            continue
+        ratios.append((peer, then["median"], now["median"]))
+        factor = now["median"] / then["median"]
+        if factor > 1 + threshold and now["q1"] > then["q3"]:
             verdicts.add(REGRESSED)
-            texts.append(f"{factor:.2f} × the time")
-        if factor < 1 / (1 + threshold) and new.seconds["q3"] < old.seconds["q1"]:
+            texts.append(f"{factor:.2f} × the ratio to {peer}")
+        if factor < 1 / (1 + threshold) and now["q3"] < then["q1"]:
             verdicts.add(IMPROVED)
-            texts.append(f"{factor:.2f} × the time")
+            texts.append(f"{factor:.2f} × the ratio to {peer}")
     old_peaks = dict(zip(old.peak_tokens, old.peak_bytes, strict=True))
     for tokens, peak in zip(new.peak_tokens, new.peak_bytes, strict=True):
         if tokens in old_peaks and peak > (1 + threshold) * old_peaks[tokens]:
             verdicts.add(REGRESSED)
             texts.append(f"{peak / old_peaks[tokens]:.2f} × the memory at t={tokens}")
-    verdict = REGRESSED if REGRESSED in verdicts else IMPROVED if verdicts else SAME
-    return Change(new.name, verdict, "; ".join(texts), factor)
+    time = None
+    if old.seconds and new.seconds:
+        time = new.seconds["median"] / old.seconds["median"]
+        texts += _lost(old, new)
+    verdict = UNCOMPARED if time is not None and not ratios else SAME
+    verdict = next((each for each in (REGRESSED, IMPROVED) if each in verdicts), verdict)
+    return Change(new.name, verdict, "; ".join(texts), tuple(ratios), time)
+
+
+def _measured(row: Row) -> dict[str, dict[str, float]]:
+    """The ratios that were measured; a peer may have an error alone."""
+    return {peer: ratio for peer, ratio in row.ratios.items() if "median" in ratio}
+
+
+def _lost(old: Row, new: Row) -> list[str]:
+    """The peers to which there was a ratio and is none now, with the reasons."""
+    return [
+        f"no ratio to {peer} now: {new.absent_peers.get(peer, 'it was not measured')}"
+        for peer in _measured(old)
+        if peer not in _measured(new)
+    ]
 
 
 def machines_differ(old: BenchRecord, new: BenchRecord) -> list[str]:
-    """The differences between the machines of two records, which make times incomparable."""
+    """The differences between the machines of two records, which change ratios too."""
     properties = ("processor", "cores", "threads", "system", "neighbours")
-    return [
-        f"{name}: {old.machine.get(name)} before, {new.machine.get(name)} now"
-        for name in properties
-        if old.machine.get(name) != new.machine.get(name)
-    ]
+    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in properties]
+    then, now = _versions(old.machine), _versions(new.machine)
+    pairs += [(name, then[name], now[name]) for name in then if name in now]
+    return [f"{name}: {a} before, {b} now" for name, a, b in pairs if a != b]
+
+
+def _versions(machine: JsonObject) -> JsonObject:
+    """The versions of the libraries to which peers belong."""
+    versions = machine.get("versions")
+    found: JsonObject = versions if isinstance(versions, dict) else {}
+    return {name: version for name, version in found.items() if name != "precondattn"}

@@ -44,7 +44,7 @@ from precondattn_conformance.libraries import Library
 from precondattn_conformance.tolerance import bound, error
 
 KIND = "clustered"
-"""On i.i.d. keys LUCID is nearly softmax, which hides many bugs."""
+"""The kind of keys. On i.i.d. keys LUCID is nearly softmax, which hides many bugs."""
 
 HEAD = 512
 """The number of first tokens that are compared."""
@@ -59,7 +59,7 @@ LARGEST = 2**22
 """The largest batch × heads × queries × keys for which the oracle computes all tokens."""
 
 LARGEST_NOT_CAUSAL = 2**25
-"""The same where the first tokens alone would not do."""
+"""The largest such product where a call on the first tokens alone has another result."""
 
 
 class WrongResultError(AssertionError):
@@ -89,7 +89,7 @@ class BenchOracle:
 
     inputs: Arrays
     cotangent: np.ndarray
-    """Of the output; 0 after the first tokens."""
+    """The cotangent of the output; 0 after the first tokens."""
     head: int
     """The number of first tokens."""
     out: np.ndarray

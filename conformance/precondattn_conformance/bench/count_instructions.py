@@ -45,7 +45,7 @@ def run_of(case: BenchCase) -> Run:
 
 
 def _with_gradient(mechanism: pa.Mechanism, arrays: dict[str, torch.Tensor]) -> Arrays:
-    """By the explicit pullback: a first call of autograd imports all of PyTorch's compiler."""
+    """The gradient by the explicit pullback: autograd's first call imports PyTorch's compiler."""
     out, pullback = mechanism.vjp(**arrays)
     gradients: Arrays = pullback(torch.ones_like(out))
     return gradients

@@ -31,7 +31,6 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.extra_info: JsonObject = {}
-        self.group = ""
         self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
 
     def pedantic(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from precondattn.cache import Cache
 
 WORKS = {"layer_step": "forward_backward", "layer_token": "decode"}
-"""By the work of a layer: that of its mechanism."""
+"""The work of the mechanism, by the work of the layer."""
 
 WRITTEN = ("softmax", "lucid", "laser", "gla", "gated_delta", "ccq(gated_delta)")
 """The mechanisms whose layers are written by hand, in `layers_by_hand.py`."""
@@ -40,7 +40,7 @@ BLOCKS, VOCABULARY = 4, 256
 
 
 def measured(case: BenchCase, library: Library) -> Beside:
-    """Both runs of a case. Raises `WrongResultError`."""
+    """Our run of a case and the one by hand. Raises `WrongResultError`."""
     if case.mechanism not in WRITTEN:
         raise UnsupportedError(
             f"the layer of {case.mechanism} is not written by hand; those of {', '.join(WRITTEN)} "

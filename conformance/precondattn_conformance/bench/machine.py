@@ -48,9 +48,9 @@ class Rates(NamedTuple):
     device: str
     dtype: str
     flops_per_second: float
-    """In a product of two square matrices."""
+    """The rate of a product of two square matrices."""
     bytes_per_second: float
-    """In a copy, counting bytes read and bytes written."""
+    """The rate of a copy, counting bytes read and bytes written."""
 
 
 @cache

@@ -80,7 +80,6 @@ class Benchmark(Protocol):
     """What is asked of pytest-benchmark's fixture."""
 
     extra_info: JsonObject
-    group: str
     stats: Statistics
 
     def pedantic(
@@ -145,7 +144,7 @@ def _measure(
     contender = ours(pa.parse(case.mechanism), backend)
     if case.packed:
         contender = packed(contender, library)
-    run, checked, row.first_call_seconds = _checked_run(contender, case, layout, library)
+    run, checked, row.first_call_seconds = checked_run(contender, case, layout, library)
     row.error, row.bound, row.checked = checked.error, checked.bound, checked.what
     peers = _correct_peers(case, backend, options, layout, row)
     _time(run, peers, case, options, benchmark, row)
@@ -209,7 +208,6 @@ def _time(
         turns()
         run.reset()
 
-    benchmark.group = f"{row.device} {case.name}"
     benchmark.pedantic(run.call, setup=before_each_round, rounds=rounds, warmup_rounds=1)
     times = list(benchmark.stats.stats.data)
     of_peers = {name: peer[-len(times) :] for name, peer in turns.times.items()}
@@ -220,7 +218,7 @@ def _time(
         row.ratios[name] |= {**ratio._asdict(), "seconds": own}
 
 
-def _checked_run(
+def checked_run(
     computation: Computation, case: BenchCase, layout: CallLayout, library: Library
 ) -> tuple[Run, Checked, float]:
     """The run to be timed, its check, and the duration of its first call."""
@@ -267,7 +265,7 @@ def _correct_peers(
         library = libraries.named(peer.library or case.library, options.device)
         try:
             rounds = peer.make(pa.parse(case.mechanism), backend)
-            run, checked, _ = _checked_run(rounds, case, layout, library)
+            run, checked, _ = checked_run(rounds, case, layout, library)
         except (WrongResultError, UnsupportedError, UncheckedError) as reason:
             row.absent_peers[peer.name] = str(reason)
         except Exception as error:

@@ -39,13 +39,13 @@ WORKS = {
     "model_token": "decode",
     "model_generate": "decode",
 }
-"""By the work of a model: that of its mechanism."""
+"""The work of the mechanism, by the work of the model."""
 
 BLOCKS, VOCABULARY = 4, 256
 
 
 def measured(case: BenchCase, backend: str | None, library: Library) -> Beside:
-    """Both runs of a case. Raises `WrongResultError`."""
+    """Our run of a case and Transformers' own. Raises `WrongResultError`."""
     if find_spec("transformers") is None:
         raise UnsupportedError("transformers is not installed")
     if case.model not in MODELS:
@@ -136,7 +136,7 @@ _OPTIONS: dict[str, dict[str, object]] = {
 
 
 def _their_run(model: PreTrainedModel, case: BenchCase, library: Library) -> Run:
-    """The same by Transformers' own functions, on a CPU those in plain PyTorch."""
+    """The run of a case by Transformers' own functions, on a CPU those in plain PyTorch."""
     if model.device.type != "cpu":
         return _run(model, case, library)
     plain = PlainFunctions(model)

@@ -88,6 +88,17 @@ def peers_of(case: BenchCase) -> list[TimedPeer]:
     return [peer for peer in fitting if case.packed or peer.name != "batch"]
 
 
+def computed_by(peer: TimedPeer, mechanism: pa.Mechanism) -> pa.Mechanism:
+    """What a peer computes beside a mechanism: the same, unless it is plain attention or a base."""
+    if peer.fits is _is_softmax_inside:
+        return SOFTMAX if mechanism.offers.causal else pa.Softmax(causal=False)
+    ours: dict[str, pa.Mechanism] = {"gated_delta": pa.GatedDelta(), "kda": pa.KDA()}
+    if peer.name == "base":
+        base: pa.Mechanism = mechanism.base  # type: ignore[attr-defined]
+        return base
+    return ours.get(peer.name, mechanism)
+
+
 def _is_softmax_inside(m: pa.Mechanism) -> bool:
     return any(leaf.name in ("softmax", "path", "deltaformer") for leaf in m.program.leaves)
 

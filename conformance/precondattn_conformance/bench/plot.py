@@ -76,7 +76,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 Series = dict[str, list[tuple[int, float]]]
-"""By label: pairs of a number of tokens and a measurement."""
+"""Pairs of a number of tokens and a measurement, by label."""
 
 
 def _times(rows: list[Row]) -> Series:

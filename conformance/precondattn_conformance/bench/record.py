@@ -43,10 +43,10 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)
     """median, q1, q3 and rounds."""
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By peer: median, q1, q3 and rounds of ours / the peer's, the peer's own median time
+    """Each peer's ratio, ours / the peer's (median, q1, q3 and rounds), its own median time
     (seconds), and its error."""
     absent_peers: dict[str, str] = field(default_factory=dict)
-    """By peer: why there is no ratio."""
+    """The reason why there is no ratio to a peer, by peer."""
     flops: float | None = None
     bytes: float | None = None
     gemm_share: float | None = None

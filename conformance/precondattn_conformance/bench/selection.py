@@ -131,6 +131,6 @@ def with_sizes(old: CallLayout, text: str) -> CallLayout:
 
 
 def _small(old: CallLayout) -> CallLayout:
-    """The same layout, small enough for a test."""
+    """A layout with sizes that are small enough for a test."""
     n = 4 if old.n == old.h else 1
     return old._replace(t=48, s=48, h=4, n=n, d=8, e=8, m=4)
