@@ -1,4 +1,4 @@
-"""Write the lists of mechanisms on pages, and in the README, that follow from recurrences.
+"""Write the lists of mechanisms on pages that follow from recurrences.
 
 python docs/make_lists.py
 
@@ -15,12 +15,7 @@ from pathlib import Path
 import precondattn as pa
 
 DOCS = Path(__file__).parent
-PAGES = (
-    DOCS.parent / "README.md",
-    DOCS / "index.md",
-    DOCS / "mechanisms" / "index.md",
-    DOCS / "which_mechanism.md",
-)
+PAGES = (DOCS / "mechanisms" / "index.md", DOCS / "which_mechanism.md")
 GATES = (None, "fixed", "head", "channel")
 
 

@@ -77,6 +77,21 @@ def test_the_lists_of_mechanisms_are_up_to_date_and_lack_none():
         assert not [name for name in ours if f"`{name}`" not in text], page
 
 
+def test_the_numbers_of_the_first_pages_are_those_of_the_library_and_its_records(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(DOCS)
+    maker = runpy.run_path(str(DOCS / "make_front.py"))
+    for page in maker["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert maker["numbers"](maker["PAGES"][page]) in text, "run python docs/make_front.py"
+        assert text == maker["written"](page), page
+
+
+def test_the_readme_shows_code_by_its_15th_line():
+    lines = (DOCS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "```python" in lines[:15]
+
+
 def test_every_diagnostic_is_shown_and_documented():
     page, api = ((DOCS / name).read_text(encoding="utf-8") for name in ("diagnostics.md", "api.md"))
     for name in pa.diagnostics.__all__:
@@ -106,6 +121,30 @@ def test_a_mechanisms_page_begins_with_its_idea_a_figure_and_the_equation(page):
     assert re.search(r"^:alt: \S", text, re.MULTILINE)
     drawn = re.match(r":::\{figure\} (\S+)", text[figure:]).group(1)
     assert (page.parent / drawn).is_file(), drawn
+
+
+def figures(text):
+    """Pairs of the file and the alternative text of each figure of a page."""
+    for alternative, drawn in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text):
+        yield drawn, alternative
+    for drawn, options in re.findall(
+        r"^(?::::|```)\{(?:figure|image)\} (\S+)\n((?:^:.*\n)*)", text, re.MULTILINE
+    ):
+        yield drawn, "".join(re.findall(r"^:alt: (.*)$", options, re.MULTILINE))
+
+
+def test_every_figure_exists_and_has_an_alternative_text_that_says_what_it_shows():
+    found = [
+        (page, *each)
+        for page in sorted(DOCS.rglob("*.md"))
+        if "_build" not in page.parts
+        for each in figures(page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 60
+    short = [(page.stem, alt) for page, _, alt in found if len(alt.split()) < 9]
+    assert not short
+    lost = [(page.stem, drawn) for page, drawn, _ in found if not (page.parent / drawn).is_file()]
+    assert not lost
 
 
 def test_functions_that_the_readme_names_have_import_lines_that_run():
