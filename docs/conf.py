@@ -22,7 +22,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"precondattn {version}"
 
-# One file with its own glyphs, from the package, so that formulas need no network.
+# One file from the package, which has its glyphs, so that formulas need no network.
 _mathjax = importlib.util.find_spec("sphinx-mathjax-offline")
 assert _mathjax is not None, "needs the extra: pip install '.[docs]'"
 assert _mathjax.origin is not None

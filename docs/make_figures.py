@@ -19,14 +19,15 @@ from matplotlib.figure import Figure
 import precondattn as pa
 
 FOLDER = Path(__file__).with_name("figures")
-INK = "#8a8a8a"
+INK = "#808080"
 BLUE, ORANGE, GREEN = "#4c8fd6", "#e0802f", "#3fa06a"
 STYLE = {
     "svg.hashsalt": "precondattn",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.titlesize": 9,
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "legend.fontsize": 9,
     "lines.linewidth": 1.8,
     "legend.frameon": False,
     **dict.fromkeys(
@@ -73,12 +74,12 @@ def identity(tokens: int) -> np.ndarray:
 
 
 def weights(attn: pa.Mechanism, q: np.ndarray, k: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
-    """What each query reads of each token's value, (t, s)."""
+    """The weight of each token's value in each output (t, s)."""
     return pa.diagnostics.weights(attn, q, k, k, **inputs)[0, 0]
 
 
 def by_row(weights: np.ndarray) -> np.ndarray:
-    """Every row divided by its largest entry, so that late queries can be compared with early."""
+    """Every row divided by its largest entry, to compare late queries with early ones."""
     return weights / np.abs(weights).max(axis=1, keepdims=True)
 
 
@@ -125,7 +126,7 @@ def differential() -> Figure:
     tokens = 24
     axes = np.eye(tokens)
     k = 2.2 * axes.reshape(1, tokens, 1, tokens)
-    sink = np.broadcast_to(axes[0], (tokens, tokens))  # Both maps attend to the first token.
+    sink = np.broadcast_to(axes[0], (tokens, tokens))  # The first token attracts both maps.
     wanted = axes[np.maximum(np.arange(tokens) - 3, 0)]
     noise = 0.4 * np.random.default_rng(0).normal(size=(tokens, tokens))
     q = 2.2 * (wanted + sink + noise).reshape(1, tokens, 1, tokens)
@@ -153,7 +154,7 @@ def ccq() -> Figure:
     full = np.full((121, 1, 1), 0.9)
     contracted = pa.ConditionedQuery()(circle.reshape(121, 1, 1, 2), ends, contraction=full)
     x, y = contracted[:, 0, 0].T
-    spread = (1 + 0.08 * rng.normal(size=tokens))[:, None] * k[0, :, 0]  # So that points differ.
+    spread = (1 + 0.08 * rng.normal(size=tokens))[:, None] * k[0, :, 0]  # Separates the points.
     ax.scatter(*spread.T, s=5, color=INK, alpha=0.6, label="keys")
     ax.plot(*circle.T, color=ORANGE, label="queries q̄")
     ax.plot(x, y, color=BLUE, label="contracted, λ = 0.9")
@@ -267,7 +268,7 @@ def delta() -> Figure:
 
 
 def general_delta() -> Figure:
-    """What a token that erases with p leaves of the value 1 under the key k."""
+    """The value 1, stored under the key k, after a token that erases with p."""
     figure, (ax,) = panels(1, height=1.9)
     angles = np.linspace(0, np.pi, 91)
     key = np.broadcast_to(np.asarray([1.0, 0.0]), (91, 2, 1, 2))
@@ -350,7 +351,7 @@ def mesa() -> Figure:
 def iterates(
     times: Callable[[np.ndarray], np.ndarray], right: np.ndarray, steps: int
 ) -> Iterator[np.ndarray]:
-    """The steps of conjugate gradients to A x = b, for every row b with a matrix of its own."""
+    """The iterates of conjugate gradients for A x = b, for rows b with a matrix each."""
     x, r = np.zeros_like(right), right
     p = r
     for _ in range(steps):
@@ -403,7 +404,7 @@ def mlstm() -> Figure:
 
 
 def deltaformer() -> Figure:
-    figure, axes = panels(2, height=2.4)
+    figure, axes = panels(2, height=2.5)
     tokens, d = 24, 8
     rng = np.random.default_rng(0)
     k = rng.normal(size=(6, d))[rng.integers(6, size=tokens)]
@@ -413,7 +414,7 @@ def deltaformer() -> Figure:
     before = np.tril(np.ones((tokens, tokens), dtype=bool), -1)
     weights = np.where(before, np.exp(q @ k.T / np.sqrt(d)), 0.0)
     weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    titles = ("LUCID: Φ, similar keys", "DeltaFormer: P, what a query reads")
+    titles = ("LUCID: Φ,\nsimilar keys", "DeltaFormer: P,\nwhat a query reads")
     for ax, matrix, title in zip(axes, (correlation, weights), titles, strict=True):
         image = ax.imshow(matrix, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         ax.set(title=title, xlabel="earlier token", ylabel="token", xticks=[], yticks=[])
@@ -466,7 +467,7 @@ def outlook() -> Figure:
         read = attn(logits * 7, identity(49))[0, 24, 0].reshape(7, 7)  # s is 1/7.
         image = ax.imshow(read, cmap="viridis", vmin=0, interpolation="nearest")
         ax.set(title=title, xticks=[], yticks=[])
-        figure.colorbar(image, ax=ax).outline.set_visible(False)
+        figure.colorbar(image, ax=ax, ticks=(0, 0.5, 1)).outline.set_visible(False)
     return figure
 
 

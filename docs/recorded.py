@@ -1,4 +1,4 @@
-"""What scripts of this folder measured: saved as JSON, and shown on a page between two marks."""
+"""Measurements of the scripts of this folder, saved as JSON and shown between marks on a page."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def with_measured(path: Path, measured: str) -> str:
-    """The text of a page, with what was measured between its marks."""
+    """The text of a page, with the measurements between its marks."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n\n{measured}\n\n{END}{rest.partition(END)[2]}"
+
+
+def captioned(path: str, finding: str) -> str:
+    """A figure, as Markdown, whose caption and alternative text say what was found."""
+    return f":::{{figure}} {path}\n:alt: {finding}\n\n{finding}\n:::"
 
 
 def shown(

@@ -92,7 +92,7 @@ def a_failure(**changed):
 
 
 def of_every_status(**changed):
-    """One outcome of each status, and errors of NaN and infinity."""
+    """One outcome of each status, some with errors of NaN and infinity."""
     return [
         an_outcome(**changed),
         a_failure(layout="ragged", **changed),
@@ -106,7 +106,7 @@ def of_every_status(**changed):
 
 
 def recorded(outcomes, path=None, *, backends=("mine",), **changed):
-    """The record of these outcomes, written to and read from the file if there is one."""
+    """The record of these outcomes, written to the file and read from it if a path is given."""
     options = {"level": "smoke", "device": None, "filters": {"mechanism": ("lucid",)}, **changed}
     with RecordWriter(path, backends=backends, **options) as recording:
         for outcome in outcomes:
@@ -116,7 +116,7 @@ def recorded(outcomes, path=None, *, backends=("mine",), **changed):
 
 
 def undescribed(value, schema, at=""):
-    """The parts of a record that its schema does not name."""
+    """The parts of a record that the schema does not describe."""
     while "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
     if "oneOf" in schema and isinstance(value, dict):
@@ -224,7 +224,7 @@ def test_a_killed_run_leaves_a_valid_record_that_names_its_last_case(tmp_path):
     with child:
         for line in child.stdout:
             last = int(line)
-            if last % 50 == 0:  # The file is readable at any time of the run.
+            if last % 50 == 0:  # The file is valid at any time of the run.
                 saved_count = len(load(path).outcomes)
             if saved_count > 100:
                 break
@@ -543,6 +543,23 @@ def test_the_page_shows_all_outcomes_and_loads_no_other_file(tmp_path):
     assert "@import" not in style
 
 
+def test_tables_of_the_page_are_sorted_by_their_headings_without_a_network():
+    """Every table has headings that the script makes into buttons; no address is in the page."""
+    text = page(recorded(of_every_status() + of_every_status(mechanism="lucid(path)")))
+    read = Reader(text)
+    tables = read.tags.count("table")
+    assert tables >= 4
+    assert ("table", "class", "grid") in read.attributes
+    assert ("table", "class", "plain") in read.attributes
+    assert [scope for tag, _, scope in read.attributes if tag == "th"].count("col") >= 2 * tables
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    for part in ('document.querySelectorAll("table")', 'createElement("button")', "aria-sort"):
+        assert part in script
+    for address in ("http:", "https:", "fetch(", "XMLHttpRequest", "import(", "import "):
+        assert address not in script
+    assert "://" not in text
+
+
 def test_the_page_states_the_verdict():
     good, refused = an_outcome(), an_outcome("unsupported", None, layout="odd")
     assert "✓ Passed" in Reader(page(recorded([good, refused]))).text
@@ -554,7 +571,7 @@ def test_the_page_states_the_verdict():
 
 
 def test_a_large_page_is_small_enough():
-    """Of many failures, some of each kind are shown in full, and the others by name."""
+    """If there are many failures, some of each kind are shown in full, and the others by name."""
     outcomes = [
         an_outcome(mechanism=m, check=check, layout=f"layout{i}")
         for m in MECHANISMS
@@ -610,7 +627,7 @@ def test_a_page_without_jinja_names_the_extra(monkeypatch):
 
 
 def kinds(old, new, factor=3.0):
-    """The kinds of change between two outcomes of one case, and whether they are worse."""
+    """The kinds of change between two outcomes of a case, and whether they are worse."""
     before, after = ([] if each is None else [each] for each in (old, new))
     actual = compare_records(recorded(before), recorded(after), factor)
     names = [n for n, each in vars(actual).items() if isinstance(each, list) and each]

@@ -24,7 +24,7 @@ WORDS = {
     SKIPPED: "skipped",
 }
 LEADING = (FAILED, PASSED, XFAILED, UNSUPPORTED, SKIPPED)
-"""The status of a cell is the first of these that one of its results has."""
+"""The statuses by priority: a cell has the first of these that one of its results has."""
 
 
 class Cell:
@@ -41,18 +41,18 @@ class Cell:
 
     @property
     def worst(self) -> Result | None:
-        """The largest share of its bound, among the results that decide the status."""
+        """The result with the largest error / bound, among those that decide the status."""
         return worst(result for result in self.results if result.status == self.status)
 
     @property
     def share(self) -> str:
-        """The same in a few characters; empty if nothing was measured."""
+        """The largest error / bound in a few characters; empty if nothing was measured."""
         result = self.worst
         return "" if result is None or result.share is None else share_text(result.share)
 
     @property
     def text(self) -> str:
-        """`12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; `ok` if nothing was measured."""
+        """The cell's text: `12%`, `12% ○3`, `✗2 41×`, `x1`, `○9`, `·4`; `ok` without an error."""
         if not self.results:
             return ""
         if self.status == PASSED:
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def brief(self) -> str:
-        """The same in at most about four characters: `12%`, `12%○`, `✗2`."""
+        """The cell's text in at most about four characters: `12%`, `12%○`, `✗2`."""
         if self.status == PASSED:
             beside = next((SYMBOLS[s] for s in (XFAILED, UNSUPPORTED) if self.counts[s]), "")
             return f"{self.share or 'ok'}{beside}"
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def in_words(self) -> str:
-        """`3 passed, 1 unsupported; worst error 3.2e-06 of 2e-05 allowed (16%)`."""
+        """The cell in words: `3 passed, 1 unsupported; worst error 3.2e-06 of 2e-05 …`."""
         counts = [f"{self.counts[s]} {WORDS[s]}" for s in STATUSES if self.counts[s]]
         result = self.worst
         measured = "" if result is None else error_text(result)

@@ -1,4 +1,4 @@
-"""`precondattn compare` of two records, of conformance or of benchmarks."""
+"""`precondattn compare`: compares two records, of conformance or of benchmarks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from precondattn_conformance.report.record import is_record, load
 
 
 def compare(old: Path, new: Path, *, threshold: float, growth: float, console: Console) -> int:
-    """Print what changed between two records; the exit code is 1 if something is worse.
+    """Print what changed between two records; returns exit code 1 if something is worse.
 
     Raises
     ------
     ValueError
-        if one of them is no record, or they are records of different kinds.
+        if one of them is not a record, or they are records of different kinds.
     """
     if not 1 <= growth < inf:
         raise ValueError(f"growth must be 1 or above; found {growth}")

@@ -13,7 +13,7 @@ from precondattn_conformance.report.result import Result, share_text
 from precondattn_conformance.status import FAILED, PASSED, XFAILED
 
 FACTOR = 3.0
-"""An error that grows by a smaller factor is noise: another device, another order of sums."""
+"""Growth of an error by a smaller factor counts as noise (other device, other order of sums)."""
 
 NOTEWORTHY = 0.1
 """Growth of errors below this share of their bound is ignored."""
@@ -34,23 +34,23 @@ class Comparison:
     """The cases in which two records differ, by kind. A case is in one list only."""
 
     began_to_fail: list[CaseDifference] = field(default_factory=list)
-    """It fails now, and did not fail or did not exist before."""
+    """Cases that fail now, and did not fail or did not exist before."""
     lost: list[CaseDifference] = field(default_factory=list)
-    """It was compared before and is not any more."""
+    """Cases that were compared before and are no longer."""
     grew: list[CaseDifference] = field(default_factory=list)
-    """It passes, but its error is larger by more than the factor."""
+    """Cases that pass, but whose error grew by more than the factor."""
     excused: list[CaseDifference] = field(default_factory=list)
-    """It is an expected failure now."""
+    """Cases that are expected failures now."""
     fixed: list[CaseDifference] = field(default_factory=list)
-    """It failed before, expectedly or not, and passes now."""
+    """Cases that failed before, expectedly or not, and pass now."""
     gained: list[CaseDifference] = field(default_factory=list)
-    """It is compared now, and was not before."""
+    """Cases that are compared now and were not before."""
     only_old: list[CaseDifference] = field(default_factory=list)
     only_new: list[CaseDifference] = field(default_factory=list)
-    """It is only in the new record, and does not fail."""
+    """Cases that are only in the new record and do not fail."""
     same: int = 0
     environment: list[str] = field(default_factory=list)
-    """What else differs: versions, devices, filters."""
+    """Other differences: versions, devices, filters."""
 
     @property
     def is_worse(self) -> bool:
@@ -74,7 +74,7 @@ def compare_records(old: RunRecord, new: RunRecord, factor: float = FACTOR) -> C
 
 
 def _kind(difference: CaseDifference, factor: float) -> str:
-    """The list of a comparison that a case belongs to."""
+    """The list of a comparison to which a case belongs."""
     old, new = difference.old, difference.new
     if new is None:
         return "only_old"
@@ -169,7 +169,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _about(kind: str, difference: CaseDifference) -> str:
-    """Further information on a difference, or nothing."""
+    """Further information on a difference; may be empty."""
     old, new = difference.old, difference.new
     if kind == "grew" and old is not None and new is not None:
         factor = new.error / old.error if new.error and old.error else float("inf")

@@ -14,15 +14,15 @@ from precondattn_conformance.status import SKIPPED, UNSUPPORTED
 
 @dataclass
 class Coverage:
-    """How many cases of one mechanism and check were compared, and why others were not."""
+    """The number of compared cases of a mechanism and check, and why others were not compared."""
 
     mechanism: str
     check: str
     compared: int = 0
     unsupported: Counter[str] = field(default_factory=Counter)
-    """By the backend's reason."""
+    """The number of declined cases by the backend's reason."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """By the reason."""
+    """The number of skipped cases by reason."""
 
     @property
     def total(self) -> int:

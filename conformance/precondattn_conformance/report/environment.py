@@ -1,6 +1,6 @@
 """The environment of a run: versions, device, driver, and the revision of the adopter's own code.
 
-It contains no name of a host, a user or a folder.
+It does not contain the name of a host, a user or a folder.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SETTINGS = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "CUPY_TF32",
 )
-"""Environment variables that change what is computed, or on which device."""
+"""Environment variables that affect what is computed, or on which device."""
 
 DRIVERS = {"nvidia": "/sys/module/nvidia/version", "amdgpu": "/sys/module/amdgpu/version"}
 
 
 def describe() -> JsonObject:
-    """Everything that is known before the first case runs."""
+    """The environment as known before the first case runs."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     return {
         "python": platform.python_version(),
@@ -67,12 +67,12 @@ def processor() -> str:
 
 
 def accelerators() -> dict[str, str]:
-    """The model of the accelerator that each library has used. Imports and starts no library."""
+    """The model of each library's accelerator, if the library has used it; starts no library."""
     names: dict[str, str] = {}
     for library, query in (("torch", _of_torch), ("jax", _of_jax), ("cupy", _of_cupy)):
         try:
             name = query()
-        except Exception:  # A device whose name is unavailable must not cost the record.
+        except Exception:  # If a device's name is unavailable, the record is still written.
             continue
         if name:
             names[library] = name
@@ -103,7 +103,7 @@ def _of_cupy() -> str:
 
 
 def backends(names: tuple[str, ...]) -> list[dict[str, str]]:
-    """The backends under test, each with its package, if it was installed by one."""
+    """The backends under test, each with the package that installed it, if any."""
     installed = {entry.name: entry for entry in metadata.entry_points(group="precondattn.backends")}
     described = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The failing cases of a run: those shown in full, those only listed, and kinds of failures."""
+"""The failing cases of a run: those shown in full, those only listed, and the kinds of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTED = 2000
 """The number of further failures that are listed by id."""
 
 KINDS = 12
-"""The number of kinds of failures that are listed. Reasons that differ only in numbers are one."""
+"""The number of listed kinds of failures. Reasons that differ only in numbers are one kind."""
 
 NUMBER = re.compile(r"(?<![\w])-?\d[\d.]*(?:e[+-]?\d+)?")
 
@@ -24,7 +24,7 @@ LONGEST = 300
 
 
 def in_one_line(result: Result, *, share: bool = True) -> str:
-    """Why a case failed, and by how much."""
+    """The reason for a failure and its size, in one line."""
     text = result.headline or "no reason was given"
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
     factor = "" if result.share is None or not share else share_text(result.share)
@@ -56,7 +56,7 @@ class Failures:
         self.more_kinds = len(kinds) - len(self.kinds)
 
     def link(self, results: list[Result]) -> str:
-        """A link to the first of these results that is shown."""
+        """A link to the first of these results that is shown in full."""
         for result in results:
             if result.id in self.number:
                 return f"#failure-{self.number[result.id]}"

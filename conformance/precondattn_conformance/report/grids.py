@@ -1,4 +1,4 @@
-"""The grids of a run: mechanisms × checks × dtypes, of one array library or of all."""
+"""Grids of a run: mechanisms × checks × dtypes, for one array library or for all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GridFamily:
 
 @dataclass
 class ReportGrid:
-    """Mechanisms × checks × dtypes, of one array library or of all."""
+    """Mechanisms × checks × dtypes, for one array library or for all."""
 
     library: str
     columns: dict[str, list[str]]
@@ -45,7 +45,7 @@ class ReportGrid:
 
 
 def grids(record: RunRecord, failures: Failures) -> list[ReportGrid]:
-    """One grid for each library; with several libraries, first one for all together."""
+    """One grid for each library; with several libraries, preceded by one for all together."""
     libraries = grouped_by(record.outcomes, lambda result: result.library)
     grids = [_grid(name, results, failures) for name, results in libraries.items()]
     if len(grids) > 1:

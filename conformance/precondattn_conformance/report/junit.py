@@ -18,7 +18,7 @@ TYPES = {
     SKIPPED: "pytest.skip",
     XFAILED: "pytest.xfail",
 }
-"""The types of skipped tests: pytest's own, where it has one."""
+"""The types of skipped tests, which are pytest's own where it has one."""
 
 
 def write_junit(record: RunRecord, path: Path | str) -> None:
@@ -56,7 +56,7 @@ def _of_the_run(record: RunRecord) -> dict[str, str]:
 
 
 def _add_case(suite: Element, result: Result) -> None:
-    # CI systems take a dot for the end of a package's name.
+    # CI systems interpret a dot as the end of a package's name.
     classname = f"conformance.{result.mechanism.replace('.', '_')}"
     case = SubElement(
         suite,

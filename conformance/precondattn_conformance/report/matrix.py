@@ -1,8 +1,8 @@
-"""The matrix in the terminal: mechanisms × checks; a cell is the worst error / bound.
+"""The matrix in the terminal, mechanisms × checks: the largest error relative to its bound.
 
 Mechanisms of one family that pass share a line; a mechanism that fails has its own lines, one for
 each library and dtype in which it fails. Checks that do not fit side by side follow below. A check
-by which nothing was compared has no column: the line below the matrix says why.
+that compared nothing has no column; the line below the matrix says why.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 STYLES = {PASSED: "green", FAILED: "bold red", XFAILED: "magenta", UNSUPPORTED: "yellow"}
 WIDEST_NAME = 34
 PADDING = 2
-"""Blanks between columns."""
+"""The number of blanks between columns."""
 
 LINES_OF_A_MECHANISM = 6
 MOST_NAMES = 40
 
 Rows = list[tuple[str, list[Result]]]
-"""Lines: the name of each, and its results."""
+"""Lines of the matrix: the name and the results of each."""
 
 
 class Band:
@@ -89,7 +89,7 @@ def _by_mechanism(results: list[Result], *, splits: bool) -> Rows:
 
 
 def _named(name: str, mechanisms: dict[str, list[Result]], *, alone: bool) -> str:
-    """`softmax`, `lucid and 20 more`, or `20 more of lucid` if others of the family fail."""
+    """The name of a line: `softmax`, `lucid and 20 more`, `20 more of lucid` if some fail."""
     if len(mechanisms) == 1:
         return next(iter(mechanisms))
     if name in mechanisms:
@@ -109,7 +109,7 @@ def _where_it_fails(results: list[Result]) -> Rows:
 
 
 def _refused(results: list[Result]) -> list[str]:
-    """Families of which nothing was compared, and such mechanisms of the other families."""
+    """Families of which nothing was compared, and such mechanisms in other families."""
     names: list[str] = []
     for name, mechanisms in by_family(results).items():
         none = [m for m, group in mechanisms.items() if not any(r.is_compared for r in group)]
@@ -166,10 +166,10 @@ def _bands(
 
 
 def _print_legend(results: list[Result], console: Console) -> None:
-    """Explain the symbols that were used."""
+    """Print an explanation of the symbols that were used."""
     cell = Cell(results)
     is_measured = any(result.share is not None for result in results)
-    texts = ["12% or 4×: the worst error as a share of its bound"] if is_measured else []
+    texts = ["12% or 4×: the largest error relative to its bound"] if is_measured else []
     for status, symbol in SYMBOLS.items():
         if cell.counts[status]:
             texts.append(f"{symbol}2 {WORDS[status]}")

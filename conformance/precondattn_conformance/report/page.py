@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: the contents. The template is `page.html.j2`."""
+"""The contents of a run's self-contained HTML page. The template is `page.html.j2`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from precondattn_conformance.report.result import Result, error_text
 from precondattn_conformance.status import FAILED, PASSED, SKIPPED, STATUSES, UNSUPPORTED, XFAILED
 
 BREAKS = re.compile(r"(?<=[_,])|(?=[\[(])")
-"""Where a line may break within an expression."""
+"""Places at which a line may break within an expression."""
 
 DocsLink = Callable[[str], str | None]
 """A function from the name of a check to the URL of its documentation, or None."""
@@ -81,7 +81,7 @@ class RunVerdict:
 
 
 def verdict(record: RunRecord) -> RunVerdict:
-    """A run is good if enough of each check was compared, nothing failed, and it was completed."""
+    """The verdict: good if enough was compared, nothing failed, and the run was completed."""
     names = ", ".join(record.names) or "the default backends"
     compared = sum(result.is_compared for result in record.outcomes)
     failed = record.count(FAILED)
@@ -109,7 +109,7 @@ def verdict(record: RunRecord) -> RunVerdict:
         return RunVerdict(
             False,
             "Too little was compared",
-            f"{names}: fewer than half of a check's cases, without what is declared: {counts}.",
+            f"{names}: fewer than half of a check's cases, not counting declared ones: {counts}.",
         )
     excused = record.count(XFAILED)
     agreeing = f"{compared - excused} of the" if excused else "All"
@@ -150,13 +150,13 @@ def environment_of(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _outputs_only(record: RunRecord) -> str:
-    """How many cases were compared without gradients, and why."""
+    """A text on how many cases were compared without gradients, and why."""
     reasons = Counter(in_few_words(r.outputs_only) for r in record.outcomes if r.outputs_only)
     return "; ".join(f"{_many(n, 'case')}: {why}" for why, n in reasons.most_common())
 
 
 def _oracles(record: RunRecord) -> str:
-    """Who computed what was expected, if it was not the reference alone."""
+    """A text on the sources of expected results, if it was not the reference alone."""
     count = Counter(result.expected_by for result in record.outcomes)
     others = [f"{name} for {_many(n, 'long case')}" for name, n in count.items() if name]
     return ", ".join(["reference", *others]) if others else ""
@@ -193,7 +193,7 @@ class Refusal:
     checks: list[str]
     places: list[str]
     example: str
-    """The full reason of one case, if it is longer."""
+    """The full reason of one case, if the shown reason is cut."""
 
 
 def refusals(record: RunRecord) -> list[Refusal]:
@@ -224,11 +224,11 @@ class Covered:
     """Mechanisms of which nothing was compared."""
     columns: list[str]
     rows: dict[str, list[str]]
-    """By mechanism: compared / all, for each check."""
+    """"compared / all" for each check, by mechanism."""
 
 
 def covered(record: RunRecord) -> Covered:
-    """The coverage of a record, as the page shows it."""
+    """The coverage of a record for the page."""
     results = record.outcomes
 
     def counts(key: Callable[[Result], str]) -> list[tuple[str, Counter[str]]]:

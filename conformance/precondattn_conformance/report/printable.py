@@ -1,4 +1,4 @@
-"""Text from other programs, without characters that a terminal, browser or XML parser acts on."""
+"""Removes control characters from foreign texts, for terminals, browsers and XML parsers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Escape sequences of a terminal: colours, and movements of the cursor."""
+"""Escape sequences of a terminal: colours and cursor movements."""
 
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
 )
-"""Control characters other than tab and newline, text direction, and what XML forbids."""
+"""Control characters but tab and newline, text direction marks, and what XML forbids."""
 
 
 def printable(text: str) -> str:
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def all_printable(value: Json) -> Json:
-    """The same for every string in lists and dicts."""
+    """The JSON value with `printable` applied to every string in lists and dicts."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The JSON record of a run (its schema is `schema.json`), readable at any moment of the run.
+"""The JSON record of a run (its schema is `schema.json`), which is valid at any moment of the run.
 
 During a run the file is replaced about once a second, so a run that is killed leaves a valid record
 in which `complete` is false. Only the id of the running case is written in place, into space
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 SCHEMA = "precondattn-conformance/1"
 SECONDS = 1.0
-"""The shortest time between two replacements of the file."""
+"""The shortest time in seconds between two replacements of the file."""
 
 PATIENCE = 20
-"""The time between two replacements is at least this many times the time that writing took."""
+"""The shortest time between two replacements, as a multiple of the time that writing took."""
 
 RESERVED = 512
-"""Bytes for the id of the running case."""
+"""The number of bytes reserved for the id of the running case."""
 
 
 @dataclass
@@ -47,27 +47,27 @@ class RunRecord:
     """A run: the results of its cases, its backends and its environment."""
 
     date: str
-    """When it began, in UTC."""
+    """The time at which the run began, in UTC."""
     suite: str
     """The version of precondattn that contains the suite and the oracle."""
     backends: list[dict[str, str]]
-    """Those under test, in order of preference: name, package, version. Empty: the defaults."""
+    """The backends under test (name, package, version), preferred first. Empty: the defaults."""
     level: str
     device: str | None = None
-    """As it was requested."""
+    """The device as requested."""
     filters: dict[str, list[str]] = field(default_factory=dict)
     environment: JsonObject = field(default_factory=dict)
     outcomes: list[Result] = field(default_factory=list)
     layouts: dict[str, JsonObject] = field(default_factory=dict)
     """The sizes and masks of calls, by the name of the layout."""
     pairs: list[JsonObject] = field(default_factory=list)
-    """By mechanism: how many pairs of levels of the design were looked at, and how many go
-    together. Written when the run ends."""
+    """For each mechanism, the number of compared pairs of levels of the design, and of compatible
+    pairs. Written when the run ends."""
     promises: list[JsonObject] = field(default_factory=list)
-    """Of each convention: whether it is promised, and whether it holds. Written when the run ends;
+    """For each convention, whether it is promised and whether it holds. Written when the run ends;
     empty if no backend is named."""
     checks: list[JsonObject] = field(default_factory=list)
-    """Of a run of a named backend: how much of each check was compared. Written when it ends."""
+    """How much of each check was compared, if a backend is named. Written when the run ends."""
     seconds: float = 0.0
     complete: bool = False
     running: str | None = None
@@ -86,7 +86,7 @@ class RunRecord:
         return sum(result.status == status for result in self.outcomes)
 
     def head(self) -> JsonObject:
-        """The fields before coverage and outcomes."""
+        """The fields that precede coverage and outcomes."""
         return {
             "date": self.date,
             "seconds": round(self.seconds, 3),
@@ -109,7 +109,7 @@ def load(path: Path | str) -> RunRecord:
     Raises
     ------
     ValueError
-        if the file does not exist, is no record, or has another version of the schema.
+        if the file does not exist, is not a record, or has another version of the schema.
     """
     path = Path(path)
     try:
@@ -157,14 +157,14 @@ def is_record(path: Path | str) -> bool:
 
 
 class RecordWriter:
-    """Writes the record of a run. The file is readable whenever and however the run ends.
+    """Writes the record of a run. The file is valid whenever and however the run ends.
 
     If `path` is None, the record is kept in memory only. `record` is the record so far.
 
-    with Recording(path, backends=("mine",), level="smoke", device=None, filters={}) as recording:
+    with RecordWriter(path, backends=("mine",), level="smoke", device=None, filters={}) as writer:
         for case in cases:
-            recording.started(case)
-            recording.add(run_case(case, "mine"))
+            writer.started(case)
+            writer.add(run_case(case, "mine"))
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class RecordWriter:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> RecordWriter:
-        """Write the record once, so that a path that can not be written fails at once.
+        """Write the record once, so that an unwritable path raises an error at the start.
 
         Raises
         ------
         ValueError
-            if it can not be written.
+            if the record can not be written.
         """
         try:
             self._write()
@@ -216,7 +216,7 @@ class RecordWriter:
         self.close(complete=kind is None)
 
     def started(self, case: Case) -> None:
-        """Write which case is running."""
+        """Record which case is running."""
         self.record.running = printable(case.id)
         if self._file is not None:
             self._file.seek(len(_opening(complete=False)))
@@ -245,11 +245,11 @@ class RecordWriter:
         self._lines = [self._lines[i] for i in order]
 
     def looked_at(self, pairs: Iterable[Pairs]) -> None:
-        """Set how many pairs of levels the run looked at."""
+        """Set how many pairs of levels the run compared."""
         self.record.pairs = [row.to_json() for row in pairs]
 
     def has_promises(self, promises: Iterable[Promise]) -> None:
-        """Set what the backend promises, and what holds of it."""
+        """Set which conventions the backend promises, and which hold."""
         self.record.promises = [promise.to_json() for promise in promises]
 
     def compared(self, checks: Iterable[JsonObject]) -> None:
@@ -299,7 +299,7 @@ class RecordWriter:
 
 
 def _opening(*, complete: bool) -> bytes:
-    """Everything before the running case."""
+    """The part of the file before the running case."""
     value = json.dumps(complete)
     return f'{{\n "schema": "{SCHEMA}",\n "complete": {value},\n "running": '.encode()
 

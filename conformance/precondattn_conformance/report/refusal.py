@@ -1,4 +1,4 @@
-"""Short reasons of refusals. In full they name every piece of a mechanism, so all are different."""
+"""Short reasons of refusals. The full texts name every piece of a mechanism, so all differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ANSWER = re.compile(r"^\s+(?P<backend>[\w./-]+)(?: for .+?)?: (?P<why>.+)$", re.
 
 
 def in_few_words(reason: str, backends: tuple[str, ...] = ()) -> str:
-    """The backends' reasons for the pieces, each once; without any, the first line of the text."""
+    """The backends' reasons for the pieces, each once, or else the text's first line."""
     answers = [
         match["why"].strip()
         for match in ANSWER.finditer(reason)

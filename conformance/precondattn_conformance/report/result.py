@@ -1,4 +1,4 @@
-"""The result of a case as plain data: from a run, or from a file."""
+"""The result of a case as plain data, from a run or from a file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from precondattn_conformance.runner import Outcome
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf}
-"""Errors for which JSON has no number."""
+"""Texts for errors that JSON can not represent as numbers."""
 TEXTS = ("reason", "details", "snippet", "alone", "expected_by", "outputs_only")
-"""Fields that an entry lacks where they are empty."""
+"""Fields that are left out of an entry if they are empty."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Result:
     error: float | None = None
     bound: float | None = None
     expected_by: str = ""
-    """Who computed what was expected; empty for the reference, or if nothing was measured."""
+    """The source of the expected result; empty for the reference, or if nothing was measured."""
     outputs_only: str = ""
-    """Why no gradients were compared, where a backend with a gradient has them compared."""
+    """The reason why no gradients were compared, in a check that also compares gradients."""
     seconds: float = 0.0
     reason: str = ""
     details: str = ""
     snippet: str = ""
     alone: str = ""
-    """Of a failure that was replayed alone in a new process: its status there."""
+    """The status of a failed case when it was replayed alone in a new process."""
     after: tuple[str, ...] = ()
-    """The ids of the earlier cases after which a case fails that passes alone."""
+    """The ids of the earlier cases after which the case fails, if it passes alone."""
 
     @classmethod
     def of_outcome(cls, outcome: Outcome | Result) -> Result:
@@ -102,7 +102,7 @@ class Result:
         return cls(**known)
 
     def to_json(self) -> JsonObject:
-        """The entry in a record, without empty fields."""
+        """The result's entry in a record, without empty fields."""
         entry: JsonObject = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -118,7 +118,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """The error as a share of its bound: at most 1 if the case passed."""
+        """The ratio of the error to its bound: at most 1 if the case passed."""
         if self.error is None or self.bound is None:
             return None
         if self.bound == 0:
@@ -132,13 +132,13 @@ class Result:
 
     @property
     def headline(self) -> str:
-        """The first line of the reason; for a traceback the last line, which has the exception."""
+        """The first line of the reason; of a traceback the last line, the exception."""
         lines = self.reason.strip().splitlines() or [""]
         return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
 
 
 def worst(results: Iterable[Result]) -> Result | None:
-    """The result whose error is the largest share of its bound; NaN counts as the largest."""
+    """The result with the largest ratio of error to bound; NaN counts as the largest."""
     measured = [(share, result) for result in results if (share := result.share) is not None]
     if not measured:
         return None
@@ -146,7 +146,7 @@ def worst(results: Iterable[Result]) -> Result | None:
 
 
 def share_text(share: float) -> str:
-    """A share of the bound in at most five characters: `<1%`, `12%`, `100%`, `3.1×`, `4e3×`."""
+    """An error / bound in at most five characters: `<1%`, `12%`, `100%`, `3.1×`, `4e3×`."""
     if math.isnan(share):
         return "NaN"
     if math.isinf(share):
@@ -168,7 +168,7 @@ def share_text(share: float) -> str:
 
 
 def error_text(result: Result) -> str:
-    """`error 3.2e-06 of 2e-05 allowed (16%)`, or empty."""
+    """The error in words: `error 3.2e-06 of 2e-05 allowed (16%)`; empty if nothing was measured."""
     if result.error is None or result.bound is None or result.share is None:
         return ""
     error = f"{result.error:.2g}".replace("nan", "NaN").replace("inf", "∞")
