@@ -27,7 +27,7 @@ import matplotlib as mpl
 import numpy as np
 from claims.claim import DOCUMENTS
 from make_figures import STYLE
-from recorded import load, save, with_measured
+from recorded import captioned, load, save, with_measured
 
 import precondattn as pa
 
@@ -82,7 +82,7 @@ def run(name: str) -> dict[str, Any]:
     start = time.process_time()
     results = experiment(name).run()
     seconds = time.process_time() - start
-    if "runs" in results:  # Some may be of an earlier call, which was interrupted.
+    if "runs" in results:  # Some runs may be from an earlier, interrupted call.
         seconds = sum(training["seconds"] for training in results["runs"].values())
     return {
         "precondattn": pa.__version__,
@@ -107,7 +107,7 @@ def measured(name: str, saved: dict[str, Any]) -> str:
         [
             fill(f"**Verdict: {module.CLAIM.verdict}.** {module.CLAIM.because}", LINE),
             "",
-            f"![{module.ALT}](../figures/claims_{name}.svg)",
+            captioned(f"../figures/claims_{name}.svg", module.ALT),
             "",
             module.rows(results),
             "",

@@ -1,4 +1,4 @@
-"""Write `compositions.md`: which preconditioner goes around which base, and why not others.
+"""Write `compositions.md`: the bases that each preconditioner accepts, and reasons for refusals.
 
 python docs/make_compositions.py
 """
@@ -14,14 +14,20 @@ PAGE = Path(__file__).with_name("compositions.md")
 HEAD = """\
 # What composes with what
 
-The row is the outer mechanism, the column the inner one: row `lucid`, column `path` is
-`lucid(path)`. Every composition with a ✓ has an output, gradients and, if it is causal, a cache,
-all derived from its steps and tested by the conformance suite. A number refers to the reason below,
-for which the composition is refused at construction.
+Rows are outer mechanisms, and columns are inner mechanisms: row `lucid` and column `path` stand for
+`lucid(path)`. A composition with a ✓ has an output, gradients and, if it is causal, a cache. All of
+them are derived from the steps of the composition, and the conformance suite tests them. A number
+means that the composition raises an error when it is built; the list below gives the reason.
 
-This page is generated from the declarations of the mechanisms by `docs/make_compositions.py`.
+`docs/make_compositions.py` generates this page from the declarations of the mechanisms.
 
 """
+
+
+REFUSALS = (
+    "Each reason is the text of the error. In it, *it* is the outer mechanism, and *the base* is "
+    "the inner one."
+)
 
 
 def other_bases(bases: dict[str, type[pa.Mechanism]]) -> list[str]:
@@ -69,7 +75,7 @@ def page() -> str:
             refused.setdefault(reason, []).append(f"`{name}({inner})`")
             cells.append(str(number))
         lines.append(f"| **`{name}`** | {' | '.join(cells)} |")
-    lines += ["", "## Refusals", ""]
+    lines += ["", "## Refusals", "", REFUSALS, ""]
     lines += [f"{i}. {', '.join(refused[reason])}: {reason}." for reason, i in reasons.items()]
     return HEAD + "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Write `measurements/predictions/cuda.json`: what CUDA kernels are expected to reach.
+"""Write `measurements/predictions/cuda.json`: predicted times of the CUDA kernels.
 
     python docs/make_cuda_predictions.py
 
@@ -24,15 +24,15 @@ DEVICES = (H100, H200)
 
 
 class CudaGuess(NamedTuple):
-    """What the machine code suggests for a kernel at one width."""
+    """An estimate for a kernel at one width, from its machine code."""
 
     call: str
     work: Callable[[TiledSize], KernelWork]
     width: int
     pace: float
-    """The share of the roof within the loop, on a full GPU."""
+    """The share of the roofline that the loop reaches on a fully occupied GPU."""
     resident: int
-    """Programs that a multiprocessor holds, by registers and shared memory."""
+    """Resident programs per multiprocessor, by registers and shared memory."""
     reason: str
 
 

@@ -109,7 +109,7 @@ def spectrum() -> Figure:
 
 
 def margin() -> Figure:
-    """Of queries that equal their target's key, in one head of each layer: gains over all keys."""
+    """Gains over all keys of queries that equal their target's key, in one head of each layer."""
     figure, (left, right) = panels(2, height=2.5)
     k = real()["k"]
     targets = np.arange(3, 251, 12)
@@ -134,7 +134,7 @@ def margin() -> Figure:
 
 def probabilities() -> Figure:
     """The share of probabilities below each power of ten, by layer, and the paper's."""
-    figure, (ax,) = panels(1, height=2.5)
+    figure, (ax,) = panels(1, height=2.9)
     a = pa.diagnostics.weights(pa.Softmax(causal=False), **real())
     shares = pa.diagnostics.probability_histogram(a, visible=np.ones((252, 252), dtype=bool))
     below = np.cumsum(shares, axis=-1)[0, :, :-1]
@@ -144,7 +144,7 @@ def probabilities() -> Figure:
         ax.plot([], [], color=colour, label=title)
     ax.plot((1e-7, 1e-3), (0.2, 0.8), "x", color=INK, label="LASER's paper, 2.2 billion parameters")
     ax.set(xscale="log", xlabel="probability", ylabel="share below it", ylim=(0, 1.02))
-    ax.legend(fontsize=7)
+    figure.legend(ncols=2, loc="outside lower center")
     return figure
 
 

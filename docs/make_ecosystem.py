@@ -4,7 +4,7 @@
     python docs/make_ecosystem.py             # the page and the reports
     python docs/make_ecosystem.py --snippets  # runs the code of judgements again before
 
-What is judged of red cells stands in `precondattn_conformance/ecosystem/judgements/`.
+The judgements of red cells are in `precondattn_conformance/ecosystem/judgements/`.
 """
 
 from __future__ import annotations

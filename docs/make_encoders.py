@@ -4,8 +4,8 @@ python docs/make_encoders.py           convert, train, save, draw, and update th
 python docs/make_encoders.py --draw    draw what was saved, and update the page
 
 The model is that of `conformance/make_minilm.py`, whose packages this needs. The sentences that are
-compared are those of its passage. It is trained on sentences of this documentation, to give the
-embeddings that it gave before.
+compared are those of its passage. Converted models are trained on sentences of this documentation,
+to reproduce the embeddings of the original model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import load, save, with_measured
+from recorded import captioned, load, save, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers_encoders.md"
@@ -28,7 +28,7 @@ FIGURE = DOCS / "figures" / "conversion_encoders.svg"
 
 MECHANISMS = ("softmax", "temperature[per=head]", "lucid", "laser", "row_normalized", "qk_norm")
 UNCHANGED = MECHANISMS[:2]
-"""Those that are not trained: they give what the model gave."""
+"""The mechanisms that need no training: outputs are those of the original model."""
 FURTHER, BATCH, EVERY = 200, 8, 20
 """Steps, sentences of a step, and steps between two measurements."""
 RATE = 1e-4
@@ -110,7 +110,7 @@ def batches_for_training(model: Any, tokenizer: Any) -> Iterator[tuple[Any, Any]
 
 
 def train(model: Any, batches: list[Any], tokens: Any, wanted: Any) -> dict[str, list[float]]:
-    """The losses of other sentences every few steps: 1 − the mean cosine with what is wanted."""
+    """The losses of other sentences every few steps: 1 − the mean cosine with the targets."""
     import torch
     from rich.progress import track
 
@@ -157,33 +157,45 @@ def correlation(x: Any, y: Any) -> float:
 
 
 def measured(saved: dict[str, Any]) -> str:
-    """What the page says about the saved run."""
+    """The part of the page that describes the saved run."""
     about = (
         f"MiniLM (all-MiniLM-L6-v2: six layers, twelve heads of width 32) was converted, and then "
-        f"trained further for {FURTHER} steps. {saved['sentences']} sentences are one batch with "
-        f"{saved['tokens']} tokens and {saved['padding']} of padding. The embedding of a sentence "
-        f"is the mean of its hidden states, of length 1. The change of hidden states is "
-        f"relative to the largest one. Rank correlations are Spearman's, between the similarities "
-        f"of all pairs of sentences, before and after. A temperature begins at 1, and so changes "
-        f"nothing. Further training is on {BATCH} sentences of this documentation in a step, to "
-        f"give the embeddings of before (AdamW at a rate of {RATE:g}); the loss is 1 less their "
-        f"mean cosine, here of the sentences that are compared, on which it is not trained. One "
-        f"training ranks nothing. All of it took {saved['seconds_of_one_core']:.0f} seconds of "
-        f"one core; `python docs/make_encoders.py` repeats it."
+        f"trained for {FURTHER} more steps. The table compares {saved['sentences']} sentences, in "
+        f"one batch with {saved['tokens']} tokens and {saved['padding']} padding tokens. The "
+        f"embedding of a sentence is the mean of its hidden states, normalised to length 1. The "
+        f"change of hidden states is relative to the largest hidden state. The rank correlation is "
+        f"Spearman's, between the similarities of all pairs of sentences before and after the "
+        f"conversion. `temperature` begins at 1, so at first it changes nothing. Further training "
+        f"teaches the converted model to reproduce the original embeddings. Each step has {BATCH} "
+        f"sentences of this documentation, and the optimizer is AdamW with learning rate {RATE:g}. "
+        f"The loss is 1 minus the mean cosine with the original embeddings. The figure shows the "
+        f"loss on the compared sentences, which are not used for training. One training run is not "
+        f"enough to rank mechanisms. The whole run took {saved['seconds_of_one_core']:.0f} s of "
+        f"CPU time; `python docs/make_encoders.py` repeats it."
     )
     lines = [
         fill(about, LINE, break_long_words=False),
         "",
-        "| mechanism | largest change of a hidden state | cosine of an embedding with the one "
-        "before, mean (lowest) | rank correlation of similarities | trained: cosine | rank "
-        "correlation |",
+        "| mechanism | largest change of a hidden state | cosine with the original embedding, mean "
+        "(lowest) | rank correlation of similarities | cosine after training, mean (lowest) | rank "
+        "correlation after training |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for mechanism, run in saved["runs"].items():
         trained = shown(run["trained"]) if "trained" in run else "– | –"
         change = f"{run['largest_change']:.2g}"
         lines.append(f"| `{mechanism}` | {change} | {shown(run)} | {trained} |")
-    drawn = "![Loss of other sentences while training further](figures/conversion_encoders.svg)"
+    losses = {
+        mechanism: run["trained"]["losses"]["held_out"]
+        for mechanism, run in saved["runs"].items()
+        if "trained" in run
+    }
+    changes = ", ".join(f"{of[0]:.2f} to {of[-1]:.2f} with {x}" for x, of in losses.items())
+    drawn = captioned(
+        "figures/conversion_encoders.svg",
+        f"Further training brings the embeddings of other sentences nearer to the original ones: 1 "
+        f"minus their cosine falls from {changes}, most of it in the first 20 steps.",
+    )
     return "\n".join([*lines, "", drawn])
 
 

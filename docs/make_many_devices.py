@@ -23,7 +23,7 @@ from many_devices_model import (
     ring,
     scan,
 )
-from recorded import load, shown, with_measured
+from recorded import captioned, load, shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "many_devices_simulation.md"
@@ -36,21 +36,42 @@ BLOCKS = tuple(2**i for i in range(7, 15))
 MOST_BLOCKS = 2**14
 """More blocks are not simulated."""
 SHOWN = (2**20, 64)
+FOUND_IDLE = (
+    "Contiguous layouts leave a third to a half of the work idle, zigzag none. Cyclic ones idle "
+    "the more the larger the block and the more devices there are, up to half with blocks of "
+    "1,024 tokens."
+)
+FOUND_TIME = (
+    "The pipelined solves of LUCID get faster up to 256 devices with 1M tokens and up to 1,024 "
+    "with 16M, in a cyclic layout within 1.7 times softmax's time on up to 256 devices. With "
+    "gathered keys LUCID hardly gains from more than 64 devices."
+)
+FOUND_BLOCK = (
+    "With 1M tokens the best blocks have 1,024 or 2,048 tokens on 64 devices and more, and much "
+    "smaller ones take more than twice as long on 256. On 8 devices the size hardly matters. "
+    "With 16M tokens blocks of 1,024 or 2,048 tokens are best, too."
+)
+FOUND_WHERE = (
+    "1M tokens on 64 devices. Left, the first device of a contiguous layout idles nearly all of "
+    "the time, each of a zigzag layout a third, and those of a cyclic layout 5 to 16 %. Right, "
+    "a contiguous layout idles nearly only in the last tenth of the blocks, a zigzag one most "
+    "there."
+)
 ASSUMED = {
     "flops": "FLOP/s of products of bfloat16: data sheet of the H100 SXM, without sparsity",
-    "share": "share of them in attention and in the solve: assumed",
-    "recurrent_share": "share of them in the gated delta rule: assumed",
-    "tiles": "multiprocessors: fewer tiles of 128 rows of a head leave some idle",
-    "near": "bytes/s and direction, up to 8 devices: data sheet, NVLink of 900 GB/s both ways",
-    "far": "bytes/s and direction, more devices: InfiniBand of 400 Gbit/s for each device",
-    "link_share": "share of a link's bytes/s: assumed",
-    "message": "seconds of a message, for each hop: assumed",
-    "launch": "seconds of a launch: assumed",
+    "share": "share of `flops` that attention and the solve reach: assumed",
+    "recurrent_share": "share of `flops` that the gated delta rule reaches: assumed",
+    "tiles": "multiprocessors; with fewer tiles (128 rows of a head), some are idle",
+    "near": "bytes/s in each direction, up to 8 devices: data sheet, NVLink of 900 GB/s both ways",
+    "far": "bytes/s in each direction, more devices: InfiniBand, 400 Gbit/s for each device",
+    "link_share": "share of these bytes/s that is reached: assumed",
+    "message": "latency of a message in seconds, for each hop: assumed",
+    "launch": "seconds to launch a kernel: assumed",
     "heads": "query heads, batch 1",
     "kv_heads": "key/value heads",
     "width": "channels of keys and of values",
-    "backward_work": "FLOPs of the gradient, of those forward: five products for two",
-    "backward_bytes": "bytes of the gradient, of those forward: keys, values, float32 gradients",
+    "backward_work": "FLOPs of the gradient / of the forward: five products for two",
+    "backward_bytes": "bytes of the gradient / of the forward: keys, values, float32 gradients",
     "chunk": "tokens of a chunk of the recurrence",
 }
 
@@ -127,7 +148,7 @@ def measured(saved: dict[str, Any], cpu: dict[str, Any]) -> str:
     ])  # fmt: skip
     lines += ["", "## Idle work by layout", "",
               "Counted pairs of causal attention, at 1M tokens: 1 − mean / maximum of devices.", "",
-              "![Idle share by layout](figures/many_devices_idle.svg)", ""]  # fmt: skip
+              captioned("figures/many_devices_idle.svg", FOUND_IDLE), ""]  # fmt: skip
     layouts = [("contiguous", 1), ("zigzag", 1), ("cyclic", 128), ("cyclic", 512), ("cyclic", 1024)]
     lines += table(
         ["devices", *(f"`cyclic[block={b}]`" if b > 1 else f"`{k}`" for k, b in layouts)],
@@ -135,7 +156,7 @@ def measured(saved: dict[str, Any], cpu: dict[str, Any]) -> str:
          for p in DEVICES],
     )  # fmt: skip
     lines += ["", "## Simulated time of one layer's attention, forward / training step", "",
-              "![Time by plan](figures/many_devices_time.svg)", ""]  # fmt: skip
+              captioned("figures/many_devices_time.svg", FOUND_TIME), ""]  # fmt: skip
     fixed = list(saved["rows"][0]["plans"])
     cells = []
     for found in saved["rows"]:
@@ -147,7 +168,7 @@ def measured(saved: dict[str, Any], cpu: dict[str, Any]) -> str:
         cells.append([name(found["tokens"]), str(found["devices"]), *shown])
     lines += table(["tokens", "devices", *fixed, *(f"LUCID, {k}" for k in LAYOUTS)], cells)
     lines += ["", "## Best block size, and the share of time that devices compute", "",
-              "![Time by block size](figures/many_devices_block.svg)", ""]  # fmt: skip
+              captioned("figures/many_devices_block.svg", FOUND_BLOCK), ""]  # fmt: skip
     cells = []
     for found in saved["rows"]:
         runs = [found["solves"].get(layout) for layout in LAYOUTS]
@@ -155,12 +176,12 @@ def measured(saved: dict[str, Any], cpu: dict[str, Any]) -> str:
         cells.append([name(found["tokens"]), str(found["devices"]), *shown])
     lines += table(["tokens", "devices", *LAYOUTS], cells)
     lines += ["", "## Where the pipelined solve idles", "",
-              "![Idle time by device and over the sequence](figures/many_devices_where.svg)", "",
+              captioned("figures/many_devices_where.svg", FOUND_WHERE), "",
               "## The same kind of model beside a measured run", "",
               f"Softmax and the gated delta rule, {cpu['tokens']:,} tokens, {cpu['heads']} heads of "  # noqa: E501
               f"{cpu['width']}, forward, float32, PyTorch {cpu['torch']} with gloo, processes on "
-              f"{cpu['cores']} cores that others used too. Constants are those of the same run "
-              "(`docs/measure_many_devices.py`).", ""]  # fmt: skip
+              f"{cpu['cores']} cores that others used too. The model's constants were measured "
+              "in the same run (`docs/measure_many_devices.py`).", ""]  # fmt: skip
     lines += table(["plan", "processes", "predicted", "measured", "measured / predicted"], [
         [r["plan"], str(r["devices"]), duration(r["predicted"]), duration(r["measured"]),
          f"{r['measured'] / r['predicted']:.2f}"] for r in cpu["rows"]

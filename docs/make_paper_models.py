@@ -19,9 +19,10 @@ UNITS = {"M": 10**6, "B": 10**9}
 HEAD = """\
 # Models of the papers
 
-How the models of the papers' experiments are made of our [layers](layers.md), and whether the
-papers' own numbers fit together. Nothing was trained; experiments are on the
-[claims' pages](claims/index.md). Parameters are counted on the device `meta`, without memory:
+This page shows how to build the models of the papers' experiments from our [layers](layers.md),
+and whether their numbers of parameters agree with those in the papers. Nothing was trained for
+this page; for experiments, see the [papers' claims](claims/index.md). Parameters are counted on
+the device `meta`, without allocating memory:
 
 ```python
 >>> from precondattn.layers.torch import Decoder
@@ -32,11 +33,12 @@ papers' own numbers fit together. Nothing was trained; experiments are on the
 '301,270,016'
 ```
 
-Our `Decoder` has RMS norms, no biases, and one embedding for tokens and head. Where a paper has
-others, or does not say, its numbers differ: by less than a percent for norms and biases, and by the
-embedding for a head of its own. A number *fits* if ours, rounded to as many digits, is the paper's.
+Our `Decoder` has RMS norms and no biases, and its output layer shares the weights of the
+embedding. A paper may use other norms or biases, or not state them, which changes the number by
+less than a percent. An output layer that shares no weights adds as many parameters as the
+embedding. A number *fits* if ours equals the paper's when it is rounded to as many digits.
 
-This page is generated from `docs/paper_models.py` by `docs/make_paper_models.py`.
+The script `docs/make_paper_models.py` generates this page from `docs/paper_models.py`.
 """
 
 

@@ -15,17 +15,19 @@ PAGE = Path(__file__).with_name("recipes.md")
 HEAD = """\
 # Recipes
 
-How an [attention layer](layers.md) makes each input of its mechanism from the hidden states x, with
-weights W. A recipe is found by what an input means: by the piece that reads it, and that piece's
-name of it. So these tables serve all compositions: k of `ccq(gated_delta)` and of `gated_delta` are
-made in the same way, because both reach the delta rule as k.
+A recipe is the equation by which an [attention layer](layers.md) computes an input of its mechanism
+from the hidden states x, with weights W. There is a table for each piece of a mechanism that reads
+inputs. The tables apply to all compositions: an input has the recipe of the piece that reads it,
+under the name that it has there. For example, k of `ccq(gated_delta)` has the same recipe as k of
+`gated_delta`, because the piece `gated_delta` reads it as k in both mechanisms.
 
-σ is the sigmoid, SiLU(x) = x σ(x), L2(x) a row of length 1, conv a causal convolution of each
-channel, γ a gain, W with other names (A, B) low-rank factors. `out` is what happens to the output o
-of the mechanism before the last projection; without one, nothing. Names that are no inputs, `x` and
-`dt` of `ssd`, are helpers that other recipes read.
+In the equations, σ is the sigmoid, SiLU(x) = x σ(x), L2(x) divides a row by its length, conv is a
+causal convolution of each channel, and γ is a gain. A and B are low-rank factors. The row `out` is
+the recipe for the output o of the mechanism, which is applied before the last projection; without
+this row, o is not changed. Some rows are not inputs but intermediate results that other recipes
+read, such as `x` and `dt` of `ssd`.
 
-This page is generated from the declarations by `docs/make_recipes.py`.
+`docs/make_recipes.py` generates this page from the declarations of the recipes.
 """
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import shown, with_measured
+from recorded import captioned, shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "train_a_language_model.md"
@@ -28,19 +28,20 @@ FIGURE = DOCS / "figures" / "tutorial.svg"
 MECHANISMS = ("softmax", "lucid", "laser", "gated_delta", "ccq(gated_delta)", "gla")
 WIDTH, STEPS = 64, 448
 WRITER = "lucid"
-"""Whose sample is on the page."""
+"""The mechanism whose text sample is on the page."""
 SMOOTH = 8
-"""Each point of a curve is the mean of so many steps."""
+"""The number of steps that a point of a curve averages."""
 
 LINE = 110
 RANKS = (
-    "One seed and so few steps do not rank mechanisms. The run shows that each of them trains in "
-    "the same model without further code. `python docs/make_tutorial.py` repeats it."
+    "One seed and so few steps are not enough to rank the mechanisms. The run shows that each of "
+    "them can be trained in the same model without further code. `python docs/make_tutorial.py` "
+    "repeats the run."
 )
 
 
 def functions() -> dict[str, Any]:
-    """What the page defines before it trains."""
+    """The definitions of the page before its first training."""
     section = PAGE.read_text(encoding="utf-8").partition("The mechanism is the only thing")[0]
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
@@ -97,16 +98,22 @@ def commit() -> str:
 
 
 def measured(saved: dict[str, Any]) -> str:
-    """What the page says about the saved run."""
+    """The part of the page that describes the saved run."""
     seconds = sum(run["seconds_of_one_core"] for run in saved["runs"].values())
     about = (
-        f"Each curve has {saved['steps']} steps at width {saved['width']}, and a point is the mean "
-        f"of {SMOOTH} steps. The text had {saved['characters']:,} characters (commit "
-        f"`{saved['commit'][:7]}`). The last column is the processor's time of training, in all "
-        f"{seconds:.0f} seconds; two models were trained at a time, with one thread each."
+        f"All six models learn at about the same rate. Each was trained for {saved['steps']} steps "
+        f"at width {saved['width']}, and each point of a curve is the mean of {SMOOTH} steps. The "
+        f"text had {saved['characters']:,} characters (commit `{saved['commit'][:7]}`). The last "
+        f"column of the table is the CPU time of training, {seconds:.0f} s in all. Two models were "
+        f"trained at a time, with one thread each."
+    )
+    last = [sum(run["losses"][-SMOOTH:]) / SMOOTH for run in saved["runs"].values()]
+    finding = (
+        f"Training losses of {len(last)} mechanisms fall together, to between {min(last):.2f} "
+        f"and {max(last):.2f} nats after {saved['steps']} steps."
     )
     lines = [
-        "![Training loss of each mechanism](figures/tutorial.svg)",
+        captioned("figures/tutorial.svg", finding),
         "",
         fill(about, LINE),
         "",
@@ -125,7 +132,7 @@ def measured(saved: dict[str, Any]) -> str:
         "",
         fill(RANKS, LINE),
         "",
-        fill(f"What the model of `{WRITER}` then wrote, at temperature 0.8 and top-p 0.9:", LINE),
+        fill(f"The model with `{WRITER}` then wrote this, at temperature 0.8 and top-p 0.9:", LINE),
         "",
         "```text",
         *(line.rstrip() for line in sample),

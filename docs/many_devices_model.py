@@ -1,7 +1,7 @@
 """A model of the time that sequences divided among devices take: compute, bytes and latency.
 
-A device computes one thing at a time and receives while it computes. `Constants` are all that is
-assumed of it, and nothing of them was measured on a GPU.
+A device computes one thing at a time and receives while it computes. `Constants` are all the
+assumptions about it. None of them was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Constants:
 
     flops: float = 989e12
     share: float = 0.5
-    """Of `flops`, in attention and in the solve."""
+    """The share of `flops` that attention and the solve reach."""
     recurrent_share: float = 0.25
     tiles: int = 132
     """Fewer tiles of `tile` rows of one head leave multiprocessors idle; 0: never."""
@@ -36,7 +36,7 @@ class Constants:
     kv_heads: int = 8
     width: int = 128
     number: int = 2
-    """Bytes of a number of the inputs."""
+    """Bytes per number of the inputs."""
     backward_work: float = 2.5
     backward_bytes: float = 3.0
     """Keys and values once more, and their gradients in float32."""
@@ -55,7 +55,7 @@ class Constants:
 
     @property
     def key_bytes(self) -> int:
-        """Of the key and the value of a token."""
+        """Bytes of a token's key and value."""
         return 2 * self.width * self.kv_heads * self.number
 
 
@@ -80,7 +80,7 @@ def idle_share(layout: str, tokens: int, devices: int, block: int = 1) -> float:
 
 
 def closed_idle_share(layout: str, tokens: int, devices: int, block: int = 1) -> float:
-    """The same in closed form, for equal numbers of blocks.
+    """The share of idle work in closed form, for equal numbers of blocks.
 
     contiguous: the last device has c (N − (c − 1)/2) pairs, with c = N / P; cyclic: it has
     B (P − 1) / 2 keys more than the mean for each of its queries.
@@ -150,14 +150,14 @@ def gathered(c: Constants, tokens: int, devices: int, backward: bool = False) ->
 
 @dataclass(frozen=True)
 class Pipelined:
-    """The seconds of a pipelined solve, and where they went, as shares of all devices' time."""
+    """The seconds of a pipelined solve, and its busy and idle shares of all devices' time."""
 
     seconds: float
     busy: float
-    """The mean of devices."""
+    """The mean over devices."""
     idle_by_device: np.ndarray
     idle_over_time: np.ndarray
-    """In ten parts of the blocks, in order."""
+    """The idle share in each of ten consecutive parts of the solve."""
 
 
 def pipelined(
@@ -165,8 +165,8 @@ def pipelined(
 ) -> Pipelined:
     """LUCID: blocks solved in order by their owners, broadcast, and used by all.
 
-    A device treats blocks in the order of arrival: the owner of the next block first updates
-    its rows and solves them (look-ahead), then the rest of its later rows and its attention.
+    A device processes blocks in the order of arrival. The owner of the next block first updates
+    and solves the rows of that block (look-ahead), then updates its later rows and its attention.
     """
     work, size = (c.backward_work, c.backward_bytes) if backward else (1.0, 1.0)
     blocks = tokens // block
@@ -207,7 +207,7 @@ def pipelined(
             at_once[owner[j + 1]] = update + apply
         seconds = at_once + rows(updating, updating * float(block**2), c.kv_heads)
         seconds += rows(attending, own, c.heads)
-        # A device without later rows is not waiting; it is done, which counts at the end.
+        # A device without later rows is done, not waiting; its idle time is counted at the end.
         start = np.where(seconds > 0, np.maximum(free, arrived), free)
         idle += start - free
         over_time[10 * j // blocks] += (start - free).mean()

@@ -7,8 +7,8 @@
 `cyclic`      `context_parallel("lucid", mesh, layout="cyclic[block=B]")`, B of `BLOCKS`
 `gathered`    every process gathers all keys and values, solves all tokens, and attends from its own
 
-Processes share the cores, so that the time of the slowest says little of as many machines: the CPU
-seconds of each process do, which do not count what it waits for.
+Processes share the cores, so the time of the slowest process does not predict the time on as many
+machines. The CPU seconds of each process do, since they do not include waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from recorded import load, save, shown, with_measured
+from recorded import captioned, load, save, shown, with_measured
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,7 +42,7 @@ DEVICES, HEADS, WIDTH = 8, 1, 16
 COMPARED = (2**14, 2**15, 2**16)
 LONGER = (2**18, 2**20)
 BLOCKS = {2**20: 4096}
-"""Of the layout; 512 where none is given"""
+"""The layout's block size by the number of tokens; 512 if not listed"""
 
 
 def layout_of(tokens: int) -> str:
@@ -129,7 +129,7 @@ def work(rank: int, folder: str, lengths: tuple[int, ...]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=DEVICES)
     mesh = init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("cp",))
     with torch.no_grad():
-        rows_of(2**13, mesh, compares=True)  # What the first call loads is not counted.
+        rows_of(2**13, mesh, compares=True)  # A first call, which loads modules, is not counted.
         rows = []
         for tokens in lengths:
             rows += rows_of(tokens, mesh, compares=tokens in COMPARED)
@@ -155,12 +155,12 @@ def mean(numbers: list[float]) -> float:
 
 
 def of_plan(saved: dict[str, Any], plan: str) -> dict[int, dict[str, Any]]:
-    """Its rows, by the number of tokens."""
+    """The rows of a plan, by the number of tokens."""
     return {row["tokens"]: row for row in saved["rows"] if row["plan"] == plan}
 
 
 def estimated(saved: dict[str, Any], tokens: int) -> tuple[float, float]:
-    """CPU seconds and peak bytes of a process: pairs grow as N², what it holds as N."""
+    """CPU seconds and peak bytes of a process: pairs grow as N², its memory as N."""
     rows = of_plan(saved, "cyclic")
     before, longest = (rows[n] for n in sorted(rows)[-2:])
     more = tokens - longest["tokens"]
@@ -170,13 +170,13 @@ def estimated(saved: dict[str, Any], tokens: int) -> tuple[float, float]:
 
 
 def measurements(saved: dict[str, Any]) -> str:
-    """The table, and what follows from it."""
+    """The table, and the conclusions."""
     cyclic, whole = of_plan(saved, "cyclic"), of_plan(saved, "gathered")
     lines = [
         f"{saved['devices']} processes of one thread on {saved['cores']} cores that other work used too, "  # noqa: E501
         f"PyTorch {saved['torch']} with gloo, float32, {saved['heads']} head of {saved['width']} channels, "  # noqa: E501
-        "forward. CPU seconds are the mean of the processes. The peak is that of the process that "
-        "has most, above what it held before the call: libraries and its inputs.",
+        "forward. CPU seconds are the mean over processes. The peak is the largest of all "
+        "processes, without the memory before the call (libraries and inputs).",
         "",
         "| tokens | layout | CPU seconds of a process | gathered | peak, MiB | gathered "
         "| sent by a process, MiB | gathered | largest difference |",
@@ -195,11 +195,19 @@ def measurements(saved: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     longest = max(cyclic)
     row = cyclic[longest]
-    lines += ["", "![Time and memory of a process](figures/many_devices_lucid.svg)", "",
+    both = max(whole)
+    peaks = [max(run["peak"]) / 2**20 for run in (cyclic[both], whole[both])]
+    took = [mean(run["cpu"]) for run in (cyclic[both], whole[both])]
+    finding = (
+        f"The pipelined solve takes less time and memory than gathered keys. At {both:,} tokens a "
+        f"process takes {took[0]:.2f} s and {peaks[0]:.1f} MiB, not {took[1]:.2f} s and "
+        f"{peaks[1]:.1f} MiB."
+    )
+    lines += ["", captioned("figures/many_devices_lucid.svg", finding), "",
               f"The call of {longest:,} tokens took {row['seconds']:,.0f} s on these cores, in "
-              f"which the processes used {math.fsum(row['cpu']):,.0f} s of cores."]  # fmt: skip
+              f"which the processes used {math.fsum(row['cpu']):,.0f} s of CPU time."]  # fmt: skip
     for tokens in saved.get("alone", []):
-        lines += ["", f"{tokens:,} tokens were measured in a run of their own on the same machine."]
+        lines += ["", f"{tokens:,} tokens were measured in a separate run on the same machine."]
     if longest < LONGER[-1]:
         times, peak = estimated(saved, LONGER[-1])
         lines += ["", f"**A million tokens were not run here.** From the two longest calls, "

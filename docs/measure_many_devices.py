@@ -1,4 +1,4 @@
-"""Measure divided calls of 1, 2 and 4 processes, and what the model predicts of them.
+"""Measure divided calls of 1, 2 and 4 processes, and compare them with the model's predictions.
 
     python docs/measure_many_devices.py
 
@@ -83,19 +83,19 @@ def work(rank: int, devices: int, folder: str) -> None:
 
 
 def predicted(plan: str, alone: float, devices: int, found: dict[str, float], cores: int) -> float:
-    """Work of the slowest process of those that share the cores, and what is sent between."""
+    """The work of the slowest of the processes that share the cores, and the bytes they send."""
     crowd = max(1.0, devices / cores)
     rows = 4 * TOKENS // devices * HEADS * WIDTH
     rate = (found["megabytes"] - found["message"]) / 2**22
     if plan.startswith("gated_delta"):
         rounds = ceil(log2(devices))
         states = 2 * HEADS * WIDTH**2 * 4
-        # One process alone computes its tokens twice, too.
+        # A single process also computes its tokens twice.
         return alone / devices * crowd + rounds * (found["message"] + states * rate)
     if plan.endswith("heads"):
         sent = 4 * rows * (devices - 1) / devices
         return alone / devices * crowd + 2 * found["message"] + sent * rate
-    # As many pairs in all: on cores that are shared, idle processes leave theirs to others.
+    # The total number of pairs is the same: on shared cores, idle processes leave time to others.
     pairs = 1 / devices if plan.endswith("zigzag") else (2 * devices - 1) / devices**2
     shared = max(pairs, 1 / cores) if devices > cores else pairs
     return alone * shared + (devices - 1) * (found["message"] + 2 * rows * rate)

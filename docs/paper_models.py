@@ -63,10 +63,11 @@ PAPERS = (
     Paper(
         "LUCID (arXiv 2602.10410, anonymous review version)",
         """\
-4.1 has 22 layers, width 2,048, MLPs of 5,632, 32,000 tokens, 32 heads and 4 key/value heads of
-width 68. "MLP dimension 5632" is a little more than 8/3 of the width, as in gated MLPs; the kind
-is not stated. RoPE has θ = 10,000, and 64,000 in the fine-tuning: `recipes={"q":
-Rotary(theta=64_000.0), "k": Rotary(theta=64_000.0)}`.
+The models of Section 4.1 have 22 layers, width 2,048, MLPs of width 5,632, a vocabulary of 32,000
+tokens, and 32 heads and 4 key/value heads of width 68. The paper does not say whether the MLPs are
+gated. "MLP dimension 5632" is a little more than 8/3 of the width, as is usual for gated MLPs. RoPE
+has θ = 10,000, and 64,000 in the fine-tuning: `recipes={"q": Rotary(theta=64_000.0), "k":
+Rotary(theta=64_000.0)}`.
 """,
         (
             PaperModel("4.1, LUCID", lucid(f'"mechanism": "lucid", {NARROW}'), "1B"),
@@ -86,33 +87,33 @@ Rotary(theta=64_000.0), "k": Rotary(theta=64_000.0)}`.
             PaperModel("4.4, heads of 16", lucid_large(128, "plain")),
         ),
         """\
-* **32 heads of width 68 are 2,176 channels, and not 2,048.** Both widths give a model of the
-  stated size, 68 with maps that are not square, and 64. With either, 4.1 fits.
+* **32 heads of width 68 are 2,176 channels, and not 2,048.** With heads of width 68, the
+  projections are not square; with heads of width 64, they are. Both models have the stated size.
 * Layers of the Diff Transformer have pairs of heads, so 32 heads are taken as 16 pairs. A delta
-  rule has as many key heads as query heads here; how the paper's DeltaNet has 4 key/value heads
-  is not said.
-* 4.3 and 4.4 call their models "at larger scale" and state no number. Nearly half of the weights
-  are the embedding of 256,000 tokens. Whether their MLPs are gated is not stated. 4.4 has the
-  same weights as 4.3 in other heads.
-* Table 5's variants have the same weights: `lucid[normalize=queries_and_keys]`,
-  `lucid[normalize=rows]`.
+  rule in this library has as many key heads as query heads; the paper does not say how its DeltaNet
+  uses 4 key/value heads.
+* Sections 4.3 and 4.4 call their models "at larger scale" and state no number of parameters. Nearly
+  half of the weights belong to the embedding of 256,000 tokens. The paper does not say whether the
+  MLPs are gated. The model of 4.4 has the same weights as that of 4.3, divided into other heads.
+* The variants in Table 5, `lucid[normalize=queries_and_keys]` and `lucid[normalize=rows]`, have the
+  same weights as `lucid`.
 """,
     ),
     Paper(
         "LASER (arXiv 2411.03493)",
         """\
-4.1 describes a model of width 1,024 with 32 layers, 8 heads of width 128 and MLPs of 2,048. MLPs
-have two layers (Eq. 1). Their activation and the vocabulary are not stated: here it is GELU and
-32,000 tokens, with which the smaller models come out as stated. Standard attention (`softmax`)
-has the same weights; `temperature(laser)` has one more number, and `per_dim_scale(laser)` one
-more vector, for each layer.
+Section 4.1 describes a model of width 1,024 with 32 layers, 8 heads of width 128 and MLPs of width
+2,048. MLPs have two layers (Eq. 1). The paper states neither their activation nor the vocabulary.
+Here the activation is GELU and the vocabulary has 32,000 tokens, which gives the stated sizes of
+the smaller models. Standard attention (`softmax`) has the same weights. In each layer,
+`temperature(laser)` has one more number, and `per_dim_scale(laser)` has one more vector.
 """,
         (
             PaperModel("Table 1, 16 layers", laser(16, 1024, 8, 128, 4096), "234M"),
             PaperModel("Figure 2; Table 1, 32 layers", laser(32, 1024, 8, 128, 2048), "301M"),
             PaperModel("Table 1, 32 layers of 4,096", laser(32, 1024, 8, 128, 4096), "435M"),
             PaperModel("Figure 5, width 1,024", laser(32, 1024, 8, 256, 4096), "1.1B"),
-            PaperModel("the same of width 2,048", laser(32, 2048, 8, 256, 4096), "1.1B"),
+            PaperModel("Figure 5, width 2,048", laser(32, 2048, 8, 256, 4096), "1.1B"),
             PaperModel("4.1; Table 2", laser(32, 2048, 8, 512, 8192), "2.2B"),
             PaperModel("5; Table 6", laser(32, 3440, 16, 720, 11584), "7.7B"),
             PaperModel(
@@ -128,34 +129,35 @@ more vector, for each layer.
             PaperModel("Table 4, ViT-S/16", vision(384, 6, "laser(softmax[causal=false])")),
         ),
         """\
-* **The 1.1B model of Figure 5 has half as many parameters at its width of 1,024.** 4.1 scales
-  down the MLPs and the heads of the 2.2B model and does not mention its width. At that width,
-  2,048, it is the stated size.
-* With gated MLPs the models of 301M, 2.2B and 7.7B would have {gated_small}, {gated_middle} and
-  {gated_large}.
-* The 7.7B model is "scaled along all dimensions", and its number of layers is not stated; nor is
-  that of the 2.2B BERT. Both fit with 32.
-* Table 7's 8 heads of size 512 are taken as 8 pairs, with keys of 256 in each map and values of
-  512.
-* The attention of the 2.2B model is twice as wide as the model: 8 heads of 512, where Eq. 1 has a
-  square W_O.
-* 234M and 435M are named in Figure 4 without a configuration. They are the other rows of Table 1.
-* "S/16" is width 384, 12 blocks and 6 heads by its name; the paper states no numbers, nor whether
-  there is a class token, as here. Table 4's variants are `temperature(…)`, `per_dim_scale(…)` and
-  `qk_norm[norm=layer](…)` of the mechanism.
-* There is no Conformer here (Table 5).
+* **The 1.1B model of Figure 5 has only half as many parameters if its width is 1,024.** Section 4.1
+  makes it from the 2.2B model with smaller MLPs and heads, and does not mention its width. With the
+  width of the 2.2B model, 2,048, it has the stated size.
+* With gated MLPs, the models of 301M, 2.2B and 7.7B parameters would have {gated_small},
+  {gated_middle} and {gated_large}.
+* The paper does not state the number of layers of the 7.7B model, which is "scaled along all
+  dimensions", and of the 2.2B BERT. Both fit with 32 layers.
+* The 8 heads of size 512 in Table 7 are taken as 8 pairs of heads, with keys of width 256 in each
+  map and values of width 512.
+* The attention of the 2.2B model, with 8 heads of width 512, is twice as wide as the model,
+  although Eq. 1 has a square W_O.
+* Figure 4 names models of 234M and 435M without a configuration. They agree with other rows of
+  Table 1.
+* The paper states no sizes for ViT-S/16. By convention, "S/16" means width 384, 12 blocks and 6
+  heads. The paper does not say whether there is a class token; our model has one. The variants in
+  Table 4 are `temperature(…)`, `per_dim_scale(…)` and `qk_norm[norm=layer](…)` of the mechanism.
+* This library has no Conformer (Table 5).
 """,
     ),
     Paper(
         "CCQ (arXiv 2606.01294)",
         """\
-Heads have keys of width 256, values are twice as wide (Appendix D), MLPs are gated and 32,000
-tokens are embedded in rows that are the head too (4.1). `CCQ_SIZES` of
-`precondattn.layers.recipes` are these widths. Tables 1 and 6, with numbers of layers and widths,
-have no text in the HTML version, from which this page was made. Table 5's caption has the width
-of the 1.3B model, 2,048, and Appendix H says that the Gated DeltaNet of 500M has 21 layers of 6
-heads. **What is left is our choice**: the width of the 500M model, the layers of the 1.3B model,
-and all of GLA's but the width.
+Keys have width 256, and values are twice as wide (Appendix D). MLPs are gated, and the output
+layer shares the weights of an embedding of 32,000 tokens (4.1). `CCQ_SIZES` of
+`precondattn.layers.recipes` contains these widths. Tables 1 and 6 state numbers of layers and
+widths, but they have no text in the HTML version from which this page was made. The caption of
+Table 5 states the width of the 1.3B model, 2,048. Appendix H says that the Gated DeltaNet of 500M
+has 21 layers with 6 heads. **The other sizes are our choice**: the width of the 500M model, the
+layers of the 1.3B model, and all sizes of GLA except the width.
 """,
         (
             PaperModel("CCQ-Gated DeltaNet, 500M", ccq("ccq(gated_delta)", 1024, 6, 21), "500M"),
@@ -164,18 +166,18 @@ and all of GLA's but the width.
             PaperModel("CCQ-GLA, 1.3B", ccq("ccq(gla)", 2048, 4, 24), "1.3B"),
         ),
         """\
-* 21 layers of 6 heads fit both sizes, by the width alone: the stated 500M is a round number.
-* CCQ adds only a vector and a number for each head to its backbone.
-* Mamba2 and the Llama-style Transformer among the baselines are described by nothing else than
-  their names.
+* With 21 layers of 6 heads, both sizes fit, and only the width differs. The stated 500M is a round
+  number.
+* CCQ adds only a vector and a number for each head to the model around it.
+* The paper describes two of its baselines, Mamba2 and the Llama-style Transformer, by name only.
 """,
     ),
     Paper(
         "Preconditioned attention (arXiv 2603.27153)",
         """\
-The row norm's paper takes its models from others and states no sizes: ViT-B and DeiT-B, which are
-one architecture, Swin-B, XCiT-M24 and S12 as in timm, Nyströmformer on the Long Range Arena, and
-Crammed BERT. A row norm has no weights.
+This paper uses models of other papers and states no sizes: ViT-B and DeiT-B, which have the same
+architecture, Swin-B, XCiT-M24 and XCiT-S12 as in timm, Nyströmformer on the Long Range Arena, and
+Crammed BERT. Its row norm has no weights.
 """,
         (
             PaperModel(
@@ -183,11 +185,11 @@ Crammed BERT. A row norm has no weights.
             ),
         ),
         """\
-* `VisionTransformer` has no stages, so Swin-B and XCiT can not be made of it as a whole. Their
-  layers are here: `VisionAttention` with `row_normalized(windowed[size=7,shift=3,bias=true])`,
-  and `XCABlock` with `row_normalized(cross_covariance)`.
-* Nyströmformer's layer is `VisionAttention` with `row_normalized(nystrom)`, or `Attention` in a
-  `Decoder`.
+* `VisionTransformer` has no stages, so it can not represent Swin-B and XCiT as a whole. Their
+  layers are `VisionAttention` with `row_normalized(windowed[size=7,shift=3,bias=true])`, and
+  `XCABlock` with `row_normalized(cross_covariance)`.
+* The layer of Nyströmformer is `VisionAttention` with `row_normalized(nystrom)`, or `Attention`
+  with this mechanism in a `Decoder`.
 """,
     ),
 )

@@ -40,13 +40,16 @@ CLAIM = Claim(
 )
 SMALL = {"updates": 1, "seeds": (0,), "names": ("GLA",), "windows": 1, "kept": False}
 """Arguments of `run` for a test."""
-ALT = "Loss by position in the context, and the change of it by CCQ, for three backbones."
+ALT = (
+    "Change of the loss by CCQ at five positions, for five pairs of a backbone and a covariance. "
+    "The means stay near 0 at every position, and seeds lie on both sides of it."
+)
 LENGTH, COUNT, RATE = 64, 16, 3e-3
-"""What is trained."""
+"""Characters of a window, windows of a batch, and the learning rate of the training."""
 EDGES = (0, 64, 128, 256, 512, 1024)
-"""Of the positions whose losses are averaged; the first are those that are trained."""
+"""Bounds of the windows of positions whose losses are averaged; the first window is trained."""
 MEMORY = 4
-"""Tokens that a backbone under strong forgetting remembers at most."""
+"""The most tokens that a backbone with strong forgetting remembers."""
 
 
 @dataclass(frozen=True)

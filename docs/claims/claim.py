@@ -1,4 +1,4 @@
-"""What a module of this folder gives: `CLAIM`, `run`, `draw` and `rows`."""
+"""The parts of a module of this folder: `CLAIM`, `run`, `draw` and `rows`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper, and what an experiment says of it."""
+    """A claim of a paper, and the verdict of an experiment."""
 
     says: str
     """The claim, in one sentence."""

@@ -15,7 +15,7 @@ TRAINING, ALL, BATCH, WEIGHT_DECAY = 1297, 1797, 64, 0.05
 
 
 class Data:
-    """Images (n, 1, 8, 8) and classes (n) as tensors, to learn and held out."""
+    """Images (n, 1, 8, 8) and classes (n) as tensors, for training and held out."""
 
     def __init__(self, images: np.ndarray, classes: np.ndarray) -> None:
         import torch
@@ -26,7 +26,7 @@ class Data:
         self.held_out, self.held_out_classes = x[count:], y[count:]
 
     def accuracy(self, model: Any) -> float:
-        """The share of held-out images that are read, in the dtype of the model."""
+        """The share of held-out images that are classified correctly, in the model's dtype."""
         import torch
 
         with torch.no_grad():

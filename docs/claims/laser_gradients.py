@@ -28,7 +28,11 @@ CLAIM = Claim(
 )
 SMALL = {"values": (1.0, 8.0)}
 """Arguments of `run` for a test."""
-ALT = "Norm of the gradient against the gap of the logits for softmax and LASER, in two cases."
+ALT = (
+    "Norms of gradients fall with the gap of the logits. With values 8 apart, LASER's is far "
+    "above softmax's where attention is on the smaller value, and below it where attention is on "
+    "the larger."
+)
 GAPS = tuple(range(0, 17, 2))
 MECHANISMS = {
     "softmax": pa.Softmax(scale=1.0),

@@ -50,7 +50,11 @@ NEEDS = ("torch",)
 """Modules that a test of `run` needs; without `made_up` it needs scikit-learn too."""
 SMALL = {"epochs": 1, "seeds": (0,), "made_up": 60, "kept": False}
 """Arguments of `run` for a test."""
-ALT = "Held-out errors by epoch of four models; errors in bfloat16 by the size of the values."
+ALT = (
+    "Left, held-out errors of four models fall alike. Right, in bfloat16 the library's LASER has "
+    "the error of rounding at every size of the values; computed by plain operations, its error "
+    "is larger for small values, up to 2 %."
+)
 BASE = "softmax[causal=false]"
 LASER = f"laser({BASE})"
 MODELS = {
@@ -68,12 +72,12 @@ WAYS = {
     "LASER, only rounded": (BLUE, "o"),
     "softmax": (ORANGE, "--"),
 }
-"""Colours and lines."""
+"""The colour and the line of each way to compute LASER."""
 RATE = 3e-3
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Of the values."""
+"""The factors by which the values are multiplied."""
 SHOWN = (0.125, 1.0, 8.0, 64.0)
-"""Those in the table."""
+"""The factors in the table."""
 
 
 def by_way(q: Any, k: Any, v: Any, exact: Any) -> dict[str, Any]:
@@ -112,7 +116,7 @@ def errors(model: Any, images: Any) -> dict[str, list[float]]:
 
 @cache
 def data(made_up: int | None) -> Data:
-    """Read once for all trainings."""
+    """The digits, read once for all trainings."""
     return load(made_up)
 
 
@@ -212,6 +216,7 @@ def draw(found: dict[str, Any]) -> Figure:
     right.set_xticks((0.1, 1, 10), ("0.1", "1", "10"))
     right.set_yticks((0.2, 0.5, 1, 2), ("0.2", "0.5", "1", "2"))
     right.set_yticks([], minor=True)
+    right.set_ylim(top=20)  # Room for the legend.
     for ax in (left, right):
-        ax.legend(fontsize=7)
+        ax.legend(fontsize=8)
     return figure

@@ -41,25 +41,29 @@ CLAIM = Claim(
 )
 SMALL = {"updates": 2, "longer": 3, "seeds": (0,), "lengths": (16, 32), "kept": False}
 """Arguments of `run` for a test."""
-ALT = "LUCID's gain in held-out loss by setting, and in training loss by step."
+ALT = (
+    "Left, LUCID's held-out loss is lower than softmax's in nearly every seed of eight settings. "
+    "Right, its gain in training grows to 0.3 nats with contexts of 512 characters and stays near "
+    "0.1 with 64."
+)
 WIDTH = 64
 CHARACTERS = 512
-"""Of a step."""
+"""Characters of a training step."""
 HEADS = (16, 64)
 POSITIONS = ("RoPE", "none")
 MECHANISMS = ("softmax", "lucid")
 DIFFERENCES = {"softmax of differences": "softmax", "LUCID of differences": "lucid"}
-"""Titles, and mechanisms, whose values are differences."""
+"""Titles and mechanisms of the models whose values are differences."""
 EVERY = 20
 PARTS = 8
-"""Of a context, each with a loss of its own."""
+"""The number of parts of a context, for each of which a loss is reported."""
 PAPER = {"length": 0.048 - 0.012, "head": 0.1 - 0.012, "position": 0.12 - 0.048}
-"""By how much the gain grows in the paper, in nats for each token."""
+"""The growth of the gain in the paper, in nats per token."""
 
 
 @dataclass(frozen=True)
 class DifferenceOfTokens(Projection):
-    """W x of a token, less that of the token before it."""
+    """W x of a token minus W x of the token before it."""
 
     def history(self) -> int:
         return 1
@@ -149,7 +153,7 @@ def narrow(found: dict[str, Any], name: str, length: int, steps: int, what: str)
 
 
 def losses(found: dict[str, Any], mechanism: str, what: str) -> np.ndarray:
-    """(seeds, lengths, heads, positions, parts or steps)."""
+    """Losses (seeds, lengths, heads, positions, parts or steps)."""
     steps = found["steps"][0]
     return np.array(
         [

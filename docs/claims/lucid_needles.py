@@ -32,7 +32,11 @@ CLAIM = Claim(
 )
 SMALL = {"updates": 2, "seeds": (0,), "batch": 2, "names": ("softmax", "LUCID"), "kept": False}
 """Arguments of `run` for a test."""
-ALT = "Recall against the number of needles, and loss against steps, for nine mechanisms."
+ALT = (
+    "Left, softmax and PaTH recall nearly all of 16 to 128 needles; differential attention falls "
+    "to 0.6, LUCID to 0.55, and gated delta recalls almost none. Right, LUCID's loss falls later "
+    "than that of softmax, PaTH and differential attention."
+)
 MECHANISMS = {
     "softmax": ("softmax", 8),
     "softmax, heads of 32": ("softmax", 32),
@@ -46,7 +50,7 @@ MECHANISMS = {
     "PaTH": ("path", 8),
     "LUCID around PaTH": ("lucid(path)", 8),
 }
-"""Their expressions, and the width of their heads."""
+"""The expression of each mechanism, and the width of its heads."""
 SHOWN = {"softmax": INK, "LUCID": ORANGE, "PaTH": GREEN, "differential": BLUE}
 SHOWN["gated delta"] = "#b05fc0"
 EVERY = 20
@@ -56,7 +60,7 @@ def train(title: str, seed: int, updates: int, size: int, shown: bool) -> dict[s
     """The recall of each test, where the weights lie, and the mean losses of every 20 steps."""
     name, heads_width = MECHANISMS[title]
     arguments, width = needles.layer(name), 4 * heads_width
-    # At 128 tokens PaTH is fastest by its definition.
+    # The definition of PaTH is the fastest at 128 tokens.
     with pa.use_backend("reference") if "path" in name else nullcontext():
         model, losses = needles.train(arguments, seed, updates, size, shown, width=width)
         recall = [needles.accuracy(model, *test) for test in needles.TESTS]
@@ -90,7 +94,7 @@ def run(
 
 
 def of(found: dict[str, Any], title: str, what: str) -> np.ndarray:
-    """What was kept of a mechanism, (seeds, …)."""
+    """The saved results of a mechanism (seeds, …)."""
     return np.array([found["runs"][f"{title}, seed {seed}"][what] for seed in found["seeds"]])
 
 

@@ -28,12 +28,16 @@ CLAIM = Claim(
 )
 SMALL = {"tokens": 16}
 """Arguments of `run` for a test."""
-ALT = "Three attention maps of 24 queries that equal the keys: softmax, LUCID, with normed keys."
+ALT = (
+    "Attention maps of 24 queries that equal the keys. Softmax's weights spread over similar "
+    "keys, LUCID's are mostly on the diagonal, and with normed keys they are on the diagonal "
+    "alone."
+)
 MECHANISMS = ("softmax", "lucid", "qk_norm(lucid)")
 
 
 def run(tokens: int = 96) -> dict[str, Any]:
-    """Of the last query, for each kind of keys: weight on its key, and on others, absolute."""
+    """The absolute weights of the last query on its key and on others, for each kind of keys."""
     real = make_inputs(pa.Softmax(), REAL, "real")["k"][:, -tokens:, :1]
     rng = np.random.default_rng(0)
     keys = {

@@ -23,9 +23,9 @@ PARTS, VALUES, NOISE = 16, 64, 16
 """Tokens of each kind: parts of keys, values, and noise."""
 TOKENS = PARTS + VALUES + NOISE
 LENGTH, NEEDLES = 128, 16
-"""What is trained."""
+"""The sequence length and the number of needles in training."""
 TESTS = ((128, 16), (256, 32), (512, 64), (1024, 128), (1024, 16))
-"""Lengths and numbers of needles that are tested."""
+"""The lengths and numbers of needles in tests."""
 
 
 def batch(count: int, length: int, needles: int) -> tuple[Any, Any, Any]:
@@ -117,10 +117,10 @@ def inputs_of(model: Any, tokens: Any) -> dict[str, Any]:
 
 
 def shares(model: Any, length: int = LENGTH, count: int = 16) -> dict[str, float]:
-    """Where the weights of the queries of 16 needles lie, as shares of their absolute values.
+    """The shares of the absolute weights of the queries, by place, for 16 needles.
 
     The weights of a mechanism that is linear in its values may be negative. Shares are those of the
-    head with the largest one of the answer.
+    head with the largest share on the answer.
     """
     import torch
 

@@ -14,7 +14,7 @@ from claims.trainings import fit
 
 KEYS, VALUES, NOISE = 64, 64, 16
 LENGTH, PAIRS = 32, 4
-"""What is trained."""
+"""The sequence length and the number of pairs in training."""
 RATE = 3e-3
 
 

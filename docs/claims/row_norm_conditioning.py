@@ -30,7 +30,10 @@ CLAIM = Claim(
 )
 SMALL = {"tokens": (8, 40), "widths": (4,), "draws": 2}
 """Arguments of `run` for a test."""
-ALT = "Share of draws in which μ rises, and the ratio of κ after and before, against tokens."
+ALT = (
+    "Left, with 512 tokens μ rises in at least 80 % of draws of random values, and in none of "
+    "sharp or causal attention. Right, κ falls for these two and stays near 1 for the others."
+)
 KINDS = {"random": ORANGE, "values with a mean": INK, "sharp": GREEN, "causal": BLUE}
 SHOWN = 32
 """The width in the figure."""
@@ -58,7 +61,7 @@ def drawn(kind: str, tokens: int, width: int, seed: int) -> tuple[float, float]:
 
 
 def counter_example() -> tuple[float, float]:
-    """Of twelve tokens one attends to itself, the others to one another, and κ(A) = 1."""
+    """Twelve tokens: one attends to itself, the others to one another, and κ(A) = 1."""
     one = np.repeat([[1.0, 0.0], [0.0, 1.0]], [1, 11], axis=0).reshape(1, 12, 1, 2)
     return compared(6 * one, 6 * one, one * [np.sqrt(11), 1], causal=False, scale=1.0)
 
@@ -87,7 +90,7 @@ def run(
                 mu, kappa = zip(
                     *(drawn(kind, n, width, seed) for seed in range(draws)), strict=True
                 )
-                # By rounding alone, μ can rise by about 1e-13 where rows have one length.
+                # Rounding alone can raise μ by about 1e-13 if rows have equal lengths.
                 of["mu"].append(float(np.mean(np.array(mu) > 1e-9)))
                 of["kappa"].append(float(np.mean(np.array(kappa) > 1 + 1e-9)))
                 quartiles = np.quantile(kappa, (0.25, 0.5, 0.75))
@@ -126,7 +129,7 @@ def draw(found: dict[str, Any]) -> Figure:
     for kind, colour in KINDS.items():
         of = found[f"{kind}, {width}"]
         low, middle, high = np.transpose(of["ratio"])
-        style = "--" if kind == "causal" else "-"  # It lies on another line.
+        style = "--" if kind == "causal" else "-"  # Its line lies on another one.
         axes[0].plot(found["tokens"], of["mu"], style, color=colour, marker=".", label=kind)
         axes[1].plot(found["tokens"], middle, color=colour, marker=".")
         axes[1].fill_between(found["tokens"], low, high, color=colour, alpha=0.25, linewidth=0)

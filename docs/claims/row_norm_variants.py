@@ -40,7 +40,8 @@ NEEDS = ("torch",)
 SMALL = {"made_up": 60, "epochs": 1, "seeds": (0,), "kept": False}
 """Arguments of `run` for a test."""
 ALT = (
-    "Accuracy against epochs with Nyström, Swin's and XCiT's attention, with and without the norm."
+    "With Nyström, Swin's and XCiT's attention, accuracy rises over 12 epochs alike with and "
+    "without the norm."
 )
 NORM, CHANNELS = "row norm", "row norm of channels"
 AROUND = {
@@ -97,7 +98,7 @@ def conditioning(a: Any, axis: int) -> list[float]:
         [of(x) for x in both] for of in (pa.diagnostics.condition_number, pa.diagnostics.log_mu)
     )
     medians = [x.median().item() for x in (*kappa, *mu)]
-    # By rounding alone, μ can rise by about 1e-13 where rows have one length.
+    # Rounding alone can raise μ by about 1e-13 if rows have equal lengths.
     rises = [(x[1] > x[0] + 1e-9).double().mean().item() for x in (kappa, mu)]
     return [float(f"{x:.4g}") for x in (*medians, *rises)]
 
@@ -148,7 +149,7 @@ def title(kind: str, norm: str, seed: int | str) -> str:
 
 
 def of_seeds(found: dict[str, Any], kind: str, norm: str, key: str) -> np.ndarray:
-    """What was measured of a model, by seed first."""
+    """The measurements of a model (seeds, …)."""
     return np.array([found["runs"][title(kind, norm, seed)][key] for seed in found["seeds"]])
 
 

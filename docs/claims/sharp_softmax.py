@@ -34,7 +34,10 @@ CLAIM = Claim(
 )
 SMALL = {"first": 3, "then": 3, "short": 3, "seeds": (0, 1), "width": 8, "kept": False}
 """Arguments of `run` for a test."""
-ALT = "Loss against steps of the second task, for softmax and LUCID, with and without 1/√d."
+ALT = (
+    "Left, with 1/√d softmax and LUCID both learn the second task, in most seeds down to nothing. "
+    "Right, without the factor both stay at losses of 1.2 to 1.4."
+)
 TOKENS = 10
 EVERY = 100
 LEARNED = 1e-6
@@ -76,7 +79,7 @@ def train(name: str, seed: int, first: int, then: int, width: int, shown: bool) 
         optimizer.step()
         optimizer.zero_grad()
         if step > first + EVERY and np.mean(losses[-EVERY:]) < LEARNED:
-            break  # It is learned.
+            break  # The task is learned.
     means = [np.mean(losses[i : i + EVERY]) for i in range(first, len(losses), EVERY)]
     then_means = [float(f"{x:.3g}") for x in means]
     return {

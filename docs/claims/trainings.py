@@ -1,4 +1,4 @@
-"""Many small trainings one after another; what was finished before an interruption is read back."""
+"""Many small trainings in sequence; after an interruption, finished ones are read from files."""
 
 from __future__ import annotations
 

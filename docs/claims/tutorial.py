@@ -8,7 +8,7 @@ from typing import Any
 
 @cache
 def tutorial() -> dict[str, Any]:
-    """What the page defines before it trains, by its own names."""
+    """The definitions of the page before its first training, by name."""
     from make_tutorial import functions
 
     return functions()
