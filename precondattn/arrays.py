@@ -1,9 +1,9 @@
-"""Everything that depends on the array library, in one place.
+"""The functions that depend on the array library.
 
-No other module imports a framework, except those in a room of that framework (`execution/torch/`,
-`parallel/jax/` …) and those of `native/` that are named after one. A call imports these when it
-needs them. No framework is imported here: a library is recognised by the type of an array, and its
-module is then already loaded.
+Other modules do not import a framework, except in the folders of a framework (`execution/torch/`,
+`parallel/jax/` …) and the modules of `native/` that are named after one. A call imports those when
+it needs them. This module imports no framework at all: a library is recognised by the type of an
+array, so that its module is already loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arrays = dict[str, Array]
 """Arrays by name."""
 
 ByName = Mapping[str, Array]
-"""Arrays by name, which are only read."""
+"""Arrays by name, read-only."""
 
 Residuals = tuple[Array, ...]
 """The arrays that a forward pass saves for its gradient, besides inputs and output."""
@@ -41,16 +41,16 @@ DType = Any
 """A data type of any supported library."""
 
 Index = Any
-"""What an array is indexed with: slices, numbers, arrays of numbers."""
+"""An index of an array: slices, integers, integer arrays."""
 
 FlopCounter = Any
-"""A counter of PyTorch's FLOPs."""
+"""A FlopCounterMode of PyTorch."""
 
 Tree = Any
-"""Arrays in tuples, lists and dicts, as JAX takes and returns them."""
+"""A pytree: arrays in tuples, lists and dicts."""
 
 Namespace = Any
-"""The functions of an array library, by the names of the array API."""
+"""The functions of an array library, with the names of the array API standard."""
 
 HALF = frozenset({"float16", "bfloat16"})
 FLOATING = HALF | {"float32", "float64"}
@@ -60,7 +60,7 @@ _library_of_type: dict[type, str | None] = {}
 _namespace_of_type: dict[type, Namespace] = {}
 _names: dict[DType, str] = {}
 _wide: set[tuple[type, DType]] = set()
-"""Types of arrays with dtypes that are not of half precision."""
+"""Pairs of an array type and a dtype that is not half precision."""
 
 
 def library_of(array: Array) -> str | None:
@@ -73,9 +73,9 @@ def library_of(array: Array) -> str | None:
 
 def _recognise(array: Array) -> str | None:
     _wait_for_imports()
-    # The dtype of an array does not matter: JAX's float0 is an array of NumPy too.
+    # The dtype does not matter: an array of JAX's float0 is an array of NumPy too.
     if isinstance(array, np.ndarray | np.generic):
-        # The mask of a masked array would be ignored, and a matrix multiplies as a matrix.
+        # The mask of a masked array would be ignored, and * of matrices is a matrix product.
         return None if hasattr(array, "mask") or isinstance(array, np.matrix) else "numpy"
     if array_api_compat.is_torch_array(array):
         return None if hasattr(array, "get_mask") else "torch"
@@ -90,15 +90,15 @@ def _recognise(array: Array) -> str | None:
 
 
 def _wait_for_imports() -> None:
-    """Wait for a framework that another thread is importing: it can not be asked for its types."""
+    """Wait for a framework that another thread is importing; its types are not there yet."""
     for name in ("torch", "jax", "cupy"):
         if name in sys.modules:
-            with suppress(ImportError):  # It does not work; no array is of it.
+            with suppress(ImportError):  # The framework is broken, so no array is of it.
                 import_module(name)
 
 
 def namespace(*arrays: Array | None) -> Namespace:
-    """The array-API namespace of the arrays; None is ignored."""
+    """The array-API namespace of the arrays; arguments that are None are ignored."""
     first = arrays[0]
     if first is None:
         first = next(array for array in arrays if array is not None)
@@ -113,7 +113,7 @@ def namespace(*arrays: Array | None) -> Namespace:
 
 
 def dtype_name(array: Array) -> str:
-    """`"float32"` for every library's float32."""
+    """The name of an array's dtype, such as `"float32"`, the same in every library."""
     # The key includes the type, because dtypes of different libraries may not be comparable.
     key = type(array), array.dtype
     name = _names.get(key)
@@ -148,7 +148,7 @@ def cast(array: Array, dtype: DType) -> Array:
 
 
 def device_of(array: Array) -> str:
-    """The kind of device: `"cpu"`, `"cuda"`, `"tpu"` …"""
+    """The kind of an array's device: `"cpu"`, `"cuda"`, `"tpu"` …"""
     library = library_of(array)
     if library == "torch":
         return str(array.device.type)
@@ -166,7 +166,7 @@ def device_of(array: Array) -> str:
 
 
 def exact_device(array: Array) -> Device:
-    """The device object, for comparison; None for an array without one (a traced array)."""
+    """The device object of an array, for comparison; None for a traced array, which has none."""
     library = library_of(array)
     if library == "torch":
         return array.device
@@ -176,7 +176,7 @@ def exact_device(array: Array) -> Device:
 
 
 def storage_of(array: Array) -> str | None:
-    """What a tensor of PyTorch is that is not stored as an array of numbers; None if it is one."""
+    """The storage of a PyTorch tensor that is not dense, such as "nested"; otherwise None."""
     if library_of(array) != "torch":
         return None
     if array.is_nested:
@@ -192,11 +192,11 @@ def is_recorded_by_jit() -> bool:
 
 
 _FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
-"""PyTorch's tensors without entries, with which it traces."""
+"""The names of PyTorch's tensor types without entries, used for tracing."""
 
 
 def is_traced(array: Array) -> bool:
-    """Whether the array's entries can not be read: under jit, compile, vmap or grad."""
+    """Whether the array's entries can not be read, as under jit, compile, vmap or grad."""
     library = library_of(array)
     if library == "torch":
         torch = sys.modules["torch"]
@@ -214,13 +214,13 @@ def _is_transformed(tensor: Array) -> bool:
 
 
 def _is_proxied() -> bool:
-    """Whether `make_fx` records a graph, which the entries of tensors may not enter."""
+    """Whether `make_fx` records a graph, which must not depend on the entries of tensors."""
     c = sys.modules["torch"]._C
     return c._get_dispatch_mode(c._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_distributed(arrays: Iterable[Array], named: Mapping[str, Array], *others: object) -> bool:
-    """Whether one of the arguments is a tensor of PyTorch that several devices hold together."""
+    """Whether one of the arguments is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
@@ -229,7 +229,7 @@ def is_distributed(arrays: Iterable[Array], named: Mapping[str, Array], *others:
 
 
 def only_computes() -> bool:
-    """Whether PyTorch now only computes: nothing traces, transforms or counts what is called."""
+    """Whether PyTorch only computes now, so that nothing traces, transforms or counts calls."""
     torch = sys.modules["torch"]
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -248,15 +248,15 @@ def is_compiling() -> bool:
 
 
 def is_traced_by_dynamo() -> bool:
-    """Whether `torch.compile` reads this line now, instead of running it."""
+    """Whether `torch.compile` is tracing this line instead of running it."""
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     return compiler is not None and bool(compiler.is_dynamo_compiling())
 
 
 def traceable(function: F) -> F:
-    """A function with an `lru_cache`, or itself without one where Dynamo traces.
+    """A function with an `lru_cache`, which calls the function without the cache if Dynamo traces.
 
-    Dynamo reads the function in any case, and warns of a cache that it passes over.
+    Dynamo traces into the function in any case, and would warn about the ignored cache.
     """
     if is_traced_by_dynamo():
         function = function.__wrapped__  # type: ignore[attr-defined]
@@ -279,9 +279,9 @@ def wants_gradient(*arrays: Array) -> bool:
 
 
 def transforms_of(*arrays: Array) -> frozenset[str]:
-    """`"grad"` and `"vmap"`, if a transform of torch.func differentiates or maps the arrays.
+    """The set of `"grad"` and `"vmap"`, as far as torch.func differentiates or maps the arrays.
 
-    A tangent of `torch.autograd.forward_ad` is `"grad"` too.
+    A tangent of `torch.autograd.forward_ad` counts as `"grad"` too.
     """
     if library_of(arrays[0]) != "torch":
         return frozenset()
@@ -300,7 +300,7 @@ def transforms_of(*arrays: Array) -> frozenset[str]:
 
 
 def has_tangent(*tensors: Array) -> bool:
-    """Whether `torch.autograd.forward_ad` carries a tangent with one of these tensors."""
+    """Whether one of the tensors has a tangent of `torch.autograd.forward_ad`."""
     forward_ad = sys.modules["torch"].autograd.forward_ad
     if forward_ad._current_level < 0:
         return False
@@ -327,12 +327,12 @@ def writes_in_place(array: Array, *updates: Array) -> bool:
     library = library_of(array)
     if library not in ("numpy", "torch", "cupy") or is_traced(array):
         return False
-    # A transform may wrap the updates alone.
+    # A transform may wrap only the updates.
     return library != "torch" or not any(map(_is_transformed, updates))
 
 
 def host_integers(array: Array) -> list[int] | None:
-    """The entries of an integer array (b,) if it is on the CPU and not traced, or else None."""
+    """The entries of an integer array (b,) as a list; None if it is traced or not on the CPU."""
     if library_of(array) not in ("numpy", "torch") or device_of(array) != "cpu":
         return None
     if is_traced(array):
@@ -342,7 +342,7 @@ def host_integers(array: Array) -> list[int] | None:
 
 
 def host_array(array: Array) -> Array:
-    """The entries as a NumPy array, for which a device is waited for; None if they are unknown."""
+    """The array as a NumPy array, after waiting for its device; None if it is traced."""
     library = library_of(array)
     if library == "numpy":
         return array
@@ -359,7 +359,7 @@ def host_array(array: Array) -> Array:
 
 
 def on_device_of(like: Array, array: Array) -> Array:
-    """A NumPy array, or one of the library of `like`, on its device. No device is waited for."""
+    """A NumPy array, or an array of `like`'s library, on the device of `like`, without waiting."""
     if library_of(like) == "torch":
         torch = sys.modules["torch"]
         tensor = torch.as_tensor(array)
@@ -371,12 +371,12 @@ def on_device_of(like: Array, array: Array) -> Array:
 
 
 def copied(array: Array) -> Array:
-    """A copy with the same memory layout, for libraries that write in place."""
+    """A copy with the same memory layout, in libraries whose arrays can be written to."""
     return array.clone() if library_of(array) == "torch" else array.copy(order="K")
 
 
 def fresh(array: Array) -> Array:
-    """A copy that shares no memory."""
+    """A copy that shares no memory with the array."""
     library = library_of(array)
     if library in ("numpy", "torch", "cupy"):
         return copied(array)
@@ -386,7 +386,7 @@ def fresh(array: Array) -> Array:
 
 
 def read_only(array: Array) -> Array:
-    """A view of a NumPy array that can not be written to; other libraries have none."""
+    """A read-only view of a NumPy array; arrays of other libraries are returned unchanged."""
     if library_of(array) != "numpy":
         return array
     view = array.view()
@@ -395,7 +395,7 @@ def read_only(array: Array) -> Array:
 
 
 def in_order(array: Array) -> Array:
-    """A copy whose elements are stored in the order of its axes."""
+    """A copy in row-major order."""
     library = library_of(array)
     if library == "torch":
         return array.clone(memory_format=sys.modules["torch"].contiguous_format)
@@ -403,7 +403,7 @@ def in_order(array: Array) -> Array:
 
 
 def stop_gradient(array: Array) -> Array:
-    """The same array, constant for automatic differentiation."""
+    """The array as a constant of automatic differentiation."""
     library = library_of(array)
     if library == "torch":
         return array.detach()
@@ -415,7 +415,7 @@ def stop_gradient(array: Array) -> Array:
 def placement(array: Array) -> dict[str, Device]:
     """Keyword arguments that create an array on the device of `array`.
 
-    Empty for JAX, which places new arrays itself and whose traced arrays have no device.
+    They are empty for JAX, which places new arrays itself, and whose traced arrays have no device.
     """
     return {} if library_of(array) == "jax" else {"device": exact_device(array)}
 
@@ -427,9 +427,9 @@ def arange_like(n: int, array: Array) -> Array:
 
 
 def differs_from_previous(ids: Array) -> Array:
-    """Whether each id (b, t) is another than the one before it; the first is not."""
+    """Whether each id (b, t) differs from the one before it; False for the first."""
     xp, token = namespace(ids), arange_like(ids.shape[1], ids)
-    # Slices of t − 1 tokens would keep PyTorch from exporting a program for one token too.
+    # With slices of t − 1 tokens, PyTorch could not export a program that also takes one token.
     previous = xp.where(token > 0, token - 1, 0)
     return ids != xp.take(ids, as_index(previous), axis=1)
 
@@ -461,7 +461,7 @@ def _take_tokens_in_jax(array: Array, tokens: Array) -> Array:
 
 
 def gathered(array: Array, axis: int) -> Array:
-    """The array, in JAX's explicit mode not sharded over an axis, as JAX requires of a scan."""
+    """The array, not sharded over an axis, which JAX's explicit mode requires for a scan."""
     if library_of(array) != "jax":
         return array
     jax = sys.modules["jax"]
@@ -473,7 +473,7 @@ def gathered(array: Array, axis: int) -> Array:
 
 
 def split_rows(array: Array, counts: Sequence[int]) -> list[Array]:
-    """The first rows of an array, the next ones, and so on: `counts` of them, all together."""
+    """The array split along its first axis into pieces with `counts` rows."""
     if len(counts) == 1:
         return [array]
     if library_of(array) == "torch":  # Its gradient is one concatenation.

@@ -1,9 +1,10 @@
 """The contract of a backend: methods that compute a piece, a group of pieces, or a mechanism.
 
-A backend never parses options or a user's call. It is queried whether it supports a mechanism
-under a request, and then receives arrays by name and a frame. A mechanism here is a leaf or a
-group of leaf calls, which the backend recognises by its program. Compare with `==`, so that an
-option that the backend does not know (another metric, a forget gate) is not ignored:
+A backend never parses options or a user's call. It is asked whether it supports a mechanism under a
+request, and then receives arrays by name and a frame. A mechanism is here a leaf (one of the
+functions that expressions are composed of) or a group of leaf calls, which a backend recognises by
+its program. Compare with `==`, so that an option that the backend does not know (another metric, a
+forget gate) is not ignored:
 
     mechanism == LucidSolve(eps=mechanism.eps)      # every other option has its default
     mechanism.program == group_of("lucid")          # from precondattn.algebra.group
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 CONVENTIONS = frozenset({"bottom_right", "empty_rows", "float64", "head_order", "hidden_nan"})
-"""The conventions in which published functions differ; results here keep all of them.
+"""The conventions in which published implementations differ. Results of this library keep all.
 
 ==============  =================================================================================
 `bottom_right`  with fewer queries than keys, the last query is aligned with the last key
@@ -50,7 +51,7 @@ class UnsupportedError(RuntimeError):
     """The backends requested by name do not support the whole call."""
 
     request: Request | None = None
-    """The call, where it was declined before it began."""
+    """The request that was declined; None if the call had already begun."""
 
 
 class PassedOverWarning(UserWarning):
@@ -58,11 +59,11 @@ class PassedOverWarning(UserWarning):
 
 
 class GatheredWarning(UserWarning):
-    """In JAX, sharded arrays are gathered on every device."""
+    """A call of JAX gathers sharded arrays on every device."""
 
 
 class NotCheckedWarning(UserWarning):
-    """A checked call can not look at the values of its inputs, because they are traced."""
+    """A checked call can not check the values of its inputs, because they are traced."""
 
 
 class Support(NamedTuple):
@@ -70,11 +71,11 @@ class Support(NamedTuple):
 
     ok: bool
     reason: str = ""
-    """Why not."""
+    """Why the backend does not support the piece."""
     differentiable: bool = False
-    """Whether `forward` and `step` consist of the framework's own differentiable calls. The
-    framework's autograd then differentiates them; `backward` and `step_backward` serve the explicit
-    `vjp` and `extend_vjp` only, and autograd does too where they are not defined."""
+    """Whether `forward` and `step` consist of the framework's own differentiable calls. Then the
+    framework's autograd differentiates them. `backward` and `step_backward` are called for the
+    explicit `vjp` and `extend_vjp` only, and autograd replaces them if they are not defined."""
     by_name: bool = False
     """Whether a backend that refuses the piece would run it if it were requested by name."""
 
@@ -89,7 +90,7 @@ class Support(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The description of a call that a backend is queried with. Hashable; no array is read."""
+    """The description of a call that a backend is asked about. Hashable; no array is read."""
 
     verb: str
     """`"forward"`, `"vjp"`, `"extend"` or `"extend_vjp"`. A call whose gradient may be needed is a
@@ -99,7 +100,7 @@ class Request:
     dtype: str
     """The dtype of q, k, v and of the output."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    """The shape of every input of the piece, by the piece's own names."""
+    """(name, shape) of every input of the piece; names are the piece's own."""
     masks: frozenset[str]
     """Which of `segment_ids`, `lengths`, `key_mask`, `prefix` and `attn_mask` the call has."""
     differentiated: bool = False
@@ -108,13 +109,13 @@ class Request:
     """Whether `torch.func` differentiates the call (grad, jvp, …). Custom operators do not support
     that, so only the reference, which consists of PyTorch's own calls, is queried then."""
     mapped: bool = False
-    """Whether `torch.vmap` is running. It maps custom operators, but not all of PyTorch's own."""
+    """Whether `torch.vmap` maps the call. It maps custom operators, but not all functions."""
     traced: bool = False
-    """Whether `torch.compile` traces the call. Full calls are custom operators, which it does not
-    trace into; a step without gradient is traced with tensors whose entries are unknown."""
+    """Whether `torch.compile` traces the call. It does not trace into full calls, which are custom
+    operators. A step without gradient is traced with tensors whose entries are unknown."""
     is_symbolic: bool = False
-    """Whether `torch.compile` traces the call with sizes that are symbols, such as a length that
-    varies. Comparing one in `supports` makes PyTorch compile again for the other outcome."""
+    """Whether `torch.compile` traces the call with symbolic sizes, such as a length that varies. If
+    `supports` compares such a size, PyTorch compiles again for the other outcome."""
 
 
 class ArraySpec(NamedTuple):
@@ -125,7 +126,7 @@ class ArraySpec(NamedTuple):
 
     @classmethod
     def of(cls, array: Array) -> ArraySpec:
-        """Those of an array."""
+        """The shape and dtype of an array."""
         return cls(tuple(array.shape), dtype_name(array))
 
 
@@ -137,7 +138,7 @@ def missing_method(backend: Backend, method: str) -> NotImplementedError:
 
 
 def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str, Array]) -> Runner:
-    """What runs a piece on a backend that has no such method of its own."""
+    """The runner of a piece on a backend that defines `runner` instead of this method."""
     if getattr(type(backend), "runner", Backend.runner) is Backend.runner:
         raise missing_method(backend, method)
     return backend.runner(piece, library_of(next(iter(inputs.values()))) or "")
@@ -146,9 +147,9 @@ def _own_runner(backend: Backend, method: str, piece: Piece, inputs: Mapping[str
 class Backend(Protocol):
     """The base class of backends.
 
-    A subclass must define `name`, `supports` and `forward`. If it does not define one of the other
-    methods, `supports` must answer requests that need that method with `Support.no`. A backend that
-    has an object for each piece defines `runner` in place of `forward` and the methods after it.
+    A subclass must define `name`, `supports` and `forward`. If another method is not defined,
+    `supports` must answer the requests that need it with `Support.no`. A backend that makes an
+    object for each piece defines `runner` in place of `forward` and the methods after it.
     """
 
     name: str
@@ -158,57 +159,61 @@ class Backend(Protocol):
     """The devices it is made for, such as `"cuda"`. If it runs no part of a call there, the user
     gets a `PassedOverWarning`."""
     wide_values: bool = False
-    """Whether intermediate results that other pieces computed in float32 are passed to it in
-    float32, and not in the call's half precision; its own outputs are in float32 then too."""
+    """Whether, in half precision, results that other pieces computed in float32 are passed to it in
+    float32. Its own outputs must then be in float32 too."""
     segments_as_batch: bool = False
-    """Whether a packed call reaches it as a batch of its segments, where these can be read. False
-    where it computes no pairs of tokens of different segments anyway."""
+    """Whether a packed call is passed to it as a batch of its segments, if these can be read. Leave
+    it False if the backend does not compute pairs of tokens of different segments anyway."""
     only_by_name: bool = False
-    """Whether it is used only when requested by name, as a backend for checking is."""
+    """Whether it is used only when requested by name, for example a backend for tests."""
     preference: int = 0
     """If several backends support a piece, the one with the highest preference runs it."""
     covers: frozenset[str] = frozenset()
-    """Expressions that it promises to support; conformance fails if it claims no part of one."""
+    """Expressions that it promises to support. The conformance suite fails if the backend runs no
+    part of one of them."""
     declines: tuple[str, ...] = ()
-    """What it declines on purpose, each with the reason: `("float64: kernels of half precision",)`.
-    Conformance fails where it compares less than half of a check, without what is declared. A part
-    is named by words that all apply: a check, a dtype, a library, a mask, a verb, `grouped_heads`,
-    or the name at the beginning of an expression."""
+    """The calls that it declines on purpose, each with the reason, such as `("float64: kernels of
+    half precision",)`. The words before the colon must all apply to a call: a check, a dtype, a
+    library, a mask, a verb, `grouped_heads`, or the first name of an expression. The conformance
+    suite fails if it can compare less than half of a check's calls that are not listed here."""
     masks_pairs: bool = False
-    """Whether it honours the masks of pairs, `attn_mask` and `prefix` (`Frame.pairs` and
-    `q_prefix`). Otherwise it is not asked to run calls that have one."""
+    """Whether it applies the masks `attn_mask` and `prefix` (`Frame.pairs` and `Frame.q_prefix`).
+    If not, it is not asked about calls that have one."""
     blocks: tuple[int, ...] = ()
-    """The numbers of tokens in a block of its kernels, such as `(64, 128)`; conformance places
-    lengths and masks at their edges. Empty: those of 16, 32, 64 and 128."""
+    """The numbers of tokens in a block of its kernels, such as `(64, 128)`. The conformance suite
+    places lengths and masks at the edges of blocks. If empty, it uses 16, 32, 64 and 128."""
     promises: frozenset[str] = CONVENTIONS
-    """The conventions by which its results are those of this library; conformance does not compare
-    the others. A backend that lacks one must be `only_by_name`: other calls rely on all of them."""
+    """The conventions that its results keep; the conformance suite does not compare the others. A
+    backend that lacks one must be `only_by_name`, because other calls rely on all of them."""
     memory: str = ""
-    """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`;
-    conformance checks this. Empty for no promise."""
+    """How its peak memory grows with the number of tokens, `"linear"` or `"quadratic"`, which the
+    conformance suite checks. Empty for no promise."""
 
     def supports(self, mechanism: Piece, request: Request) -> Support:
-        """Yes, or the reason why not. Must be cheap and pure."""
+        """`Support.yes()` if the backend can run the request, otherwise `Support.no(reason)`.
+
+        It must be cheap and pure.
+        """
         raise missing_method(self, "supports")
 
     def refuses_by_default(self, mechanism: Piece, request: Request) -> str | None:
-        """Why a piece that it supports runs on it by name only; None where it may be chosen.
+        """Why a supported piece is run only if the backend is requested by name; None if it is not.
 
-        Asked only about calls that name no backend. Must be cheap and pure.
+        It is called only for calls that name no backend, and must be cheap and pure.
         """
         return None
 
     def describing(self, device: str) -> AbstractContextManager[object]:
-        """The context in which `supports` answers for a kind of device that may not be here.
+        """A context in which `supports` answers for a kind of device that may be absent here.
 
-        Only a backend whose answers depend on this machine needs it.
+        Only a backend whose answers depend on the machine needs to define it.
         """
         return nullcontext()
 
     def prepare(self, mechanism: Piece, request: Request) -> Runner | Support:
-        """What runs a piece under a request, or why the backend does not support it.
+        """The runner of a piece under a request, or why the backend does not support it.
 
-        A plan asks once, and keeps the answer for all calls like the first.
+        It is called once for a plan, which keeps the answer for all calls of the same signature.
         """
         support = self.supports(mechanism, request)
         if not support.ok:
@@ -216,16 +221,20 @@ class Backend(Protocol):
         return runner_of(self, mechanism, request.library, differentiable=support.differentiable)
 
     def runner(self, mechanism: Piece, library: str, *, differentiable: bool = False) -> Runner:
-        """What runs a piece that the backend supports, on arrays of a library, of any sizes.
+        """The runner of a piece that the backend supports, for arrays of a library and of any size.
 
-        PyTorch's operators ask for it: a graph that has them is run with other sizes too.
+        PyTorch's operators use it, because a graph with operators may be run with other sizes.
         """
         return MethodsOf(self, mechanism, differentiable=differentiable)
 
     def forward(
         self, mechanism: Piece, inputs: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Residuals]:
-        """The output, and the residuals that `backward` needs besides inputs and output."""
+        """The output, and the residuals that `backward` needs besides inputs and output.
+
+        `inputs` has the arrays by the names of `mechanism.inputs`. The residuals are a tuple of
+        arrays.
+        """
         return _own_runner(self, "forward", mechanism, inputs).forward(inputs, frame)
 
     def forward_with_residuals(
@@ -233,8 +242,8 @@ class Backend(Protocol):
     ) -> tuple[Array, Residuals]:
         """`forward` with the residuals that `residual_shapes` declares.
 
-        To be defined where `forward` leaves the gradient of some calls to the framework, and
-        returns no residuals for them.
+        Define it if `forward` returns no residuals for calls whose gradient it leaves to the
+        framework.
         """
         return self.forward(mechanism, inputs, frame)
 
@@ -247,16 +256,19 @@ class Backend(Protocol):
         residuals: Residuals,
         cotangent: Array,
     ) -> Arrays:
-        """The gradient of every input, by name."""
+        """The gradient of every input, by name.
+
+        `out` and `residuals` are the results of `forward`; `cotangent` is the gradient of `out`.
+        """
         runner = _own_runner(self, "backward", mechanism, inputs)
         return runner.backward(inputs, frame, out, residuals, cotangent)
 
     def residuals_from_lse(self, mechanism: Piece, lse: Array) -> Residuals | None:
         """The residuals of softmax attention, from the log-sum-exp (b, t, h) of its scores.
 
-        For a backend whose `backward` reads no more of the forward pass than these and the output:
-        the gradient of attention to some of the keys is then computed from output and log-sum-exp
-        of the attention to all. None where the forward pass is needed.
+        It is for backends whose `backward` reads nothing else of the forward pass but the output.
+        The gradient of attention to some of the keys can then be computed from the output and the
+        log-sum-exp over all keys. None if the forward pass is needed.
         """
         if type(self).runner is Backend.runner:
             return None
@@ -271,7 +283,8 @@ class Backend(Protocol):
     ) -> tuple[Array, Updates]:
         """The output for new tokens, and the update of every buffer in `past`.
 
-        The keys of buffers and updates are the names of `mechanism.program.slots`.
+        The keys of `past` and of the updates are the names of `mechanism.program.slots`. An update
+        is an `Append`, a `Replace` or a `Rewrite` (`precondattn.cache`).
         """
         return _own_runner(self, "step", mechanism, inputs).step(past, inputs, frame)
 
@@ -284,9 +297,10 @@ class Backend(Protocol):
         cotangent: Array,
         d_buffers: Mapping[str, Array],
     ) -> tuple[Arrays, Arrays]:
-        """The gradients of inputs and of `past`, from those of `step`'s output and new buffers.
+        """The gradients of the inputs and of `past`, each by name.
 
-        It serves the verb `"extend_vjp"`, on mechanisms whose buffers are states.
+        `cotangent` is the gradient of the output of `step`, and `d_buffers` has the gradients of
+        the new buffers. It serves the verb `"extend_vjp"`, for mechanisms whose buffers are states.
         """
         runner = _own_runner(self, "step_backward", mechanism, inputs)
         return runner.step_backward(past, inputs, frame, cotangent, d_buffers)
@@ -294,7 +308,7 @@ class Backend(Protocol):
     def residual_shapes(
         self, mechanism: Piece, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        """Shapes and dtypes of the residuals of `forward`, computed without running it.
+        """The shapes and dtypes of the residuals of `forward`, computed without running it.
 
         PyTorch uses them to trace `forward` with tensors whose entries are unknown.
         """
@@ -303,7 +317,7 @@ class Backend(Protocol):
 
 
 OF_PAST = ("step", "step_backward")
-"""The methods that are given the buffers of a cache, by name."""
+"""The names of the methods that get the buffers of a cache."""
 
 
 def _of_past(method: Callable[..., Any], past: ByName, inputs: ByName, *rest: object) -> Any:
@@ -315,7 +329,7 @@ def _of_past(method: Callable[..., Any], past: ByName, inputs: ByName, *rest: ob
 
 
 class MethodsOf:
-    """The methods of a backend, or of another object in its place, on one piece."""
+    """A runner that calls the methods of a backend, or of another object, with one piece."""
 
     algorithm = ""
     forward: Callable[..., tuple[Array, Residuals]]
@@ -336,7 +350,7 @@ class MethodsOf:
     ) -> None:
         self.differentiable = differentiable
         self.by_autograd: frozenset[str] = frozenset()
-        """Which of `backward` and `step_backward` is the framework's autograd."""
+        """Which of `backward` and `step_backward` the framework's autograd computes."""
         methods = backend if methods is None else methods
         for name in METHODS:
             method = getattr(methods, name, None)
@@ -353,7 +367,7 @@ class MethodsOf:
 
 
 def _lacks(backend: Backend, method: str) -> bool:
-    """Whether a backend has no such method, nor a runner that may have it."""
+    """Whether a backend does not define a method, nor a `runner` that may have it."""
     cls, inherited = type(backend), getattr(Backend, method)
     inherits_runner = getattr(cls, "runner", Backend.runner) is Backend.runner
     return inherits_runner and getattr(cls, method, inherited) is inherited
@@ -364,7 +378,7 @@ def _missing(backend: Backend, method: str, *_: object) -> NoReturn:
 
 
 def prepare(backend: Backend, piece: Piece, request: Request) -> Runner | Support:
-    """`backend.prepare`, also of an object whose class does not inherit from `Backend`."""
+    """`backend.prepare`, also for an object whose class does not inherit from `Backend`."""
     if Backend not in type(backend).__mro__:
         return Backend.prepare(backend, piece, request)
     return backend.prepare(piece, request)
@@ -373,9 +387,9 @@ def prepare(backend: Backend, piece: Piece, request: Request) -> Runner | Suppor
 def runner_of(
     backend: Backend, piece: Piece, library: str, *, differentiable: bool = False
 ) -> Runner:
-    """`backend.runner`, or the methods that its class defines.
+    """`backend.runner(…)`, or a runner of the methods that the backend's class defines.
 
-    The class need not inherit from `Backend`, and may define methods again that it inherits.
+    The class need not inherit from `Backend`, and may override methods of a class with a `runner`.
     """
     if _defines_methods(type(backend)):
         return MethodsOf(backend, piece, differentiable=differentiable)
@@ -384,7 +398,7 @@ def runner_of(
 
 
 def _defines_methods(cls: type) -> bool:
-    """Whether a class defines methods with the piece as first argument later than a `runner`."""
+    """Whether a class defines or overrides methods of `Backend` after the last `runner`."""
     for each in cls.__mro__:
         if not vars(each).keys().isdisjoint(METHODS):
             return True

@@ -1,7 +1,7 @@
-"""The gradients of a backend that defines none, by the framework's autograd.
+"""The gradients of a backend that does not define them, by the framework's autograd.
 
-They serve the explicit `vjp` and `extend_vjp`, where no graph of the call was recorded: `forward`
-or `step` is computed again.
+They serve the explicit `vjp` and `extend_vjp`. No graph of the call was recorded there, so
+`forward` or `step` is computed again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from precondattn.frame import Frame
 
 GRADIENTS = ("backward", "step_backward")
-"""The methods of a backend that are the gradients of others."""
+"""The names of the backend methods that compute gradients."""
 
 
 def gradient_of(methods: MethodsOf, name: str) -> Callable[..., Tree]:
-    """The method of that name, for arrays of a library that has automatic differentiation."""
+    """The method `name`, computed by the automatic differentiation of the arrays' library."""
     own = getattr(methods, name)
     by_autograd = partial(_backward if name == "backward" else _step_backward, methods)
 

@@ -1,10 +1,11 @@
-"""Positions, validity, segments and masks of pairs, from which the attention mask is built.
+"""The frame of a call: positions and masks, from which a backend builds the attention mask.
 
-One frame serves full calls and `extend`. In a full call of t queries and s keys, query i has
-position i + s − t (bottom-right alignment). In `extend` the keys are the cache's slots followed by
-the new tokens, whose positions start at the length of their own sequence.
+The same class serves full calls and `extend`. In a full call of t queries and s keys, key j has
+position j and query i has position i + s − t (bottom-right alignment). In `extend`, the keys are
+the slots of the cache, followed by the t new tokens. The positions of the new tokens start at the
+number of tokens that their sequence has in the cache.
 
-What is known of a frame without reading an array is its `Layout`.
+`Layout` has the properties of a frame that are known without reading an array.
 """
 
 from __future__ import annotations
@@ -21,40 +22,40 @@ FULL, EXTENSION = "full", "extension"
 
 
 class Layout(NamedTuple):
-    """What is known of positions and masks without reading an array. Hashable.
+    """The properties of positions and masks that are known without reading an array. Hashable.
 
-    It goes with the arrays through PyTorch's operators and JAX's compiled functions, so that an
-    algorithm sees the same there as outside.
+    It is passed with the arrays through PyTorch's operators and JAX's compiled functions, so that
+    an algorithm has the same information inside them as outside.
     """
 
     kind: str = ""
-    """`"full"` or `"extension"`; empty where nothing is known."""
+    """`"full"` or `"extension"`; empty if nothing is known."""
     t: int | None = None
-    """The number of queries; None where it is a symbol of a compiler, as for `s`."""
+    """The number of queries; None if it is a compiler's symbolic size."""
     s: int | None = None
-    """The number of keys of a full call, or of the slots of a cache."""
+    """The number of keys of a full call, or of slots of the cache; None if it is symbolic."""
     masks: frozenset[str] = frozenset()
-    """Which of `lengths`, `key_mask`, `past_mask`, `segment_ids`, `prefix` and `attn_mask` there
-    are."""
+    """The masks of the call, of `lengths`, `key_mask`, `past_mask` (the key mask of cached tokens),
+    `segment_ids`, `prefix` and `attn_mask`."""
     held: int | None = None
-    """As of the frame."""
+    """`Frame.held`."""
     longest: int | None = None
-    """As of the frame."""
+    """`Frame.longest`."""
 
     @property
     def is_unmasked(self) -> bool:
-        """Whether every token may be read, but for causality."""
+        """Whether nothing but causality and the window masks a token."""
         return self.held is not None or (self.kind == FULL and not self.masks)
 
     @property
     def has_lengths_only(self) -> bool:
-        """Whether a full call masks only padding at the end, the same for queries and keys."""
+        """Whether `lengths` is the only mask of a full call with as many queries as keys."""
         is_square = self.t is not None and self.t == self.s
         return self.kind == FULL and is_square and self.masks == {"lengths"}
 
     @property
     def without_symbols(self) -> Layout:
-        """The layout without sizes that are symbols, which have no hash."""
+        """The layout with None in place of symbolic sizes, which have no hash."""
         t, s = (n if isinstance(n, int) else None for n in (self.t, self.s))
         return self._replace(t=t, s=s)
 
@@ -63,32 +64,45 @@ UNKNOWN = Layout()
 
 
 class Frame:
-    """Positions, validity and segments of queries (b, t) and keys (b, s).
+    """Positions and masks of the queries and keys of a call.
 
-    The batch axis of positions is 1 where all sequences share them. Validity and segments are None
-    where the call has none, so that a backend knows that nothing is masked without reading arrays.
-    So are the masks of pairs: `q_prefix` (b, t), the position before which a query sees all keys of
-    its segment, and `pairs` (b or 1, h or 1, t, s), which is False where a query may not attend.
+    A backend reads these arrays of integers and booleans. An array other than a position is None if
+    the call has no such mask, so that this is known without reading an array.
+
+    ================  ======================  ==============================================
+    q_position        (b or 1, t)             positions of the queries
+    k_position        (b or 1, s)             positions of the keys
+    q_valid           (b, t)                  False for queries that are padding
+    k_valid           (b, s)                  False for keys that no query may read
+    q_segment         (b, t)                  ids of the packed segments of the queries
+    k_segment         (b, s)                  ids of the packed segments of the keys
+    q_prefix          (b, t)                  the query sees all keys of its segment before
+                                              this position, later ones included
+    pairs             (b or 1, h or 1, t, s)  False where a query may not attend to a key
+    ================  ======================  ==============================================
+
+    In `extend`, s is the number of slots of the cache plus t. `visible` combines all arrays in the
+    attention mask.
     """
 
     layout: Layout
-    """What is known without reading an array: the same in every call, with a gradient or without,
-    compiled or not."""
+    """What is known without reading an array. It is the same with and without a gradient, compiled
+    and not compiled."""
 
     held: int | None
-    """In `extend`: the number of tokens in every sequence's cache. None unless all sequences have
-    the same number, no cached or new token is masked, and the number is known on the host without
-    waiting for a device."""
+    """The number of cached tokens, in an extension in which all sequences have equally many and no
+    cached or new token is masked. None otherwise, and if the number can not be read without waiting
+    for a device."""
 
     longest: int | None
-    """In `extend`: the number of tokens in the fullest cache; None where it is not known on the
-    host."""
+    """The number of cached tokens of the longest sequence, in an extension. None in a full call, or
+    if it is not known on the host."""
 
     may_overwrite: bool = False
-    """In `extend`: whether a step may write new states and tokens into the cache's buffers."""
+    """Whether a step may write new states and tokens into the cache's buffers."""
 
     _is_lazy = False
-    """Whether it was made by `of`, from these masks."""
+    """Whether the frame was made by `of`; its arrays are then computed from `_masks`."""
     _masks: Mapping[str, Array]
 
     def __init__(
@@ -114,13 +128,13 @@ class Frame:
     def of(cls, layout: Layout, like: Array, masks: Mapping[str, Array] | None = None) -> Frame:
         """The frame of an extension, or of a full call without masks.
 
-        Its arrays are computed when they are first read: many algorithms never read them, and they
-        would take a large part of the time of a small call.
+        Its arrays are computed when they are first read. Many algorithms never read them, and
+        computing them would take a large part of the time of a small call.
 
         Parameters
         ----------
         like
-            the lengths (b,) of the caches, or any array of a full call
+            In an extension the number of cached tokens (b,), in a full call any of its arrays.
         """
         frame = cls.__new__(cls)
         frame.layout, frame.held, frame.longest = layout, layout.held, layout.longest
@@ -165,17 +179,20 @@ class Frame:
 
     @cached_property
     def q_valid(self) -> Array | None:
-        """Which queries are no padding (b, t), boolean; None where all are."""
+        """Which queries are not padding (b, t), boolean; None if none is padding."""
         lengths = self._masks["lengths"]
         return arange_like(self._sizes[0], lengths)[None, :] < lengths[:, None]
 
     @cached_property
     def k_valid(self) -> Array | None:
-        """Which keys may be read (b, s), boolean; None where all may be."""
+        """Which keys may be read (b, s), boolean; None if all may be.
+
+        False for padding, for keys that `key_mask` masks, and in `extend` for empty slots.
+        """
         return self._valid_after(self._sizes[1])
 
     def _valid_after(self, slots: int) -> Array:
-        """Which of the first slots and of the new tokens (b, slots + t) may be read."""
+        """Which of the first `slots` slots and the new tokens (b, slots + t) may be read."""
         length, masks = self._like, self._masks
         start, new = length[:, None], arange_like(self._sizes[0], length)[None, :]
         past_valid = arange_like(slots, length)[None, :] < start
@@ -189,7 +206,7 @@ class Frame:
         return namespace(length).concat([past_valid, new_valid], axis=1)
 
     def valid_keys(self, count: int) -> Array | None:
-        """Which of the last `count` keys are valid (b, count); None where all are."""
+        """Which of the last `count` keys are valid (b, count); None if all are."""
         t, is_extension = self.layout.t, self.layout.kind == EXTENSION
         are_new = is_extension and t is not None and count <= t
         if are_new and self.held is not None:
@@ -199,17 +216,17 @@ class Frame:
 
     @property
     def is_traced(self) -> bool:
-        """Whether its entries are unknown because a compiler traces the call."""
+        """Whether the entries of its arrays are unknown because a compiler traces the call."""
         return self.longest is None and is_traced(self._like)
 
     @property
     def masks_pairs(self) -> bool:
-        """Whether there are masks of pairs of tokens."""
+        """Whether `q_prefix` or `pairs` is given."""
         return self.q_prefix is not None or self.pairs is not None
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
-        """All arrays, in the order of the constructor's arguments."""
+        """All arrays, in the order of the constructor's arguments; None for those not given."""
         return (
             self.q_position,
             self.k_position,
@@ -223,19 +240,19 @@ class Frame:
 
     @property
     def computed(self) -> Frame:
-        """The frame with all of its arrays, where sizes may be symbols of a compiler."""
+        """The frame with all of its arrays computed; sizes may be symbolic."""
         return self._with(self.layout.without_symbols)
 
     @property
     def sources(self) -> tuple[Array | None, ...]:
-        """The arrays of which `rebuilt` makes the frame again: none that its layout tells."""
+        """The arrays from which `rebuilt` makes the frame, without those that its layout gives."""
         if not self._is_lazy or not self.layout.is_unmasked:
-            # Without masks of pairs, as programs have them that were exported before there were.
+            # Programs that were exported by earlier versions have no masks of pairs.
             return self.arrays if self.masks_pairs else self.arrays[:OF_TOKENS]
         return () if self.layout.kind == FULL else (self._like,)
 
     def of_slots(self, slots: int) -> Frame:
-        """In `extend`: the frame of the first slots of the cache, and the new tokens."""
+        """The frame of an extension, restricted to the first `slots` slots and the new tokens."""
         layout = self.layout
         if layout.kind:
             layout = layout._replace(s=slots)
@@ -259,27 +276,29 @@ class Frame:
         return self._with(layout, **changes)
 
     def of_held(self) -> Frame:
-        """In `extend` after caches that all hold `held` tokens: the frame of these and the new
-        tokens, which is that of a full call."""
+        """The frame of a full call on the cached and the new tokens of an extension.
+
+        `held` must not be None, so that all caches have `held` tokens.
+        """
         assert self.held is not None
         t = self._sizes[0]
         return Frame.of(Layout(FULL, t, self.held + t), self._like)
 
     def of_sequences(self, part: slice) -> Frame:
-        """The frame of some sequences of the batch."""
+        """The frame of the sequences `part` of the batch."""
         if self.layout.kind == FULL and not self.layout.masks:
-            return self  # Without masks they share positions.
+            return self  # All sequences share the positions, and there are no masks.
         rows = (a if a is None or a.shape[0] == 1 else a[part, ...] for a in self.arrays)
         return Frame(*rows)
 
     def replaced(self, **changes: Array | None) -> Frame:
-        """The frame with other arrays for those named."""
+        """The frame with other arrays for the names in `changes`."""
         if all(getattr(self, name) is array for name, array in changes.items()):
             return self
         return self._with(UNKNOWN, **changes)
 
     def with_valid_keys(self, k_valid: Array) -> Frame:
-        """The frame of a call whose `key_mask` masks as many keys, at other places."""
+        """The frame with another `k_valid`, from a `key_mask` that masks as many keys."""
         return self._with(self.layout, k_valid=k_valid)
 
     def _with(self, layout: Layout, **changes: Array | None) -> Frame:
@@ -287,10 +306,11 @@ class Frame:
         return Frame(**named, layout=layout)
 
     def visible(self, *, causal: bool, window: int | None = None, strict: bool = False) -> Array:
-        """The attention mask, boolean (b or 1, h or 1, t, s): may query i attend to key j?
+        """The attention mask, boolean (b or 1, h or 1, t, s): whether query i may attend to key j.
 
-        Causal: j ≤ i, or j < i when `strict`. Window w: |i − j| < w. A prefix is seen by all
-        queries of its segment, whatever causality and window say.
+        With positions i and j, `causal` requires j ≤ i, or j < i if `strict` is set, and a window w
+        requires |i − j| < w. All queries of a segment see its prefix, whatever causality and window
+        require.
         """
         xp = namespace(self.q_position)
         i = self.q_position[:, :, None]
@@ -314,9 +334,9 @@ class Frame:
         return mask if self.pairs is None else mask & self.pairs
 
     def among_keys(self, count: int) -> Frame:
-        """The frame in which the last `count` keys are also the queries.
+        """The frame of a call whose queries are the last `count` keys.
 
-        A preconditioner that relates keys to keys uses it.
+        Preconditioners that relate keys to keys use it.
         """
         layout = self.layout
         # A key that `key_mask` masks is still a query.
@@ -339,7 +359,7 @@ class Frame:
 TOKEN_ARRAYS = ("q_position", "k_position", "q_valid", "k_valid", "q_segment", "k_segment")
 ARRAYS = (*TOKEN_ARRAYS, "q_prefix", "pairs")
 OF_TOKENS = len(TOKEN_ARRAYS)
-"""How many of a frame's arrays are no masks of pairs."""
+"""The number of a frame's arrays without `q_prefix` and `pairs`."""
 
 
 def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Frame:
@@ -350,10 +370,9 @@ def rebuilt(layout: Layout, sources: Sequence[Array | None], like: Array) -> Fra
 
 
 def has_lengths_only(frame: Frame) -> bool:
-    """Whether a full call masks only padding at the end, the same for queries and keys.
+    """Whether a full call masks nothing but padding at the end, the same for queries and keys.
 
-    The causal mask then already excludes padding from every valid query. False where this is not
-    known on the host.
+    Then no valid query sees padding under a causal mask. False if this is not known on the host.
     """
     q_valid, k_valid = frame.q_valid, frame.k_valid
     if frame.k_segment is not None or frame.masks_pairs or q_valid is None or k_valid is None:
@@ -401,7 +420,7 @@ def full_frame(
 
 
 def held_by_all(lengths: list[int], t: int, capacity: int) -> int | None:
-    """How many tokens every cache holds, if they hold equally many and have room for t more."""
+    """The number of tokens in every cache, if it is the same and t more fit; None otherwise."""
     if not lengths or lengths.count(lengths[0]) < len(lengths):
         return None
     held = lengths[0]
@@ -413,8 +432,8 @@ def extending_frame(
 ) -> Frame:
     """The frame of t new tokens after `length` (b,) tokens in a cache of `capacity` slots.
 
-    Masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), `past_mask` (b, capacity), and
-    `prefix` and `attn_mask`, the frame's `q_prefix` and `pairs`.
+    The masks are `lengths` (b,), `key_mask` and `segment_ids` (b, t), `past_mask` (b, capacity),
+    and `prefix` and `attn_mask`, which are the frame's `q_prefix` and `pairs`.
     """
     given = {name: mask for name, mask in masks.items() if mask is not None}
     layout = Layout(EXTENSION, t, capacity, frozenset(given), longest=longest)
@@ -423,7 +442,7 @@ def extending_frame(
 
 
 def runs(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first token of each segment of ids (b, s), and its number of tokens.
+    """The first token, and the number of tokens, of each segment of ids (b, s).
 
     Tokens are counted over all sequences: token i of sequence j is j s + i.
     """

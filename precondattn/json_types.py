@@ -1,4 +1,4 @@
-"""What is read from JSON, and written to it."""
+"""Types for values that are read from JSON or written to it."""
 
 from __future__ import annotations
 

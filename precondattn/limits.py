@@ -1,20 +1,20 @@
-"""Limits of mechanisms: how deep they nest, and how many are remembered.
+"""Limits on mechanisms: how deep they may be nested, and how many are kept in caches.
 
-What is derived from a mechanism (its program, its plans) is kept for those used last. A mechanism
-that is no longer kept is derived again, in about a millisecond.
+Objects that are derived from a mechanism (its program, its plans) are kept for the mechanisms that
+were used last. For others they are derived again, which takes about a millisecond.
 """
 
 NESTED = 100
-"""Preconditioners around a base. Python's stack has room for several calls per level."""
+"""The most preconditioners around a base; Python's stack has room for several calls per level."""
 
 KEPT = 512
-"""Mechanisms, or groups of leaf calls, in each cache that has them as keys."""
+"""The most mechanisms, or groups of leaf calls, that each cache keeps."""
 
 KEPT_PLANS = 1024
-"""Plans: a mechanism has one for each combination of shapes, dtypes and masks."""
+"""The most plans; a mechanism has one for each combination of shapes, dtypes and masks."""
 
 KEPT_SIGNATURES = 1024
-"""Calls that differ in more than the entries of arrays; each is checked and planned once."""
+"""The most call signatures; each is checked and planned once."""
 
 KEPT_TEXTS = 4096
-"""Patterns and leaf calls, which are small and belong to several mechanisms."""
+"""The most patterns and leaf calls, which are small and shared by mechanisms."""

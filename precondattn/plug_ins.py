@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 PlugIn = Any
-"""What an entry point names: a class, a module or an object."""
+"""The object that an entry point names, such as a class or a module."""
 
 
 class PlugIns:
@@ -23,11 +23,11 @@ class PlugIns:
     def __init__(self, group: str) -> None:
         self.group = group
         self.broken: dict[str, str] = {}
-        """The error of each entry point that could not be imported, by its name."""
+        """The error of each entry point that could not be imported, by the entry point's name."""
         self.complete = False
         """Whether every entry point was added, or is broken."""
         self._known: set[tuple[str, str]] = set()
-        """Name and value of the entry points that were added, or are broken."""
+        """(name, value) of the entry points that were added, or are broken."""
         self._lock = Lock()
 
     def load(
@@ -35,10 +35,10 @@ class PlugIns:
         prepare: Callable[[PlugIn], PlugIn] = lambda named: named,
         add: Callable[[PlugIn], None] = lambda prepared: None,
     ) -> None:
-        """Import the entry points that are not known yet, and add what they name.
+        """Import the entry points that are not known yet, and add the objects that they name.
 
-        `prepare` may run code of the plug-in. `add` runs under a lock, once for each entry point.
-        An error in either makes the entry point broken. KeyboardInterrupt is not caught: the next
+        `prepare` may run the plug-in's code. `add` runs under a lock, once for each entry point. An
+        error in either one makes the entry point broken. KeyboardInterrupt is not caught; the next
         call continues.
         """
         if self.complete:
@@ -52,7 +52,7 @@ class PlugIns:
             prepared, error = None, None
             try:
                 prepared = prepare(entry_point.load())
-            except (Exception, SystemExit) as raised:  # It must not break the others.
+            except (Exception, SystemExit) as raised:  # It must not break the other plug-ins.
                 if _is_being_imported(entry_point.module):
                     continue  # This call comes from inside its import; a later call adds it.
                 error = raised

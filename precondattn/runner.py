@@ -1,7 +1,7 @@
-"""What runs a piece: a backend's answer to a request that it supports.
+"""Runners: the objects with which a backend runs a piece.
 
-A plan is made for the first of many calls. It keeps a runner for each of its pieces, so that a call
-looks nothing up.
+A plan is made for the first call of a signature. It keeps a runner for each of its pieces, so that
+later calls need no lookup.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ METHODS = (
 
 
 class Runner(Protocol):
-    """The methods of `Backend`, for one piece: each is described there."""
+    """The methods of `Backend` for one piece; `Backend` documents them."""
 
     @property
     def algorithm(self) -> str:
-        """Its name, which `explain` shows; empty where the backend has one algorithm only."""
+        """The algorithm's name, which `explain` shows; empty if the backend has only one."""
 
     @property
     def differentiable(self) -> bool:
@@ -78,7 +78,7 @@ class Runner(Protocol):
 
 
 def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, Array]) -> None:
-    """Tell the error of a step that reads a name that is not there the names that are."""
+    """Add the existing names to the KeyError of a step that reads a name which does not exist."""
     (name, *_) = error.args or ("",)
     if name not in past and name not in inputs:
         held, given = (", ".join(map(repr, names)) or "nothing" for names in (past, inputs))
@@ -86,13 +86,13 @@ def note_names(error: KeyError, past: Mapping[str, Array], inputs: Mapping[str, 
 
 
 LeafMethods = Any
-"""An object with methods like those of a leaf."""
+"""An object with the methods of a leaf."""
 
 
 class LeafRunner:
-    """Runs a piece in float32, or in float64, by methods like those of a leaf.
+    """The runner of a piece in float32 or float64, by an object with the methods of a leaf.
 
-    Their buffers have the leaf's own names of its slots; those of a group, the group's.
+    These methods get the buffers by the leaf's names for its slots, or by the group's for a group.
     """
 
     def __init__(
@@ -147,8 +147,11 @@ class LeafRunner:
         frame: Frame,
         columns: Sequence[int],
     ) -> tuple[Array, Arrays] | None:
-        """The output of `step`, and the states (b, n + 1, …) after these columns of the new tokens,
-        and after all of them. None where `methods` do not have them at once."""
+        """The output of `step`, and the states after some numbers of new tokens and after all.
+
+        The states are (b, n + 1, …) for n `columns`. None if `methods` can not return them in one
+        call.
+        """
         if not hasattr(self.methods, "states_between"):
             return None
         given = self.by_slot(past), upcast_all(inputs), frame, columns
@@ -173,9 +176,9 @@ class LeafRunner:
     def residual_shapes(
         self, inputs: Mapping[str, ArraySpec], frame: Frame
     ) -> tuple[ArraySpec, ...]:
-        """None: a leaf does not declare those of its definition, and `backward` runs it again."""
+        """No residuals: a leaf declares none, and `backward` runs its definition again."""
         return ()
 
     def by_slot(self, buffers: Mapping[str, Array]) -> Arrays:
-        """Buffers by the names that `methods` have for them."""
+        """The buffers by the names that `methods` use."""
         return dict(zip(self.keys, map(buffers.__getitem__, self.keys.values()), strict=True))

@@ -1,6 +1,6 @@
-"""The shorthands: `pa.softmax(q, k, v)`, and one for every other mechanism of the library.
+"""The shorthands, such as `pa.softmax(q, k, v)`: a function for every mechanism of the library.
 
-A type checker reads them in `shorthands.pyi`, which `docs/make_shorthands.py` writes.
+Type checkers read `shorthands.pyi`, which `docs/make_shorthands.py` writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from precondattn.execution.shorthand import shorthand
 
 
 def __getattr__(name: str) -> object:
-    """The shorthand of the mechanism of that name, which `import` asks for."""
+    """The shorthand of the mechanism of this name."""
     cls: object = registry.known(name)
     if cls is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,7 +31,7 @@ def atk(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """ATK: a delta rule erases with k, and writes with m ∘ k, m by the decaying squares of keys.
+    """ATK: a delta rule that erases with k and writes with m ∘ k, where m depends on earlier keys.
 
     `ATK`, built from its options and called. An optional input sets its own.
     Options: bound, eps, center, learned.
@@ -51,7 +51,7 @@ def bidirectional(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = → + ← − own: a recurrence from the first token on, and from the last, with own once.
+    """o = → + ← − own: a forward and a backward recurrence, minus what both read of the token.
 
     `Bidirectional`, built from its options and called. An optional input sets its own.
     Options: combine.
@@ -89,7 +89,7 @@ def ccq(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, with Σ the running covariance of k̄.
+    """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, where Σ is the running covariance of k̄.
 
     `CCQ`, built from its options and called. An optional input sets its own.
     Options: covariance, backbone_key, tau, eps.
@@ -280,7 +280,7 @@ def differential(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = base(q, k, v) − λ base(q2, k2, v).
+    """Differential attention: o = base(q, k, v) − λ base(q2, k2, v).
 
     `Differential`, built from its options and called. An optional input sets its own.
     Options: per, paired.
@@ -338,7 +338,7 @@ def elu1(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = base(φ(q), φ(k), v) with φ(x) = elu(x) + 1, which is positive.
+    """The feature map φ(x) = elu(x) + 1, which is positive: o = base(φ(q), φ(k), v).
 
     `Elu1`, built from its options and called. An optional input sets its own.
     Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
@@ -466,7 +466,7 @@ def hedgehog(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = base(φ(q), φ(k), v) with φ(x) = softmax([y, −y]), y = c (W x + b), of width 2d.
+    """The feature map φ(x) = softmax([y, −y]) of width 2d, with y = c (W x + b).
 
     `Hedgehog`, built from its options and called. An optional input sets its own.
     Options: factor, per.
@@ -543,7 +543,7 @@ def laser(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
+    """LASER: o = log(A eᵛ) in place of o = A v, with elementwise exponential and logarithm.
 
     `Laser`, built from its options and called. An optional input sets its own.
     Those of the softmax inside: causal, scale, window, bias, forget, read, softcap, sink, distance,
@@ -768,7 +768,7 @@ def per_dim_scale(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = base(q ∘ softplus(p) / ln 2, k, v), with p an input `per_dim` (d).
+    """A learnt scale per query dimension: o = base(q ∘ softplus(p) / ln 2, k, v).
 
     `PerDimScale`, built from its options and called. An optional input sets its own.
     Options: normalize.
@@ -808,7 +808,7 @@ def qk_norm(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """o = base(norm(q), norm(k), v).
+    """QK-norm: o = base(norm(q), norm(k), v).
 
     `QKNorm`, built from its options and called. An optional input sets its own.
     Options: norm, eps, gain.
@@ -866,7 +866,7 @@ def row_normalized(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """y = o / max(‖o‖, ε), with o = base(q, k, v), row by row and head by head.
+    """Rows of length 1: y = o / max(‖o‖, ε), with o = base(q, k, v), for each row and head.
 
     `RowNormalized`, built from its options and called. An optional input sets its own.
     Options: eps, detach, axis.
@@ -1002,7 +1002,7 @@ def temperature(
     attn_mask: Array | None = None,
     backend: BackendNames = None,
 ) -> Array:
-    """Logits s ⟨q, k⟩ / τ, with τ > 0 an input `tau`: one number, or one for each query head.
+    """A learnt temperature: logits s ⟨q, k⟩ / τ, where τ > 0 is an input `tau`.
 
     `Temperature`, built from its options and called. An optional input sets its own.
     Options: per.

@@ -1,7 +1,7 @@
-"""Import this module to load an exported PyTorch program without calling a mechanism first.
+"""A module to import before an exported PyTorch program is loaded.
 
-`torch.export.load` needs the operators `precondattn::*`, which this module registers. The core does
-not import PyTorch otherwise, until a call needs it.
+`torch.export.load` needs the operators `precondattn::*`, which this module registers. Without this
+import, they are registered by the first call of a mechanism on PyTorch tensors.
 """
 
 from precondattn.execution.torch import autograd

@@ -1,7 +1,7 @@
-"""What was meant by text that is no expression: the expression that is near it, if there is one.
+"""The expression that was probably meant by a text that is not a valid expression.
 
-It is found by repairs of what people write: capitals, names of other libraries, Python's calls,
-True and None, options in round or curly brackets, brackets that are missing, and names in a row.
+It is found by repairing common mistakes: capitals, names of other libraries, Python calls, True and
+None, options in round or curly brackets, missing brackets, and lists of names.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from precondattn.algebra import registry
 from precondattn.algebra.foreign_mechanisms import expression_elsewhere, in_our_spelling
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(?![A-Za-z0-9_-]*\s*=)")
-"""A word that is no option."""
+"""A word that is not the name of an option."""
 _OPTIONS = re.compile(r"\(((?:\s*\w+\s*=\s*[^,()\[\]]+,?)+)\)")
 _LIST = re.compile(r"\s*[\w-]+(?:\s*(?:,|\+|->|∘|\s)\s*[\w-]+)+\s*")
-"""Names one after another."""
+"""A list of names."""
 _CLOSING = {"(": ")", "[": "]"}
 
 
 def advised(text: str, read: Callable[[str], object]) -> str | None:
-    """The expression that was meant, which `read` accepts; None if there is none."""
+    """The expression that was probably meant and that `read` accepts; None if there is none."""
     for candidate in _candidates(text):
         if candidate != text:
             try:
@@ -55,12 +55,12 @@ def _candidates(text: str) -> Iterator[str]:
 
 
 def _whole(name: str, known: list[str]) -> str:
-    """A name of several words."""
+    """The name of a mechanism that was written as several words."""
     return in_our_spelling(name, known) or expression_elsewhere(name, known) or name
 
 
 def _closed(text: str) -> str:
-    """The text with the brackets that are missing at its end, and without those too many."""
+    """The text with missing closing brackets added, and surplus ones removed."""
     missing: list[str] = []
     kept = ""
     for mark in text:

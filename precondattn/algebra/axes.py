@@ -1,15 +1,15 @@
-"""The letters of a program's axes: one name for each axis size, the same in all leaf calls.
+"""The dimension letters of a program: one name for each axis size, the same in all leaf calls.
 
 The letters of a leaf are local to it: a token-wise leaf declares `"b t h d"` for any input, and a
-feature map declares an output axis `2*d`. A value that one call computes and another reads, or
-that two calls read, has one shape, so the letters of different calls are equated axis by axis:
+feature map declares an output axis `2*d`. A value that one call computes and another reads, or that
+two calls read, has one shape. So the letters of different calls are equated axis by axis:
 
     out = gla(q=q_map, …)     q_map: b t h d,    g: b s n d
     q_map = hedgehog_map(q)   q_map: b t h 2*d,  q: b t h d
 
 The d of `gla` is twice the d of `hedgehog_map`, so g is `b s n 2*d` in the letters of q. Letters
 that are multiples of one another form a family. A family is named by the base's letter, or else by
-the letter of the last call that has one, and its smallest member has no factor.
+the letter of the last call that has one. Its smallest member has the factor 1.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CallLetter = tuple[int, str]
 """The index of a call, and a letter of its leaf."""
 
 Factor = int | Fraction
-"""How often a letter is in another one. Most factors are the integer 1: fractions are slow."""
+"""The ratio of two letters. Most are the integer 1, because fractions are slow."""
 
 UNIT: CallLetter = (-1, FIXED)
 """The size 1; every fixed size is a multiple of it."""
 
 Declarations = dict[str, list[tuple[int, Pattern]]]
-"""For every value the (call number, pattern) of each call that reads or computes it: the last
-reader comes first, the producer last."""
+"""The (call index, pattern) of each call that reads or computes a value, by value. The last reader
+comes first, the producer last."""
 
 Axes = tuple[dict[str, Axis], ...]
 """For every call, the program's axis for each letter of its leaf."""
 
 SPARE_LETTERS = "fgijklopqrvwxyz"
-"""Letters that mean no axis of a leaf, for families whose letters are all taken."""
+"""The letters that no leaf uses, for families whose own letters are all taken."""
 
 
 class _Families:
@@ -48,7 +48,7 @@ class _Families:
         self.parent: dict[CallLetter, tuple[CallLetter, Factor]] = {}
 
     def root(self, letter: CallLetter) -> tuple[CallLetter, Factor]:
-        """(root, factor) with letter = factor · root."""
+        """The pair (root, factor) with letter = factor · root."""
         parent, factor = self.parent.setdefault(letter, (letter, 1))
         if parent == letter:
             return letter, factor
@@ -57,12 +57,12 @@ class _Families:
         return self.parent[letter]
 
     def root_of(self, number: int, axis: Axis) -> tuple[CallLetter, Factor]:
-        """(root, factor) with the axis of that call = factor · root."""
+        """The pair (root, factor) with size = factor · root, for an axis of call `number`."""
         root, factor = self.root(UNIT if axis.letter == FIXED else (number, axis.letter))
         return root, axis.multiple * factor
 
     def equate(self, number_a: int, a: Axis, number_b: int, b: Axis) -> bool:
-        """Record that two axes have one size; False where this is a contradiction."""
+        """Record that two axes have the same size; False if this is a contradiction."""
         (root_a, times_a), (root_b, times_b) = self.root_of(number_a, a), self.root_of(number_b, b)
         if root_a == root_b:
             return times_a == times_b
@@ -73,13 +73,13 @@ class _Families:
 def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
     """The pattern of every value, and the axes of every call, in the letters of the program.
 
-    The range of a value, and whether its rows have length 1, are those that its last reader
-    declares; where a reader makes any length harmless, rows have no length.
+    The range of a value, and whether its rows have length 1, are taken from its last reader. If a
+    reader makes any length harmless, rows need not have length 1.
 
     Raises
     ------
     TypeError
-        where two calls contradict each other about the shape of a value.
+        if two calls contradict each other about the shape of a value.
     """
     declarations = _declarations(calls)
     last = {value: declared[0] for value, declared in declarations.items()}
@@ -97,12 +97,12 @@ def letters_of(calls: Sequence[LeafCall]) -> tuple[dict[str, Pattern], Axes]:
 
 
 def _letters(patterns: Iterable[Pattern]) -> dict[str, None]:
-    """The letters of the patterns in order, each once."""
+    """The letters of the patterns in order, without duplicates."""
     return dict.fromkeys("".join([pattern.letters for pattern in patterns]).replace(FIXED, ""))
 
 
 def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families:
-    """The families of the letters that mean the same size."""
+    """The families of letters, after all axes of equal size are equated."""
     families = _Families()
     for value, declared in declarations.items():
         first_number, first = declared[0]
@@ -118,7 +118,7 @@ def _equated(calls: Sequence[LeafCall], declarations: Declarations) -> _Families
                 )
     numbers: dict[str, int] = {}
     for number, call in enumerate(calls):
-        if call.leaf.is_base:  # One that is called twice has equal sizes, unless values contradict.
+        if call.leaf.is_base:  # Two calls of a base have equal sizes, unless values contradict.
             for letter in _letters((Pattern.read(call.leaf.output), *call.leaf.inputs.values())):
                 axis = Axis(letter)
                 families.equate(numbers.setdefault(letter, number), axis, number, axis)
@@ -160,7 +160,7 @@ def _program_axes(calls: Sequence[LeafCall], declarations: Declarations) -> Axes
         candidates = (*(letter for _, letter in family), *SPARE_LETTERS)
         name = next(letter for letter in candidates if letter not in taken)
         taken.add(name)
-        # The smallest member has no factor.
+        # The smallest member has the factor 1.
         unit = lcm(*(factor.denominator for factor in factors.values()))
         for (number, letter), factor in factors.items():
             axes[number][letter] = Axis(name, int(factor * unit))

@@ -1,6 +1,6 @@
-"""Arguments that a mechanism is constructed with by mistake: arrays, and options it has not.
+"""Errors for wrong constructor arguments of mechanisms: arrays, and options that do not exist.
 
-Python's own errors for them would show whole arrays, and would not say where an option belongs.
+Python's own errors would print whole arrays, and would not say which mechanism has the option.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn.arrays import library_of
 def check_constructor(
     cls: MechanismClass, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]
 ) -> None:
-    """Raise a TypeError for arrays, and for keywords that the constructor does not take."""
+    """Raise a TypeError for arrays, and for keywords that the constructor does not accept."""
     for value in (*values, *options.values()):
         if getattr(value, "ndim", 0) and library_of(value) is not None:
             raise TypeError(

@@ -1,9 +1,9 @@
-"""Declared inputs: name and symbolic shape, declared once, used for checks, cases and docs.
+"""Declared inputs: names and symbolic shapes, used for checks, tests and documentation.
 
-A pattern is a list of axes, one letter each (`LETTERS`). An axis may be a multiple (`2*d`), a fixed
-size (`64`), or may broadcast (`1|b`: either b or 1). A pattern without axes is a single number.
-After the axes a pattern may declare that rows have length 1 (`"b s n d unit"` for directions,
-`"b s h d unit row"` for keys), or the range of the entries: `"b s n in [0, 2]"`, `"h in (0, inf)"`.
+A pattern is a list of axes, each with one letter (`LETTERS`). An axis may be a multiple (`2*d`), a
+fixed size (`64`), or may broadcast (`1|b`: either b or 1). A pattern without axes is a 0-d array.
+After the axes, a pattern may declare that rows have length 1 (`"b s n d unit"` for directions, `"b
+s h d unit row"` for keys), or the range of the entries (`"b s n in [0, 2]"`, `"h in (0, inf)"`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ LETTERS = {
     "m": "slots",
 }
 HEADS = "nhu"
-"""Key/value heads, query heads and value heads: each number divides the next."""
+"""The letters of key/value heads, query heads and value heads; each number divides the next."""
 
 MAY_BE_EMPTY = "bts"
-"""There may be no sequences, no queries and no keys (`dispatch/empty.py`)."""
+"""The letters whose size may be 0: sequences, queries and keys (`dispatch/empty.py`)."""
 
 Sizes = dict[str, int]
 
 ATTENTION_INPUTS = frozenset({"q", "k", "v", "g"})
-"""Inputs that mean the same in every mechanism."""
+"""The inputs that have the same meaning in every mechanism."""
 
 
 class ShapeError(ValueError):
@@ -70,12 +70,12 @@ class Pattern(NamedTuple):
     low: float | None = None
     high: float | None = None
     open_low: bool = False
-    """Whether the range excludes `low` itself; `open_high`: whether it excludes `high`."""
+    """Whether the range excludes `low`; `open_high` is whether it excludes `high`."""
     open_high: bool = False
     unit: bool = False
-    """Whether its rows, along the last axis, have length 1."""
+    """Whether rows, along the last axis, have length 1."""
     row: bool = False
-    """With `unit`: whether the rows are token data, as those of q and v, and not directions."""
+    """Whether rows of length 1 are token data like q and v, not directions; used with `unit`."""
 
     @classmethod
     @lru_cache(maxsize=KEPT_TEXTS)
@@ -85,10 +85,10 @@ class Pattern(NamedTuple):
         Raises
         ------
         ValueError
-            for a word that is no axis.
+            for a word that is not an axis.
         """
         parts = re.fullmatch(r"(.*?)(?:\bin ([\[(])(.+), (.+)([\])]))?", text)
-        assert parts is not None  # Everything matches.
+        assert parts is not None  # The pattern matches every text.
         axes = []
         words = parts[1].split()
         row = words[-2:] == ["unit", "row"]
@@ -113,38 +113,38 @@ class Pattern(NamedTuple):
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether it has an entry for each pair of query and key, as an additive bias has."""
+        """Whether it has an entry for each pair of query and key, like an additive bias."""
         return "t" in self.letters and "s" in self.letters
 
     @property
     def is_rows(self) -> bool:
-        """Whether it has a row for each token, as queries, keys and values do.
+        """Whether it has a row for each token, like queries, keys and values.
 
-        Directions of length 1 and inputs with a range are no rows: like gates, they are parameters
-        of a computation on rows.
+        Directions of length 1, and inputs with a range, do not count as rows. Like gates, they are
+        parameters of a computation on rows.
         """
         is_free = (self.row or not self.unit) and self.low is None
         return self.time_axis is not None and self.letters[-1:] in ("d", "e") and is_free
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of features, or one for each head, without a time axis."""
+        """Whether it is a weight matrix, or one for each head, without a time axis."""
         features = [letter for letter in self.letters if letter in ("d", "e", "m", FIXED)]
         return self.time_axis is None and len(features) > 1
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether a buffer of this shape holds one entry for each cached token."""
+        """Whether a buffer of this shape has a row for each cached token."""
         return "c" in self.letters
 
     @property
     def time_axis(self) -> int | None:
-        """The index of the token axis (the queries' if there are two), or None without one."""
+        """The index of the token axis (of queries if there are two); None without one."""
         axis = self.letters.find("t" if "t" in self.letters else "s")
         return None if axis < 0 else axis
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        # Not `axis.size`: a first call asks for many shapes.
+        # Inlined from `axis.size`, because a first call computes many shapes.
         return tuple([n * (1 if letter == FIXED else sizes[letter]) for letter, n, _ in self.axes])
 
     def renamed(self, letters: Mapping[str, str]) -> Pattern:
@@ -164,7 +164,7 @@ class Pattern(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The text that `read` parses: axes, unit length and range."""
+        """The text of the pattern, which `read` parses: axes, unit length and range."""
         text = str(self) + (" unit" if self.unit else "") + (" row" if self.row else "")
         if self.low is None or self.high is None:
             return text
@@ -211,17 +211,18 @@ class Inputs(Mapping[str, Pattern]):
         return f"Inputs({patterns})"
 
     def extending(self) -> Inputs:
-        """The inputs of `extend`: as many new keys as queries; pairs span the cache's capacity."""
+        """The inputs of `extend`: t in place of s, and the capacity c in inputs with t and s."""
         renamed = {n: p.renamed({"s": "c" if p.is_pairwise else "t"}) for n, p in self.items()}
         return Inputs(**renamed)
 
     def sizes(self, owner: str, shapes: Mapping[str, Shape], known: Sizes | None = None) -> Sizes:
-        """The size of every letter, from the shapes of (some of) the inputs.
+        """The size of every letter, from the shapes of all or some inputs.
 
         Raises
         ------
         ShapeError
-            naming the input, its pattern, the shape found and the axis in conflict.
+            if shapes do not fit; the message names the input, its pattern, the shape found and the
+            axis in conflict.
         """
         sizes: Sizes = dict(known or {})
         source: dict[str, str] = dict.fromkeys(sizes, "the cache")

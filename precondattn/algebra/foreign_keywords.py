@@ -1,11 +1,11 @@
-"""Keywords of other libraries, each with how the same is said here.
+"""Keywords of other libraries, with the equivalent in this library.
 
-A foreign keyword is no alias: it is an error, and the error has the answer. Keywords are sorted by
-the library that has them; one that several have stands under the first.
+A foreign keyword is not an alias: it raises an error, which names the equivalent. Keywords are
+sorted by library; a keyword that several libraries have is listed under the first.
 
-An answer is words, code or both. The code runs: a test executes all of it. In it, a variable with
-the keyword's name is what was given; `attn` is the mechanism, `layer` a layer, `model` a Decoder.
-Code such as `heads=num_heads` is another keyword of the same call.
+An answer is words, code or both. A test executes all code. In it, a variable with the keyword's
+name is the given value; `attn` is the mechanism, `layer` a layer, and `model` a Decoder. Code such
+as `heads=num_heads` is another keyword of the same call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 CALL, LAYER, MODEL = "call", "layer", "model"
-"""The places where a keyword is given: a mechanism; a layer, block or vision model; a Decoder."""
+"""The places of a keyword: a call of a mechanism; a layer, block or vision model; a Decoder."""
 
 
 class Said(NamedTuple):
-    """How a thing is said here."""
+    """The equivalent in this library, in words and in code."""
 
     words: str = ""
     code: str = ""
@@ -29,14 +29,14 @@ class Said(NamedTuple):
 
 
 class KeywordAnswer(NamedTuple):
-    """How a keyword of another library is said here."""
+    """The equivalents of a keyword of another library, by the place where it is given."""
 
     call: Said
-    """The answer in a call of a mechanism, or among its options."""
+    """The answer for a call of a mechanism, or for its options."""
     layer: Said | None = None
-    """The answer in a layer, where that differs."""
+    """The answer for a layer, if it differs."""
     model: Said | None = None
-    """The answer in a Decoder, where it differs from that in a layer."""
+    """The answer for a Decoder, if it differs from the answer for a layer."""
 
     def at(self, place: str) -> Said:
         if place == MODEL and self.model is not None:
@@ -46,11 +46,11 @@ class KeywordAnswer(NamedTuple):
 
 
 OF_ATTENTION = ("kv_heads", "value_heads", "head_dim", "value_dim", "slots", "recipes")
-"""Keywords of a layer that a Decoder takes for each of its layers."""
+"""The keywords of a layer that a Decoder accepts for each of its layers."""
 
 
 def of_each_layer(said: Said) -> Said:
-    """What a layer takes, as a Decoder takes it."""
+    """The answer for a layer, rewritten for a Decoder."""
     names = re.findall(r"(?:^|, )(\w+)=", said.code)
     if not set(names) & set(OF_ATTENTION):
         return said
@@ -153,7 +153,7 @@ def lengths_are(name: str) -> KeywordAnswer:
 
 
 def valid_where(condition: str) -> KeywordAnswer:
-    """The answer for a mask of tokens (b, s), which is true where the condition holds."""
+    """The answer for a mask of tokens (b, s) that is true where the condition holds."""
     return KeywordAnswer(
         Said("True for keys that count, (b, s)", f"attn(q, k, v, key_mask={condition})"),
         Said("True for tokens, (b, t)", f"layer(x, mask={condition})"),
@@ -162,7 +162,7 @@ def valid_where(condition: str) -> KeywordAnswer:
 
 
 def pairs_of(name: str) -> KeywordAnswer:
-    """The answer for a mask of pairs of this name."""
+    """The answer for a mask of pairs of tokens with this name."""
     words = "True where a query may attend, (b or 1, h or 1, t, s), for softmax"
     return KeywordAnswer(
         Said(f"{words}; a mask of numbers is bias=", f"pa.softmax(q, k, v, attn_mask={name})"),
@@ -179,7 +179,7 @@ def slopes_are(name: str) -> KeywordAnswer:
 
 
 def sized(keyword: str, words: Said = ARRAYS) -> KeywordAnswer:
-    """The answer for a size that a layer has by another keyword."""
+    """The answer for a size that a layer gets by another keyword."""
     return KeywordAnswer(words, Said("", keyword))
 
 
@@ -556,7 +556,7 @@ KEYWORDS: dict[str, KeywordAnswers] = {
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a keyword of another library is a rate of dropout, such as `attn_pdrop`."""
+    """Whether a keyword of another library is a dropout rate, such as `attn_pdrop`."""
     return "drop" in name
 
 
@@ -566,9 +566,9 @@ def call_of(inputs: Iterable[str]) -> str:
 
 
 def keyword_elsewhere(name: str, place: str = CALL, inputs: Iterable[str] = "qkv") -> str:
-    """How a keyword of another library is said here, in brackets; empty for any other name.
+    """The equivalent of another library's keyword, in brackets; empty for any other name.
 
-    `inputs` are those of the mechanism that was called.
+    `inputs` are the inputs of the mechanism that was called.
     """
     for library, answers in KEYWORDS.items():
         if name in answers:

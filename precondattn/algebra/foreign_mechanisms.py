@@ -1,6 +1,7 @@
-"""Names of mechanisms elsewhere, each with its expression here, or with what is near it.
+"""Other names of mechanisms, with the expression in this library or the nearest one.
 
-They are the names of papers, models and kernels. As keywords, they are errors that have the answer.
+They are the names of papers, models and kernels. Using one raises an error that gives the
+expression.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
     "channel": ("davit",),
     "nystrom": ("nystromformer",),
 }
-"""For each expression, the names that others have for it."""
+"""The other names of each expression."""
 
 LIGHTNING = "with the logarithm of its fixed decays as g; retention has those of RetNet"
 REMARKS = {
@@ -72,16 +73,16 @@ REMARKS = {
     "mamba2": "pa.mamba2 takes x, dt, A, B and C",
     "rwkv7": "with a, b and the logarithm of the decay as g",
 }
-"""What else is to be known of a foreign name."""
+"""Further remarks on a foreign name."""
 
 
 class Near(NamedTuple):
-    """A mechanism of others that is not here."""
+    """The nearest expression to a mechanism that this library does not have."""
 
     why: str
-    """What it does that no mechanism here does."""
+    """What the foreign mechanism does that no mechanism here does."""
     expression: str
-    """What is near it."""
+    """The nearest expression."""
 
 
 BLOCKS = "chooses blocks of keys by their scores"
@@ -118,12 +119,12 @@ ABSENT: dict[str, Near] = {
         Near("has other weights than exponentials", "softmax"),
     ),
 }
-"""Mechanisms that are not here, by their names elsewhere."""
+"""The mechanisms that this library does not have, by name."""
 
 AROUND = re.compile(
     r"^(?:(?:fused|chunk|chunkwise|recurrent|parallel|naive)+)?(.+?)(?:attention|attn|rule)?$"
 )
-"""What functions of others have around the name of a mechanism, without underscores."""
+"""The words around a mechanism's name in function names of others, without underscores."""
 
 
 def _squashed(name: str) -> str:
@@ -136,7 +137,7 @@ _ABSENT = {_squashed(name): near for name, near in ABSENT.items()}
 
 
 def expression_elsewhere(name: str, known: Iterable[str]) -> str | None:
-    """The expression of what others call so; None for a name that is nobody's, and for ours."""
+    """The expression for another library's name; None for unknown names and for ours."""
     own = {_squashed(each): each for each in known}
     squashed = _squashed(name)
     within = AROUND.sub(r"\1", squashed)
@@ -147,7 +148,7 @@ def expression_elsewhere(name: str, known: Iterable[str]) -> str | None:
 
 
 def mechanism_elsewhere(name: str, known: Iterable[str]) -> str | None:
-    """What is said here for what others call so, or what is near it; None for any other name."""
+    """The advice for another library's name of a mechanism; None for any other name."""
     squashed = _squashed(name)
     expression = expression_elsewhere(name, known)
     if expression is not None:
@@ -163,6 +164,6 @@ def mechanism_elsewhere(name: str, known: Iterable[str]) -> str | None:
 
 
 def in_our_spelling(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs in capitals, hyphens and underscores only, or None."""
+    """The known name that differs only in capitals, hyphens and underscores; None without one."""
     squashed = _squashed(name)
     return next((each for each in known if _squashed(each) == squashed), None)

@@ -19,7 +19,7 @@ from precondattn.algebra.text import read_plainly
 
 
 def name_given(value: OptionValue) -> str | None:
-    """The expression of a mechanism, or what stands for one: its text, class or shorthand."""
+    """The expression of a mechanism given as an object, text, class or shorthand; or None."""
     if isinstance(value, str):
         return value
     cls = getattr(getattr(value, "__wrapped__", None), "cls", value)
@@ -30,14 +30,14 @@ def name_given(value: OptionValue) -> str | None:
 
 
 def not_a_mechanism(value: OptionValue) -> TypeError:
-    """The error for what is given as the mechanism of a layer."""
+    """The error for an argument that is not a mechanism where a layer expects one."""
     given = name_given(value)
     advice = "" if given is None else f"; write mechanism={given!r}"
     return TypeError(f"mechanism must be a text or a mechanism; found {value!r}{advice}")
 
 
 def around(outer: str, inner: str) -> str:
-    """What to write for one mechanism around another, or why that is refused."""
+    """The expression for one mechanism around another, or the reason why it is refused."""
     whole = inner if inner.partition("(")[0] == outer else f"{outer}({inner})"
     try:
         return f"write pa.parse({str(read_plainly(whole))!r})"
@@ -64,11 +64,11 @@ PLACES = {
     "context_parallel": PARALLEL,
     "check": ("precondattn_conformance",),
 }
-"""The modules of names that are not of `import precondattn`."""
+"""The modules of names that `import precondattn` does not have."""
 
 
 def attribute_elsewhere(name: str) -> str:
-    """What to write for an attribute that the package has not; empty for any other name."""
+    """The advice for an attribute that the package does not have; empty for unknown names."""
     if name in PLACES:
         return f"; import it from {' or '.join(PLACES[name])}"
     known = {n: c for n, c in registry.registered().items() if c.role != "piece"}

@@ -1,4 +1,4 @@
-"""Leaves as programs, dispatch and backends see them, and their calls on named values.
+"""The interface of leaves for programs, dispatch and backends, and leaf calls.
 
 `mechanism.py` has `Leaf`, which can also be constructed and called.
 """
@@ -21,20 +21,27 @@ from precondattn.limits import KEPT_TEXTS
 
 
 class Described:
-    """What every mechanism, and a group of leaf calls, says of itself."""
+    """The properties that every mechanism, and every group of leaf calls, declares."""
 
     name: ClassVar[str]
-    """Its name in an expression."""
+    """The name in an expression."""
     role: ClassVar[str] = "piece"
     """`"base"`, `"preconditioner"` or `"piece"`."""
     variants: ClassVar[tuple[str, ...]] = ()
-    """Expressions with other options, which tests, conformance and benchmarks run too."""
+    """Expressions with other options that tests, the conformance suite and benchmarks run too."""
     if TYPE_CHECKING:  # Every piece is a dataclass.
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def inputs(self) -> Inputs:
-        """The tensor inputs: name and symbolic shape, in order."""
+        """The declared inputs in order, a mapping from name to symbolic shape.
+
+        Examples
+        --------
+        >>> import precondattn as pa
+        >>> {name: pattern.text for name, pattern in pa.GatedDelta().inputs.items()}["g"]
+        'b s u in (-inf, 0]'
+        """
         raise NotImplementedError
 
     @property
@@ -43,10 +50,10 @@ class Described:
 
     @property
     def recurrence(self) -> Recurrence | None:
-        """The recurrence that it is, by which backends find an algorithm.
+        """The recurrence of the leaf, by which backends choose an algorithm; None for others.
 
-        None for every other mechanism, and for a subclass of a recurrence that defines mathematics
-        of its own and declares none: it runs as it is written, on the reference.
+        It is also None for a subclass of a recurrence that overrides its equations and declares no
+        recurrence. Such a leaf runs on the reference.
         """
         return None
 
@@ -56,24 +63,24 @@ class Described:
 
 
 class LeafProtocol(Described):
-    """What programs, dispatch and backends may ask of a leaf, which they do not construct."""
+    """The interface of a leaf for programs, dispatch and backends."""
 
     output: ClassVar[str]
     allows_any_length: ClassVar[frozenset[str]] = frozenset()
-    """Inputs whose rows may have any length because of it, also where another leaf that reads them
-    declares length 1."""
+    """The inputs whose rows may have any length because of this leaf, even if another leaf that
+    reads them declares length 1."""
 
     @property
     def is_base(self) -> bool:
-        """Whether it computes attention from queries, keys and values: a base, or what a
-        preconditioner makes of one."""
+        """Whether the leaf computes attention from queries, keys and values."""
         return self.role == "base"
 
     @property
     def hides_later_keys(self) -> bool:
-        """Whether NaN in a later key can not reach an output, because scores are masked by −∞.
+        """Whether a NaN in a later key can not reach an output, because scores are masked by −∞.
 
-        Otherwise bad keys are set to 0 before a call (`execution/containment.py`).
+        Otherwise keys with a NaN or infinity are set to 0 before a call
+        (`execution/containment.py`).
         """
         return False
 
@@ -84,12 +91,12 @@ class LeafProtocol(Described):
 
     @property
     def reads_all_queries(self) -> bool:
-        """Whether a query has an effect on the outputs of other tokens."""
+        """Whether a query affects the outputs of other tokens."""
         return False
 
     @property
     def reverses_tokens(self) -> bool:
-        """Whether its output has the tokens of each sequence in reversed order."""
+        """Whether the output has the tokens of each sequence in reversed order."""
         return False
 
     @property
@@ -98,9 +105,9 @@ class LeafProtocol(Described):
         return False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """FLOPs for one sequence, from the size of every letter of its patterns; None if unknown.
+        """The FLOPs for one sequence, from the size of every dimension letter; None if unknown.
 
-        Benchmarks divide by it. A leaf that declares none is measured in seconds only.
+        Benchmarks use it to compute FLOP/s. For a leaf without it they report seconds only.
         """
         return None
 
@@ -108,17 +115,19 @@ class LeafProtocol(Described):
         return "attention" if name in ATTENTION_INPUTS else self.name
 
     def check_call(self, sizes: Mapping[str, int], masks: frozenset[str]) -> None:
-        """Raise a ValueError for sizes, by letter, or masks of a full call that it can not have."""
+        """Raise a ValueError for sizes, by letter, or masks that a full call does not support."""
 
     def refuses_mask(self, name: str) -> str | None:
-        """Why it can not have a mask of pairs of tokens, `"attn_mask"` or `"prefix"`; None where it
-        can, as every leaf that relates no tokens."""
+        """The reason why the leaf does not support the mask `"attn_mask"` or `"prefix"`; or None.
+
+        Every leaf that does not relate tokens supports both.
+        """
         if not self.relates_tokens:
             return None
         return f"{self.name} does not relate tokens by scores of queries and keys alone"
 
     def forward(self, x: ByName, frame: Frame) -> tuple[Array, Residuals]:
-        """The output, and the residuals: what the gradient needs besides inputs and output."""
+        """The output, and the residuals that `backward` needs besides inputs and output."""
         raise missing_method(self, "forward", "every call needs")
 
     def backward(
@@ -132,27 +141,29 @@ class LeafProtocol(Described):
         return False
 
     def slots(self) -> tuple[Slot, ...]:
-        """The buffers it keeps in a cache."""
+        """The declarations of the leaf's cache buffers."""
         return ()
 
     @property
     def reach(self) -> int | None:
-        """How many of the last cached tokens a new token reads; None for all of them.
+        """The number of last cached tokens that a new token reads; None for all of them.
 
-        Such a leaf may be given the last tokens only, at positions counted from the first of them.
+        If it is a number, the leaf may get only the last tokens, with positions counted from the
+        first of them.
         """
         return None
 
     def step(self, past: ByName, x: ByName, frame: Frame) -> tuple[Array, Updates]:
-        """The output for new tokens after those in `past`, and the update of each buffer."""
+        """The output for new tokens after the tokens in `past`, and the update of each buffer."""
         raise missing_method(self, "step", "`extend` needs")
 
     def step_backward(
         self, past: ByName, x: ByName, frame: Frame, cotangent: Array, d_buffers: ByName
     ) -> tuple[Arrays, Arrays]:
-        """The gradients of the inputs and of `past`, from those of `step`'s output and buffers.
+        """The gradients of the inputs and of `past`.
 
-        Leaves that cache tokens do not have it: a buffer of tokens is not differentiated.
+        `cotangent` is the gradient of the output of `step`, and `d_buffers` has the gradients of
+        the new buffers. Leaves that cache tokens do not define it.
         """
         raise missing_method(self, "step_backward", "`extend_vjp` needs")
 
@@ -166,19 +177,19 @@ def missing_method(leaf: LeafProtocol, name: str, why: str) -> NotImplementedErr
 
 
 class LeafCall(NamedTuple):
-    """One leaf, applied to named values."""
+    """The call of one leaf on named values."""
 
     out: str
     leaf: LeafProtocol
     arguments: tuple[tuple[str, str], ...]
-    """(the leaf's name of an input, the name of the value)."""
+    """(the leaf's name of an input, the program's name of the value)."""
 
     @property
     def reads(self) -> frozenset[str]:
         return frozenset([value for _, value in self.arguments])
 
     def slot_keys(self) -> Mapping[str, str]:
-        """For each slot of the leaf, its key in the cache: the name of the value that it stores."""
+        """The key in the cache of each slot of the leaf: the name of the value that it stores."""
         return _slot_keys(self)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Mechanisms: leaves that implement mathematics, and preconditioners that are lists of steps.
+"""Mechanisms: leaves, which implement mathematics, and preconditioners, which are lists of steps.
 
 A mechanism is a frozen, hashable dataclass. Its fields are options, never arrays. It declares its
-inputs once. Its methods (`verbs.py`) are derived from that declaration and from its program of leaf
+inputs, and its methods (`verbs.py`) are derived from this declaration and from its program of leaf
 calls (`program.py`).
 """
 
@@ -32,17 +32,17 @@ from precondattn.frame import Frame
 from precondattn.limits import NESTED
 
 SEARCHED = 4
-"""Preconditioners around a base, up to which another place for a refused one is looked for."""
+"""The most preconditioners around a base for which an error advises another order."""
 
 
 class Mechanism(Verbs):
     """The base class of leaves and preconditioners."""
 
     _depth: ClassVar[int] = 0
-    """The number of preconditioners around its base; an instance has its own."""
+    """The number of preconditioners around the base; set on each instance."""
 
     def __new__(cls, *values: OptionValue, **options: OptionValue) -> registry.AnyMechanism:
-        if is_traced_by_dynamo():  # It can not trace the checks of options and programs.
+        if is_traced_by_dynamo():  # Dynamo can not trace the checks of options and programs.
             return in_graph().constructed(cls, values, options)
         if values or options:
             check_constructor(cls, values, options)
@@ -51,7 +51,7 @@ class Mechanism(Verbs):
     def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         if "__hash__" not in cls.__dict__:
-            # `dataclass` keeps it. Its own would hash every mechanism inside at every use.
+            # `dataclass` keeps this hash. Its own would hash all inner mechanisms each time.
             cls.__hash__ = Mechanism.__hash__  # type: ignore[method-assign]
         if "name" in cls.__dict__:
             registry.register(cls)
@@ -65,7 +65,7 @@ class Mechanism(Verbs):
         return hash((type(self), *[getattr(self, f.name) for f in fields if f.compare]))
 
     def __reduce__(self) -> tuple[Callable[..., Mechanism], tuple[object, ...]]:
-        """Copies are constructed: what is kept with a mechanism depends on the process."""
+        """Copying constructs a new mechanism, because what it caches depends on the process."""
         fields = (f.name for f in dataclasses.fields(self) if f.init)
         return _constructed, (type(self), {name: getattr(self, name) for name in fields})
 
@@ -75,10 +75,10 @@ class Mechanism(Verbs):
         self._check_base()
         object.__setattr__(self, "_text", text_of_mechanism(self))
         object.__setattr__(self, "_name", name_of(self))
-        tuple(self.inputs)  # They unfold the program, which raises for names that clash.
+        tuple(self.inputs)  # This unfolds the program, which raises an error for clashing names.
 
     def check_together(self) -> None:
-        """Raise a ValueError for options that exclude each other."""
+        """Raise a ValueError for options that exclude each other; subclasses define it."""
 
     def _check_base(self) -> None:
         """Raise a TypeError for a base that is refused."""
@@ -88,11 +88,11 @@ class Mechanism(Verbs):
 
     @cached_property
     def program(self) -> Program:
-        """Its leaf calls, in order."""
+        """The leaf calls of the mechanism, in order."""
         return program_of(self)
 
     def with_read(self, read: OptionValue) -> Mechanism:
-        """The same mechanism with another read of the values."""
+        """The mechanism with another read of the values, such as the one of LASER."""
         raise NotImplementedError
 
 
@@ -102,14 +102,15 @@ def _constructed(cls: type[Mechanism], fields: dict[str, OptionValue]) -> Mechan
 
 
 def parse(text: str) -> Mechanism:
-    """The mechanism that an expression names.
+    """The mechanism of an expression such as `"lucid[eps=0](laser)"`.
 
     Raises
     ------
     ValueError
-        for text that is not an expression, an unknown name or option, or an option out of range.
+        for text that is not an expression, for an unknown name or option, or for an option out of
+        range.
     TypeError
-        for a composition that is refused, with the reason.
+        for a composition that is refused; the message has the reason.
 
     Examples
     --------
@@ -124,7 +125,7 @@ def parse(text: str) -> Mechanism:
 
 
 def mechanisms() -> dict[str, type[Mechanism]]:
-    """The bases and preconditioners that an expression can name, by name.
+    """All bases and preconditioners that an expression can name: a dict of classes by name.
 
     Examples
     --------
@@ -137,22 +138,23 @@ def mechanisms() -> dict[str, type[Mechanism]]:
 
 
 class Leaf(LeafProtocol, Mechanism):
-    """One piece of mathematics: forward, closed-form gradient, and its part of `extend`.
+    """The base class of leaves: a forward pass, a closed-form gradient, and a step of `extend`.
 
     Subclasses are frozen dataclasses with a `name`, declared `inputs`, the pattern of their
-    `output`, and the methods `forward`, `backward` and `step`. `x` holds the inputs by name.
+    `output`, and the methods `forward`, `backward` and `step`. The argument `x` has the inputs by
+    name.
     """
 
     role: ClassVar[str] = "base"
 
 
 def leaf_of(call: LeafCall) -> Leaf:
-    """The leaf of a call, which can be called by itself."""
+    """The leaf of a leaf call, as a mechanism that can be called."""
     return cast("Leaf", call.leaf)
 
 
 class TokenWise(Leaf):
-    """A leaf without a cache: it computes each token from that token alone (or is not causal)."""
+    """A leaf without a cache: it computes each token from that token alone, or is not causal."""
 
     role: ClassVar[str] = "piece"
 
@@ -161,9 +163,9 @@ class TokenWise(Leaf):
         return False
 
     def flops(self, sizes: Mapping[str, int]) -> Flops | None:
-        """Three operations for each element of the output, as in a norm.
+        """Three FLOPs for each element of the output, as in a norm.
 
-        Unknown where an input is a matrix that multiplies the tokens.
+        None if an input is a weight matrix.
         """
         if any(pattern.is_matrix for pattern in self.inputs.values()):
             return None
@@ -190,19 +192,19 @@ class Step(NamedTuple):
     """The name of its output value."""
     mechanism: Mechanism
     renamed: tuple[tuple[str, str], ...] = ()
-    """(the mechanism's name of an input, its name in this list of steps) where they differ."""
+    """(the mechanism's name of an input, its name in this list of steps), if they differ."""
 
 
 def step(out: str, mechanism: Mechanism, **renamed: str) -> Step:
-    """`step("out", base, v="y")`: the base, with the value y as its input v."""
+    """A `Step`: `step("out", base, v="y")` is the base with the value y as its input v."""
     return Step(out, mechanism, tuple(renamed.items()))
 
 
 class Preconditioner(Mechanism):
-    """A static list of steps around a base. It contains no mathematics itself.
+    """The base class of preconditioners: a static list of steps around a base.
 
-    Subclasses are frozen dataclasses with a field `base`, a method `steps`, and, if some bases are
-    refused, `refuses`.
+    Subclasses are frozen dataclasses with a field `base`, a method `steps`, and a method `refuses`
+    if some bases are refused. They contain no mathematics themselves.
     """
 
     role: ClassVar[str] = "preconditioner"
@@ -229,16 +231,16 @@ class Preconditioner(Mechanism):
         return None
 
     def _instead(self) -> Mechanism | None:
-        """A mechanism to advise where the base is refused: this preconditioner further inside."""
+        """The mechanism that an error advises if the base is refused: this one further inside."""
         return _moved_inside(self, self.base)
 
     def steps(self) -> tuple[Step, ...]:
-        """Its steps, in order; the last step computes the output."""
+        """The steps in order; the last step computes the output."""
         raise NotImplementedError
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The base's inputs, in order, followed by the preconditioner's own."""
+        """The base's inputs in order, followed by the preconditioner's own inputs."""
         declared = {name: self.program.inputs[name] for name in self.program.meanings}
         order = [name for name in self.base.inputs if name in declared]
         return Inputs(**{name: declared[name] for name in dict.fromkeys([*order, *declared])})
@@ -255,7 +257,7 @@ class Preconditioner(Mechanism):
 
 
 def _moved_inside(outer: Preconditioner, base: Mechanism) -> Preconditioner | None:
-    """The outer preconditioner inside those of the base, as little as possible; None if refused."""
+    """The outer preconditioner moved inside the base, as little as possible; None if refused."""
     if not isinstance(base, Preconditioner) or base._depth > SEARCHED:
         return None
     inner = with_base(outer, base.base) or _moved_inside(outer, base.base)
@@ -265,8 +267,8 @@ def _moved_inside(outer: Preconditioner, base: Mechanism) -> Preconditioner | No
 def with_base(
     outer: Preconditioner, base: Mechanism, **options: OptionValue
 ) -> Preconditioner | None:
-    """A preconditioner around another base, with some other options; None where it is refused."""
-    # Its constructor would look for advice too.
+    """A preconditioner around another base, with some other options; None if it is refused."""
+    # The constructor would search for advice too.
     unchecked = object.__new__(type(outer))
     given = {field.name: getattr(outer, field.name) for field in dataclasses.fields(outer)}
     for name, value in {**given, **options, "base": base}.items():
@@ -275,5 +277,5 @@ def with_base(
         return None
     try:
         return dataclasses.replace(outer, base=base, **options)
-    except (TypeError, ValueError):  # Names of inputs clash.
+    except (TypeError, ValueError):  # The names of inputs clash.
         return None

@@ -1,12 +1,12 @@
-"""Names of mechanisms and groups: text by which a PyTorch operator finds a piece again.
+"""Names of mechanisms and groups: texts from which a PyTorch operator finds a piece again.
 
-The name is the piece's own text where that parses back to an equal piece. A graph with such names
-can be saved and loaded in another process. Any other piece gets its text and a number: it has a
-class without a `name` of its own, or its text was the name of another piece before its class was
-defined again. Such a name is valid in this process only. A name never changes its meaning.
+The name is the piece's text if that parses back to an equal piece. A graph with such names can be
+saved and loaded in another process. Any other piece gets its text and a number: its class has no
+`name`, or its text was the name of another piece before its class was defined again. Such a name is
+valid in this process only. A name never changes its meaning.
 
-Pieces of this package are read back from their text, and those used last are kept. All other pieces
-are kept for the life of the process, about 1 KB each, because their text may not give them back.
+Pieces of this package are parsed from their text, and those used last are kept. All other pieces
+are kept for the life of the process, about 1 KB each, because their text may not determine them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from precondattn.algebra.piece import Piece
 from precondattn.algebra.registry import AnyMechanism
 
 _pieces: dict[str, Piece] = {}
-"""Those that are not of this package, by name."""
+"""The pieces with classes outside this package, by name."""
 
 
 def name_of(piece: Piece) -> str:
-    """The name of a mechanism or group, from which `piece_named` returns an equal one."""
+    """The name of a mechanism or group; `piece_named` returns an equal piece for it."""
     text = str(piece)
     if _is_ours(piece) and parses_back(piece):
         return text
@@ -35,18 +35,18 @@ def name_of(piece: Piece) -> str:
 
 
 def _owns(name: str, piece: Piece) -> bool:
-    """Whether the name is this piece's, which it becomes if it is nobody's."""
+    """Whether the name belongs to this piece; a free name is given to it."""
     owner = _pieces.setdefault(name, piece)
     return owner is piece or bool(owner == piece)
 
 
 def _is_ours(piece: Piece) -> bool:
-    """Whether all its classes are of this package."""
+    """Whether all classes of a piece are in this package."""
     return all(type(m).__module__.startswith("precondattn.") for m in _mechanisms(piece))
 
 
 def parses_back(piece: Piece) -> bool:
-    """Whether the piece is determined by its text: by registered classes and their options."""
+    """Whether the text of a piece determines it, by registered classes and their options."""
     for each in _mechanisms(piece):
         fields = {field.name for field in dataclasses.fields(each)} - {"base"}
         if registry.known(each.name) is not type(each) or fields != set(fields_of(each)):
@@ -55,7 +55,7 @@ def parses_back(piece: Piece) -> bool:
 
 
 def _mechanisms(piece: AnyMechanism) -> Iterator[AnyMechanism]:
-    """A mechanism and its bases, or those of a group's leaves."""
+    """A mechanism and its bases, or the mechanisms of a group's leaves."""
     calls = getattr(piece, "calls", None)
     for mechanism in (piece,) if calls is None else calls.leaves:
         while mechanism is not None:
@@ -69,7 +69,7 @@ def piece_named(name: str) -> Piece:
     Raises
     ------
     ValueError
-        for a name that another process gave to a class which its text does not determine.
+        for a name from another process whose text does not determine a piece.
     """
     if name in _pieces:
         return _pieces[name]

@@ -1,4 +1,4 @@
-"""What a mechanism offers to the preconditioners around it."""
+"""The properties of a mechanism that preconditioners around it depend on."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from precondattn.algebra.registry import AnyMechanism
 
 
 class Offers(NamedTuple):
-    """The properties of a mechanism that a preconditioner around it can use."""
+    """The properties that a preconditioner reads from its base, and may refuse it for."""
 
     metric: OptionValue = None
     """The score function of a query and a key, which is linear in the key; None without one."""
     scale: float | None = None
-    """The factor of the scores; None means d^{-1/2}."""
+    """The factor of the scores; None for d^{-1/2}."""
     causal: bool = True
     window: int | None = None
     read: str | None = None
-    """`"mean"` where the output is a mean of the values under non-negative weights."""
+    """`"mean"` if the output is a weighted mean of the values with non-negative weights."""
     row_axis: str = "token"
-    """The axis of the rows of the attention matrix, `"token"` or `"channel"`."""
+    """The axis that the rows of the attention matrix belong to, `"token"` or `"channel"`."""
     key_steps: tuple[tuple[str, AnyMechanism, tuple[tuple[str, str], ...]], ...] = ()
-    """What is done to the key before the metric is applied: `Step`s, each of which reads `k`."""
+    """The `Step`s that change the key before the metric is applied; each reads `k`."""
     normalizes_query: bool = False
-    """Whether the mechanism normalises its queries, so that their length has no effect."""
+    """Whether the mechanism normalises its queries, so that their length does not matter."""
     paired: tuple[str, ...] = ()
-    """Inputs of a second score map, on which the first map does not depend."""
+    """The inputs of a second score map, on which the first map does not depend."""
     unit_rows: bool = False
     """Whether the rows of the output have length 1."""
     unit_keys: bool = False
-    """Whether keys longer than 1 make it diverge, as in the delta rule."""
+    """Whether the mechanism diverges for keys longer than 1, like the delta rule."""
     several_keys: bool = False
-    """Whether a token has several keys, on an axis of their own."""
+    """Whether a token has several keys, along an additional axis."""
     decay: str | None = None
-    """How the state decays: by a gate g per `"head"` or per key `"channel"`, or, for
-    `"retention"`, by a fixed factor per query head. None without decay."""
+    """The decay of the state: `"head"` or `"channel"` for a gate g per head or key channel, or
+    `"retention"` for a fixed factor per query head. None without decay."""
     sink: bool = False
-    """Whether a sink shortens every row of the output, by the weight that it takes."""
+    """Whether a sink takes some of the weight, so that the values' weights sum to less than 1."""

@@ -1,8 +1,7 @@
-"""Options of mechanisms: dataclass fields that are checked at construction.
+"""Options of mechanisms: dataclass fields that are checked when a mechanism is constructed.
 
-An option is a field declared by one of the functions below. It is checked when the mechanism is
-constructed, so that every mechanism has valid options. Its kind also parses the option from the
-text of an expression.
+An option is a field declared by one of the functions below. The kind of an option checks it, and
+parses it from the text of an expression.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from precondattn.algebra.registry import Registered
 from precondattn.arrays import is_finite_number
 
 OptionValue = Any
-"""What an option of a mechanism is set to."""
+"""The value of an option of a mechanism."""
 
 
 class OptionKind(NamedTuple):
-    """The type of an option: what it accepts, and how it is parsed."""
+    """The kind of an option: which settings it accepts, and how it is parsed."""
 
     expected: str
     """A description of accepted settings, for the error message."""
     accept: Callable[[OptionValue], OptionValue]
-    """Returns the setting in canonical form; raises ValueError for one that is not accepted."""
+    """A function that returns a setting in canonical form, or raises a ValueError."""
     read: Callable[[str], OptionValue]
-    """Parses the setting from the text of an expression."""
+    """A function that parses a setting from the text of an expression."""
     settings: tuple[OptionValue, ...] = ()
-    """All accepted settings, where there are only a few."""
+    """All accepted settings, if there are only a few."""
 
 
 def option(default: OptionValue, kind: OptionKind) -> OptionValue:
@@ -59,7 +58,7 @@ def _number(expected: str, is_in_range: Callable[[float], bool]) -> OptionKind:
     def accept(value: OptionValue) -> float:
         value = _python_number(value)
         is_valid = is_finite_number(value) and is_in_range(value)
-        # The sum turns −0.0 into 0.0, so that equal options have equal text.
+        # Adding 0.0 turns −0.0 into 0.0, so that equal options have equal text.
         return float(_accepted(value, is_valid)) + 0.0
 
     return OptionKind(expected, accept, partial(_read_as, float))
@@ -91,7 +90,7 @@ _POSITIVE = _number("a finite number above 0", lambda value: value > 0)
 
 
 def flag(default: bool) -> OptionValue:
-    """True or False."""
+    """An option that is True or False."""
     settings = {"true": True, "false": False}
     kind = OptionKind(
         "true or false",
@@ -103,39 +102,39 @@ def flag(default: bool) -> OptionValue:
 
 
 def number(default: float) -> OptionValue:
-    """A finite number."""
+    """An option that is a finite number."""
     return option(default, _number("a finite number", lambda value: True))
 
 
 def positive(default: float) -> OptionValue:
-    """A finite number above 0."""
+    """An option that is a finite number above 0."""
     return option(default, _POSITIVE)
 
 
 def positive_or_none(default: float | None = None) -> OptionValue:
-    """A finite number above 0, or None."""
+    """An option that is a finite number above 0, or None."""
     return option(default, _or_none(_POSITIVE))
 
 
 def non_negative(default: float) -> OptionValue:
-    """A finite number, 0 or above."""
+    """An option that is a finite number, 0 or above."""
     return option(default, _number("a finite number, 0 or above", lambda value: value >= 0))
 
 
 def count(default: int, highest: int | None = None) -> OptionValue:
-    """A whole number, 1 or above, and at most `highest` if that is given."""
+    """An option that is an integer, 1 or above, and at most `highest` if that is given."""
     return option(default, _count(highest))
 
 
 def count_or_none(default: int | None = None) -> OptionValue:
-    """A whole number, 1 or above, or None."""
+    """An option that is an integer, 1 or above, or None."""
     return option(default, _or_none(_count()))
 
 
 def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
-    """One or two whole numbers, separated by a slash in an expression: `7/8`.
+    """An option that is one or two integers, separated by a slash in an expression: `7/8`.
 
-    None is accepted where it is the default.
+    None is accepted if it is the default.
     """
 
     def accept(value: OptionValue) -> tuple[int, ...]:
@@ -154,11 +153,11 @@ def counts(default: tuple[int, ...] | None, lowest: int = 1) -> OptionValue:
 
 
 LONGEST = 2**30
-"""No sequence is longer. Differences and sums of two positions or windows then fit in int32."""
+"""The largest length of a sequence; sums and differences of two positions fit in int32."""
 
 
 def window_or_none() -> OptionValue:
-    """A whole number of tokens, 1 or above, or None. A window above every sequence is None."""
+    """An option that is a number of tokens, 1 or above, or None; None above `LONGEST`."""
     kind = _or_none(_count())
 
     def accept(value: OptionValue) -> int | None:
@@ -169,7 +168,7 @@ def window_or_none() -> OptionValue:
 
 
 def choice(default: str, *others: str) -> OptionValue:
-    """One of the given words."""
+    """An option that is one of the given words."""
     words = (default, *others)
 
     def accept(value: OptionValue) -> OptionValue:
@@ -179,7 +178,7 @@ def choice(default: str, *others: str) -> OptionValue:
 
 
 def one_of(default: OptionValue, *others: OptionValue) -> OptionValue:
-    """One of the given frozen objects; the option may be given as the object's `name`."""
+    """An option that is one of the given frozen objects, also given as the object's `name`."""
     objects = {each.name: each for each in (default, *others)}
 
     def accept(value: OptionValue) -> OptionValue:
@@ -194,7 +193,7 @@ def one_of(default: OptionValue, *others: OptionValue) -> OptionValue:
 
 
 def names(default: tuple[str, ...]) -> OptionValue:
-    """One or more different names, separated by slashes in an expression: `q/k`."""
+    """An option that is one or more different names, separated by slashes in text: `q/k`."""
 
     def accept(value: OptionValue) -> tuple[str, ...]:
         value = tuple(value.split("/")) if isinstance(value, str) else value
@@ -225,13 +224,13 @@ def check_options(mechanism: Registered) -> None:
 
 
 SHOWN = 200
-"""Characters of a setting that a message shows."""
+"""The most characters of a setting that a message shows."""
 
 
 def _shown(value: OptionValue) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits.
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits.
         return "a larger number"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 

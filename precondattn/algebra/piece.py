@@ -1,4 +1,4 @@
-"""What dispatch, execution and backends may ask of a piece: a mechanism, a leaf, or a group."""
+"""The interface of pieces (mechanisms, leaves and groups) for dispatch, execution and backends."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from precondattn.algebra.program import Program
 from precondattn.arrays import Array
 
 BackendNames = str | tuple[str, ...] | None
-"""The backends that a call allows: one, several in order of preference, or None for any."""
+"""The backends that a call allows: a name, names in order of preference, or None for all."""
 ExtendPullback = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
-"""From the cotangents of an extension to the gradients of its inputs and of the old cache."""
+"""A function from the cotangents of an extension to the gradients of inputs and old cache."""
 
 
 class Piece(Described):
-    """A piece, as those see it that neither construct nor compose one. Hashable."""
+    """The interface of a piece for code that does not construct or compose pieces. Hashable."""
 
     _name: str
-    """Its name in PyTorch's operators (`names.py`). Dynamo reads it as a constant."""
+    """The name in PyTorch's operators (`names.py`), which Dynamo reads as a constant."""
 
     @property
     def program(self) -> Program:
-        """Its leaf calls, in order."""
+        """The leaf calls of the piece, in order."""
         raise NotImplementedError
 
     @property
     def numbers_heads(self) -> bool:
-        """Whether the output of a head depends on its number among all heads."""
+        """Whether the output of a head depends on the head's index."""
         return any(leaf.numbers_heads for leaf in self.program.leaves)
 
     @property

@@ -1,10 +1,10 @@
-"""Programs: the unfolded form of a mechanism, a list of leaf calls.
+"""Programs: the unfolded form of mechanisms, which is a list of leaf calls.
 
 `lucid(laser)` is
 
     y = lucid_solve(k, v); out = softmax[read=log_mean_exp](q, k, v=y)
 
-Every value has one name and is computed once; a leaf called twice on the same values is one call.
+Every value has one name and is computed once. Equal leaf calls on the same values are one call.
 Output, gradient, cache, declared inputs and the choice of backends are all derived from the
 program. Mechanisms with equal programs run the same kernels, whatever their expressions.
 """
@@ -21,7 +21,7 @@ from precondattn.algebra.leaf_protocol import LeafCall, LeafProtocol
 from precondattn.cache import Slot
 
 LONGEST_USE = 2000
-"""Characters of a text that two calls are ordered by."""
+"""The most characters of the text by which calls are ordered."""
 
 
 class Program:
@@ -35,7 +35,7 @@ class Program:
         outputs = {call.out for call in self.calls}
         used = dict.fromkeys([value for call in self.calls for _, value in call.arguments])
         self.inputs = {value: patterns[value] for value in used if value not in outputs}
-        """Each input's pattern, in order of first use."""
+        """The pattern of each input, in order of first use."""
         self.output = patterns[out]
         """The pattern of the result."""
         self.meanings = dict(meanings or dict.fromkeys(self.inputs, "given"))
@@ -55,19 +55,19 @@ class Program:
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        # Classes with the same text may have different mathematics, so leaves are compared.
+        # Leaves are compared, because different classes may have the same text.
         if self is other:
             return True
         return isinstance(other, Program) and (self.calls, self.out) == (other.calls, other.out)
 
     @cached_property
     def slot_keys(self) -> tuple[Mapping[str, str], ...]:
-        """For each call: its leaf's slots, and their keys in the cache."""
+        """The keys in the cache of each leaf call's slots."""
         return tuple(call.slot_keys() for call in self.calls)
 
     @cached_property
     def slots(self) -> dict[str, tuple[Slot, Pattern]]:
-        """The buffers of its cache by name, and their patterns in this program's letters."""
+        """The cache's buffers by name: slot, and pattern in the program's letters."""
         slots: dict[str, tuple[Slot, Pattern]] = {}
         for call, keys, axes in zip(self.calls, self.slot_keys, self.axes, strict=True):
             for slot in call.leaf.slots():
@@ -77,7 +77,7 @@ class Program:
 
     @cached_property
     def reach(self) -> int | None:
-        """How many of the last cached tokens a new token reads; None for all of them."""
+        """The number of last cached tokens that a new token reads; None for all of them."""
         reaches = [
             call.leaf.reach
             for call in self.calls
@@ -88,7 +88,7 @@ class Program:
 
     @cached_property
     def readers(self) -> dict[str, frozenset[int]]:
-        """The calls that read each value."""
+        """The indices of the leaf calls that read each value."""
         readers: dict[str, frozenset[int]] = {}
         for number, call in enumerate(self.calls):
             for value in call.reads:
@@ -97,7 +97,7 @@ class Program:
 
     @cached_property
     def reversed_values(self) -> frozenset[str]:
-        """The values whose tokens are in reversed order; what is computed of them is too."""
+        """The values whose tokens are in reversed order, and those computed from them."""
         found = set[str]()
         for call in self.calls:
             if call.leaf.reverses_tokens != bool(found & call.reads):
@@ -109,12 +109,12 @@ class Program:
         return tuple([call.leaf for call in self.calls])
 
     def part(self, chosen: Iterable[int]) -> tuple[Program, dict[str, str]]:
-        """The chosen calls as a program, and its name for each value of this program.
+        """The chosen leaf calls as a program, and its name for each value of this program.
 
-        Names in a part do not depend on the program that it comes from. A value from outside gets
-        the input name of the first leaf that reads it (numbered if that is taken), values computed
-        inside are y1, y2 … and the result is out. So `softmax` after `lucid_solve` is always the
-        same program, whatever calls come before, between or after them.
+        The names in a part do not depend on this program. A value from outside gets the input name
+        of the first leaf that reads it, with a number if that is taken. Values computed inside are
+        y1, y2 …, and the result is out. So `softmax` after `lucid_solve` is always the same
+        program, whatever other calls there are.
         """
         calls = _canonical_order([self.calls[i] for i in sorted(chosen)])
         names: dict[str, str] = {}
@@ -138,7 +138,7 @@ class Program:
 
 
 def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
-    """The calls in one order: those that are ready together by leaf, and by uses of its output."""
+    """The calls in canonical order: ready calls are ordered by leaf, then by uses of the output."""
     uses: dict[str, str] = {}
     for call in reversed(calls):  # A reader comes after the call that computes the value.
         readers = sorted(
@@ -148,7 +148,7 @@ def _canonical_order(calls: list[LeafCall]) -> list[LeafCall]:
             if value == call.out
         )
         text = f"{call.leaf} for [{', '.join(readers)}]"
-        if len(text) > LONGEST_USE:  # A value that is read twice has its uses twice.
+        if len(text) > LONGEST_USE:  # A value that is read twice lists its uses twice.
             text = text[:LONGEST_USE] + sha256(text.encode()).hexdigest()
         uses[call.out] = text
     ordered: list[LeafCall] = []

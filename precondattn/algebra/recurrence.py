@@ -1,9 +1,9 @@
-"""What a leaf does to its state for each token, as one value.
+"""The declaration of a leaf's recurrence, which is what a token does to the state.
 
     S'_t = Γ_t ∘ S_{t−1},    S_t = S'_t + k_t u_tᵀ,    o_t = s S_tᵀ q_t
 
-A leaf declares it; its inputs, output, gradient and step are read from it, and a backend finds its
-algorithm by it. So a mechanism that spells a recurrence which exists needs no code of its own.
+Inputs, output, gradient and step of a leaf follow from its declaration, and a backend chooses its
+algorithm by it. A mechanism whose recurrence can be declared needs no code of its own.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ class Recurrence:
     """
 
     rule: Rule = "add"
-    """u_t is v_t ("add"), or β_t (v_t − S'_tᵀ a_t) ("delta"). With "low rank" another key writes
-    what it reads too, b_t (S_{t−1}ᵀ a_t)ᵀ; "slots" are two states that share m slots."""
+    """The rule for u_t: v_t for "add", and β_t (v_t − S'_tᵀ a_t) for "delta". "low rank" also adds
+    b_t (S_{t−1}ᵀ a_t)ᵀ to the state, with a second key b_t. "slots" are two states that share m
+    slots."""
     gate: Gate | None = None
-    """Where Γ_t comes from: an input g, one for each "head", each key "channel" or each "slot", or
-    a number that is "fixed" for each head. None without decay."""
+    """The form of the gate Γ_t: an input g with one number for each "head", each key "channel" or
+    each "slot", or a "fixed" number for each head. None without decay."""
     keys: Keys = "given"
-    """The key k_t that is written: an input, or 1 − e^{g_t}."""
+    """The key k_t that is written: an input ("given"), or 1 − e^{g_t}."""
     erase: Erase = "written key"
-    """The key a_t of a delta rule: k_t, or an input."""
+    """The key a_t that a delta rule erases with: k_t ("written key"), or an input."""
     strength: Strength | None = None
-    """How much a token writes: β for each state, or for each channel, separately erased and
-    written."""
+    """The form of the strength β_t: one number for each state, or separate strengths of erasing and
+    writing for each channel. None without β."""
     steps: int | None = None
-    """How many steps of the recurrence a token makes, each with a key and a value of its own, on an
-    axis behind that of tokens. None for one step, without such an axis."""
+    """The number of steps that a token makes, each with a separate key and value, along an axis
+    after the token axis. None for one step without such an axis."""
     reads: Reads = "after"
-    """Whether a query reads the state after its token, or before it, and the token with a bonus."""
+    """Whether a query reads the state after its token, or the state before it plus the token with a
+    bonus."""
     normaliser: Normaliser | None = None
-    """What outputs are divided by: the sum of the weights, or of weights e^{…}, which are kept
-    finite by a running maximum."""
+    """The divisor of the outputs: the sum of the weights, or of exponential weights, which a
+    running maximum keeps finite. None without one."""
     heads: Literal["n", "h", "u"] = "n"
     """The letter of the heads that have a state: n (keys), h (queries) or u (values)."""
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether a token multiplies each number of the state by a factor."""
+        """Whether a token multiplies each entry of the state by a factor."""
         return self.rule in ("add", "slots")
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Sets of recurrences, by which a backend says what it computes.
+"""Sets of recurrences, with which a backend declares what it computes.
 
-A table of algorithms has classes of leaves and sets of recurrences as its keys. A leaf is looked up
-by its exact class, because a subclass may define other mathematics, and else by its recurrence.
+A table of algorithms has classes of leaves and sets of recurrences as keys. A leaf is looked up by
+its exact class, because a subclass may define other mathematics, and otherwise by its recurrence.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from precondattn.algebra.recurrence import (
 K = TypeVar("K")
 T = TypeVar("T")
 Table = Mapping[Any, T]
-"""Entries by class of leaf, or by set of recurrences."""
+"""A table with entries by class of leaf, or by set of recurrences."""
 
 
 @dataclass(frozen=True)
 class Recurrences:
-    """The recurrences whose fields all have a value that is listed.
+    """The set of all recurrences whose fields have listed values.
 
-    Of a field that is not given, only the default value is in the set: what a recurrence has that
-    an algorithm's author did not know of is not computed by it.
+    If a field is not given, only its default value is in the set. A recurrence with a property that
+    the author of an algorithm did not know is thus not in the set.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class Recurrences:
                 yield name
 
     def lacks(self, recurrence: Recurrence) -> str | None:
-        """What of a recurrence is not computed; None where it is in the set."""
+        """The reason why a recurrence is not in the set; None if it is."""
         missing = [*self._missing(recurrence)]
         if not missing:
             return None
@@ -108,20 +108,20 @@ WORDS: dict[tuple[str, object], str] = {
 
 
 def is_in(leaf: LeafProtocol, key: type | Recurrences) -> bool:
-    """Whether a leaf is of this class, or has one of these recurrences."""
+    """Whether a leaf has this exact class, or one of these recurrences."""
     if isinstance(key, Recurrences):
         return leaf.recurrence is not None and leaf.recurrence in key
     return type(leaf) is key
 
 
 def entry_of(table: Table[T], leaf: LeafProtocol) -> T | None:
-    """The entry of a table for a leaf; None where the table has none."""
+    """The entry of a table for a leaf; None if there is none."""
     key = key_of(table, leaf)
     return None if key is None else table[key]
 
 
 def key_of(table: Mapping[K, T], leaf: LeafProtocol) -> K | None:
-    """The key of a table under which the entry for a leaf is; None where it has none."""
+    """The key of the table's entry for a leaf; None if there is none."""
     exact = cast("K", type(leaf))
     if exact in table:
         return exact
@@ -129,7 +129,7 @@ def key_of(table: Mapping[K, T], leaf: LeafProtocol) -> K | None:
 
 
 def lack_of(table: Table[object], leaf: LeafProtocol) -> str:
-    """Why a table has no entry for a leaf, as the end of a sentence; empty if it just has none."""
+    """The reason why a table has no entry for a leaf, as the end of a sentence; may be empty."""
     recurrence = leaf.recurrence
     if recurrence is None:
         return ""

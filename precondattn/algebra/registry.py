@@ -16,13 +16,13 @@ from precondattn.plug_ins import PlugIns
 GROUP = "precondattn.mechanisms"
 
 AnyMechanism = Any
-"""A mechanism, in modules that the class of mechanisms is made of."""
+"""A mechanism, in modules that can not import the class `Mechanism`."""
 MechanismClass = Any
-"""A class of mechanisms: its constructor has its options, and it may be a key."""
+"""A class of mechanisms, in modules that can not import `Mechanism`."""
 
 
 class Registered(Protocol):
-    """What the registry knows of a mechanism's class."""
+    """The attributes of a mechanism class that the registry uses."""
 
     name: ClassVar[str]
     role: ClassVar[str]
@@ -35,14 +35,14 @@ _lock = Lock()
 _plug_ins = PlugIns(GROUP)
 
 broken = _plug_ins.broken
-"""Entry points that could not be imported, with the error."""
+"""The entry points that could not be imported, with the error."""
 
 
 def register(cls: type[Registered]) -> None:
-    """Add a class under its name, which must not belong to another class."""
+    """Register a class under its name, which must not belong to another class."""
     with _lock:
         known = _classes.setdefault(cls.name, cls)
-        # The same class may be defined twice: a reloaded module, or dataclass(slots=True).
+        # A class may be defined twice, by reloading its module or by dataclass(slots=True).
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             owner = f"{known.__module__}.{known.__name__}"
             raise ValueError(f"the name {cls.name!r} is taken by {owner}")
@@ -63,18 +63,18 @@ def unregister(name: str) -> None:
 
 
 def known(name: str) -> type[Registered] | None:
-    """The class of that name, or None; plug-ins that are not loaded yet are not."""
+    """The class of this name, or None; without loading plug-ins."""
     return _classes.get(name)
 
 
 def find(name: str) -> type[Registered] | None:
-    """The class of that name, or None."""
+    """The class of this name, or None; plug-ins are loaded if necessary."""
     if name not in _classes:
         _plug_ins.load()
     return _classes.get(name)
 
 
 def registered() -> dict[str, type[Registered]]:
-    """Every known class by name, pieces included."""
+    """All known classes by name, including pieces."""
     _plug_ins.load()
     return dict(_classes)

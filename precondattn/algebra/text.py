@@ -23,15 +23,15 @@ from precondattn.limits import NESTED
 
 _NAME = re.compile(r"\s*([a-z][a-z0-9_]*)\s*")
 _MECHANISM = re.compile(r"\s*([A-Za-z][A-Za-z0-9_-]*)\s*")
-"""The name of a mechanism, also as others spell it."""
+"""The name of a mechanism, including the spellings of other libraries."""
 _MECHANISM_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _SETTING = re.compile(r"\s*=\s*([^,\]\[()\s][^,\]\[()]*)")
 _VALUE = re.compile(r"\s*([^,\]\[()\s][^,\]\[()]*)")
 
 LONG = 1000
-"""Characters of a text, above which nothing near it is looked for."""
+"""The most characters of a text for which an error searches a correction."""
 SHOWN = 60
-"""Characters of a long text that a message shows, before and after a position."""
+"""The characters of a long text that a message shows before and after a position."""
 
 
 def text_of_mechanism(mechanism: Registered) -> str:
@@ -51,7 +51,7 @@ def _default_base(cls: type[Registered]) -> OptionValue:
 
 
 def read(text: str) -> AnyMechanism:
-    """The mechanism that an expression names: `parse`, without a compiler's view of it."""
+    """The mechanism of an expression: `parse` without the special case of compilers."""
     if not isinstance(text, str):
         is_mechanism = hasattr(type(text), "program")
         found = f"the mechanism {text}, which needs no parse" if is_mechanism else repr(text)
@@ -66,7 +66,7 @@ def read(text: str) -> AnyMechanism:
 
 
 def read_plainly(text: str) -> AnyMechanism:
-    """The mechanism that an expression names; an error does not say what was meant."""
+    """The mechanism of an expression; errors do not suggest a correction."""
     reader = _Reader(text)
     mechanism = reader.mechanism()
     if reader.at != len(text):
@@ -118,7 +118,7 @@ class _Reader:
         return cls(**arguments)
 
     def fail_at_unknown(self, name: str) -> NoReturn:
-        """Raise for the name of no mechanism, with how it is spelled or called here."""
+        """Raise the error of an unknown name, with the name that this library uses."""
         known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
         unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
         if in_our_spelling(name, known) is not None:
@@ -131,7 +131,7 @@ class _Reader:
         raise ValueError(f"{unknown}{nearest(name, known)}; known are {', '.join(known)}{errors}")
 
     def exchanged(self, base: type[Registered]) -> str:
-        """The advice to put a preconditioner around a base, where they stand the other way."""
+        """The advice to put the preconditioner around the base, if they are in the wrong order."""
         match = _MECHANISM.match(self.text, self.at)
         inner = None if match is None else registry.find(match[1])
         if base.role != "base" or inner is None or _default_base(inner) is None:
@@ -139,7 +139,7 @@ class _Reader:
         make: AnyMechanism = inner
         try:
             make(base=base())
-        except (TypeError, ValueError):  # It is refused around this base.
+        except (TypeError, ValueError):  # The preconditioner refuses this base.
             return ""
         return f" (did you mean '{inner.name}({base.name})'?)"
 
@@ -174,9 +174,9 @@ def _quoted(text: str) -> str:
 
 
 def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: bool = False) -> str:
-    """The hint for an option that a mechanism has not: whose it is, its name here, or what is near.
+    """The hint for an option that a mechanism does not have: another mechanism or name that has it.
 
-    `in_python`: the option was given to the class, and not in an expression.
+    `in_python` is True if the option was given to the class, not in an expression.
     """
     base = _default_base(cls)
     if base is not None and name in fields_of(base):
@@ -190,7 +190,7 @@ def hint_at_option(cls: type[Registered], name: str, value: str, *, in_python: b
 def hint_at_keyword(
     owner: str, name: str, value: str, inputs: Iterable[str], options: Iterable[str]
 ) -> str:
-    """The hint for a keyword that a call of the mechanism with this expression does not take."""
+    """The hint for a keyword that a call of this mechanism does not accept."""
     for word in _MECHANISM_IN_TEXT.findall(owner):
         cls = registry.known(word)
         for each in (cls, None if cls is None else _default_base(cls)):
@@ -203,7 +203,7 @@ def hint_at_keyword(
 
 
 def plain(value: OptionValue) -> str:
-    """A setting as Python writes it; … for one that is not plain, such as an array."""
+    """A setting as Python code; … for a value such as an array."""
     return repr(value) if isinstance(value, bool | int | float | str | None) else "…"
 
 

@@ -1,4 +1,4 @@
-"""Unfolding: from a mechanism's nested steps to its program, a flat list of leaf calls."""
+"""Unfolding a mechanism's nested steps into its program, a flat list of leaf calls."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=KEPT)
 def program_of(mechanism: Leaf | Preconditioner) -> Program:
-    """The programs of a mechanism's steps, concatenated, with its own names of the values.
+    """The program of a mechanism: the programs of its steps, concatenated, with unique names.
 
     Raises
     ------
     TypeError
-        where two inputs of one name have different meanings, or a renamed input collides with
-        another.
+        if two inputs of one name have different meanings, or a renamed input collides with another.
     """
     if isinstance(mechanism, LeafProtocol):
         call = LeafCall("out", mechanism, tuple([(name, name) for name in mechanism.inputs]))
@@ -69,7 +68,7 @@ def program_of(mechanism: Leaf | Preconditioner) -> Program:
 def _declare(
     owner: Preconditioner, piece: Mechanism, name: str, outer: str, meanings: dict[str, object]
 ) -> None:
-    """Record that `piece` reads the input `outer` as its `name`; raise on a contradiction."""
+    """Record that `piece` reads the input `outer` as `name`; raises an error on a contradiction."""
     if outer != name and piece == owner.base and outer in owner.base.inputs:
         raise TypeError(
             f"{owner.name}({owner.base}): {name} would be renamed to {outer}, "
@@ -98,7 +97,7 @@ def _declare(
 
 
 def _without(owner: Preconditioner, does: str, *names: str) -> TypeError:
-    """The error of a base that has not the inputs which a preconditioner changes or reads."""
+    """The error of a base without the inputs that a preconditioner changes or reads."""
     return TypeError(
         f"{owner.name}({owner.base}) makes no sense: it {does} {', '.join(names)}, and "
         f"{owner.base} takes {', '.join(owner.base.inputs)}"

@@ -1,7 +1,7 @@
-"""The public methods of a mechanism: call, differentiate, extend a cache, explain the plan.
+"""The public methods of a mechanism: `__call__`, `vjp`, `init_cache`, `extend`, `explain`.
 
-This module has the signatures and their documentation; `execution/` does the work. It is imported
-by the first call, so that `import precondattn` is as fast as importing NumPy. No other module
+This module has their signatures and documentation, and `execution/` implements them. The first call
+imports `execution/`, so that `import precondattn` is as fast as importing NumPy. No other module
 imports a package above its own.
 """
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def in_graph() -> ModuleType:
-    """The functions that code compiled by PyTorch calls instead."""
+    """The module whose functions are called instead in code that PyTorch compiles."""
     from precondattn.execution.torch import compile as functions
 
     return functions
 
 
 class _SignatureOfCall:
-    """What `inspect.signature` finds: a mechanism's inputs and masks, or a class's constructor."""
+    """The signature that `inspect.signature` finds: of a mechanism's call, or of a constructor."""
 
     def __get__(self, mechanism: AnyMechanism | None, cls: type[AnyMechanism]) -> inspect.Signature:
         if mechanism is None:
@@ -61,45 +61,57 @@ class Verbs(Piece):
         attn_mask: Array | None = None,
         **named: Array,
     ) -> Array:
-        """The output, of shape (b, t, h, e) and v's dtype. Differentiable in PyTorch and JAX.
+        """The output of the mechanism, of shape (b, t, h, e) and v's dtype.
+
+        PyTorch and JAX can differentiate it.
 
         Parameters
         ----------
         *arrays, **named
-            The declared inputs (see `inputs`): the first three by position, usually q, k, v, and
-            any by name. All inputs have one library, device and dtype, with one exception: if
-            queries, keys and values are in half precision, the other inputs may be float32.
+            The declared inputs (see `inputs`). The first three, usually q (b, t, h, d), k (b, s, n,
+            d) and v (b, s, n, e), may be given by position, and any input by name. All inputs must
+            have the same library, device and dtype. If queries, keys and values are in half
+            precision, the other inputs may be in float32.
         backend : str or tuple of str, optional
-            Use only these backends, in this order of preference (larger groups of calls still
-            come before smaller ones). Work that none of them supports raises `UnsupportedError`.
+            The only backends to use, in order of preference. A backend for a larger group of leaf
+            calls is still preferred to one for a smaller group. If none of them supports a part of
+            the call, an `UnsupportedError` is raised.
         segment_ids : integer array (b, s), optional
-            Packed sequences: tokens attend only to tokens of the same id. Equal ids must be
-            contiguous.
+            The ids of packed sequences: tokens attend only to tokens with the same id. Equal ids
+            must be contiguous.
         cu_seqlens : integer array (n + 1,), optional
-            The same, as flash-attention takes it, for b = 1: sequence i has the tokens from
-            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`, and the first starts at 0. Tokens after
-            the last are padding, as those after `lengths`. A list or tuple of whole numbers, a
-            NumPy array, or an array of the inputs' library, on their device or on the CPU. One on
-            the host is read without waiting for a device.
+            The borders of packed sequences as in flash-attention, for b = 1: the tokens
+            of sequence i start at `cu_seqlens[i]` and end before `cu_seqlens[i + 1]`, and the first
+            entry is 0. Tokens after the last sequence are padding, like those after `lengths`. A
+            list or tuple of integers, a NumPy array, or an array of the inputs' library on their
+            device or on the CPU. It is read without waiting for a device if it is on the host.
         lengths : integer array (b,), optional
-            The number of valid tokens of each sequence. The tokens after them are padding: they
-            are ignored, and their output is 0.
+            The number of valid tokens of each sequence. The tokens after them are padding: they are
+            ignored, and their output is 0.
         key_mask : boolean array (b, s), optional
-            False for masked keys, which neither the base nor any preconditioner reads.
+            False for masked keys, which neither the base nor a preconditioner reads.
         prefix : integer array (b,), optional
-            Every query sees the first `prefix` tokens of its sequence, beside those that causality
-            and a window let it see: a prefix language model. A list or tuple of whole numbers, or
-            an array. With `segment_ids` it is of each segment, and with `cu_seqlens` (n,). For
-            `softmax` and what reads it; the others say why not.
+            The length of a prefix that every query of the sequence sees, in addition to the tokens
+            that causality and a window allow, as in a prefix language model. A list or tuple of
+            integers, or an array. With `segment_ids` each segment has a prefix of this length, and
+            with `cu_seqlens` the shape is (n,). For `softmax` and mechanisms around it; others
+            refuse it with the reason.
         attn_mask : boolean array (b or 1, h or 1, t, s), optional
-            True where a query may attend to a key, beside all other masks and causality, as a
-            restriction of them. For `softmax` and what reads it. A query that may attend to nothing
-            has the output 0.
+            True where a query may attend to a key. It restricts causality and all other masks
+            further. For `softmax` and mechanisms around it. A query that may attend to no key has
+            the output 0.
 
         Raises
         ------
         TypeError, ValueError
-            for bad input, naming it, before anything is computed.
+            for invalid input, before anything is computed; the message names the argument.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+        >>> pa.Lucid()(q, k, v, lengths=[3]).shape
+        (1, 5, 2, 4)
         """
         masks = {"lengths": lengths, "key_mask": key_mask}
         masks |= {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
@@ -122,14 +134,14 @@ class Verbs(Piece):
         attn_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Callable[[Array], dict[str, Array]]]:
-        """The output and its pullback, which maps a cotangent of the output to all gradients.
+        """The output, and the pullback, which maps a cotangent of the output to all gradients.
 
-        The gradients are a dict by input name. No automatic differentiation is used, so this
-        works on every array library.
+        The pullback returns a dict of gradients by input name. It does not use automatic
+        differentiation, and so works on every array library. The arguments are those of a call.
 
-        The output and the gradients may be written to. Inputs and masks are held by reference and
-        must not change before the pullback has run: in PyTorch that raises a RuntimeError, but
-        NumPy and CuPy do not tell, and the gradient is wrong.
+        The output and the gradients may be written to. Inputs and masks are not copied, and must
+        not be changed before the pullback has run. If they are, PyTorch raises a RuntimeError, but
+        with NumPy and CuPy the gradient is wrong without an error.
 
         Examples
         --------
@@ -155,31 +167,31 @@ class Verbs(Piece):
         sequences: int | None = None,
         **named: Array,
     ) -> Cache:
-        """An empty cache for `capacity` tokens per sequence, for arrays like these.
+        """An empty cache for `capacity` tokens per sequence, for inputs like these arrays.
 
-        Only shape, dtype and device of the arrays matter; the length of their time axis does not.
-        A mechanism whose cache is a state, without tokens, has no limit on their number and needs
+        Only the shapes, dtype and device of the arrays matter, and not the length of the time axis.
+        A mechanism whose cache consists of states has no limit on the number of tokens, and needs
         neither `capacity` nor `key_mask`.
 
         Parameters
         ----------
         capacity : int, optional
-            The greatest number of tokens of a sequence, 1 or above.
+            The largest number of tokens of a sequence, 1 or above.
         key_mask : bool
-            Whether the cache stores the key masks passed to `extend`.
+            Whether the cache stores the key masks that are passed to `extend`.
         states : dict of arrays, optional
-            The states to begin from, by the names of `cache.states`, such as
-            `{"S": S0}` with S0 of shape (b, heads, d, e). They have the inputs' dtype, or float32
-            where that is half precision. They are copied, and gradients pass through them. States
-            that are not named are empty; those of one piece, as S and z, are given together.
+            The initial states by the names of `cache.states`, such as `{"S": S0}` with S0 (b,
+            heads, d, e), in the inputs' dtype, or in float32 if that is half precision. They are
+            copied, and gradients flow through them. Other states are empty. The states of one leaf,
+            such as S and z, must be given together.
         sequences : int, optional
-            The number of sequences, where it is not that of the arrays: packed sequences of
-            `extend(..., cu_seqlens=...)` have one row together.
+            The number of sequences, if it is not that of the arrays: the packed sequences of
+            `extend(..., cu_seqlens=...)` are in one row.
 
         Raises
         ------
         TypeError, ValueError
-            naming the argument.
+            for invalid input; the message names the argument.
 
         Examples
         --------
@@ -211,57 +223,71 @@ class Verbs(Piece):
         states_every: int | None = None,
         **named: Array,
     ) -> tuple[Array, Cache]:
-        """The output for new tokens after those in the cache, and the cache extended by them.
+        """The output for new tokens that follow the tokens in the cache, and the extended cache.
 
-        One method for prefill, chunked prefill and decoding. It accepts any number of new tokens,
-        and any split of a sequence gives the output of the full call.
+        The method serves prefill, chunked prefill and decoding. It accepts any number of new
+        tokens. However a sequence is split, the outputs are those of the full call.
 
         Parameters
         ----------
         cache : Cache
-            From `init_cache` or an earlier `extend`. It is not modified unless donated.
+            A cache from `init_cache` or an earlier `extend`. It is not modified unless donated.
         cu_seqlens : integer array (n + 1,), optional
-            New tokens of n sequences in one row, b = 1: those of sequence i of the cache are from
-            `cu_seqlens[i]` to before `cu_seqlens[i + 1]`; there may be none. The cache is of n
-            sequences, from `init_cache(..., sequences=n)`, and so is the new one. As in a call,
-            but it has to be readable: under `jit` a list or a NumPy array.
+            The borders of the new tokens of n sequences in one row (b = 1): the new tokens of
+            sequence i of the cache start at `cu_seqlens[i]` and end before `cu_seqlens[i + 1]`;
+            there may be none. The cache has n sequences, from `init_cache(..., sequences=n)`. As in
+            a call, but the entries must be readable: under `jit` give a list or a NumPy array.
         segment_ids : integer array (b, t), optional
-            The same, for any number of rows: each run of equal ids is a sequence of the cache, row
-            by row.
+            The ids of packed sequences in any number of rows: each run of equal ids is a sequence
+            of the cache, row by row.
         lengths : integer array (b,), optional
-            The number of valid new tokens of each sequence; the others are padding.
+            The number of valid new tokens of each sequence. The others are padding.
         key_mask : boolean array (b, t), optional
             False for new keys that are masked in this call and all later ones. The cache must have
-            been created with `key_mask=True`, unless it is a state.
+            been created with `key_mask=True`, unless it consists of states.
         prefix : integer array (b,), optional
-            As in a full call, counted from the first token of a sequence. The whole prefix is among
-            the new tokens of an empty cache. Later steps see it in any case, and need not name it.
-            The cache of a window keeps no prefix, and refuses one.
+            The prefix length as in a full call, counted from the first token of a sequence. The
+            whole prefix must be among the new tokens of an empty cache. Later steps see it without
+            this argument. The cache of a window does not support it.
         attn_mask : boolean array (b or 1, h or 1, t, s), optional
-            True where a new token may attend to a key, as in a full call and for this call only.
-            Column j is the token at position j of its sequence, cached or new: s is the number of
-            both in the longest sequence, or the capacity of the cache. The cache of a window
-            refuses it.
+            True where a new token may attend to a key, for this call only. Column j is the token at
+            position j of its sequence, cached or new, so s is the number of cached and new tokens
+            of the longest sequence, or the capacity of the cache. The cache of a window does not
+            support it.
         donate : bool
-            Write into the cache's own buffers where the library can (NumPy, PyTorch, CuPy). The
-            old cache must not be used again; doing so raises.
+            Write into the cache's own buffers if the library can (NumPy, PyTorch, CuPy). The old
+            cache must not be used again; using it raises an error.
         keep : int
-            The new cache keeps the states before each of the last `keep` new tokens of each
-            sequence, so that `crop` can take these tokens back: rejected drafts.
+            The number of last new tokens of each sequence before which the new cache keeps the
+            states, so that `crop` can remove these tokens, for example rejected drafts.
         states_every : int, optional
-            The new cache keeps the states of each multiple of so many tokens, counted from the
-            beginning of the sequence: `cache.checkpoints` has these lengths, and `crop` goes to
-            one of them.
-
-            With both, what computes states does it from one to the next, and other pieces at
-            once. Kept states take the memory of as many states more. Gradients pass through them.
-            The next `extend` drops them, and so does `crop`. A cache without states can be cropped
-            to any length, and keeps nothing more. Rewritten rows and windows can not be kept.
+            The distance in tokens, counted from the beginning of the sequence, at which the new
+            cache keeps states. `cache.checkpoints` has these lengths, and `crop` can go back to
+            them.
 
         Raises
         ------
         ValueError
-            when the capacity is exceeded; under jit the output of these sequences is NaN.
+            if the capacity is exceeded; under `jit` the output of these sequences is NaN.
+
+        Notes
+        -----
+        With `keep` or `states_every`, leaves with states run from one kept state to the next, and
+        other leaves run once. Each kept state takes the memory of a state. Gradients flow through
+        kept states. The next `extend` drops them, and so does `crop`. A cache without states can be
+        cropped to any length, and keeps nothing. Caches with rewritten rows, and caches of windows,
+        support neither.
+
+        Examples
+        --------
+        >>> import numpy as np, precondattn as pa
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
+        >>> lucid = pa.Lucid()
+        >>> cache = lucid.init_cache(q, k, v, capacity=8)
+        >>> prompt, cache = lucid.extend(cache, q[:, :4], k[:, :4], v[:, :4])
+        >>> token, cache = lucid.extend(cache, q[:, 4:], k[:, 4:], v[:, 4:])
+        >>> bool(np.allclose(np.concatenate([prompt, token], axis=1), lucid(q, k, v)))
+        True
         """
         if not isinstance(donate, bool):
             raise TypeError(f"{self}: donate must be true or false; found {donate!r}")
@@ -279,7 +305,7 @@ class Verbs(Piece):
                     f"{self}: code that torch.compile reads keeps no earlier states; extend "
                     f"outside it, or without keep and states_every"
                 )
-            # A graph does not write in place; the compiler reuses memory that is free.
+            # A graph does not write in place; the compiler reuses memory itself.
             length, store = cache.length, dict(cache.store)
             captured = self._name, length, store, arrays, named, backend, masks
             if is_packed:
@@ -310,15 +336,15 @@ class Verbs(Piece):
         key_mask: Array | None = None,
         **named: Array,
     ) -> tuple[Array, Cache, ExtendPullback]:
-        """`extend` with its pullback: gradients through the old and the new state.
+        """The results of `extend`, and its pullback, with gradients of the old and the new states.
 
-        The pullback takes the cotangent of the output and, by name, those of the new cache's
-        buffers (a missing one is 0). It returns the gradients of the inputs by name, and those of
-        the old cache's buffers. No automatic differentiation is used; where a library has it,
-        differentiating `extend` gives the same. Mechanisms whose cache stores tokens have no such
-        pullback: use the `vjp` of a full call. As in `vjp`, inputs, masks and the old cache must
-        not change before the pullback has run; an old cache that is donated is an error where
-        donating overwrites it.
+        The pullback takes the cotangent of the output and a dict with the cotangents of the new
+        cache's buffers (missing ones are 0). It returns a dict with the gradients of the inputs,
+        and a dict with the gradients of the old cache's buffers. It does not use automatic
+        differentiation; differentiating `extend` in PyTorch or JAX gives the same gradients.
+        Mechanisms whose cache has tokens do not support it: use `vjp` of a full call. As in `vjp`,
+        inputs, masks and the old cache must not be changed before the pullback has run. Donating
+        the old cache before that is an error in libraries that overwrite it.
 
         Examples
         --------
@@ -351,14 +377,16 @@ class Verbs(Piece):
         attn_mask: Array | None = None,
         **named: Array,
     ) -> Explanation:
-        """Which backend would run which piece of this call, and why not the others. `print` it.
+        """The plan of this call: which backend would run which piece, and why others would not.
+
+        `print` shows it. The other arguments are those of the explained call.
 
         Parameters
         ----------
         verb : {"forward", "vjp"}
         cache : Cache, optional
-            With a cache, `extend` is explained (with "vjp", `extend_vjp`), and the arrays are the
-            new tokens.
+            If a cache is given, `extend` is explained (with "vjp", `extend_vjp`), and the arrays
+            are the new tokens.
         """
         from precondattn.execution.run import explain
 
@@ -375,7 +403,7 @@ def _masks_of_extension(
     lengths: Array | Sequence[int] | None,
     key_mask: Array | None,
 ) -> tuple[dict[str, Array], bool]:
-    """The masks by name, and whether the new tokens are those of packed sequences."""
+    """The masks by name, and whether the new tokens are packed sequences."""
     masks = {"lengths": lengths, "key_mask": key_mask}
     if segment_ids is None and cu_seqlens is None:
         return masks, False

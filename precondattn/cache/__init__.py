@@ -1,7 +1,8 @@
-"""Caches: the arrays that are needed to continue a sequence, and the operations on them.
+"""Caches: the arrays that `extend` needs to continue sequences, and the operations on them.
 
-`cache.py` has the class, `kinds.py` the meaning of its buffers, and `slots.py` and `updates.py` how
-a leaf declares and changes them. Every other file is one operation.
+`cache.py` has the class `Cache`, and `kinds.py` the kinds of its buffers. `slots.py` has the
+declarations of a leaf's buffers, and `updates.py` the changes that a step makes to them. Every
+other file is one operation.
 """
 
 from precondattn.cache.cache import Cache

@@ -1,10 +1,10 @@
-"""The cache of a batch of sequences, and what can be done with it.
+"""The cache of a batch of sequences, with its operations as methods.
 
-A cache is `Cache(length, store, kinds)`: the number of tokens of each sequence, buffers, and what
-each buffer holds. The key of a buffer is the value whose history it stores, so that a value that
-several pieces read is stored once. All parts are plain tuples and dicts of arrays: pytrees in JAX
-and PyTorch, and picklable. The layout belongs to the mechanism, not to a backend: one backend may
-prefill a cache and another decode from it.
+A cache is `Cache(length, store, kinds)`: the number of tokens of each sequence, the buffers, and
+the kind of each buffer. The key of a buffer names the value whose history it stores, such as "k",
+so that a value which several pieces read is stored once. All parts are plain tuples and dicts of
+arrays: they are pytrees in JAX and PyTorch, and can be pickled. The mechanism determines the
+layout, not the backend: one backend may prefill a cache, and another decode from it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from precondattn.given import Given
 
 
 class Cache(NamedTuple):
-    """The number of tokens per sequence (b,), and buffers by the value whose history they store.
+    """The tokens or states of b sequences, from which `extend` continues.
 
-    Every method returns a new cache, which shares no memory with the old one, in buffers of the
-    same memory layout. All methods can be traced and differentiated.
+    Every method that returns a cache returns a new one, which shares no memory with the old one and
+    has buffers of the same memory layout. All methods can be traced and differentiated.
 
     Examples
     --------
@@ -46,22 +46,22 @@ class Cache(NamedTuple):
     length: Array
     """The number of tokens of each sequence, int32 (b,)."""
     store: dict[str, Array]
-    """The buffers, (b, capacity, …) or of a size that does not depend on the tokens."""
+    """The buffers by name: (b, capacity, …) for tokens, or a state, whose size is fixed."""
     kinds: Kinds = {}  # noqa: RUF012  No cache writes to it.
-    """What each buffer holds (`kinds.py`); a dict without arrays."""
+    """The kind of each buffer (`kinds.py`); a dict without arrays."""
 
     @property
     def capacity(self) -> int | None:
-        """The number of tokens that fit in a sequence; None for a state and for a window."""
+        """The number of tokens that fit in a sequence; None for states, and for a window."""
         return capacity_of(self)
 
     @property
     def states(self) -> Mapping[str, Array]:
-        """The states by the names that the mechanism's page gives them; it can not be written to.
+        """The states by their short names on the mechanism's page, as a read-only mapping.
 
-        Where several states have one name, the inputs that they depend on follow it, as in
-        `"S(k2, v)"`. A state without such a name has the name of its buffer.
-        `init_cache(..., states=...)` begins from them.
+        If several states have one short name, the inputs that they depend on follow it, as in
+        `"S(k2, v)"`. A state without a short name has the name of its buffer.
+        `init_cache(..., states=...)` takes such a mapping, and begins from these states.
 
         Examples
         --------
@@ -75,19 +75,20 @@ class Cache(NamedTuple):
 
     @property
     def can_crop(self) -> bool:
-        """Whether `crop` works for any length; otherwise take a `snapshot`, and `restore` it.
+        """Whether `crop` works for any length.
 
-        A cache of states can be cropped to its `checkpoints` only, and that of a window by an
-        eighth of the window.
+        A cache of states can be cropped to its `checkpoints` only, and the cache of a window by at
+        least an eighth of the window. For other lengths take a `snapshot` first, and `restore` it.
         """
         return not fixed_buffers(self) and reach_of(self) is None
 
     @property
     def checkpoints(self) -> list[list[int]]:
-        """The lengths of each sequence of which the cache keeps the states: `crop` can go there.
+        """The lengths of each sequence whose states are kept, and which `crop` can go back to.
 
-        They are those of the last `extend`, with `keep` or `states_every`. Empty in a cache without
-        states, which can be cropped to any length. They are read, and can not be traced.
+        The last `extend` kept them, with `keep` or `states_every`. The lists are empty in a cache
+        without states, which can be cropped to any length. The lengths are read from the device,
+        and can not be traced.
 
         Examples
         --------
@@ -101,15 +102,16 @@ class Cache(NamedTuple):
         return checkpoints(self)
 
     def crop(self, lengths: Given, *, donate: bool = False) -> Cache:
-        """The cache of the first `lengths` tokens of each sequence.
+        """The cache with only the first `lengths` tokens of each sequence.
 
-        Extended, it gives what a cache gives that never had the other tokens. Kept states are
-        dropped, so that it has the buffers that the cache had before the tokens were added.
+        Extending it gives the same result as extending a cache that never had the other tokens.
+        Kept states are dropped, so that it has the buffers of a cache before `keep` was used.
 
         Parameters
         ----------
         lengths : int, or integers (b,)
-            Between 0 and the number of tokens held. A list, or an array of the cache's library.
+            The new lengths, from 0 to the number of cached tokens. A list, or an array of the
+            cache's library.
         donate : bool
             Write into the cache's own buffers where the library can (NumPy, PyTorch, CuPy). The
             old cache must not be used again.
@@ -117,69 +119,71 @@ class Cache(NamedTuple):
         Raises
         ------
         ValueError
-            if a buffer is a state that was not kept or has rewritten rows, for a length out of
-            range, for one before the tokens that the cache of a window still holds, and for one
-            that is no checkpoint of a cache of states. With a traced length that would raise, the
-            later outputs of its sequence are NaN.
+            if a buffer is a state without kept states, or has rewritten rows; for a length out of
+            range; for a length that the cache of a window no longer has the tokens for; and for a
+            length that is not one of `checkpoints` in a cache of states. A traced length that is
+            invalid makes the later outputs of its sequence NaN.
         """
         return crop(self, lengths, donate=donate)
 
     def snapshot(self) -> Snapshot:
-        """What `restore` needs to go back to the tokens of now.
+        """A record of the present tokens, to which `restore` can go back.
 
-        It has copies of states and rewritten rows, and of a window; other buffers are not copied.
+        It has copies of states, of rewritten rows, and of all buffers of a window. Other buffers
+        are not copied, because they can be cropped.
         """
         return snapshot(self)
 
     def restore(self, snapshot: Snapshot, *, donate: bool = False) -> Cache:
-        """The cache as it was at `snapshot`, which may be restored again.
+        """The cache as it was when `snapshot` was taken. A snapshot may be restored several times.
 
         Parameters
         ----------
         snapshot : Snapshot
-            Of this cache, before it was extended. A cache that was reordered, selected, grown or
-            converted since is another cache.
+            A snapshot of this cache from before it was extended. It does not fit after `reorder`,
+            `select`, `grow` or `to`.
         donate : bool
             As in `crop`.
 
         Raises
         ------
         TypeError, ValueError
-            for a snapshot of other shapes, or of more tokens than the cache holds.
+            for a snapshot of other shapes, or with more tokens than the cache.
         """
         return restore(self, snapshot, donate=donate)
 
     def reorder(self, indices: Given) -> Cache:
-        """Sequence i of the result is sequence `indices[i]`, as beam search needs it.
+        """The cache whose sequence i is sequence `indices[i]` of this one, as in beam search.
 
         Parameters
         ----------
         indices : integers (b',)
-            Between 0 and b − 1, in any order and number. A list, or an array of the cache's
-            library; a traced index out of range makes the later outputs of its sequence NaN.
+            Indices from 0 to b − 1; they may repeat. A list, or an array of the cache's library. A
+            traced index out of range makes the later outputs of its sequence NaN.
         """
         return sequences.reorder(self, indices)
 
     def select(self, rows: Given) -> Cache:
-        """Some of the sequences, each at most once.
+        """The cache of some of the sequences, each at most once.
 
         Parameters
         ----------
         rows : slice, integers (b',), or booleans (b,)
-            Integers may be traced; a mask may not, as the number of sequences depends on it.
+            The sequences to keep. Integers may be traced. Booleans may not, because the number of
+            sequences depends on them.
         """
         return sequences.select(self, rows)
 
     def grow(self, capacity: int) -> Cache:
-        """The same tokens with room for `capacity` tokens per sequence.
+        """The cache with room for `capacity` tokens per sequence.
 
-        The cache itself, if it has this capacity, or if it is a state or a window, which have no
-        limit.
+        It is the cache itself if the capacity is the same, or if it is a cache of states or of a
+        window, which has no limit.
 
         Raises
         ------
         ValueError
-            for a smaller capacity than it has.
+            for a smaller capacity than the present one.
         """
         return capacities.grow(self, capacity)
 
@@ -188,26 +192,27 @@ class Cache(NamedTuple):
 
         Parameters
         ----------
-        device : a device as the array library names it, optional
+        device : device or str, optional
+        A device of the array library, or its name.
         dtype : str or dtype of the library, optional
-            The dtype of the inputs that will follow: `"float32"`. In half precision, buffers that
-            need float32 keep it.
+            The dtype of later inputs, such as `"float32"`. For half precision, buffers that need
+            float32 keep it.
 
         Raises
         ------
         TypeError
-            for a dtype that is not floating, or that the library does not have.
+            for a dtype that is not floating-point, or that the library does not have.
         """
         return conversion.to(self, device, dtype)
 
     @classmethod
     def concatenate(cls, caches: Sequence[Cache]) -> Cache:
-        """The sequences of all caches in one batch, at the largest of their capacities.
+        """The sequences of all caches in one batch, with the largest of their capacities.
 
         Raises
         ------
         TypeError, ValueError
-            for no caches, or for caches of other mechanisms, libraries, dtypes or devices.
+            if there are no caches, or if their mechanisms, libraries, dtypes or devices differ.
         """
         caches = list(caches)
         if not caches or not all(isinstance(cache, cls) for cache in caches):
@@ -215,19 +220,20 @@ class Cache(NamedTuple):
         return sequences.concatenate(caches)
 
     def state_dict(self) -> Arrays:
-        """A flat dict of arrays, each stored in the order of its axes, to be saved.
+        """A flat dict of arrays that can be saved, each in row-major order.
 
-        Keys are `"length"`, and kind and name of each buffer, such as `"tokens: k"`.
+        The keys are `"version"` (that of this library, as three int32), `"length"`, and the kind
+        and name of each buffer, such as `"tokens: k"`.
         """
         return state_dict(self)
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, Array]) -> Cache:
-        """The cache of a `state_dict()`, whose arrays are copied.
+        """The cache with copies of the arrays of a `state_dict()`.
 
         Raises
         ------
         TypeError, ValueError
-            for a missing `"length"`, an unknown key, or a value that is no array.
+            for a missing `"length"`, an unknown key, or a value that is not an array.
         """
         return cls(*from_state_dict(arrays))

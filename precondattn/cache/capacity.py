@@ -1,4 +1,4 @@
-"""Growing: the same tokens in buffers for more of them."""
+"""Growing a cache: the same tokens in larger buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grow(cache: C, capacity: int) -> C:
             f"found {capacity}"
         )
     larger = grown(cache, capacity)
-    # A sequence that exceeded the old capacity has lost tokens, and exceeds the new one too.
+    # A sequence that exceeded the old capacity has lost tokens; it stays invalid.
     is_within = cache.length <= now
     length = namespace(cache.length).where(is_within, cache.length, invalid_length(capacity))
     return holding(larger, cast(length, cache.length.dtype), larger.store)

@@ -1,4 +1,4 @@
-"""Conversion: the same cache in another dtype, or on another device."""
+"""Converting a cache to another dtype or device."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def to(cache: C, device: Device, dtype: DType) -> C:
 
 
 def _apart(device: Device, new: Array, old: Array) -> Array:
-    """The new array on a device, in memory of its own."""
+    """The new array on a device, in memory that it does not share with the old array."""
     new = new if device is None else _on(device, new)
     return fresh(new) if new is old else new
 
 
 def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
-    """A floating buffer in `dtype`, but a wide one at least in float32."""
+    """A floating-point buffer in `dtype`; a wide buffer stays at least float32."""
     xp, library = namespace(buffer), library_of(buffer)
     wanted = getattr(xp, dtype, dtype) if isinstance(dtype, str) else dtype
     name = _name_of(wanted, library)
@@ -58,7 +58,7 @@ def _in_dtype(dtype: DType, buffer: Array, is_wide: bool) -> Array:
 
 
 def _name_of(dtype: DType, library: str | None) -> str:
-    """`"float32"` for every library's float32; another text for what is no dtype of it."""
+    """The name of a dtype, such as `"float32"`; another text if the library has no such dtype."""
     if isinstance(dtype, str) or library not in ("numpy", "cupy", "jax"):
         return "" if isinstance(dtype, str) else str(dtype).rpartition(".")[2]
     try:

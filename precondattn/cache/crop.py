@@ -1,8 +1,8 @@
-"""Cropping: a cache without the last tokens of its sequences.
+"""Cropping a cache: removing the last tokens of its sequences.
 
-Only a history of tokens can be cropped: a state, and a row that later tokens have rewritten, can
-not go back. The rows of tokens that are left out become 0, as they are in a cache that never had
-them, so that a NaN in one of them has no effect.
+Only a history of tokens can be cropped. A state, or a row that later tokens have rewritten, can not
+go back. The rows of removed tokens are set to 0, as in a cache that never had them, so that a NaN
+in one of them has no effect.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _length(value: Given) -> int:
 
 
 def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
-    """The cache at other lengths (b,), with its histories cropped and other buffers unchanged.
+    """The cache cropped to lengths (b,): histories are cropped, and other buffers unchanged.
 
-    Traced lengths can not be checked: those out of range make their sequences invalid.
+    Traced lengths can not be checked; a length out of range makes its sequence invalid.
     """
     xp = namespace(cache.length)
     kinds = kinds_of(cache)
@@ -109,7 +109,7 @@ def cropped(cache: C, new: Integers, verb: str, donate: bool) -> C:
             (after - start, before - start)
             for after, before, start in zip(new.known, held, starts, strict=True)
         ]
-    store = dict(cache.store)  # The states in it are replaced by `restore`, or by kept ones.
+    store = dict(cache.store)  # `restore`, or kept states, replace the states in it.
     if has_kept:
         store |= states_at(cache, new.array)
     for name, buffer in cache.store.items():
@@ -159,7 +159,7 @@ def _without_rows(
     removed: list[tuple[int, int]] | None,
     donate: bool,
 ) -> Array:
-    """A history with 0 from row `length` (b,) on; `removed` has the range of each sequence."""
+    """A history with 0 from row `length` (b,) on; `removed` has each sequence's range of rows."""
     if removed is not None and writes_in_place(buffer):
         target = buffer if donate else copied(buffer)
         if len(set(removed)) == 1:

@@ -1,8 +1,8 @@
-"""The held part of a cache: an extension reads no slot that is empty in every sequence.
+"""The filled part of a cache: the slots that at least one sequence uses.
 
-A buffer has capacity for more tokens than it holds. Where the lengths can be read, a step is
-computed on the slots up to the longest sequence's length, so that its time depends on that length
-and not on the capacity.
+A buffer may have room for many more tokens than it has. If the lengths can be read, a step is
+computed on the slots up to the longest sequence's length. Its time then depends on that length, and
+not on the capacity.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def held_part(
     leaf: LeafProtocol, past: Mapping[str, Array], frame: Frame, *, room: int = 0
 ) -> tuple[Arrays, Frame]:
-    """The slots that some sequence has filled, and `room` more, of a leaf's buffers, as views.
+    """Views of a leaf's buffers up to the longest sequence's length plus `room`, and their frame.
 
-    The frame is that of these slots and the new tokens. A traced call keeps all slots.
+    The frame is for these slots and the new tokens. A traced call keeps all slots.
     """
     names = _of_tokens(leaf)
     if frame.is_traced or not names:
@@ -38,7 +38,7 @@ def held_part(
 
 
 def longest_held(frame: Frame) -> int:
-    """The number of tokens in the fullest cache."""
+    """The number of cached tokens of the longest sequence."""
     if frame.longest is not None:
         return frame.longest
     return int(namespace(frame.q_position).max(frame.q_position[:, 0]))
@@ -46,5 +46,5 @@ def longest_held(frame: Frame) -> int:
 
 @lru_cache(maxsize=KEPT)
 def _of_tokens(leaf: LeafProtocol) -> tuple[str, ...]:
-    """The leaf's names of the buffers that have a row for each token."""
+    """The leaf's names for the buffers that have a row for each token."""
     return tuple(slot.name for slot in leaf.slots() if "c" in slot.pattern.split())

@@ -1,4 +1,4 @@
-"""Integers that name tokens or sequences: lengths (b,) and indices (b',)."""
+"""Integer arguments of cache operations: lengths (b,) and indices (b',)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Integers(NamedTuple):
     array: Array
     """int32, (n,)"""
     known: list[int] | None
-    """The same as a list; None if they are traced."""
+    """The integers as a list; None if they are traced."""
 
 
 def integers(name: str, given: Given, like: Array, count: int | None = None) -> Integers:
-    """`count` integers, or any number: a list, or an array of the library of `like`.
+    """The integers of a list, or of an array of the library of `like`; `count` of them if given.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument `name`, for anything else.
+        for anything else; the message names the argument `name`.
     """
     xp = namespace(like)
     known: list[int] | None
@@ -63,7 +63,7 @@ def entries(array: Array) -> list[int]:
 
 
 def whole_numbers(name: str, given: Sequence[Given]) -> list[int]:
-    """Integers of any type as Python's, which do not overflow. A boolean is none, nor is 1.0."""
+    """Integers of any type as Python integers. Booleans and floats such as 1.0 are refused."""
     if not any(isinstance(value, bool) for value in given):
         with suppress(TypeError):
             return [operator.index(value) for value in given]

@@ -1,13 +1,13 @@
-"""Kept states: those of earlier lengths, to which `crop` can go back.
+"""Kept states: the states at earlier lengths, to which `crop` can go back.
 
-A cache of `extend(..., keep=n)` or `extend(..., states_every=m)` has, beside every state S after
-all tokens,
+A cache from `extend(..., keep=n)` or `extend(..., states_every=m)` has two more buffers for the
+states at earlier lengths, besides every state S after all tokens:
 
-    kept S    (b, n, …)    the states of the first `from`, `from` + m, … tokens of each sequence,
-    kept from (b,)         the number of tokens of the first of them,
+    kept S    (b, n, …)    the states after the first `from`, `from` + m, … tokens of each sequence,
+    kept from (b,)         the number `from` for each sequence,
 
-where m is 1 after `keep`. Rows of more tokens than the sequence has are no states of it. An
-extension drops the kept states, and so does `crop`.
+where m is 1 after `keep`. Rows for more tokens than the sequence has are not valid. An extension
+drops the kept states, and so does `crop`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from precondattn.cache.kinds import (
 
 OF = "kept "
 FROM = "kept from"
-"""The buffer (b,); only in a cache with kept states."""
+"""The name of the buffer (b,) with the length of the first kept state."""
 
 
 def states_in(cache: CacheLike) -> list[str]:
-    """The buffers that are states."""
+    """The names of the buffers that are states."""
     return [name for name, kind in kinds_of(cache).items() if kind.rows == STATE]
 
 
 def without_way_back(cache: CacheLike) -> list[str]:
-    """The buffers of which nothing earlier can be kept: rewritten rows, and those of a window."""
+    """The names of the buffers that can not go back: rewritten rows, and a window's buffers."""
     kinds = kinds_of(cache).items()
     window = [name for name, kind in kinds if kind.rows == WINDOW]
     return window or [name for name, kind in kinds if kind.rows == REWRITTEN]
 
 
 def with_kept(cache: C, states: Arrays, first: Array, every: int) -> C:
-    """The cache with the `states` (b, n, …) of `first` (b,) tokens and of each `every` more."""
+    """The cache with kept states (b, n, …), after `first` (b,) tokens and each `every` more."""
     store, kinds = dict(cache.store), dict(cache.kinds)
     of_cache = kinds_of(cache)
     for name, rows in states.items():
@@ -55,7 +55,7 @@ def with_kept(cache: C, states: Arrays, first: Array, every: int) -> C:
 
 
 def without_kept(cache: C) -> C:
-    """The cache with its last states only; the cache itself if it has no others."""
+    """The cache without kept states; the cache itself if it has none."""
     if FROM not in cache.store:
         return cache
     names = [name for name, kind in kinds_of(cache).items() if kind.rows != KEPT]
@@ -74,7 +74,7 @@ def rows_of(cache: CacheLike) -> int:
 
 
 def with_rows(cache: C, count: int) -> C:
-    """The cache with `count` rows of kept states, of which the new ones are no states."""
+    """The cache with `count` rows of kept states; added rows are not valid."""
     store = dict(cache.store)
     for name in states_in(cache):
         kept = store[OF + name]
@@ -85,7 +85,7 @@ def with_rows(cache: C, count: int) -> C:
 
 
 def checkpoints(cache: CacheLike) -> list[list[int]]:
-    """The lengths of which states are kept, of each sequence."""
+    """The lengths at which states are kept, for each sequence."""
     if FROM not in cache.store:
         return [[] for _ in range(cache.length.shape[0])]
     every, count = every_of(cache), rows_of(cache)
@@ -97,13 +97,13 @@ def checkpoints(cache: CacheLike) -> list[list[int]]:
 
 
 def is_kept(cache: CacheLike, length: Array) -> Array:
-    """Whether the cache holds the states of the first `length` (b,) tokens."""
+    """Whether the cache has the states after the first `length` (b,) tokens."""
     after = length - cache.store[FROM]
     return (length == cache.length) | ((after >= 0) & (after % every_of(cache) == 0))
 
 
 def states_at(cache: CacheLike, length: Array) -> Arrays:
-    """The states of the first `length` (b,) tokens, which are kept, or the last ones."""
+    """The kept or last states after the first `length` (b,) tokens."""
     xp, states = namespace(length), {}
     row = (length - cache.store[FROM]) // every_of(cache)
     is_last = length == cache.length
@@ -112,7 +112,7 @@ def states_at(cache: CacheLike, length: Array) -> Arrays:
         if not kept.shape[1]:
             states[name] = fresh(last)
             continue
-        place = as_index(xp.clip(row, 0, kept.shape[1] - 1)[:, None])  # A traced one may be bad.
+        place = as_index(xp.clip(row, 0, kept.shape[1] - 1)[:, None])  # It may be invalid.
         at_last = xp.reshape(is_last, (-1, *(1,) * (last.ndim - 1)))
         states[name] = xp.where(at_last, last, take_tokens(kept, place)[:, 0, ...])
     return states

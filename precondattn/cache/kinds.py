@@ -1,8 +1,8 @@
-"""The kind of a buffer: what its rows are, by which the operations of a cache treat it.
+"""The kinds of buffers, which determine how the operations of a cache treat them.
 
-A cache carries the kinds of its buffers, so that it can be cropped or grown without its mechanism.
-They are dicts without arrays, `{"k": {"tokens": ()}}`: JAX and PyTorch take them for the structure
-of the tree and not for a part of its data, without any registration.
+A cache includes the kinds of its buffers, so that it can be cropped or grown without its mechanism.
+They are dicts without arrays, such as `{"k": {"tokens": ()}}`. JAX and PyTorch treat them as part
+of the structure of the pytree, not of its data, without registration.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import NamedTuple, Protocol, TypeVar
 from precondattn.arrays import Array, Arrays, is_compiling, is_distributed, namespace
 
 TOKENS = "tokens"
-"""(b, c, …): a row for each token, which later tokens do not change. Unused rows are 0."""
+"""A buffer (b, c, …) with a row for each token, which later tokens do not change; unused rows
+are 0."""
 REWRITTEN = "rewritten"
-"""(b, c, …): a row for each token, which later tokens change."""
+"""A buffer (b, c, …) with a row for each token, which later tokens change."""
 STATE = "state"
-"""Without a row for each token; `"state S"` where its mechanism's page calls it S."""
+"""A buffer without a row for each token; `"state S"` if its mechanism's page calls it S."""
 KEPT = "kept"
-"""(b, n, …): states of n earlier lengths, or (b,): `"kept 64"` of each 64th (`kept.py`)."""
+"""The states (b, n, …) at n earlier lengths, or their first lengths (b,); `"kept 64"` if they are
+64 tokens apart (`kept.py`)."""
 WINDOW = "window "
-"""(b,): the position of the first row, where the cache holds the last tokens only."""
+"""The position (b,) of the first row, in the cache of a window, which has the last tokens only."""
 WIDE = "wide "
 
 Kinds = dict[str, dict[str, tuple[()]]]
-"""The text of its kind for each buffer, as the key of a dict with one item."""
+"""The kind of each buffer, as a text that is the key of a dict with one item."""
 
 
 class CacheLike(Protocol):
-    """What the operations of a cache need of it (`cache.py`)."""
+    """The attributes of a cache that its operations need (`cache.py`)."""
 
     def __init__(self, length: Array, store: Arrays, kinds: Kinds) -> None: ...
     @property
@@ -43,14 +45,14 @@ C = TypeVar("C", bound=CacheLike)
 
 
 class Kind(NamedTuple):
-    """What the rows of a buffer are."""
+    """The kind of a buffer, parsed from its text."""
 
     rows: str
     """`"tokens"`, `"rewritten"`, `"state"`, `"kept"` or `"window "`."""
     is_wide: bool = False
-    """Whether it is in float32 when the inputs are in half precision."""
+    """Whether the buffer is in float32 if the inputs are in half precision."""
     window: int = 0
-    """The window of `"window "`."""
+    """The window, for the kind `"window "`; otherwise 0."""
     symbol: str = ""
     """The short name of a state."""
     every: int = 1
@@ -79,33 +81,33 @@ class Kind(NamedTuple):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether axis 1 is that of the tokens."""
+        """Whether axis 1 is the token axis."""
         return self.rows in (TOKENS, REWRITTEN)
 
     def token_axis(self, rank: int) -> int:
-        """The place of the token axis in memory.
+        """The index of the token axis in the order of memory.
 
-        The layout is (b, h, …, c), so that the tokens of one feature are contiguous: a step
+        The memory layout is (b, h, …, c), so that the tokens of one feature are contiguous. A step
         multiplies few rows by many tokens, and reads this layout twice as fast. Rewritten buffers
-        have the layout (b, h, c, …).
+        have the memory layout (b, h, c, …).
         """
         if not self.has_tokens or rank < 3:
             return 1
         return 2 if self.rows == REWRITTEN else rank - 1
 
     def in_memory_order(self, buffer: Array) -> Array:
-        """A view of a buffer, with its axes in the order of memory."""
+        """A view of a buffer with its axes in the order of memory."""
         axis = self.token_axis(buffer.ndim)
         return buffer if axis == 1 else _moved(buffer, 1, axis)
 
     def from_memory_order(self, array: Array) -> Array:
-        """The reverse of `in_memory_order`."""
+        """A view of an array in memory order with the axes of a buffer."""
         axis = self.token_axis(array.ndim)
         return array if axis == 1 else _moved(array, axis, 1)
 
 
 def _moved(array: Array, axis: int, place: int) -> Array:
-    """The array with an axis at another place. PyTorch's vmap can not map its own `moveaxis`."""
+    """The array with one axis moved. PyTorch's vmap can not map its own `moveaxis`."""
     order = list(range(array.ndim))
     order.insert(place, order.pop(axis))
     return namespace(array).permute_dims(array, tuple(order))
@@ -131,7 +133,7 @@ def kinds_of(cache: CacheLike) -> dict[str, Kind]:
 
 
 def holding(cache: C, length: Array, store: Arrays) -> C:
-    """The cache with other contents. PyTorch's compiler loses those of `_replace` up to 2.11."""
+    """The cache with other contents. Up to 2.11, PyTorch's compiler loses those of `_replace`."""
     return type(cache)(length, store, cache.kinds)
 
 
@@ -145,7 +147,7 @@ def refuse_distributed(cache: CacheLike, verb: str) -> None:
 
 
 def capacity_of(cache: CacheLike) -> int | None:
-    """The number of tokens that fit; None for a state and for a window, which have no limit."""
+    """The number of tokens that fit; None for states and windows, which have no limit."""
     kinds = kinds_of(cache)
     if any(kind.rows == WINDOW for kind in kinds.values()):
         return None
@@ -156,5 +158,5 @@ def capacity_of(cache: CacheLike) -> int | None:
 
 
 def invalid_length(capacity: int | None) -> int:
-    """A length at which the outputs of a sequence are NaN; it stays invalid as it grows."""
+    """A length that marks a sequence as invalid, so that its outputs are NaN, also as it grows."""
     return capacity + 1 if capacity else -1

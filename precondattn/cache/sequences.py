@@ -1,4 +1,4 @@
-"""Sequences of a batch: gathered, selected and concatenated."""
+"""Operations on the sequences of a cache: reorder, select and concatenate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from precondattn.given import Given
 
 
 def reorder(cache: C, indices: Given, verb: str = "reorder") -> C:
-    """Sequence i of the result is sequence `indices[i]`; traced ones out of range are invalid."""
+    """The cache whose sequence i is `indices[i]`; a traced index out of range makes it invalid."""
     kinds = kinds_of(cache)
     refuse_distributed(cache, verb)
     xp = namespace(cache.length)
@@ -58,7 +58,7 @@ def reorder(cache: C, indices: Given, verb: str = "reorder") -> C:
 
 
 def select(cache: C, rows: Given) -> C:
-    """Some sequences, each at most once: a slice, integers, or a mask."""
+    """The cache of some sequences, each at most once, given by a slice, integers or booleans."""
     b = cache.length.shape[0]
     if isinstance(rows, slice):
         rows = list(range(b)[rows])
@@ -88,7 +88,7 @@ def _marked(mask: Sequence[bool], b: int) -> list[int]:
 
 
 def concatenate(caches: Sequence[C]) -> C:
-    """The sequences of all caches, at the largest of their capacities."""
+    """The sequences of all caches in one batch, with the largest of their capacities."""
     first = caches[0]
     if all(FROM in cache.store for cache in caches):
         most = max(map(rows_of, caches))
@@ -108,7 +108,7 @@ def concatenate(caches: Sequence[C]) -> C:
 
 
 def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
-    """Raise an error unless two caches differ in sequences and capacity at most."""
+    """Raise an error if two caches differ in more than their sequences and capacity."""
     _require_equal(_meanings(first), _meanings(other), "the buffers", number)
     for name, kind in kinds_of(first).items():
         start = 2 if kind.has_tokens else 1
@@ -120,7 +120,7 @@ def _check_same(first: CacheLike, other: CacheLike, number: int) -> None:
 
 
 def _meanings(cache: CacheLike) -> dict[str, Kind]:
-    """The kinds without symbols, which caches of earlier versions have not."""
+    """The kinds without symbols, which caches from earlier versions do not have."""
     return {name: kind._replace(symbol="") for name, kind in kinds_of(cache).items()}
 
 

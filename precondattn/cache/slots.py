@@ -1,4 +1,4 @@
-"""Slots: the declaration of the buffers of a leaf, and empty buffers."""
+"""Slots, which declare the cache buffers of a leaf, and the creation of empty buffers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from precondattn.cache.kinds import REWRITTEN, STATE, TOKENS, Kind
 from precondattn.limits import KEPT
 
 KEY_MASK = "key_mask"
-"""The buffer (b, c) with the mask of cached keys; only in a cache created with `key_mask=True`."""
+"""The name of the buffer (b, c) with the mask of cached keys, in a cache with `key_mask=True`."""
 
 
 class Slot(NamedTuple):
     """The declaration of one cache buffer of a leaf."""
 
     name: str
-    """The leaf's name of the buffer."""
+    """The leaf's name for the buffer."""
     holds: str
-    """The value whose history it stores, a template over the leaf's inputs and `out`, such as
-    `"rms({k})"`."""
+    """The value whose history the buffer stores, as a template over the leaf's inputs and `out`,
+    such as `"rms({k})"`. Leaves that store the same value share one buffer."""
     pattern: str
-    """Its shape; the axis `c` is the capacity."""
+    """The buffer's shape in dimension letters, such as `"b c n d"`; `c` is the capacity."""
     wide: bool = False
-    """Whether it is stored in float32 when the inputs are in half precision."""
+    """Whether the buffer is in float32 if the inputs are in half precision."""
     is_rewritten: bool = False
     """Whether a step also changes the rows of cached tokens."""
     empty: float = 0.0
-    """Its entries before the first token."""
+    """The value of all entries before the first token."""
     symbol: str = ""
-    """The short name of a state in `Cache.states`: what the mechanism's page calls it."""
+    """The short name of a state in `Cache.states`, as on the mechanism's page."""
 
     @property
     def kind(self) -> Kind:
@@ -46,7 +46,7 @@ def _kind_of(slot: Slot) -> Kind:
 
 
 def new_buffer(slot: Slot, shape: Shape, like: Array) -> Array:
-    """An empty buffer for `slot`, of the library, dtype and device of `like`."""
+    """An empty buffer for `slot`, in the library and on the device of `like`, and in its dtype."""
     xp = namespace(like)
     kind = slot.kind
     dtype = xp.float32 if slot.wide and dtype_name(like) in HALF else like.dtype

@@ -1,7 +1,7 @@
-"""Snapshots: what has to be kept of a cache, so that it can go back to the tokens of now.
+"""Snapshots, which record the tokens of a cache so that it can go back to them.
 
-Histories of tokens are cropped, so a snapshot has copies of the other buffers only: states and
-rewritten rows. Of the cache of a window it has all buffers, because the first rows may be dropped.
+Histories of tokens can be cropped, so a snapshot has copies of the other buffers only: states and
+rewritten rows. In the cache of a window, the first rows may be dropped, so all buffers are copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from precondattn.cache.windows import reach_of
 
 
 class Snapshot(NamedTuple):
-    """The lengths of a cache (b,), and copies of its buffers that can not be cropped."""
+    """The lengths of a cache (b,), and copies of the buffers that can not be cropped."""
 
     length: Array
     store: dict[str, Array]
@@ -29,7 +29,7 @@ def snapshot(cache: CacheLike) -> Snapshot:
 
 
 def _copied(cache: CacheLike) -> list[str]:
-    """The buffers that a snapshot copies: all of a window, whose first rows may be dropped."""
+    """The names of the buffers that a snapshot copies; all buffers of a window."""
     return fixed_buffers(cache) if reach_of(cache) is None else [*cache.store]
 
 

@@ -1,4 +1,4 @@
-"""States by short names: those that the mechanism's page gives them, such as S."""
+"""The states of a cache by their short names, such as S, from the mechanism's page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def states_of(cache: CacheLike) -> Mapping[str, Array]:
 
 
 def names_of_states(kinds: Mapping[str, Kind]) -> dict[str, str]:
-    """The buffer of each state, by its short name.
+    """The name of each state's buffer, by the state's short name.
 
-    Where several have one symbol, what the buffers are computed from follows it: "S(k2, v)".
+    If several states have one symbol, the inputs of the buffer follow it, as in "S(k2, v)".
     """
     symbols = {name: kind.symbol for name, kind in kinds.items() if kind.rows == STATE}
     short = {name: symbol or name for name, symbol in symbols.items()}

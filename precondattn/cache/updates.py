@@ -1,4 +1,4 @@
-"""What a step does to a buffer: append tokens to it, rewrite it, or replace it."""
+"""The updates that a step makes to buffers: append tokens, rewrite rows, or replace a state."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from precondattn.arrays import (
 
 
 class Append(NamedTuple):
-    """An update of a buffer (b, c, …): new tokens (b, t, …) to append to the cached ones."""
+    """An update that appends new tokens (b, t, …) to the cached ones in a buffer (b, c, …)."""
 
     tokens: Array
 
 
 class Rewrite(NamedTuple):
-    """An update of a buffer (b, c, …) that replaces its first rows and appends new tokens.
+    """An update that replaces the first rows of a buffer (b, c, …), and appends new tokens.
 
-    `past` may have fewer rows than the buffer: the other rows are empty, and not changed.
+    `past` has the new first rows. It may have fewer rows than the buffer; then the other rows must
+    be empty, and are not changed.
     """
 
     past: Array
@@ -38,9 +39,10 @@ class Rewrite(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """An update of a buffer that is a state, not a history of tokens: the new state.
+    """An update that replaces a state by the new state.
 
-    Of a history of tokens, `value` may be the first rows, if the others are empty.
+    If the buffer is a history of tokens, `value` may have only its first rows, if the others are
+    empty.
     """
 
     value: Array
@@ -59,14 +61,14 @@ def updated(
     donate: bool,
     held: int | None = None,
 ) -> Array:
-    """The buffer after an update by `count` (b,) tokens that follow its first `length` (b,).
+    """The buffer after an update with `count` (b,) new tokens that follow `length` (b,) tokens.
 
-    If `held` is given, it is the length of all sequences, and all tokens are appended to each.
+    If `held` is given, all sequences have this length, and all new tokens are valid.
     """
     if isinstance(update, Append):
         return append(buffer, update.tokens, length, count, donate=donate, held=held)
     new = cast(update.past if isinstance(update, Rewrite) else update.value, buffer.dtype)
-    if new is buffer:  # A state that was computed in place.
+    if new is buffer:  # The state was computed in place.
         return buffer
     rows = new.shape[1]
     is_part = rows < buffer.shape[1]
@@ -93,10 +95,10 @@ def append(
     donate: bool,
     held: int | None = None,
 ) -> Array:
-    """`buffer` (b, c, …) with `count` (b,) of `tokens` (b, t, …) after its first `length` (b,).
+    """`buffer` (b, c, …) with the first `count` (b,) of `tokens` (b, t, …) after row `length` − 1.
 
-    Tokens beyond the capacity are dropped. With `donate` the buffer itself is written to, where
-    the library can.
+    Tokens beyond the capacity are dropped. If `donate` is set, the buffer itself is written to,
+    in libraries that can.
     """
     if 0 in tokens.shape[:2]:
         return buffer if donate else fresh(buffer)
@@ -129,7 +131,7 @@ def _appended(buffer: Array, tokens: Array, length: Array, count: Array) -> Arra
 
 @lru_cache(maxsize=1)
 def _compiled_by_jax() -> Callable[[Array, Array, Array, Array], Array]:
-    """`_appended` as one function: outside `jax.jit`, JAX compiles and starts every operation."""
+    """`_appended` compiled as one function; outside `jax.jit`, JAX runs each operation alone."""
     import jax
 
     compiled: Callable[[Array, Array, Array, Array], Array] = jax.jit(_appended)
@@ -148,7 +150,7 @@ def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) 
 
 
 def _common_length(length: Array, count: Array, t: int) -> int | None:
-    """The length of all sequences, if it is known on the host and all sequences get t tokens."""
+    """The common length of all sequences, if it is on the host and all sequences get t tokens."""
     lengths, counts = host_integers(length), host_integers(count)
     if lengths is None or counts is None:
         return None

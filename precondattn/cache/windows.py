@@ -1,14 +1,14 @@
-"""Windows: the cache of a softmax that reads the last tokens only.
+"""The cache of softmax with a window, which has the last tokens only.
 
-With a window w a new token reads `reach` = w − 1 cached tokens. The buffers have a few rows more:
+With a window w, a new token reads `reach` = w − 1 cached tokens. The buffers have some more rows:
 
     rows = reach + 2 spare,    spare = ⌈w / 8⌉.
 
-Row 0 is the token at position `first_token` (b,), so that the rows are in the order of time, and
-such a cache is an ordinary one of length − first tokens. When new tokens no longer fit, the last
-reach + spare tokens move to the front. Rows are then moved once in w / 8 tokens, and the last
-w / 8 tokens can always be cropped. In a ring, where every token overwrites the oldest one, no rows
-would move, but every backend would have to read rows in another order.
+Row 0 has the token at position `first_token` (b,). So rows are in the order of time, and backends
+see an ordinary cache with `length` − `first_token` tokens. When new tokens no longer fit, the last
+reach + spare tokens move to the front. Rows are thus moved once in w / 8 tokens, and the last w / 8
+tokens can always be cropped. In a ring buffer, in which every token overwrites the oldest one, no
+rows would move, but every backend would have to read the rows in another order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from precondattn.arrays import Array, arange_like, in_order, namespace, take_tok
 from precondattn.cache.kinds import CacheLike, Kind, kinds_of
 
 FIRST = "first_token"
-"""The buffer (b,) with the position of the token in row 0; only in the cache of a window."""
+"""The name of the buffer (b,) with the position of row 0, in the cache of a window."""
 
 
 def spare_of(reach: int) -> int:
-    """How many of the last tokens can always be cropped."""
+    """The number of last tokens that can always be cropped."""
     return -(-(reach + 1) // 8)
 
 
@@ -37,13 +37,13 @@ def reach_of(cache: CacheLike) -> int | None:
 
 
 def dropped(length: Array, reach: int) -> Array:
-    """How many of the first rows have to go (b,), where the buffers would hold `length` (b,)."""
+    """The number of rows to drop from the front (b,), if buffers would have `length` (b,) rows."""
     kept = reach + spare_of(reach)
     return namespace(length).where(length > rows_of(reach), length - kept, length * 0)
 
 
 def moved_to_front(buffer: Array, kind: Kind, length: Array, drop: Array, rows: int) -> Array:
-    """The `rows` rows from row `drop` (b,) on, and 0 after row `length` (b,) of the old buffer."""
+    """`rows` rows of a buffer from row `drop` (b,) on; rows from `length` (b,) on become 0."""
     xp = namespace(buffer)
     source = arange_like(rows, length)[None, :] + drop[:, None]
     taken = take_tokens(buffer, xp.clip(source, 0, buffer.shape[1] - 1))

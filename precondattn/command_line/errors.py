@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 TRACEBACK = "PRECONDATTN_TRACEBACK"
-"""Environment variable: 1 shows the traceback of an error."""
+"""The environment variable that, set to 1, shows the traceback of an error."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as of a shell."""
+"""The exit code after Ctrl-C, as in a shell."""
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError)
-"""Errors of arguments, files and missing packages, whose message says what is wrong."""
+"""The errors of arguments, files and missing packages, whose message is sufficient."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `precondattn list` prints: mechanisms with their inputs, and backends.
+"""The output of `precondattn list`: mechanisms with their inputs, and backends.
 
 On a terminal these are tables, and in a pipe lines of columns. `--json` has the same as data.
 """
@@ -18,7 +18,7 @@ NOT_IMPORTED = "could not be imported"
 
 
 def data() -> JsonObject:
-    """Everything that is listed."""
+    """All listed mechanisms and backends, as JSON data."""
     return {"mechanisms": _mechanisms(), "backends": _backends()}
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics: quantities that show, on a user's own arrays, whether a mechanism may help."""
+"""Diagnostics: quantities of a user's arrays that show whether a mechanism may help."""
 
 from precondattn.diagnostics.alignment import alignment, alignment_gap, alignment_hits
 from precondattn.diagnostics.conditioning import condition_number, log_mu, mu

@@ -2,9 +2,9 @@
 
     a_t = ‖Uᵀ (k̄_t − m)‖² / ‖k̄_t − m‖²,    U the top eigenvectors of the covariance of k̄, m its mean
 
-CCQ contracts queries along U. It helps if relevant keys have small and distractors large alignment,
-that is, if the gap between their means is negative. Source: CCQ (arXiv 2606.01294), App. H, Eq. 28
-and 29.
+CCQ contracts queries along U. It helps if relevant keys have a small alignment and distractors a
+large one, that is, if the gap between their means is negative. Source: CCQ (arXiv 2606.01294),
+App. H, Eq. 28 and 29.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from precondattn.spec.l2_norm import l2_norm
 
 
 def alignment(k: Array, rank: int = 16) -> Array:
-    """The share of each key's centred energy in the top eigenspace of its head, in [0, 1].
+    """The share, in [0, 1], of each key's centred squared norm in the top eigenspace of its head.
 
     Parameters
     ----------
     k : array (b, s, n, d)
-        Keys; they are normalised to length 1 here, as CCQ does.
+        Keys, which are normalised to length 1 here, as in CCQ.
     rank : int
         The number of eigenvectors, 1 ≤ rank ≤ d; the paper uses 16 of 128 or 256.
 
     Returns
     -------
     array (b, s, n)
-        In float32 for keys in half precision. NaN for a key that equals the mean of its head's
-        keys up to rounding, and so has no energy.
+        The share for each key, in float32 for keys in half precision. NaN for a key that equals
+        the mean of its head's keys up to rounding.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def alignment(k: Array, rank: int = 16) -> Array:
 
     Examples
     --------
-    Keys along one axis, and one across:
+    Four keys along one axis, and one key orthogonal to it:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
@@ -65,24 +65,25 @@ def alignment(k: Array, rank: int = 16) -> Array:
 
 
 def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
-    """The mean alignment of the needle's keys minus that of the others; CCQ assumes it is below 0.
+    """The mean alignment of the relevant keys minus that of the others; CCQ assumes it is below 0.
 
     Parameters
     ----------
     k : array (b, s, n, d)
         Keys.
     needle : boolean array (b, s)
-        The relevant tokens.
+        True for the relevant tokens (the needle).
     context : boolean array (b, s), optional
-        The tokens to compare with; by default all others. The paper excludes the question at the
-        end.
+        True for the tokens to compare with; by default all others. The paper excludes the question
+        at the end.
     rank : int
         As in `alignment`.
 
     Returns
     -------
     array (b, n)
-        NaN where a sequence has no needle or no context. Keys whose alignment is NaN are ignored.
+        The gap for each sequence and head. NaN if a sequence has no needle or no context. Keys
+        whose alignment is NaN are ignored.
 
     Source
     ------
@@ -102,12 +103,12 @@ def alignment_gap(k: Array, needle: Array, context: Array | None = None, rank: i
 
 
 def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: int = 16) -> Array:
-    """How well a small alignment finds the needle: the share of its keys that are hit.
+    """The share of the relevant keys that have the smallest alignments.
 
-    Of m keys of the needle those are hit that are among the m least aligned keys of needle and
-    context. The rate is 1 where the needle is less aligned than all others, and on average
-    m / (m + c), with c keys of the context, where alignment does not tell them apart. Among
-    alignments that are equal up to rounding the hits are shared evenly.
+    With m keys of the needle, a key is a hit if it is among the m least aligned keys of needle and
+    context. The share is 1 if the needle is less aligned than all other keys. If alignment says
+    nothing, it is on average m / (m + c), with c keys of the context. Hits among alignments that
+    are equal up to rounding are shared evenly.
 
     Parameters
     ----------
@@ -117,17 +118,17 @@ def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: 
     Returns
     -------
     array (b, n)
-        In [0, 1]; NaN where a sequence has no needle or no context. Keys whose alignment is NaN
-        are ignored.
+        The share for each sequence and head, in [0, 1]; NaN if a sequence has no needle or no
+        context. Keys whose alignment is NaN are ignored.
 
     Raises
     ------
     TypeError, ValueError
-        as `alignment_gap` does.
+        like `alignment_gap`.
 
     Examples
     --------
-    The last key is hit, and one of the four others, which are equally aligned:
+    The last key is a hit, and one of the four others, which are equally aligned:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
@@ -158,7 +159,7 @@ def alignment_hits(k: Array, needle: Array, context: Array | None = None, rank: 
 
 
 def _context_of(k: Array, needle: Array, context: Array | None, rank: int) -> Array:
-    """The context, by default all tokens but the needle's; the arguments are checked."""
+    """The context, by default all tokens except the needle, after a check of the arguments."""
     _check_keys(k, rank)
     _check_tokens("needle", needle, k)
     if context is None:

@@ -1,4 +1,4 @@
-"""The arguments of a call whose mechanism is examined: its inputs by name, and its masks."""
+"""The arguments of diagnostics that examine a call: its inputs by name, and its masks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from precondattn.given import Given
 def examined_inputs(
     what: str, mechanism: Mechanism, arrays: tuple[Array, ...], named: dict[str, Given]
 ) -> tuple[Arrays, dict[str, Given]]:
-    """The inputs by name, in float32 where they are in half precision, and masks and backend.
+    """The inputs by name, in float32 instead of half precision, and the masks and the backend.
 
     Raises
     ------
     TypeError
-        if there is no mechanism, an input is missing or unknown, no array or traced.
+        if `mechanism` is not a mechanism, or if an input is missing, unknown, not an array, or
+        traced.
     """
     from precondattn.execution.input_names import CALL_OPTIONS, inputs_by_name
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of diagnostics: an array of a floating dtype, with the axes it needs."""
+"""Checks of the arguments of diagnostics: floating-point arrays with given axes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from precondattn.arrays import FLOATING, Array, dtype_name, library_of
 
 
 def check_floating(name: str, array: Array, axes: str) -> None:
-    """Raise an error unless `array` is an array of a floating dtype with these axes.
+    """Raise an error unless `array` is a floating-point array with these axes.
 
-    `axes` names them, as in "(b, s, n, d)". Where it begins with "(…" there may be more before.
+    `axes` names them, as in "(b, s, n, d)". If it begins with "(…", more axes may come first.
     """
     from precondattn.execution.array_checks import check_stored
 
@@ -25,7 +25,7 @@ def check_floating(name: str, array: Array, axes: str) -> None:
 
 
 def check_like(name: str, array: Array, k: Array, axes: str, shape: tuple[int, ...]) -> None:
-    """Raise an error unless `array` is of the library of k and has this shape.
+    """Raise an error unless `array` is an array of the library of k with this shape.
 
     `axes` names the axes in the message.
     """

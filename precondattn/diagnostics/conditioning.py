@@ -1,13 +1,13 @@
-"""The condition number κ of matrices, and its bound μ.
+"""The condition number κ of matrices, and its upper bound μ.
 
     κ(A) = σ₁ / σ_k,    μ(A) = 2 / (σ₁ ⋯ σ_k) (‖A‖_F / √k)^k,    κ ≤ μ,    k = min(n, d)
 
-with the singular values σ₁ ≥ … ≥ σ_k of a matrix A of n rows and d columns. Preconditioned
-attention (row norms) is motivated by them, with the output of a head in the place of A. The bound
-is that of Guggenheimer, Edelman and Johnson (1995).
+with the singular values σ₁ ≥ … ≥ σ_k of a matrix A with n rows and d columns. They motivate
+preconditioned attention (row norms), where A is the output of a head. The bound is that of
+Guggenheimer, Edelman and Johnson (1995).
 
-Both are computed from σ / σ₁, so that no factor of A matters. μ overflows where its logarithm does
-not: it is a product of k numbers.
+Both are computed from σ / σ₁, so that the scale of A does not matter. μ, a product of k numbers,
+may overflow; its logarithm does not.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from precondattn.diagnostics.checks import check_floating
 
 
 def condition_number(a: Array) -> Array:
-    """κ = σ₁ / σ_k of every matrix, at least 1.
+    """The condition number κ = σ₁ / σ_k of every matrix, at least 1.
 
     Parameters
     ----------
     a : array (…, n, d)
-        Matrices. The paper's are the outputs of a head: of an output (b, t, h, e) of a mechanism
-        exchange the axes 1 and 2.
+        Matrices. In the paper they are the outputs of heads: swap axes 1 and 2 of a mechanism's
+        output (b, t, h, e).
 
     Returns
     -------
     array (…)
-        In float32 for matrices in half precision. ∞ where the smallest singular value is 0. Where
-        the rank is less than k = min(n, d), rounding may leave a number of the order of 1 / ε.
+        κ, in float32 for matrices in half precision. ∞ if the smallest singular value is 0. If the
+        rank is less than k = min(n, d), rounding may give a number of the order of 1 / ε instead.
 
     Raises
     ------
     TypeError, ValueError
-        if a is not an array of a floating dtype and at least two axes, or a matrix is empty.
+        if a is not a floating-point array with at least two axes, or a matrix is empty.
 
     Source
     ------
@@ -48,7 +48,7 @@ def condition_number(a: Array) -> Array:
     >>> pa.diagnostics.condition_number(np.diag([4.0, 2.0, 1.0])).item()
     4.0
 
-    Of the attention matrix of each head:
+    The outputs of two heads:
 
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 64, 2, 4))
     >>> out = np.moveaxis(pa.softmax(q, k, v), 2, 1)
@@ -63,7 +63,7 @@ def condition_number(a: Array) -> Array:
 
 
 def log_mu(a: Array) -> Array:
-    """log μ of every matrix, the logarithm of Guggenheimer's bound: κ ≤ μ.
+    """The logarithm of μ of every matrix, Guggenheimer's bound on the condition number (κ ≤ μ).
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ def log_mu(a: Array) -> Array:
     Returns
     -------
     array (…)
-        At least log 2, as where all singular values are equal. ∞ where one is 0.
+        log μ, at least log 2, which is reached if all singular values are equal. ∞ if one is 0.
 
     Raises
     ------
     TypeError, ValueError
-        as `condition_number` does.
+        like `condition_number`.
 
     Source
     ------
@@ -103,9 +103,9 @@ def log_mu(a: Array) -> Array:
 
 
 def mu(a: Array) -> Array:
-    """μ of every matrix, Guggenheimer's bound of κ; ∞ where it is too large for the dtype.
+    """The bound μ of every matrix's condition number; ∞ if it is too large for the dtype.
 
-    The argument, the errors and the source are those of `log_mu`.
+    The parameter, the errors and the source are those of `log_mu`.
 
     Examples
     --------
@@ -120,7 +120,7 @@ def mu(a: Array) -> Array:
 
 
 def _singular_values(a: Array) -> Array:
-    """σ / σ₁ of every matrix, descending; 0 for a matrix of zeros."""
+    """The singular values σ / σ₁ of every matrix, in descending order; 0 for a matrix of zeros."""
     check_floating("a", a, "(…, n, d)")
     if 0 in a.shape[-2:]:
         raise ValueError(f"a must have a row and a column; found shape {tuple(a.shape)}")

@@ -1,10 +1,10 @@
-"""The running covariance of keys, which CCQ contracts queries by, and its spectrum.
+"""The running covariance of keys, with which CCQ contracts queries, and its spectrum.
 
     Σ_t = mean_{j≤t} k̄_j k̄_jᵀ − μ_t μ_tᵀ,    μ_t = mean_{j≤t} k̄_j,    k̄ = k / ‖k‖
 
-For keys of length 1, 0 ≤ Σ_t ≤ 1 and tr Σ_t = 1 − ‖μ_t‖². CCQ multiplies the part of a query along
-an eigenvector by 1 − λ σ, with its eigenvalue σ: a spectrum with one large eigenvalue is what it is
-made for. Source: CCQ (arXiv 2606.01294), Eq. 8 and 12; App. I for the decay.
+For keys of length 1, 0 ≤ Σ_t ≤ 1 and tr Σ_t = 1 − ‖μ_t‖². CCQ multiplies the component of a query
+along an eigenvector with eigenvalue σ by 1 − λ σ. It is made for spectra with one large eigenvalue.
+Source: CCQ (arXiv 2606.01294), Eq. 8 and 12; App. I for the decay.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def covariance_spectrum(k: Array, g: Array | None = None) -> Array:
     Parameters
     ----------
     k : array (b, s, n, d)
-        Keys; they are normalised to length 1 here, as CCQ does. A key of zeros stays one.
+        Keys, which are normalised to length 1 here, as in CCQ. A key of zeros is not changed.
     g : array (b, s, h), optional
-        Log-decays, at most 0, of a base that forgets: the weight of earlier keys is multiplied by
-        eᵍ at each token. h is a multiple of n. Of gates for every channel, CCQ takes the mean.
+        Log-decays, at most 0, of a base with decay: the weight of earlier keys is multiplied by eᵍ
+        at each token. h is a multiple of n. CCQ takes the mean of gates for key channels.
 
     Returns
     -------
     array (b, s, n, d), or (b, s, h, d) with g
-        In [0, 1], up to rounding, and in float32 for keys in half precision. Those of the first
-        token are 0.
+        The eigenvalues, in [0, 1] up to rounding, and in float32 for keys in half precision. They
+        are 0 at the first token.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def covariance_spectrum(k: Array, g: Array | None = None) -> Array:
 
     Examples
     --------
-    Keys along one axis, with both signs, and then one across:
+    Keys along one axis, with both signs, and then a key orthogonal to it:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.asarray([[1.0, 0], [-1, 0], [1, 0], [-1, 0], [0, 1]]).reshape(1, 5, 1, 2)
@@ -55,12 +55,12 @@ def covariance_spectrum(k: Array, g: Array | None = None) -> Array:
 
 
 def running_covariance(k: Array, t: int, g: Array | None = None) -> Array:
-    """Σ (b, t, heads, d, d) at the last t tokens: CCQ's contraction, of the basis vectors by 1."""
+    """Σ (b, t, heads, d, d) at the last t tokens, from CCQ's contraction of the basis vectors."""
     k = upcast(k)
     xp, (b, _, n, d) = namespace(k), k.shape
     heads = n if g is None else g.shape[2]
     basis = xp.eye(d, dtype=k.dtype, **placement(k))
-    # Query head i · d + c is the basis vector c, with the statistics of head i.
+    # Query head i · d + c has the basis vector c, and uses the statistics of head i.
     rows = xp.broadcast_to(xp.reshape(basis, (1, 1, 1, d, d)), (b, t, heads, d, d))
     q = xp.reshape(rows, (b, t, heads * d, d))
     one = xp.ones(q.shape[:3], dtype=k.dtype, **placement(k))

@@ -2,9 +2,9 @@
 
     ‖∂o_t / ∂x‖² = Σ_c ‖∂o_tc / ∂x‖²
 
-A small norm means that a query or the keys hardly learn from what is read, as where softmax is
+A small norm means that queries or keys hardly learn from the output, for example if softmax is
 sharp (LUCID, §3.1 and A.1; LASER, §3). Each ∂o_tc / ∂x is the pullback of a basis vector by the
-mechanism's own `vjp`, so that the norm is exact for any mechanism, composition and input.
+mechanism's `vjp`, so that the norm is exact for any mechanism, composition and input.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def jacobian_norms(
     Parameters
     ----------
     mechanism : Mechanism
-        Any, also one that is not linear in its values.
+        Any mechanism; it need not be linear in its values.
     *arrays, **named
-        The arguments of its call, also masks and `backend`.
+        The arguments of its call, including masks and `backend`.
     of : sequence of str
-        Inputs with a batch axis, by name. The derivative is with respect to all tokens, heads and
-        channels of each.
+        The names of inputs with a batch axis. The derivative is with respect to all tokens, heads
+        and channels of an input.
     tokens : sequence of int, optional
-        The outputs, from 0 to t − 1; all by default.
+        The indices of output tokens, from 0 to t − 1; all by default.
 
     Returns
     -------
     dict of arrays (b, number of tokens, h)
-        By the names of `of`; in float32 for inputs in half precision, and without a gradient.
-        There is one pullback for every chosen token, head and channel of the output: it is for
-        small arrays.
+        The norms by the names in `of`, in float32 for inputs in half precision, and without a
+        gradient. Every chosen token, head and channel of the output needs a pullback, so that only
+        small arrays are practical.
 
     Raises
     ------
@@ -52,11 +52,11 @@ def jacobian_norms(
         for traced arrays, and for arguments that the call refuses.
     ValueError
         for arguments that the call refuses; if `of` or `tokens` are not as described; for several
-        sequences where the output of one depends on the others.
+        sequences if the output of one depends on the others.
 
     Examples
     --------
-    A query that attends to one of two keys ever more sharply:
+    A query that attends more and more sharply to one of two keys:
 
     >>> import numpy as np, precondattn as pa
     >>> k, v = np.eye(2).reshape(1, 2, 1, 2), np.asarray([1.0, 0]).reshape(1, 2, 1, 1)
@@ -109,7 +109,7 @@ def _check_names(mechanism: Mechanism, of: Sequence[str]) -> None:
 
 
 def _checked(tokens: Sequence[int] | None, t: int) -> list[int]:
-    """The chosen tokens, from 0 to t − 1."""
+    """The chosen tokens, after a check that they are from 0 to t − 1."""
     chosen = list(range(t) if tokens is None else tokens)
     are_whole = all(isinstance(x, int) and not isinstance(x, bool) for x in chosen)
     if not chosen or not are_whole or not all(0 <= x < t for x in chosen):

@@ -1,14 +1,16 @@
-"""A scaling of rows that never raises μ, which Theorem 4.4 claims of the row norm.
+"""A scaling of rows that never increases μ, which Theorem 4.4 claims for the row norm.
 
     L = diag(√ℓ_i / ‖A_i‖),    ℓ_i = A_iᵀ (AᵀA)⁺ A_i,    μ(LA) ≤ μ(A)
 
-The leverage ℓ_i in [0, 1] is the share of row i that no other row has; leverages sum to the rank k.
-With at most as many rows as columns and full rank, all are 1, and L is the row norm. The proof:
+The leverage ℓ_i in [0, 1] says how far row i is independent of the other rows; leverages sum to the
+rank k. With full rank and at most as many rows as columns, all are 1, and L is the row norm. The
+proof:
 
     log μ(A) − log μ(LA) ≥ k/2 KL(ℓ/k ‖ ‖A_i‖² / ‖A‖_F²) ≥ 0
 
-is on the page `claims/row_scaling`. Repeated, it is the multiplicative algorithm for D-optimal
-designs (Silvey, Titterington and Torsney 1978), whose limit has the least μ of all row scalings.
+is on the page `claims/row_scaling`. Repeating the scaling is the multiplicative algorithm for
+D-optimal designs (Silvey, Titterington and Torsney 1978), whose limit has the smallest μ of all row
+scalings.
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from precondattn.spec.array_functions import row_sum
 
 
 def leverage_scaling(a: Array, steps: int = 1) -> Array:
-    """The factor of each row of A that scales it to the length √ℓ_i, ℓ_i its leverage.
+    """The factor for each row of A that scales the row to length √ℓ_i, where ℓ_i is its leverage.
 
     Parameters
     ----------
     a : array (…, n, d)
-        Matrices, as the outputs (b, h, t, e) of attention heads.
+        Matrices, such as the outputs (b, h, t, e) of attention heads.
     steps : int
-        How often this is repeated, at least 1; each time μ falls, towards the least that a scaling
-        of rows can reach. There, factors of some rows may be 0.
+        The number of repetitions, at least 1. Each one decreases μ, towards the smallest value that
+        a scaling of rows can reach. In the limit, the factors of some rows may be 0.
 
     Returns
     -------
     array (…, n)
-        Positive; 1 for a row of zeros. In float32 for matrices in half precision.
+        Positive factors, 1 for a row of zeros; in float32 for matrices in half precision.
 
     Raises
     ------
     TypeError, ValueError
-        if a is not an array of a floating dtype and at least two axes, or steps is no number of
-        steps.
+        if a is not a floating-point array with at least two axes, or steps is not a positive
+        integer.
 
     Examples
     --------
-    The row norm makes these two orthogonal columns of length 3 unequal; this does not:
+    Two orthogonal columns of length 3; the row norm makes their lengths unequal, but this does not:
 
     >>> import numpy as np, precondattn as pa
     >>> a = np.asarray([[3.0, 0]] + 9 * [[0, 1.0]])
@@ -69,7 +71,7 @@ def leverage_scaling(a: Array, steps: int = 1) -> Array:
 
 
 def _leverage(a: Array) -> Array:
-    """ℓ_i, the squared length of row i of an orthonormal basis of the columns' span."""
+    """The leverages ℓ_i: squared row lengths of an orthonormal basis of the column space."""
     xp = namespace(a)
     u, sigma, _ = xp.linalg.svd(a, full_matrices=False)
     negligible = max(a.shape[-2:]) * xp.finfo(a.dtype).eps * sigma[..., :1]

@@ -1,7 +1,7 @@
-"""The Jacobian of LUCID's output with respect to keys, which its paper leaves out.
+"""The Jacobian of LUCID's output with respect to keys, which the paper does not derive.
 
-With o_t = Σ_i a_ti y_i, E y = diag(β) v, E = I + diag(β) stril(Φ), and n_j = k_j / r_j the keys of
-RMS norm 1 in Φ_ij = exp(σ ⟨n_i, n_j⟩ − σ d), a key acts on o_t in two places:
+With o_t = Σ_i a_ti y_i, E y = diag(β) v, E = I + diag(β) stril(Φ), and the normalised keys
+n_j = k_j / r_j (RMS norm 1) in Φ_ij = exp(σ ⟨n_i, n_j⟩ − σ d), a key affects o_t in two ways:
 
     ∂o_t/∂k_j = s a_tj (y_j − o_t) q_tᵀ                                      through softmax
               − σ (u_tj Σ_{l<j} Φ_jl y_l n_lᵀ + y_j Σ_{i>j} u_ti Φ_ij n_iᵀ) R_j      through Φ
@@ -9,11 +9,11 @@ RMS norm 1 in Φ_ij = exp(σ ⟨n_i, n_j⟩ − σ d), a key acts on o_t in two 
     u_t = diag(β) E⁻ᵀ a_t    the weights of v in o_t = Σ_i u_ti v_i
     R_j = (I − n_j n_jᵀ / d) / r_j    the derivative of the norm
 
-because dy = −E⁻¹ diag(β) stril(dΦ) y, and dΦ_ij = σ Φ_ij (n_j·dn_i + n_i·dn_j). The first part
-vanishes where softmax is one-hot, as the Jacobian with respect to q_t does; the second does not.
+because dy = −E⁻¹ diag(β) stril(dΦ) y, and dΦ_ij = σ Φ_ij (n_j·dn_i + n_i·dn_j). If softmax is
+one-hot, the first part vanishes, like the Jacobian with respect to q_t; the second does not.
 
-Source: LUCID (arXiv 2602.10410) 3.2 and A.1 have the Jacobian with respect to queries; this one is
-derived here.
+Source: LUCID (arXiv 2602.10410) 3.2 and A.1 for the Jacobian with respect to queries; the one with
+respect to keys is derived here.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from precondattn.spec.softmax import Softmax
 
 
 class KeyJacobian(NamedTuple):
-    """The two parts of ∂o/∂k, each (b, t, h, e, s, d); the derivative is their sum."""
+    """The two parts of the Jacobian ∂o/∂k, each (b, t, h, e, s, d); ∂o/∂k is their sum."""
 
     through_softmax: Array
-    """The part from the weights a of the read."""
+    """The part through the attention weights a."""
     through_preconditioner: Array
-    """The part from Φ and its norm of the keys."""
+    """The part through Φ and the norm of its keys."""
 
 
 def lucid_key_jacobian(
@@ -51,33 +51,33 @@ def lucid_key_jacobian(
 ) -> KeyJacobian:
     """The derivative of every output of LUCID with respect to every key of its head.
 
-    Entry [b, t, h, c, j, m] is that of o[b, t, h, c] with respect to k[b, j, ⌊h n / H⌋, m], for H
-    query heads and n key/value heads. With fewer queries than keys, queries are the last tokens:
-    one is enough to look at a long sequence.
+    Entry [b, t, h, c, j, m] is the derivative of o[b, t, h, c] with respect to
+    k[b, j, ⌊h n / H⌋, m], for H query heads and n key/value heads. With fewer queries than keys,
+    the queries are the last tokens; for a long sequence one query is enough.
 
     Parameters
     ----------
     attn : Lucid
-        With normalize="keys", around softmax that is causal; either may have a scale, the softmax
-        a window, and the preconditioner an eps and a beta.
+        LUCID with normalize="keys" around causal softmax. Both may have a scale, softmax a window,
+        and LUCID an eps and a beta.
     q : array (b, t, H, d)
     k : array (b, s, n, d)
     v : array (b, s, n, e)
     lucid_beta : array (b, s, n), optional
-        In [0, 2]; with beta=True only.
+        Strengths in [0, 2], if `attn` has beta=True.
 
     Returns
     -------
     KeyJacobian
-        A tuple of `through_softmax` and `through_preconditioner`, each (b, t, H, e, s, d); in
-        float32 for arrays of half precision.
+        The named tuple of `through_softmax` and `through_preconditioner`, each (b, t, H, e, s, d),
+        in float32 for arrays in half precision.
 
     Raises
     ------
     ValueError
         for another mechanism or other options.
     TypeError, ValueError
-        as in a call, for bad arrays.
+        for invalid arrays, as in a call.
 
     Source
     ------
@@ -85,7 +85,7 @@ def lucid_key_jacobian(
 
     Examples
     --------
-    Where softmax is one-hot, keys act on the output through Φ alone:
+    If softmax is one-hot, keys affect the output only through Φ:
 
     >>> import numpy as np, precondattn as pa
     >>> k, v = np.random.default_rng(0).normal(size=(2, 1, 6, 1, 4))
@@ -126,18 +126,18 @@ def lucid_key_jacobian(
 
 
 def _of(per_key: Array) -> Array:
-    """(b, h, s, d) beside (b, h, t, e, s, d)."""
+    """An array (b, h, s, d), reshaped to broadcast with (b, h, t, e, s, d)."""
     return per_key[:, :, None, None, ...]
 
 
 def _through_softmax(q: Array, a: Array, y: Array) -> Array:
-    """a_tj (y_j − o_t) q_tᵀ, as (b, h, t, e, s, d)."""
+    """The array a_tj (y_j − o_t) q_tᵀ (b, h, t, e, s, d)."""
     from_output = transpose(y)[:, :, None, ...] - (a @ y)[..., None]  # (b, h, t, e, s)
     return (a[:, :, :, None, :] * from_output)[..., None] * q[:, :, :, None, None, :]
 
 
 def _through_phi(phi: Array, u: Array, y: Array, n: Array) -> Array:
-    """u_tj Σ_{l<j} Φ_jl y_l n_lᵀ + y_j Σ_{i>j} u_ti Φ_ij n_iᵀ, as (b, h, t, e, s, d)."""
+    """The array u_tj Σ_{l<j} Φ_jl y_l n_lᵀ + y_j Σ_{i>j} u_ti Φ_ij n_iᵀ (b, h, t, e, s, d)."""
     columns = transpose(y)[..., None] * n[:, :, None, ...]  # y_l n_lᵀ as (b, h, e, s, d)
     as_row = phi[:, :, None, ...] @ columns
     as_column = transpose(phi)[:, :, None, ...] @ (
@@ -150,12 +150,12 @@ def _through_phi(phi: Array, u: Array, y: Array, n: Array) -> Array:
 
 
 def _in_order(x: Array) -> Array:
-    """(b, h, t, e, s, d) to (b, t, h, e, s, d)."""
+    """The array (b, h, t, e, s, d) with axes (b, t, h, e, s, d)."""
     return namespace(x).permute_dims(x, (0, 2, 1, 3, 4, 5))
 
 
 def _base_of(attn: Lucid) -> Softmax:
-    """The base, if the formula is that of the mechanism."""
+    """The base of a mechanism to which the formula applies; otherwise raises an error."""
     if type(attn) is not Lucid:
         raise TypeError(f"attn must be a Lucid; found {attn!r}")
     if attn.normalize != "keys":

@@ -1,10 +1,11 @@
-"""The gain of CCQ: its change of the margin of a wanted key over the others.
+"""The margin gain of CCQ: how it changes the margin of a target key over the other keys.
 
     (k̄★ − k̄_j) · (qᶜ − q̄) = λ (k̄_j − k̄★)ᵀ Σ q̄,    and for Σ = ρ u uᵀ:    λ ρ (β_j − α) (u·q̄)
 
-with the target k̄★, α = k̄★·u and β_j = k̄_j·u. The second is the paper's Eq. 26, in which (ρ, u) is
-the largest eigenvalue of Σ and its vector: the margin widens where the target lies off the
-direction of variance and the query on it. Source: CCQ (arXiv 2606.01294), App. G.
+with the target k̄★, α = k̄★·u and β_j = k̄_j·u. The second formula is the paper's Eq. 26, in which
+ρ is the largest eigenvalue of Σ and u its eigenvector. The margin widens if the target is
+orthogonal to the direction of largest variance and the query is not. Source: CCQ (arXiv
+2606.01294), App. G.
 """
 
 from __future__ import annotations
@@ -35,34 +36,35 @@ from precondattn.spec.l2_norm import l2_norm
 def margin_gain(
     q: Array, k: Array, target: Array, contraction: Array, *, rank_one: bool = False
 ) -> Array:
-    """CCQ's change of the margin of each query's target over every key that the query sees.
+    """The change by CCQ of the margin of each query's target over every key that the query sees.
 
     Parameters
     ----------
     q : array (b, t, h, d)
-        Queries, of which the last has the position of the last key. Queries and keys are
-        normalised to length 1 here, as CCQ does.
+        Queries; the last one has the position of the last key. Queries and keys are normalised to
+        length 1 here, as in CCQ.
     k : array (b, s, n, d)
         Keys.
     target : integer array (b, t)
-        The number of the key that each query is for.
+        The index of the target key of each query.
     contraction : array (b, t, h)
         CCQ's λ, in [0, 1].
     rank_one : bool
-        By the paper's Eq. 26, with the largest eigenvalue of the covariance only. It equals the
-        gain where the covariance has rank one. Where the largest eigenvalue is not the only one of
-        its size, it is that of one of their vectors.
+        Whether to use the paper's Eq. 26, with only the largest eigenvalue of the covariance. It is
+        exact for covariances of rank one. If several eigenvalues are the largest, one of their
+        eigenvectors is used.
 
     Returns
     -------
     array (b, h, t, s)
-        In float32 for inputs in half precision. Above 0 where the margin widens, and 0 for the
-        target itself. NaN for keys after the query, and in the row of a query before its target.
+        The gain, in float32 for inputs in half precision. It is positive where the margin widens,
+        and 0 for the target itself. NaN for keys after the query, and in rows of queries before
+        their target.
 
     Raises
     ------
     TypeError, ValueError
-        if an argument is not an array as described, or a target is no number of a key.
+        if an argument is not an array as described, or a target is not the index of a key.
 
     Source
     ------

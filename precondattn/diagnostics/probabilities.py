@@ -1,9 +1,8 @@
-"""How many attention probabilities are small: their histogram, by powers of ten.
+"""The histogram of attention probabilities by powers of ten, which shows how many are small.
 
-The gradient of a score is at most its probability times a distance of values, so that scores of
-small probabilities hardly learn. LASER's paper observes this in a language model of 2.2 billion
-parameters: 80 % of the probabilities are below 10⁻³, and 20 % below 10⁻⁷ (arXiv 2411.03493,
-Figure 1 and §3).
+The gradient of a score is at most its probability times a distance of values, so scores with small
+probabilities hardly learn. In a language model with 2.2 billion parameters, LASER's paper finds 80
+% of the probabilities below 10⁻³, and 20 % below 10⁻⁷ (arXiv 2411.03493, Figure 1 and §3).
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ DECADES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 def probability_histogram(
     probabilities: Array, edges: Sequence[float] = DECADES, visible: Array | None = None
 ) -> Array:
-    """The share of the probabilities of each head below the first edge, between edges, and above.
+    """The shares of each head's probabilities below the first edge, between edges, and above.
 
     Parameters
     ----------
     probabilities : array (…, t, s)
-        As of `weights` for softmax attention. A probability that is 0 by underflow is one below
-        the first edge.
+        Attention probabilities, such as the result of `weights` for softmax attention. A
+        probability that underflowed to 0 counts as below the first edge.
     edges : sequence of float
-        Positive and ascending; powers of ten from 10⁻⁷ to 10⁻¹ by default.
+        Positive numbers in ascending order; powers of ten from 10⁻⁷ to 10⁻¹ by default.
     visible : boolean array, optional
-        The pairs of query and key that are counted, of a shape that broadcasts to that of the
-        probabilities. By default those of causal attention, where the last query has the position
-        of the last key.
+        Which pairs of a query and a key are counted; it must broadcast to the shape of the
+        probabilities. By default the pairs of causal attention in which the last query has the
+        position of the last key.
 
     Returns
     -------
     array (…, number of edges + 1)
-        The shares, which sum to 1: below the first edge, from each edge to below the next, and
-        from the last edge on. Its cumulative sum is the share below each edge. NaN without a
-        visible pair.
+        The shares, which sum to 1: below the first edge, from each edge to below the next, and from
+        the last edge on. Their cumulative sums are the shares below each edge. NaN if no pair is
+        visible.
 
     Raises
     ------
     TypeError, ValueError
-        if the probabilities are no array of a floating dtype and at least two axes, a visible one
-        is negative (LUCID's weights may be), or edges or `visible` are not as described.
+        if the probabilities are not a floating-point array with at least two axes, if a visible one
+        is negative (as LUCID's weights may be), or if edges or `visible` are not as described.
 
     Source
     ------
@@ -95,7 +94,7 @@ def probability_histogram(
 
 
 def _checked(edges: Sequence[float]) -> tuple[float, ...]:
-    """The edges, which are positive and ascend."""
+    """The edges, after a check that they are positive and ascending."""
     edges = tuple(edges)
     are_numbers = edges and all(is_finite_number(edge) for edge in edges)
     if not are_numbers or edges[0] <= 0 or list(edges) != sorted(set(edges)):

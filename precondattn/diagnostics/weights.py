@@ -1,11 +1,11 @@
-"""The weights W of a mechanism: its output as a matrix times the values, o = W v.
+"""The weights of a mechanism: the matrix W with output o = W v.
 
     softmax: A        lucid: A P, P = E⁻¹        differential: A₁ − λ A₂
     linear: s tril(q kᵀ)        ccq(linear): s tril(qᶜ kᵀ), with the contracted query qᶜ
 
-Where the output is linear in the values, W is the output for v = I, for any composition. Whether it
-is linear is not looked up but tried: for random values, f(v) has to equal W v. LASER, which takes a
-logarithm of what it reads, has no such matrix, nor has the row norm.
+If the output is linear in the values, W is the output for v = I, for any composition. Whether it is
+linear is tested: for random values, f(v) must equal W v. LASER, whose output is a logarithm of a
+mean, has no such matrix, and neither has the row norm.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from precondattn.spec.array_functions import swap_time_and_heads
 
 
 def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
-    """The matrix W of every sequence and head with o = W v: what each query reads of each value.
+    """The matrix W with o = W v for every sequence and head: the weight of each value per query.
 
     Parameters
     ----------
     mechanism : Mechanism
-        Any whose output is linear in its values, and whose values are of tokens: `pa.Lucid()`,
-        `pa.parse("ccq(gated_delta)")`, a piece such as `pa.LucidSolve()`.
+        A mechanism whose output is linear in its values, and whose values belong to tokens:
+        `pa.Lucid()`, `pa.parse("ccq(gated_delta)")`, or a piece such as `pa.LucidSolve()`.
     *arrays, **named
-        The arguments of its call, also masks and `backend`. Of the values v only the shape, the
-        dtype and the device matter.
+        The arguments of its call, including masks and `backend`. Only shape, dtype and device of v
+        matter.
 
     Returns
     -------
     array (b, h, t, s)
-        In float32 for inputs in half precision. Entries may be negative, and rows need not sum to
-        1. Columns of masked keys are 0. For several values a token, as in `delta_product`, the
-        last axis has those of the first token, then those of the second, and so on. It is computed
-        as an output of s channels, in memory proportional to t s, or as several of v's own width
-        where that matters. PyTorch can differentiate it.
+        W, in float32 for inputs in half precision. Entries may be negative, and rows need not sum
+        to 1. Columns of masked keys are 0. If a token has several values, as in `delta_product`,
+        the last axis has the values of the first token, then those of the second, and so on. W is
+        computed as an output with s channels, in memory proportional to t s, or, if the mechanism
+        depends on the width of v, as several outputs of that width. PyTorch can differentiate it.
 
     Raises
     ------
     TypeError
-        where the output is no matrix times the values, with the reason; for a mechanism without
-        values, for traced arrays, and for arguments that the call refuses.
+        if the output is not linear in the values, with the reason; for a mechanism without values,
+        for traced arrays, and for arguments that the call refuses.
     ValueError
         for arguments that the call refuses.
 
     Examples
     --------
-    Two equal keys and another one. LUCID reads the later of the equal ones:
+    Two equal keys and a different one. LUCID reads only the later of the equal ones:
 
     >>> import numpy as np, precondattn as pa
     >>> k = np.asarray([[4.0, 0], [4, 0], [0, 4]]).reshape(1, 3, 1, 2)
@@ -73,7 +73,7 @@ def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
         return swap_time_and_heads(mechanism(**{**inputs, "v": given}, **options))
 
     if v.ndim < 4:
-        mechanism(**inputs, **options)  # It raises the error of its shape.
+        mechanism(**inputs, **options)  # This raises the error for the shape.
     tokens, heads, channels = tuple(v.shape[1:-2]), v.shape[-2], v.shape[-1]
     count = prod(tokens)
     tried = np.random.default_rng(0).normal(size=v.shape)
@@ -82,7 +82,7 @@ def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
     by_head = np.repeat(by_head, out.shape[1] // heads, axis=1).astype(dtype_name(v))
     by_head = on_device_of(v, by_head)
     error = 0.0
-    # A mechanism may depend on the width of its values, as by a scale.
+    # A mechanism may depend on the width of its values, for example by a scale.
     for width in dict.fromkeys((max(count, 1), channels)):
         columns = []
         for start in range(0, max(count, 1), width):
@@ -100,7 +100,7 @@ def weights(mechanism: Mechanism, *arrays: Array, **named: Any) -> Array:
 
 
 def _check_values(mechanism: Mechanism) -> None:
-    """Raise a TypeError unless there are values of tokens, with channels that nothing else has."""
+    """Raise a TypeError unless v has tokens, and channels that no other input has."""
     if "v" not in mechanism.inputs:
         raise TypeError(f"{mechanism} reads no values v, and has no weights")
     declared = mechanism.inputs["v"]
@@ -117,12 +117,12 @@ def _check_values(mechanism: Mechanism) -> None:
 
 
 def _error(matrix: Array, v: Array, out: Array) -> float:
-    """How far an output is from the weights times its values, by head: a share of the largest."""
+    """The largest difference of an output from W v, relative to the largest entry of its head."""
     matrix, out = stop_gradient(matrix), stop_gradient(out)
     if 0 in out.shape:
         return 0.0
     xp = namespace(matrix)
     gap, size = xp.abs(out - matrix @ v), xp.abs(matrix) @ xp.abs(v)
-    # Rows that are NaN, because of the inputs, say nothing of the mechanism.
+    # Rows with NaN, caused by the inputs, say nothing about the mechanism.
     gap, size = (xp.max(xp.where(xp.isfinite(gap), x, 0.0)) for x in (gap, size))
     return float(gap / xp.where(size > 0, size, 1.0))

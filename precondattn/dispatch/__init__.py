@@ -1,1 +1,1 @@
-"""Dispatch: which backend computes which leaf calls, and why not the others."""
+"""Dispatch: the choice of backends for the leaf calls of a program."""

@@ -1,4 +1,4 @@
-"""The plan of a call that is only described: without arrays, for a device that may be elsewhere."""
+"""The plan of a call that is described by its sizes, for a device that may be absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = {
     "jax": ("cpu", "cuda", "tpu"),
     "cupy": ("cuda",),
 }
-"""The kinds of devices of each array library; the first is the default."""
+"""The kinds of devices of each array library; the first one is the default."""
 
 VERBS = ("forward", "vjp", "extend", "extend_vjp")
 
@@ -38,18 +38,19 @@ def explain_described(
     *,
     backend: tuple[str, ...] | None = None,
 ) -> Explanation:
-    """The plan of a call with these sizes by letter; the others have a default.
+    """The plan of a call with these sizes by dimension letter; other sizes have defaults.
 
-    There are as many keys as queries (s = t), as many key/value and value heads as query heads
-    (n = u = h), and values as wide as keys (e = d). A cache has room for c = s tokens. `backend`
-    names the backends that may run it; None for all but those that run only by name.
+    By default there are as many keys as queries (s = t), as many key/value and value heads as query
+    heads (n = u = h), values are as wide as keys (e = d), and a cache has room for c = s tokens.
+    `backend` names the backends that may run the call; None allows all except those that run only
+    by name.
 
     Raises
     ------
     ValueError
-        for a name that is unknown, or sizes that do not fit.
+        for an unknown name, or sizes that do not fit.
     UnsupportedError
-        if backends are named, and none of them supports one of the leaf calls.
+        if backends are named, and a leaf call is supported by none of them.
     """
     _check("library", library, tuple(DEVICES))
     _check("dtype", dtype, tuple(sorted(FLOATING)))

@@ -1,4 +1,4 @@
-"""Backends found by entry point or registered by the user, and entry points that failed."""
+"""The backends of this process, from entry points and `register_backend`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Discovered(NamedTuple):
     """Every backend of this process."""
 
     backends: tuple[Backend, ...]
-    """In order of preference; the reference is last."""
+    """The backends in order of preference; the reference is last."""
     broken: tuple[tuple[str, str], ...]
-    """(name, error) of those that could not be imported."""
+    """(name, error) of the entry points that could not be imported."""
 
     def named(self, name: str) -> Backend:
         for backend in self.backends:
@@ -39,9 +39,9 @@ _plug_ins = PlugIns(GROUP)
 _registered: dict[str, Backend] = {}
 _discovered: Discovered | None = None
 _changes = 0
-"""How often the backends have changed."""
+"""The number of times that the set of backends has changed."""
 _lock = RLock()
-"""Held where `_registered` and `_discovered` change; never while a plug-in is imported."""
+"""The lock for changes of `_registered` and `_discovered`; no plug-in is imported under it."""
 
 _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "precondattn_backends", default=None
@@ -49,7 +49,7 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 
 
 def discover() -> Discovered:
-    """All backends. Entry points are loaded once per process."""
+    """All backends; entry points are loaded once per process."""
     global _discovered
     known = _discovered
     if known is not None:
@@ -72,20 +72,20 @@ def register_backend(backend: Backend | type[Backend]) -> None:
     Raises
     ------
     TypeError
-        when it lacks one of the attributes or methods of `Backend`.
+        if it lacks a required attribute or method of `Backend`.
     ValueError
-        when its name is taken, it promises a convention that is none, or it lacks one and may be
-        chosen for calls that name no backend.
+        if its name is taken, if it promises an unknown convention, or if it lacks a convention and
+        is not `only_by_name`.
     """
     _add(_checked(backend))
 
 
 def _checked(backend: Backend | type[Backend]) -> Backend:
-    """The backend, or an instance of the class. Raises a TypeError for one that is none."""
+    """The backend, or an instance of the class; raises a TypeError if it is not a backend."""
     if isinstance(backend, type):
         backend = backend()
     cls, inherited = type(backend), vars(Backend)
-    # A method that is inherited from `Backend` is not defined.
+    # A method that is inherited from `Backend` does not count as defined.
     has_runner = getattr(cls, "runner", None) not in (None, inherited["runner"])
     methods = ("supports",) if has_runner else ("supports", "forward")
     missing = [name for name in methods if getattr(cls, name, None) in (None, inherited[name])]
@@ -129,7 +129,7 @@ def unregister_backend(name: str) -> None:
     Raises
     ------
     ValueError
-        when no backend of this name is registered.
+        if no backend of this name is registered.
     """
     global _discovered, _changes
     with _lock:
@@ -145,12 +145,13 @@ _ATTRIBUTES = ("libraries", "accelerates", "preference", "wide_values")
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Use only these backends, in this order of preference, for every call in the context.
+    """A context in which calls use only these backends, in this order of preference.
 
-    Larger groups of calls still come before smaller ones. Like `backend=` of a call it is strict:
-    a piece that none of them supports raises `UnsupportedError`. A function compiled by
-    `torch.compile` or `jax.jit` keeps the backends that were selected when it was traced; there,
-    pass `backend=` to the call.
+    A backend for a larger group of leaf calls is still preferred to one for a smaller group. Like
+    the argument `backend` of a call, it is strict: a piece that none of the backends supports
+    raises `UnsupportedError`. A function compiled by `torch.compile` or `jax.jit` keeps the
+    backends that were selected when it was traced; in compiled functions, pass `backend=` to the
+    call.
 
     Examples
     --------
@@ -177,7 +178,7 @@ def allowed_backends(backend: str | tuple[str, ...] | None) -> tuple[str, ...] |
 
 
 def selection(backend: str | tuple[str, ...] | None) -> tuple[tuple[str, ...] | None, int]:
-    """The backends allowed, and a number that changes when backends do: a part of a signature."""
+    """The allowed backends, and a number that changes when backends do; part of a signature."""
     if _discovered is None:
         discover()
     return (_chosen.get() if backend is None else allowed_backends(backend)), _changes

@@ -1,9 +1,9 @@
-"""Calls with empty arrays: no sequences, no queries or no keys. No backend is needed for them.
+"""Calls with empty arrays: no sequences, no queries or no keys. They need no backend.
 
     b = 0 or t = 0:   the output is empty
-    t > 0 and s = 0:  a query that sees no key has the output 0, and λ = −∞ or the sink
+    t > 0 and s = 0:  every query sees no key, and has output 0 and log-sum-exp −∞ or the sink
 
-Gradients are 0, and an extension by no tokens changes no buffer.
+Gradients are 0. An extension by no tokens does not change a buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_empty(shapes: Iterable[Shape]) -> bool:
 
 
 class Empty(Backend):
-    """Runs any mechanism as a whole, on empty arrays of any library."""
+    """The backend that runs any mechanism on empty arrays of any library."""
 
     name = "none (the arrays are empty)"
     masks_pairs = True
@@ -94,7 +94,7 @@ class Empty(Backend):
 
 
 EMPTY = Empty()
-"""It is no backend that a user can choose: the plan of every call with empty arrays has it."""
+"""The backend of every call with empty arrays. Users can not choose it."""
 
 
 def _returns_log_sum(mechanism: Piece) -> bool:
@@ -106,7 +106,7 @@ def _shapes(inputs: Mapping[str, Array]) -> dict[str, Shape]:
 
 
 def _zeros(shape: Shape, inputs: Mapping[str, Array]) -> Array:
-    """Zeros that depend on all inputs for PyTorch's autograd, which then has gradients of 0."""
+    """Zeros that depend on all inputs, so that PyTorch's autograd gives gradients of 0."""
     like = inputs["v"] if "v" in inputs else next(iter(inputs.values()))
     zeros = namespace(like).zeros(shape, dtype=like.dtype, **placement(like))
     if library_of(like) == "torch" and wants_gradient(*inputs.values()):

@@ -1,4 +1,4 @@
-"""The printed plan: which backend runs which piece, and why not the others."""
+"""The result of `explain`: which backend runs which piece, and why others do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precondattn.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan, with the answers of all backends that were queried. `print` it."""
+    """A plan, with the answers of all backends that were asked. `print` shows it."""
 
     mechanism: str
     program: Program
@@ -21,8 +21,8 @@ class Explanation:
     plan: CallPlan
     discovered: Discovered
     batches: tuple[tuple[int, int], ...] = ()
-    """The batches that the segments of a packed call are divided into, as numbers of sequences and
-    of tokens; the plan is that of the largest. Empty where the call is computed as it is."""
+    """(sequences, tokens) of the batches into which a packed call is divided; the plan is for the
+    largest batch. Empty if the call is not divided."""
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -33,10 +33,10 @@ class Explanation:
         return self.text()
 
     def text(self, *, others: bool = False) -> str:
-        """The plan in lines; with `others`, also why backends of other array libraries do not fit.
+        """The plan as text; with `others`, also why backends of other array libraries do not fit.
 
-        Why a backend that runs a piece has no kernel for several of them stands beside these, not
-        among what was not chosen.
+        If a backend runs a piece but has no kernel for a group of pieces, the reason is shown with
+        the pieces, not in the list of what was not chosen.
         """
         r = self.request
         masks = f", with {', '.join(sorted(r.masks))}" if r.masks else ""
@@ -65,7 +65,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _is_of_fused(self, considered: Considered) -> bool:
-        """Whether a backend that runs a piece was asked for a fused kernel."""
+        """Whether this is the answer of a backend that runs a piece about a fused kernel."""
         running = {call.backend.name for call in self.plan.calls}
         return len(considered.calls) > 1 and considered.backend in running
 
@@ -74,12 +74,12 @@ class Explanation:
         return f"  {considered.backend} for {leaves}: {considered.support.reason}"
 
     def _is_other(self, considered: Considered) -> bool:
-        """Whether the backend does not take arrays of this library at all."""
+        """Whether the backend does not support this array library."""
         libraries = self.discovered.named(considered.backend).libraries
         return bool(libraries) and self.request.library not in libraries
 
     def as_dict(self) -> JsonObject:
-        """The plan and all answers as lists and dicts of texts, to be written as JSON."""
+        """The plan and all answers as lists and dicts of strings, for JSON."""
         r = self.request
         return {
             "mechanism": self.mechanism,

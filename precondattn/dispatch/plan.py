@@ -1,9 +1,9 @@
-"""Plans: which backend runs which calls of a program, and why not the others.
+"""Plans: which backend runs which leaf calls of a program.
 
-All groups of calls that could run as one are tried, larger groups first; for each group, the
-backends are queried in their order of preference. The reference runs every leaf that no other
-backend supports. A plan depends on shapes, dtypes and other static properties, never on the entries
-of arrays, and is cached.
+All groups of leaf calls that could run as one are tried, larger groups first. For each group, the
+backends are asked in their order of preference. The reference runs every leaf that no other backend
+supports. A plan depends on shapes, dtypes and other static properties, never on the entries of
+arrays, and is cached.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ if TYPE_CHECKING:
     from precondattn.algebra.piece import Piece
 
 LARGEST_SEARCH = 8
-"""In programs with more calls, not all subsets are tried, but the whole program, and groups of at
-most this number of consecutive calls."""
+"""The most leaf calls of a program of which all groups are tried. In a larger program, the whole
+program is tried, and groups of at most this number of consecutive leaf calls."""
 
 
 Names = dict[str, str]
-"""From a piece's names of values to the program's names, or the reverse."""
+"""A mapping from a piece's names of values to the program's names, or the reverse."""
 
 
 class PlannedCall(NamedTuple):
-    """A leaf or a group, what runs it, and the program's names of its values."""
+    """A leaf or a group, its runner, and the program's names of its values."""
 
     out: str
     piece: Piece
     arguments: tuple[tuple[str, str], ...]
-    """(the piece's name of an input, the name of the value)."""
+    """(the piece's name of an input, the program's name of the value)."""
     buffers: tuple[tuple[str, str], ...]
-    """(the piece's name of a cache buffer, the buffer's name in the store)."""
+    """(the piece's name of a buffer, the buffer's name in `Cache.store`)."""
     backend: Backend
     runner: Runner
     is_symbolic: bool = False
-    """Whether PyTorch traces the call with sizes that are symbols (`Request.is_symbolic`)."""
+    """Whether PyTorch traces the call with symbolic sizes (`Request.is_symbolic`)."""
     has_gradient_of_step: bool = False
-    """In an extension of JAX's arrays: whether the runner has `step_backward` for it."""
+    """Whether the runner has a `step_backward` for it, in an extension of JAX arrays."""
     is_whole: bool = False
-    """Whether its inputs are those of the whole call, by the same names in the same order."""
+    """Whether its inputs are the inputs of the call, with the same names in the same order."""
     owned: tuple[tuple[str, str], ...] = ()
-    """Its buffers whose update is used: if calls share a buffer, that by the first one."""
+    """The buffers that it updates; if several calls share a buffer, the first one updates it."""
     is_reversed: bool = False
-    """Whether it is computed of tokens in reversed order."""
+    """Whether it is computed on the tokens in reversed order."""
     narrowed: tuple[str, ...] = ()
-    """The inputs that other pieces compute, and that it gets in the call's dtype."""
+    """The inputs that other pieces compute, and that are cast to the call's dtype."""
 
 
 class Considered(NamedTuple):
-    """A query to a backend, and its answer."""
+    """A question to a backend, and its answer."""
 
     calls: frozenset[int]
     backend: str
@@ -80,13 +80,13 @@ class Considered(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """The calls to run, in order."""
+    """The planned calls to run, in order."""
 
     calls: tuple[PlannedCall, ...]
     out: str
     considered: tuple[Considered, ...]
     shares_buffers: bool = False
-    """Whether several calls read one buffer, which none of them may then overwrite."""
+    """Whether several calls read one buffer; then none of them may overwrite it."""
 
 
 def make_plan(
@@ -95,12 +95,12 @@ def make_plan(
     capacity: int | None = None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, whose shapes are those of the mechanism's inputs.
+    """The plan for a request, which has the shapes of the mechanism's inputs.
 
     Raises
     ------
     UnsupportedError
-        when `allowed` names backends, and none of them supports one of the leaf calls.
+        if `allowed` names backends, and a leaf call is supported by none of them.
     """
     make = _plan.__wrapped__ if request.is_symbolic else _plan  # Symbolic sizes have no hash.
     plan, warning = make(mechanism, request, capacity, allowed, discover())
@@ -115,9 +115,9 @@ def uncached_plan(
     capacity: int | None,
     allowed: tuple[str, ...] | None = None,
 ) -> CallPlan:
-    """The plan for a request, without a warning, and not kept for later calls.
+    """The plan for a request, without warnings, and not kept for later calls.
 
-    It is not run, so that backends whose code can not be imported are among those not chosen.
+    It is not run, so a backend whose code can not be imported is listed as not chosen.
     """
     return _plan.__wrapped__(mechanism, request, capacity, allowed, discover(), True)[0]
 
@@ -130,7 +130,7 @@ def _warn_once(message: str) -> None:
 def _frames_of_this_package() -> int:
     """The number of innermost stack frames in this package, this function included.
 
-    A warning with this `stacklevel` points to the user's own line.
+    A warning with this `stacklevel` points to the user's code.
     """
     depth, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("precondattn."):
@@ -186,7 +186,7 @@ def _plan(
         error.request = request
         raise error
     order = _in_order(program, list(claimed))
-    assert order is not None  # Every group was tried with those before it.
+    assert order is not None  # Each group was accepted only with an order.
     planned = [_planned(program, calls, *claimed[calls]) for calls in order]
     if request.is_symbolic:
         planned = [call._replace(is_symbolic=True) for call in planned]
@@ -207,9 +207,9 @@ def _plan(
 def query(
     backend: Backend, piece: Piece, request: Request, is_described: bool = False
 ) -> Runner | Support:
-    """A backend's answer. Requests that it can not support in general are answered without it.
+    """A backend's answer, without asking it about requests that it can not support in general.
 
-    In a plan that is only described, code that can not be imported is a reason to decline.
+    If `is_described`, a backend whose code can not be imported declines.
     """
     if backend.libraries and request.library not in backend.libraries:
         supported = " and ".join(sorted(backend.libraries))
@@ -236,20 +236,20 @@ def query(
 def _by_default(
     backend: Backend, piece: Piece, request: Request, runner: Runner
 ) -> Runner | Support:
-    """The answer to a call that names no backend, from the answer to one that names this."""
+    """The answer for calls that name no backend, from the answer for calls that name this one."""
     refuses = getattr(backend, "refuses_by_default", None)
     reason = None if refuses is None else refuses(piece, request)
     return runner if reason is None else Support(False, reason, by_name=True)
 
 
 def _has_gradient_of_jax(backend: Backend, piece: Piece, request: Request) -> bool:
-    """Whether a step of JAX's arrays can have its gradient from the backend."""
+    """Whether the backend has the gradient of a step on JAX arrays."""
     is_step = request.verb == "extend" and request.library == "jax"
     return is_step and _has_step_backward(backend, piece, request)
 
 
 def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool:
-    """Whether the cache of the piece is a state, and the backend has the gradient of its step."""
+    """Whether the piece's cache is a state, and the backend has the gradient of its step."""
     slots = piece.program.slots.values()
     if not slots or any("c" in pattern.letters for _, pattern in slots):
         return False
@@ -258,13 +258,13 @@ def _has_step_backward(backend: Backend, piece: Piece, request: Request) -> bool
 
 
 def _request_for(arguments: Names, request: Request, shapes: Mapping[str, Shape]) -> Request:
-    """The request for a piece: the shapes of its inputs, by the piece's names of them."""
+    """The request for a piece, with the shapes of its inputs by the piece's names."""
     piece_shapes = tuple([(name, shapes[value]) for name, value in arguments.items()])
     return dataclasses.replace(request, shapes=piece_shapes)
 
 
 def _groups(program: Program) -> Iterable[frozenset[int]]:
-    """Sets of calls that could run as one: exactly one of their values is used outside the set."""
+    """The sets of leaf calls that could run as one, with exactly one value used outside the set."""
     n = len(program.calls)
     if n <= LARGEST_SEARCH:
         chosen = (each for size in range(n, 0, -1) for each in combinations(range(n), size))
@@ -277,7 +277,7 @@ def _groups(program: Program) -> Iterable[frozenset[int]]:
 
 
 def _results(program: Program, calls: frozenset[int]) -> set[str]:
-    """The values that these calls compute and other calls (or the caller) use."""
+    """The values that these leaf calls compute and that others, or the caller, use."""
     computed = [program.calls[i].out for i in calls]
     return {
         value
@@ -293,9 +293,9 @@ def _is_acyclic(program: Program, groups: list[frozenset[int]]) -> bool:
 
 
 def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[int]] | None:
-    """The groups and every other call, ordered so that each value is computed before it is read.
+    """The groups and all other leaf calls, in an order that computes each value before it is read.
 
-    None where no such order exists, because two groups depend on each other.
+    None if there is no such order, because two groups depend on each other.
     """
     if len(program.calls) == 1:
         return groups
@@ -317,7 +317,7 @@ def _in_order(program: Program, groups: list[frozenset[int]]) -> list[frozenset[
 
 
 def _piece(program: Program, calls: frozenset[int]) -> tuple[Piece, Names, Names]:
-    """The calls as one mechanism, the values of its inputs, and its names of their outputs."""
+    """The leaf calls as one piece, the values of its inputs, and its names of their outputs."""
     if len(calls) == 1:
         (call,) = (program.calls[i] for i in calls)
         return cast("Piece", call.leaf), dict(call.arguments), {call.out: "out"}
@@ -357,7 +357,7 @@ def _planned(
 
 
 def _computed(program: Program, arguments: Names) -> tuple[str, ...]:
-    """The piece's names of inputs that other calls compute."""
+    """The piece's names of the inputs that other leaf calls compute."""
     outs = {call.out for call in program.calls}
     return tuple(name for name, value in arguments.items() if value in outs)
 
@@ -401,7 +401,7 @@ def _refusal(
 def _passed_over(
     mechanism: Piece, request: Request, plan: CallPlan, backends: Iterable[Backend]
 ) -> str | None:
-    """The warning about a backend for this device and library that runs no part of the call."""
+    """A warning text if a backend made for this device and library runs no part of the call."""
     used = {call.backend.name for call in plan.calls}
     for backend in backends:
         fits = not backend.libraries or request.library in backend.libraries

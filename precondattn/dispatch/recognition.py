@@ -1,4 +1,4 @@
-"""Recognising a group of leaf calls, for backends that compute the group with one kernel."""
+"""Recognising groups of leaf calls, for backends that compute them with one kernel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The reference backend: the leaves' own methods, on any array library.
 
-It is plain differentiable code. Half-precision inputs are converted to float32.
+It consists of plain differentiable code. Half-precision inputs are converted to float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Backend):
-    """Runs the methods of each leaf. Its memory is quadratic in the number of tokens."""
+    """The backend of each leaf's own methods; memory is quadratic in the number of tokens."""
 
     name = "reference"
     preference = -1_000_000
@@ -31,7 +31,7 @@ class Reference(Backend):
     def supports(self, mechanism: Piece, request: Request) -> Support:
         if len(mechanism.program.calls) > 1:
             return Support.no("runs one leaf at a time")
-        # A compiler would unroll loops over tokens, and compile again for every length.
+        # Otherwise a compiler unrolls loops over tokens, and compiles again for every length.
         is_operator = request.is_symbolic and not request.verb.startswith("extend")
         return Support.yes(differentiable=not is_operator)
 
@@ -40,7 +40,7 @@ class Reference(Backend):
 
 
 class _Definition(LeafRunner):
-    """The leaf's own methods, on the part of a cache that is filled."""
+    """The runner of a leaf's own methods, on the filled part of a cache."""
 
     def step(
         self, past: Mapping[str, Array], inputs: Mapping[str, Array], frame: Frame

@@ -1,4 +1,4 @@
-"""Execution: a user's call is checked, bound, planned, and passed to backends and autograd.
+"""Execution of a call: it is checked, bound, planned, and passed to backends and autograd.
 
-Imported by the first call (`algebra/verbs.py`), except `shorthand.py`.
+These modules, except `shorthand.py`, are imported by the first call (`algebra/verbs.py`).
 """

@@ -1,7 +1,7 @@
-"""Binding the arguments of a call: its inputs by name, its masks, and the frame of positions.
+"""Binding the arguments of a call: inputs by name, masks, and the frame.
 
 Errors that depend on the entries of arrays are raised here and in `masks.py`, before anything is
-computed. All others were raised when the call was prepared (`preparation.py`).
+computed. All other errors are raised earlier, when the call is prepared (`preparation.py`).
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class BoundCall(NamedTuple):
     inputs: dict[str, Array]
     frame: Frame
     lengths: Array | None = None
-    """Valid tokens (b,) of each sequence, as int32."""
+    """The number of valid tokens of each sequence (b,), int32."""
     invalid: Array | None = None
-    """Sequences (b,) whose traced arguments are out of range: their output is NaN."""
+    """The sequences (b,) whose traced arguments are out of range; their output is NaN."""
     dtypes_before: Mapping[str, DType] | None = None
-    """The dtypes of the inputs before autocast cast them; None where it is off."""
+    """The dtypes of the inputs before autocast cast them; None if autocast is off."""
     non_finite: NonFiniteRows | None = None
-    """Outputs that are NaN because of a NaN or infinity in the inputs, which is 0 here."""
+    """The input rows with a NaN or infinity, which were set to 0, and the outputs they reach."""
     segments: np.ndarray | None = None
-    """The segment ids (b, s) of a packed call, where they can be read."""
+    """The segment ids (b, s) of a packed call, if they can be read."""
     count: Array = None
-    """The tokens (b,) by which an extension makes each sequence grow; an int where all caches are
-    equally long."""
+    """The number of tokens (b,) by which an extension lengthens each sequence; an int if all caches
+    are equally long."""
 
     @property
     def sizes(self) -> Sizes:
@@ -70,7 +70,7 @@ class BoundCall(NamedTuple):
 
 
 def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
-    """The arguments of a full call, with its masks."""
+    """The checked arguments of a full call, with its masks."""
     ready = prepared(call, signature)
     inputs, before = _inputs(call, ready)
     like = next(iter(inputs.values()))
@@ -88,7 +88,7 @@ def bind(call: GivenCall, signature: Hashable | None) -> BoundCall:
     except ShapeError as error:
         raise ShapeError(f"{error}{advice_on_masks(masks, ready.sizes)}") from None
     if end is not None:
-        if lengths is None:  # Only now it is known that there is padding, which changes the plan.
+        if lengths is None:  # Padding was found only now; it changes the plan.
             padded = call._replace(masks={**masks, "lengths": end})
             ready = prepared(padded, signature_of(padded))
         lengths = end if lengths is None else namespace(end).minimum(lengths, end)
@@ -107,7 +107,7 @@ def _prefix(
     segment_ids: Array,
     checks: ValueChecks,
 ) -> Array | None:
-    """For each query the end of its prefix (b, t)."""
+    """The end of each query's prefix (b, t)."""
     bounds = masks["cu_seqlens"]
     count, letter = (sizes["b"], "b") if bounds is None else (len(bounds) - 1, "n")
     prefix = check_prefix(owner, masks.get(PREFIX), like, count, letter, checks)
@@ -120,17 +120,17 @@ def _prefix(
 def check_call(
     mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, options: Mapping[str, Given]
 ) -> None:
-    """Raise the errors of a full call for bad arguments; `options` are masks and `backend`."""
+    """Raise the errors of a full call for invalid arguments; `options` are masks and `backend`."""
     masks = {name: options.get(name) for name in MASKS}
     call = GivenCall("forward", mechanism, arrays, named, masks, options.get("backend"))
     bind(call, signature_of(call))
 
 
 def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
-    """The arguments of `extend`, with its masks.
+    """The checked arguments of `extend`, with its masks.
 
-    `segment_ids` (b, t) are for caches of states only, and not of the public verbs: states before
-    the new tokens are those of the segment that the first one is of.
+    `segment_ids` (b, t) are only for caches of states, and no argument of the public verbs. The
+    cached states belong to the segment of the first new token.
     """
     ready = prepared(call, signature)
     inputs, before = _inputs(call, ready)
@@ -139,7 +139,7 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
     old_lengths = length.tolist() if ready.are_on_host else host_integers(length)
     if old_lengths is not None and not ready.request.masks:
         held = held_by_all(old_lengths, t, capacity)
-        if held is not None:  # As in most steps: nothing is masked, and there is nothing to check.
+        if held is not None:  # Usually nothing is masked, and nothing must be checked.
             layout = Layout(EXTENSION, t, capacity, held=held, longest=held)
             frame = Frame.of(layout, length)
             return BoundCall(ready, inputs, frame, dtypes_before=before, count=t)
@@ -154,7 +154,7 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
         )
     now, new = length, t if lengths is None else lengths
     new_lengths = t if lengths is None else host_integers(lengths)
-    if old_lengths is not None and new_lengths is not None:  # Otherwise a device is waited for.
+    if old_lengths is not None and new_lengths is not None:  # Reading waits for no device.
         now, new = np.asarray(old_lengths), np.asarray(new_lengths)
     checks.require(now >= 0, "the cache's length is negative")
     if capacity:
@@ -179,13 +179,13 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
         inputs = zero_padding(inputs, declared_inputs(call.mechanism), frame.q_valid, valid)
     xp = namespace(length)
     count = xp.full_like(length, t) if lengths is None else lengths
-    if checks.invalid is not None:  # Such a sequence has an invalid length from now on.
+    if checks.invalid is not None:  # These sequences have an invalid length from now on.
         count = xp.where(checks.invalid, invalid_length(capacity) - length, count)
     return BoundCall(ready, inputs, frame, lengths, checks.invalid, before, count=count)
 
 
 def _inputs(call: GivenCall, ready: PreparedCall) -> tuple[Arrays, Mapping[str, DType] | None]:
-    """The inputs in the declared order, and, under autocast, their dtypes before it cast them."""
+    """The inputs in the declared order, and under autocast their dtypes before the cast."""
     given = (*call.arrays, *call.named.values())
     if ready.numbers is not None:
         given = tuple([given[i] for i in ready.numbers])

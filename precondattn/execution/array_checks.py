@@ -1,4 +1,4 @@
-"""Checks of array inputs: one library, one device, and dtypes that may be combined."""
+"""Checks of input arrays: one library, one device, and compatible dtypes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from precondattn.backend import UnsupportedError
 def check_arrays(owner: str, declared: Inputs, inputs: ByName) -> str:
     """Raise an error unless the inputs have one library, one device and compatible dtypes.
 
-    Returns the library. Beside half-precision queries, keys and values, other inputs may be
-    float32.
+    Returns the name of the library. If queries, keys and values are in half precision, other inputs
+    may be in float32.
     """
     libraries = {}
     for name, array in inputs.items():
@@ -93,12 +93,12 @@ def check_device(what: str, array: Array, like: Array, hint: str = "") -> None:
 
 
 def values_of(inputs: ByName) -> Array:
-    """v, or the first input: it has the dtype of the call's output."""
+    """The input whose dtype the output has: v, or the first input if there is no v."""
     return inputs["v"] if "v" in inputs else next(iter(inputs.values()))
 
 
 def call_dtype(inputs: ByName) -> str:
-    """The dtype of the output."""
+    """The name of the dtype of the call's output."""
     return dtype_name(values_of(inputs))
 
 

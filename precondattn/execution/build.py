@@ -1,4 +1,4 @@
-"""A mechanism from the keywords of a call: its options, and those that its inputs switch on."""
+"""A mechanism from the keywords of a shorthand's call: options, and those that inputs imply."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from precondattn.given import Given
 from precondattn.limits import KEPT
 
 Settings = tuple[tuple[str, OptionValue], ...]
-"""Options, each with a value."""
+"""(option, value) pairs."""
 
 Switches = Mapping[str, Mapping[int, Settings]]
-"""For each optional input, by its number of axes: the settings, any of which declares it."""
+"""The settings that declare an optional input, by its name and its number of axes."""
 
 Options = dict[str, Field[OptionValue]]
 
 
 @cache
 def options_of(cls: MechanismClass) -> tuple[Options, Options]:
-    """The options of the mechanism, and those of the softmax that is its base, by name."""
+    """The options of the mechanism, and the options of softmax if that is its base, by name."""
     own, base = fields_of(cls), _base_of(cls)
     if getattr(base, "name", None) != "softmax":
         return own, {}
@@ -36,13 +36,13 @@ def options_of(cls: MechanismClass) -> tuple[Options, Options]:
 
 
 def _base_of(cls: MechanismClass) -> MechanismClass:
-    """The class of its default base; None for a leaf."""
+    """The class of a preconditioner's default base; None for a leaf."""
     field = cls.__dataclass_fields__.get("base")
     return None if field is None else type(field.default)
 
 
 def with_options(cls: MechanismClass, options: Mapping[str, OptionValue]) -> AnyMechanism:
-    """The mechanism, with the options of softmax passed to its base."""
+    """The mechanism with these options; options of softmax are passed to its base."""
     _, of_base = options_of(cls)
     base = {name: value for name, value in options.items() if name in of_base}
     rest = {name: value for name, value in options.items() if name not in of_base}
@@ -51,7 +51,7 @@ def with_options(cls: MechanismClass, options: Mapping[str, OptionValue]) -> Any
 
 @cache
 def switches_of(cls: MechanismClass) -> Switches:
-    """The inputs that an option adds or gives other axes, found by setting each option in turn."""
+    """The inputs that an option adds, or gives other axes; found by setting each option in turn."""
     default = cls().inputs
     switches: dict[str, dict[int, Settings]] = {}
     for option, value, inputs in declared_by_options(cls):
@@ -64,13 +64,13 @@ def switches_of(cls: MechanismClass) -> Switches:
 
 
 def declared_by_options(cls: MechanismClass) -> Iterator[tuple[str, OptionValue, Inputs]]:
-    """Each option with each of its few settings, and the inputs that are declared then."""
+    """Each option with each of its settings, and the inputs that are then declared."""
     own, of_base = options_of(cls)
     for name, field in {**own, **of_base}.items():
         for value in field.metadata["kind"].settings:
             try:
                 yield name, value, with_options(cls, {name: value}).inputs
-            except (TypeError, ValueError):  # It is refused with the defaults of the others.
+            except (TypeError, ValueError):  # Refused with the other options' defaults.
                 continue
 
 
@@ -117,14 +117,14 @@ def build(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
 
 
 _built: dict[Hashable, tuple[AnyMechanism, tuple[str, ...]]] = {}
-"""By what `build` looks at: the mechanism, and the keywords that are left for its call."""
+"""The results of `build` by the key of `_key`: mechanism, and keywords left for its call."""
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 """The types of settings that are compared by their value."""
 
 
 def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism, dict[str, Array]]:
-    """`build`, once for all calls that differ in masks and in the entries of arrays only."""
+    """The result of `build`, kept for all calls that differ only in masks and array entries."""
     key = _key(cls, named) if named else cls
     known = _built.get(key)
     if known is not None:
@@ -138,7 +138,7 @@ def built(cls: MechanismClass, named: Mapping[str, Given]) -> tuple[AnyMechanism
 
 
 def _key(cls: MechanismClass, named: Mapping[str, Given]) -> Hashable | None:
-    """What `build` looks at; None where a setting is neither plain nor an array with axes."""
+    """What the result of `build` depends on; None if a setting is neither plain nor an array."""
     key: list[Hashable] = [cls]
     for name, value in named.items():
         if name in CALL_OPTIONS:

@@ -1,4 +1,4 @@
-"""Checks of a cache: whether a mechanism can have one, and whether one fits a call."""
+"""Checks of caches: whether a mechanism can have one, and whether a given one fits a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precondattn.limits import KEPT
 
 @lru_cache(maxsize=KEPT)
 def keeps_tokens(mechanism: Piece) -> bool:
-    """Whether its cache stores a row for each token, and not only states."""
+    """Whether the mechanism's cache has a row for each token, and not only states."""
     return any("c" in pattern.letters for _, pattern in mechanism.program.slots.values())
 
 
@@ -38,7 +38,7 @@ def check_cacheable(mechanism: Piece) -> None:
 
 
 def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: ByName) -> int:
-    """The capacity of the cache; 0 for a mechanism that caches no tokens."""
+    """The capacity of a cache that fits a call; 0 for a mechanism that caches no tokens."""
     slots = mechanism.program.slots
     keys = set(slots)
     if keys and not cache.store:
@@ -73,7 +73,7 @@ def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: ByName) -> i
 def check_buffers(
     owner: str, mechanism: Piece, cache: Cache, sizes: Sizes, dtype: str, hint: str = ""
 ) -> None:
-    """`hint` is appended to the error of a wrong dtype."""
+    """Raise an error unless the buffers fit; `hint` is appended to the error of a wrong dtype."""
     if KEY_MASK in cache.store:
         mask, expected = cache.store[KEY_MASK], (sizes["b"], sizes["c"])
         if tuple(mask.shape) != expected or dtype_name(mask) != "bool":

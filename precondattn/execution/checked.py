@@ -10,27 +10,28 @@ from precondattn.execution import checks
 
 @contextmanager
 def checked(*, layout: bool = True) -> Iterator[None]:
-    """Examine the values of all inputs of every call in the context, before it is computed.
+    """A context in which every call checks the values of all its inputs before it computes.
 
     Values must be finite, and in the range that their input declares: gates at most 0, strengths
-    and contractions between their bounds, temperatures above 0, keys and directions of length at
-    most 1 where a mechanism wants length 1. Padding and masked keys are not examined. It takes a
-    pass over the inputs, and waits for a device. The environment variable `PRECONDATTN_CHECKED=1`
-    does it for a whole process.
+    and contractions between their bounds, temperatures above 0, and keys and directions of length
+    at most 1 if the mechanism expects length 1. Padding and masked keys are not checked. The check
+    is one pass over the inputs, and waits for the device. The environment variable
+    `PRECONDATTN_CHECKED=1` turns it on for a whole process.
 
-    Values that are traced can not be examined (`jax.jit`, `torch.compile`, transforms): that is a
-    `NotCheckedWarning`. A function that was compiled before is not examined and does not warn.
+    Traced values (`jax.jit`, `torch.compile`, transforms) can not be checked, and give a
+    `NotCheckedWarning`. A function that was compiled earlier is not checked and does not warn.
 
     Parameters
     ----------
     layout : bool
-        Whether a full call of several tokens with more heads than tokens is an error too, as
-        arrays (b, h, t, d) give.
+        Whether a full call of several tokens with more heads than tokens is an error too. Such
+        shapes are typical of arrays in the layout (b, h, t, d).
 
     Raises
     ------
     ValueError
-        by a call: it names the input, the place and value of its first fault, and a remedy.
+        by a call in the context: the message names the input, the index and value of the first
+        invalid entry, and a remedy.
 
     Examples
     --------

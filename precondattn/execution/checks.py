@@ -1,7 +1,7 @@
-"""Which checks of values are on: in this context, in any, or in all of a process.
+"""The state of checked calls: which checks of values are on in this context.
 
-`checked.py` opens a context, and `examined_values.py` has the checks. Where none is on, a call
-reads one number of this module.
+`checked.py` opens a context, and `examined_values.py` has the checks. If no check is on, a call
+only reads `contexts`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from threading import Lock
 from typing import NamedTuple
 
 VARIABLE = "PRECONDATTN_CHECKED"
-"""Environment variable: 1 checks every call of the process. It is read at import."""
+"""The environment variable that checks every call if it is 1. It is read at import."""
 
 
 class Checks(NamedTuple):
-    """What is examined of a call, besides its values."""
+    """What is checked besides the values of inputs."""
 
     layout: bool = True
-    """Whether it has no more heads than tokens."""
+    """Whether a call must not have more heads than tokens."""
 
 
 _always = os.environ.get(VARIABLE, "0") not in ("", "0")
@@ -27,16 +27,16 @@ _checks: ContextVar[Checks | None] = ContextVar("checks", default=Checks() if _a
 _lock = Lock()
 
 contexts = int(_always)
-"""How many contexts of all threads are open. Calls look no further where it is 0."""
+"""The number of open contexts in all threads. If it is 0, calls look no further."""
 
 
 def current() -> Checks | None:
-    """The checks of this context; None without any."""
+    """The checks of this context; None if there are none."""
     return _checks.get()
 
 
 def opened(checks: Checks) -> Token[Checks | None]:
-    """Begin a context with these checks."""
+    """Open a context with these checks."""
     global contexts
     with _lock:
         contexts += 1
@@ -44,7 +44,7 @@ def opened(checks: Checks) -> Token[Checks | None]:
 
 
 def close(token: Token[Checks | None]) -> None:
-    """End a context."""
+    """Close a context."""
     global contexts
     _checks.reset(token)
     with _lock:

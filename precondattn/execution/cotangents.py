@@ -1,15 +1,16 @@
-"""Values and cotangents between the pieces of a call in half precision.
+"""The dtypes of values and cotangents between the pieces of a call in half precision.
 
 They keep the dtype in which a piece computed them, which is float32 for a backend with
-`wide_values`. All other backends get them in the call's dtype, as kernels for half precision need.
+`wide_values`. All other backends get them in the call's dtype, which kernels for half precision
+need.
 
-In float16 that may overflow: at a row of zeros, row-normalised attention has the cotangent dy / ε.
-A gradient is linear in the cotangent,
+In float16 a cotangent may overflow: at a row of zeros, row-normalised attention has the cotangent
+dy / ε. A gradient is linear in the cotangent,
 
     backward(dy) = c backward(dy / c),
 
-so there the cotangent is divided by such a number c that its largest entry is `LARGEST`, and the
-gradients are multiplied by c in float32. Values are not scaled: beyond 65504 they are infinite.
+so in float16 the cotangent is divided by the number c that makes its largest entry `LARGEST`, and
+the gradients are multiplied by c in float32. Values are not scaled: beyond 65504 they are infinite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from precondattn.frame import Frame
 from precondattn.runner import Runner
 
 LARGEST = 8192.0
-"""Sums of seven such cotangents are finite in float16, and 1e-11 of it is above 0."""
+"""The largest scaled cotangent. Seven times it is finite in float16, and 1e-11 of it is not 0."""
 
 
 def gradients_at(
@@ -34,7 +35,7 @@ def gradients_at(
 def step_gradients_at(
     dy: Array, d_new: Arrays, runner: Runner, past: Arrays, inputs: Arrays, frame: Frame, out: Array
 ) -> tuple[Arrays, Arrays]:
-    """The gradients of a step, which are linear in both cotangents; `out` gives the dtype only."""
+    """The gradients of a step, linear in both cotangents; only the dtype of `out` is used."""
     c = _divisor(dy, out)
     narrow = cast(_divided(dy, c), out.dtype)
     d_narrow = {name: _divided(d_buffer, c) for name, d_buffer in d_new.items()}
@@ -43,7 +44,7 @@ def step_gradients_at(
 
 
 def _divisor(dy: Array, out: Array) -> Array | None:
-    """c; None where the cotangent is not divided."""
+    """The divisor c; None if the cotangent is not divided."""
     if dtype_name(out) != "float16" or dy.dtype == out.dtype or 0 in dy.shape:
         return None
     xp = namespace(dy)

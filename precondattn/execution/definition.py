@@ -1,6 +1,6 @@
-"""What a piece computes by the definitions of its leaves, in calls that a framework differentiates.
+"""A piece by the definitions of its leaves, in operations that a framework can differentiate.
 
-Second derivatives of PyTorch and of JAX are those of these functions.
+Second derivatives in PyTorch and in JAX are derivatives of these functions.
 """
 
 from __future__ import annotations

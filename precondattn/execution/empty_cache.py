@@ -1,4 +1,4 @@
-"""An empty cache for a mechanism, from arrays like those that will be cached."""
+"""The empty cache of a mechanism, for arrays like those that will be cached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def empty_cache(
     states: Mapping[str, Array] | None = None,
     sequences: int | None = None,
 ) -> Cache:
-    """A cache of length 0, with empty buffers for `capacity` tokens per sequence, or `states`."""
+    """A cache without tokens, with room for `capacity` tokens per sequence, or with `states`."""
     if is_distributed(arrays, named):
         if states is not None or sequences is not None:
             raise TypeError(
@@ -65,7 +65,7 @@ def empty_cache(
     sizes["c"] = capacity or 0
     if sequences is not None:
         sizes["b"] = sequences
-    like = values_of(inputs)  # Its dtype is that of the buffers.
+    like = values_of(inputs)  # The buffers have its dtype.
     reach = mechanism.program.reach
     if reach is not None and sizes["c"] <= rows_of(reach):
         reach = None  # All tokens fit.

@@ -1,4 +1,4 @@
-"""Running a plan: the output, the gradient in reverse, and the extension of a cache.
+"""Running a plan: the output, the gradients in reverse order, and the extension of a cache.
 
 The dtypes of intermediate results and of their cotangents are described in `cotangents.py`.
 """
@@ -44,14 +44,14 @@ from precondattn.reversed_order import reversed_keys
 from precondattn.runner import LeafRunner
 
 Traced = tuple[PlannedCall, Arrays, Array, Residuals]
-"""A planned call with its inputs, its output and what it saved."""
+"""A planned call with its inputs, its output and its residuals."""
 Step = tuple[PlannedCall, Arrays, Arrays, Array]
-"""A planned call of an extension with its buffers and inputs, and its output."""
+"""A planned call of an extension, with its buffers, its inputs and its output."""
 BridgeOfStep = Callable[..., tuple[Array, Updates]]
 
 
 def forward(call: BoundCall) -> Array:
-    """The output; differentiable by the arrays' own framework."""
+    """The output, which the arrays' own framework can differentiate."""
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     for planned in plan.calls:
         inputs = call.inputs if planned.is_whole else _inputs(planned, values, call)
@@ -64,7 +64,7 @@ def forward(call: BoundCall) -> Array:
 
 
 def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
-    """The output, and the function from its cotangent to the gradients by input name."""
+    """The output, and the pullback from its cotangent to the gradients by input name."""
     values, plan, is_direct = dict(call.inputs), call.prepared.plan, call.prepared.is_direct
     trace: list[Traced] = []
     for planned in plan.calls:
@@ -75,11 +75,11 @@ def vjp(call: BoundCall) -> tuple[Array, Callable[[Array], Arrays]]:
         else:
             out, residuals = operators.with_residuals(planned, inputs, frame)
         values[planned.out] = out
-        # The private copy would hide that a backend writes to it.
+        # A private copy would hide that a backend writes to it.
         trace.append((planned, inputs, read_only(out), residuals))
 
     out = finished(values[plan.out], call)
-    # The caller may write to what is returned, and the pullback reads it.
+    # The caller may write to the returned output, which the pullback reads.
     out = fresh(out) if out is values[plan.out] else out
     return out, partial(_pulled_back, call, trace)
 
@@ -101,9 +101,9 @@ def _pulled_back(call: BoundCall, trace: list[Traced], cotangent: Array) -> Arra
 
 
 def gradients_from_lse(call: BoundCall, out: Array, lse: Array, cotangent: Array) -> Arrays | None:
-    """The gradients of softmax attention whose output and log-sum-exp are known by other means.
+    """The gradients of softmax attention, given its output and log-sum-exp.
 
-    None where the backend needs its own forward pass.
+    None if the backend needs its own forward pass.
     """
     (planned,) = call.prepared.plan.calls
     residuals = planned.runner.residuals_from_lse(lse)
@@ -119,7 +119,7 @@ def _steps(
     bridge_of: Callable[..., BridgeOfStep | None],
     parts: Parts | None = None,
 ) -> tuple[Array, Updates, list[Step]]:
-    """The output, the update of every buffer, and the steps; states between `parts` are kept."""
+    """The output, the update of every buffer, and the steps; `parts` keeps the states between."""
     values, plan, frame = dict(call.inputs), call.prepared.plan, call.frame
     updates: Updates = {}
     trace: list[Step] = []
@@ -152,7 +152,7 @@ def _has_states(planned: PlannedCall) -> bool:
 def _stepped_between(
     parts: Parts, planned: PlannedCall, past: Arrays, inputs: Arrays, call: BoundCall
 ) -> tuple[Array, Updates]:
-    """A step of each part, or of all at once where its runner gives the states between."""
+    """A step for each part, or one for all parts if its runner returns the states between."""
     found = None
     if not parts.is_ragged and isinstance(planned.runner, LeafRunner):
         arrays = (*past.values(), *inputs.values())
@@ -199,10 +199,10 @@ def extend(
 
 
 def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullback]:
-    """`extend`, and its pullback.
+    """The results of `extend`, and its pullback.
 
-    The pullback maps the cotangents of output and new buffers to the gradients of the inputs and
-    of the old buffers, by name.
+    The pullback maps the cotangents of the output and the new buffers to the gradients of the
+    inputs and of the old buffers, by name.
     """
     dtypes, frame = {key: buffer.dtype for key, buffer in cache.store.items()}, call.frame
     output, updates, trace = _steps(call, cache, _bridge_of_mapped_step)
@@ -241,7 +241,7 @@ def extend_vjp(call: BoundCall, cache: Cache) -> tuple[Array, Cache, ExtendPullb
 
 
 def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) -> Cache:
-    """The cache with updated buffers; the state of a sequence with bad arguments is NaN."""
+    """The cache with updated buffers; the states of a sequence with invalid arguments are NaN."""
     length, count, held, store = cache.length, call.count, call.frame.held, {}
     for key, update in updates.items():
         if call.invalid is not None and isinstance(update, Replace):
@@ -260,7 +260,7 @@ def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) 
 
 
 def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
-    """Add to a cotangent in the wider dtype: they differ if two backends computed them."""
+    """Add to a cotangent, in the wider dtype if two backends computed the terms."""
     known = cotangents.get(name)
     if known is not None:
         xp = namespace(known, gradient)
@@ -270,9 +270,9 @@ def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
 
 
 def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Arrays:
-    """The gradient of every input, in its own dtype; 0 where the output does not depend on it.
+    """The gradient of every input, in the input's dtype; 0 if the output does not depend on it.
 
-    A caller may write to them: one that is the cotangent given is copied.
+    The caller may write to the gradients, so one that is the given cotangent itself is copied.
     """
     before = call.dtypes_before or {name: array.dtype for name, array in call.inputs.items()}
     gradients = {}
@@ -286,9 +286,9 @@ def _input_gradients(cotangents: Arrays, call: BoundCall, given: Array) -> Array
 
 
 def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Array:
-    """An output or its cotangent, 0 at padding, and NaN where arguments were out of range.
+    """An output or its cotangent, with 0 at padding, and NaN if arguments were out of range.
 
-    Where an input can not be used, the output is NaN, and its cotangent 0.
+    If an input has a NaN or infinity, the outputs it reaches are NaN, and their cotangents 0.
     """
     if dtype_name(out) != call.prepared.request.dtype:
         out = _in_call_dtype(out, call)
@@ -304,7 +304,7 @@ def finished(out: Array, call: BoundCall, *, is_cotangent: bool = False) -> Arra
 
 
 def _frame(planned: PlannedCall, call: BoundCall) -> Frame:
-    """The frame of one of the calls."""
+    """The frame of a planned call."""
     return reversed_keys(call.frame) if planned.is_reversed else call.frame
 
 
@@ -323,7 +323,7 @@ def _in_call_dtype(array: Array, call: BoundCall) -> Array:
 
 
 def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | None:
-    """What runs a call and registers its gradient with the framework; None where nothing has to."""
+    """The function that runs a call and registers its gradient with the framework; None if none."""
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
     if is_ordinary(values_of(call.inputs)):
         return None
@@ -345,9 +345,9 @@ def _bridge(planned: PlannedCall, call: BoundCall) -> Callable[..., Array] | Non
 
 
 def _is_counted(planned: PlannedCall, call: BoundCall) -> bool:
-    """Whether PyTorch counts the FLOPs of differentiable calls as those of an operator.
+    """Whether a differentiable call must be an operator, so that PyTorch counts its FLOPs.
 
-    A transform can not use operators, and they need a gradient that is not autograd's.
+    Transforms can not use operators, and an operator needs a gradient other than autograd's.
     """
     is_possible = not transforms_of(*call.inputs.values())
     return is_possible and counts_flops() and not _is_by_autograd(planned, "backward")
@@ -356,7 +356,7 @@ def _is_counted(planned: PlannedCall, call: BoundCall) -> bool:
 def _bridge_of_step(
     call: BoundCall, length: Array, planned: PlannedCall, *arrays: Array
 ) -> BridgeOfStep | None:
-    """As `_bridge`, for a step with these buffers and inputs."""
+    """Like `_bridge`, for a step with these buffers and inputs."""
     is_differentiable, library = planned.runner.differentiable, call.prepared.request.library
     if planned.backend is EMPTY or is_ordinary(length):
         return None
@@ -381,8 +381,10 @@ def _bridge_of_step(
 
 
 def _has_gradient_of_step(planned: PlannedCall, call: BoundCall) -> bool:
-    """Whether JAX gets the gradient of a step from the backend, as it has to where the step is a
-    kernel, or where cotangents in float16 have to be divided."""
+    """Whether JAX gets the gradient of a step from the backend.
+
+    It must if the step is a kernel, or if cotangents in float16 have to be divided.
+    """
     from precondattn.execution.jax.second_derivative import differentiates_step
 
     is_narrow = call.prepared.request.dtype == "float16" and not planned.backend.wide_values
@@ -397,9 +399,9 @@ def _bridge_of_mapped_step(planned: PlannedCall, *arrays: Array) -> BridgeOfStep
 
 
 def _operators_of_vmap(planned: PlannedCall, gradient: str, *arrays: Array) -> ModuleType | None:
-    """The operators that `torch.vmap` maps; None outside it.
+    """The module of operators that `torch.vmap` maps; None outside `torch.vmap`.
 
-    It maps without them the reference, and what has its gradient from autograd.
+    It needs none for the reference, and for calls whose gradient is autograd's.
     """
     if planned.backend is REFERENCE or transforms_of(*arrays) != {"vmap"}:
         return None
@@ -411,5 +413,5 @@ def _operators_of_vmap(planned: PlannedCall, gradient: str, *arrays: Array) -> M
 
 
 def _is_by_autograd(planned: PlannedCall, gradient: str) -> bool:
-    """Whether the backend leaves a gradient that is its method elsewhere to autograd."""
+    """Whether autograd computes this gradient, which is a method of other backends."""
     return isinstance(planned.runner, MethodsOf) and gradient in planned.runner.by_autograd

@@ -1,15 +1,15 @@
-"""What a checked call examines: the values of its inputs, by their declared patterns.
+"""The checks of a checked call: the values of its inputs, by their declared patterns.
 
 =====================  ===========================================================
-an input               its values
+an input               its values must be
 =====================  ===========================================================
 any                    finite; −∞ is allowed in log-decays and in a pairwise bias
 with a range           inside it
 with unit rows         rows of length at most 1: shorter ones are stable too
 =====================  ===========================================================
 
-A range whose ends are both positive, as that of λ in MesaNet, says what is usual; needed is that a
-value is positive. Rows of padding and masked keys are not examined.
+If both ends of a range are positive, like that of λ in MesaNet, the range is only the usual one,
+and values must be positive. Rows of padding and masked keys are not checked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 INF = math.inf
 
 LONGEST = 1 + 2.0**-7
-"""The greatest length of a row that was scaled to length 1 and rounded to bfloat16."""
+"""The largest length of a row that was scaled to length 1 and rounded to bfloat16."""
 
 
 def examine(mechanism: Piece, call: BoundCall, checks: Checks, *, is_full: bool) -> None:
-    """Raise a ValueError for the first value that the mechanism does not expect."""
+    """Raise a ValueError for the first value that is not finite or out of its range."""
     if is_full and checks.layout:
         _check_layout(mechanism, call)
     keys = call.frame.k_valid if is_full else call.frame.valid_keys(call.sizes["t"])
@@ -51,12 +51,12 @@ def examine(mechanism: Piece, call: BoundCall, checks: Checks, *, is_full: bool)
 def examine_inputs(
     mechanism: Piece, inputs: ByName, valid: Mapping[str, Array | None], *, is_full: bool
 ) -> None:
-    """Examine inputs by name. `valid` has queries (b, t) and keys (b, s) by letter; None is all."""
+    """Check inputs by name. `valid` has masks of valid tokens by letter: "t" (b, t), "s" (b, s)."""
     for name, pattern in declared_inputs(mechanism).items():
         values = _on_host(inputs[name])
         masks = {x: m for x, m in valid.items() if m is not None and x in pattern.letters}
         if masks and pattern.is_pairwise and not is_full:
-            continue  # Its key axis has the capacity of the cache.
+            continue  # Its key axis has the cache's capacity.
         hosts = {letter: host_array(mask) for letter, mask in masks.items()}
         if values is None or any(mask is None for mask in hosts.values()):
             warnings.warn(
@@ -79,9 +79,9 @@ def examine_inputs(
 def examine_whole(
     mechanism: Piece, inputs: ByName, is_token: np.ndarray | None, key_mask: Array | None
 ) -> None:
-    """Examine an extension before it is divided, so that places are those of the given tokens.
+    """Check an extension before it is divided, so that errors give indices of the given tokens.
 
-    `is_token` (b, t) is false for padding.
+    `is_token` (b, t) is False for padding.
     """
     keys = is_token if key_mask is None else host_array(key_mask)
     if keys is None and key_mask is not None:
@@ -92,16 +92,16 @@ def examine_whole(
 
 
 class BadValues(NamedTuple):
-    """One way in which values can differ from what is declared."""
+    """Values that differ from what is declared in one way."""
 
     is_bad: np.ndarray
-    """Of each value, or of each row."""
+    """Whether a value, or a row, is invalid."""
     shown: np.ndarray
-    """The values, or the lengths of the rows."""
+    """The values, or the lengths of the rows, to show in the message."""
     expected: str
-    """What they should be."""
+    """What they should be, in words."""
     instead: str
-    """What to write instead."""
+    """The code to write instead."""
     is_of_rows: bool = False
 
 
@@ -151,7 +151,7 @@ def _out_of_range(name: str, pattern: Pattern, values: np.ndarray) -> BadValues:
 
 
 def _advice(name: str, low: float, high: float, open_low: bool) -> tuple[str, str]:
-    """The range in words, and what lies in it."""
+    """The range in words, and code whose result lies in it."""
     if low == -INF:
         logarithm = f"{name} is the logarithm of a decay"
         return f"at most {high:g}", f"{logarithm}: write log(x) of a decay x, or -softplus(x)"
@@ -165,14 +165,14 @@ def _advice(name: str, low: float, high: float, open_low: bool) -> tuple[str, st
 
 
 def _shortened(mechanism: Piece, name: str) -> str:
-    """How to give the input rows of length 1."""
+    """Code that gives the input rows of length 1."""
     divided = f"divide each row of {name} by its length"
     qk_norm: Callable[..., object] | None = registry.known("qk_norm")
     if name != "k" or qk_norm is None:
         return divided
     try:
         return f"{divided}, or write {qk_norm(mechanism, norm='l2')}"
-    except (TypeError, ValueError):  # It is refused around this mechanism.
+    except (TypeError, ValueError):  # It can not be composed with this mechanism.
         return divided
 
 

@@ -1,4 +1,4 @@
-"""The states from which a cache begins, checked and copied: `init_cache(..., states={"S": S0})`."""
+"""The initial states of a cache, checked and copied: `init_cache(..., states={"S": S0})`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from precondattn.given import Given
 
 
 def given_states(mechanism: Piece, given: Given, sizes: Sizes, like: Array) -> Arrays:
-    """Copies of the states, by the names of their buffers."""
+    """Copies of the given states, by the names of their buffers."""
     owner, slots = str(mechanism), mechanism.program.slots
     of_leaves = _states_of_leaves(mechanism)
     if not isinstance(given, Mapping):
@@ -55,7 +55,7 @@ def given_states(mechanism: Piece, given: Given, sizes: Sizes, like: Array) -> A
             raise TypeError(f"{what} must have dtype {dtype}; found {dtype_name(state)}")
         check_device(what, state, like)
         store[name] = fresh(state)
-    for of_leaf in of_leaves:  # One state of a leaf means nothing without the others.
+    for of_leaf in of_leaves:  # All states of a leaf must be given.
         missing = [short_names[name] for name in of_leaf if name not in store]
         if missing and len(missing) < len(of_leaf):
             together = ", ".join(short_names[name] for name in of_leaf)
@@ -66,7 +66,7 @@ def given_states(mechanism: Piece, given: Given, sizes: Sizes, like: Array) -> A
 
 
 def _states_of_leaves(mechanism: Piece) -> list[list[str]]:
-    """The buffers of each leaf that keeps states only."""
+    """The names of the buffers of each leaf whose cache has only states."""
     program = mechanism.program
     buffers = [[*keys.values()] for keys in program.slot_keys]
     return [each for each in buffers if all(program.slots[n][0].kind.rows == STATE for n in each)]

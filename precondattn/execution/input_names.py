@@ -1,4 +1,4 @@
-"""The names of inputs: which are declared, and which of them the arguments of a call are."""
+"""The declared inputs of a mechanism, and the arguments of a call by input name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def declared_inputs(mechanism: Piece) -> Inputs:
 
 @lru_cache(maxsize=KEPT)
 def extending_inputs(mechanism: Piece) -> Inputs:
-    """The inputs of `extend`."""
+    """The declared inputs of `extend`."""
     return mechanism.inputs.extending()
 
 
 MASKS = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn_mask")
 CALL_OPTIONS = (*MASKS, "backend")
-"""Keywords of a call that are not inputs."""
+"""The keywords of a call that are not inputs."""
 
 EXTEND_OPTIONS = (*MASKS, "donate", "keep", "states_every", "backend")
 INIT_OPTIONS = ("capacity", "key_mask", "states", "sequences")
@@ -42,7 +42,7 @@ def inputs_by_name(
     *,
     complete: bool = True,
 ) -> dict[str, Array]:
-    """The inputs in the declared order; those that are given, unless `complete`."""
+    """The inputs in the declared order; without `complete`, some may be missing."""
     takes, first = f"{owner} takes {', '.join(declared)}", min(3, len(declared))
     if len(arrays) > first:
         example = f", as in ({call_of(declared)})" if len(declared) > first else ""
@@ -67,7 +67,7 @@ def inputs_by_name(
 
 
 def _of_bases(owner: str, arrays: Sequence[Array]) -> str:
-    """What to write where a call was given a mechanism, or the name of one, in place of arrays."""
+    """Advice for a call that got a mechanism, or the name of one, in place of an array."""
     meant = next((name_given(array) for array in arrays if name_given(array)), None)
     return "" if meant is None else f"; {around(owner, meant)}"
 

@@ -1,11 +1,11 @@
-"""`extend(..., keep=n)` and `extend(..., states_every=m)`: states between the new tokens.
+"""The states between new tokens that `extend(..., keep=n)` or `states_every=m` keeps.
 
-Histories of tokens can be cropped in any case. A state is kept where it will be wanted again
-(`cache/kept.py`): before each of the last n new tokens, or after each m tokens of a sequence. What
-computes states does it from one of these places to the next, and everything else at once.
+Histories of tokens can always be cropped. A state is kept (`cache/kept.py`) before each of the last
+n new tokens, or after each m tokens of a sequence. Leaves that compute states run from one of these
+places to the next, and all other leaves run once for all new tokens.
 
-In a ragged batch the places are in other columns for each sequence. Then the tokens between two
-places are moved to the front, as in a batch of new tokens of its own.
+In a ragged batch, the places are in different columns for each sequence. The tokens between two
+places are then moved to the front, and form a batch of new tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from precondattn.given import Given
 
 
 class Keeping(NamedTuple):
-    """Which states are to be kept; one of both numbers is 0."""
+    """The states to keep: before each of the `last` tokens, or after `every` tokens. One is 0."""
 
     last: int
     every: int
 
     @classmethod
     def read(cls, owner: str, keep: Given, states_every: Given) -> Keeping | None:
-        """Those that `extend` is asked for; None without any."""
+        """The states that the arguments of `extend` ask for; None if they ask for none."""
         if type(keep) is not int or keep < 0:
             raise ValueError(f"{owner}: keep must be a whole number, 0 or above; found {keep!r}")
         if states_every is not None and (type(states_every) is not int or states_every < 1):
@@ -52,11 +52,11 @@ class Keeping(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """The options of `extend` that it is read from."""
+        """The option of `extend` that it was read from, with its value."""
         return {"keep": self.last} if self.last else {"states_every": self.every}
 
     def check(self, owner: str, cache: Cache) -> bool:
-        """Whether the cache has states, if its tokens can go back at all."""
+        """Whether the cache has states; raises an error if it has buffers that can not be kept."""
         (option,) = self.options
         if not isinstance(cache, Cache):
             raise TypeError(
@@ -74,8 +74,8 @@ class Keeping(NamedTuple):
         return bool(states_in(cache))
 
     def needs_lengths(self, call: BoundCall, length: Array) -> bool:
-        """Whether parts of the call are ragged though it is not, so that its plan has to be one for
-        ragged calls."""
+        """Whether the parts of a call without `lengths` are ragged, so that its plan must have
+        `lengths`."""
         if call.lengths is not None or not self.every:
             return False
         return Places(length, call.sizes["t"], None, self).is_ragged
@@ -84,20 +84,21 @@ class Keeping(NamedTuple):
 class Places:
     """The places among new tokens at which states are kept.
 
-    `length` (b,) tokens are before the t new ones, of which `lengths` (b,), or all, are valid.
+    There are `length` (b,) tokens before the t new ones, of which the first `lengths` (b,), or
+    all, are valid.
     """
 
     def __init__(self, length: Array, t: int, lengths: Array | None, keeping: Keeping) -> None:
         self.length, self.t, self.lengths = length, t, lengths
         self.every = keeping.every or 1
         self.columns: list[Array] = []
-        """How many new tokens (b,) are before each; numbers if all sequences have the same."""
+        """The number of new tokens (b,) before each place; an int if it is the same for all."""
         self.before: Array = 0
-        """How many new tokens are before the first one, were there so many."""
+        """The number of new tokens before the first place, if there were enough tokens."""
         widths = self._last(keeping.last) if keeping.last else self._every(keeping.every)
         count = len(self.columns)
         self.widths = [widths[0], *[min(self.every, self.t)] * (count - 1), widths[1]][: count + 1]
-        """The most tokens of a sequence before the first place, between two, and after the last."""
+        """The most tokens of a sequence before the first place, between places, and after."""
 
     @property
     def is_ragged(self) -> bool:
@@ -127,28 +128,28 @@ class Places:
         return min(m, t), min(m, t)
 
     def rows_before(self, array: Array, count: int) -> Array:
-        """The `count` rows before each place (b, n, count, …), of `count` + t rows (b, …)."""
+        """The `count` rows before each place, (b, n, count, …), from x (b, count + t, …)."""
         rows = [Tokens(column, count, array.shape[1]).of(array) for column in self.columns]
         return stacked(rows) if rows else array[:, None, :count, ...][:, :0, ...]
 
     def kept_in(self, cache: Cache, states: Arrays) -> Cache:
-        """The cache after the new tokens with its states (b, n, …) at these places."""
+        """The cache after the new tokens, with the states (b, n, …) at the places."""
         return with_kept(cache, states, self.length + self.before, self.every)
 
 
 def stacked(states: Sequence[Array]) -> Array:
-    """States (b, …) as (b, n, …)."""
+    """n states (b, …), stacked to (b, n, …)."""
     return namespace(states[0]).stack(states, axis=1)
 
 
 class Tokens:
-    """Up to `width` tokens of each sequence from column `start` on."""
+    """Up to `width` tokens of each sequence, from column `start` on."""
 
     def __init__(self, start: Array, width: int, t: int) -> None:
         self.start, self.width, self.t = start, width, t
 
     def of(self, array: Array) -> Array:
-        """Those of an array (b, t, …)."""
+        """The rows of an array (b, t, …) for these tokens."""
         if isinstance(self.start, int):
             return array[:, self.start : self.start + self.width, ...]
         tokens = self.start[:, None] + arange_like(self.width, self.start)[None, :]

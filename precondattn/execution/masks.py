@@ -1,15 +1,15 @@
 """The masks of a call: lengths, key masks and segments are checked, and padding is zeroed.
 
-Some conditions depend on the entries of arrays: a length out of range, segments that are not
-contiguous. They raise an error, unless the arrays are traced. Then these sequences are marked
-invalid, and their output is NaN, so that it can not be mistaken for a result.
+Some errors depend on the entries of arrays: a length out of range, or segments that are not
+contiguous. If the arrays are traced, no error can be raised. Then these sequences are marked
+invalid, and their output is NaN.
 
 `cu_seqlens` is another way to write `segment_ids`, for calls with b = 1, as in flash-attention:
 
     cu_seqlens = (0, n_1, n_1 + n_2, …):    sequence i has the tokens c_i … c_{i+1} − 1.
 
-Tokens after the last sequence are padding, as those after `lengths` are. Given as whole numbers, as
-a NumPy array or as a tensor on the CPU, it is read without waiting for a device.
+Tokens after the last sequence are padding, like those after `lengths`. If `cu_seqlens` is a list of
+integers, a NumPy array or a tensor on the CPU, it is read without waiting for a device.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class ValueChecks:
-    """Conditions on entries of arrays: an error, or an invalid sequence if the array is traced."""
+    """Checks of array entries: they raise an error, or mark sequences of traced arrays invalid."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.invalid: Array | None = None
 
     def require(self, good: Array, message: str) -> None:
-        """`good` (b,) must hold for every sequence."""
+        """Raise an error, or mark sequences invalid, where `good` (b,) is False."""
         xp = namespace(good)
         if is_traced(good):
             invalid = xp.logical_not(good)
@@ -63,7 +63,7 @@ class ValueChecks:
             self.require_now((bool(good[i, ...]) for i in range(good.shape[0])), message)
 
     def require_now(self, good: Iterable[bool], message: str) -> None:
-        """As `require`, for Python booleans."""
+        """Like `require`, for Python booleans."""
         for i, is_good in enumerate(good):
             if not is_good:
                 raise ValueError(f"{self.owner}: {message} (sequence {i} of the batch)")
@@ -112,7 +112,7 @@ def check_mask(
 
 
 def is_contiguous(segment_ids: Array) -> Array:
-    """Per sequence, whether each id is in one run: the sorted ids then have as many runs."""
+    """Whether each id of a sequence is in one run: the sorted ids then have as many runs."""
     xp = namespace(segment_ids)
 
     def runs(ids: Array) -> Array:
@@ -124,9 +124,9 @@ def is_contiguous(segment_ids: Array) -> Array:
 def zero_padding(
     inputs: ByName, declared: Inputs, q_valid: Array | None, k_valid: Array | None
 ) -> dict[str, Array]:
-    """The inputs (or their gradients) with padding set to 0, so that NaN padding does not spread.
+    """The inputs (or their gradients) with padding set to 0, so that NaN in it does not spread.
 
-    q_valid (b, t) applies to the time axis of queries, k_valid (b, s) to that of keys.
+    `q_valid` (b, t) applies to the time axis of queries, `k_valid` (b, s) to that of keys.
     """
     zeroed = {}
     for name, array in inputs.items():
@@ -142,9 +142,9 @@ def zero_padding(
 
 
 def nan_where_invalid(out: Array, invalid: Array | None) -> Array:
-    """The output, NaN for sequences whose traced arguments were out of range.
+    """The output, with NaN for sequences whose traced arguments were out of range.
 
-    NaN is multiplied in, so that the gradients of those sequences are NaN too.
+    The output is multiplied by NaN, so that the gradients of these sequences are NaN too.
     """
     if invalid is None:
         return out
@@ -157,17 +157,17 @@ class Packed(NamedTuple):
     """The segments of a packed call."""
 
     segment_ids: Array
-    """(b, s). Padding after `cu_seqlens` has an id of its own. None for a call without segments."""
+    """Segment ids (b, s); padding after `cu_seqlens` has its own id. None without segments."""
     on_host: np.ndarray | None = None
-    """The segment ids as a NumPy array, where they can be read."""
+    """The segment ids as a NumPy array, if they can be read."""
     lengths: Array | None = None
-    """The tokens before that padding (1,), int32; None where there is known to be none."""
+    """The number of tokens before that padding (1,), int32; None if there is no padding."""
 
 
 def segments_of(
     owner: str, masks: Mapping[str, Given], like: Array, b: int, s: int, checks: ValueChecks
 ) -> Packed:
-    """The segments of s keys, by one of two masks."""
+    """The segments of s keys, given by `segment_ids` or `cu_seqlens`."""
     segment_ids, cu_seqlens = masks["segment_ids"], masks["cu_seqlens"]
     if cu_seqlens is None:
         ids = check_mask(owner, "segment_ids", segment_ids, like, (b, s), INTEGERS, "(b s)")
@@ -183,7 +183,7 @@ def segments_of(
 
 
 def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: ValueChecks) -> Packed:
-    """The segments by `cu_seqlens`: integers (n + 1,) from 0 to at most s that never decrease."""
+    """The segments given by `cu_seqlens`: non-decreasing integers (n + 1,), from 0 to at most s."""
     name = f"{owner}: cu_seqlens"
     if b != 1:
         raise ShapeError(
@@ -193,7 +193,7 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
     bounds = _checked_bounds(name, given, like)
     known = bounds if isinstance(bounds, np.ndarray) else host_array(bounds)
     if known is not None:
-        numbers = known.tolist()  # As Python's integers, which do not overflow.
+        numbers = known.tolist()  # Python's integers do not overflow.
         _check_values(name, numbers, s)
         end, lengths = numbers[-1], None
         if end < s:
@@ -202,7 +202,7 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
         ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[None, :]
         return Packed(on_device_of(like, ids), ids, lengths)
     xp = namespace(bounds)
-    if dtype_name(bounds) in ("int8", "int16", "uint8", "uint16"):  # Which s may not fit into.
+    if dtype_name(bounds) in ("int8", "int16", "uint8", "uint16"):  # s may be too large for it.
         bounds = cast(bounds, xp.int32)
     good = (bounds[0] == 0) & (bounds[-1] <= s) & xp.all(bounds[1:] >= bounds[:-1])
     message = f"cu_seqlens must go from 0 to s = {s} and never decrease"
@@ -214,7 +214,7 @@ def packed_by(owner: str, given: Given, like: Array, b: int, s: int, checks: Val
 
 
 def _checked_bounds(name: str, given: Given, like: Array) -> Array:
-    """A NumPy array, or an array of the inputs' library. Type and shape are right."""
+    """`given` as a NumPy array or an array of the inputs' library, with checked type and shape."""
     if isinstance(given, list | tuple):
         given = np.asarray(whole_numbers(name, given), dtype=object)
     library = library_of(given)

@@ -1,19 +1,19 @@
-"""A packed call as batches of its segments, where these are known on the host.
+"""A packed call computed as batches of its segments, if these are known on the host.
 
     o[tokens of segment i] = mechanism(x[tokens of segment i])
 
-Segments do not depend on each other. So those of similar lengths are moved into one batch, padded
-to the longest of them, and the batches are ordinary calls: no pair of tokens of different segments
-is computed. A packed call then costs what its batches cost, and two moves of rows.
+Segments are independent. Those of similar lengths are moved into one batch, padded to the longest
+of them. Each batch is an ordinary call, so no pair of tokens of different segments is computed. A
+packed call costs as much as its batches, plus two moves of rows.
 
     gathered:   y[slot]  = x[token of slot],   0 in slots of padding
     returned:   o[token] = out[slot of token], 0 for tokens of no segment
 
-Each of the two is the other's transpose, which is its gradient.
+Each of the two is the transpose of the other, and so its gradient.
 
-Backends that skip other segments by themselves get the packed call (`Backend.segments_as_batch`),
-as do all where segments are traced, and mechanisms that relate no pairs of tokens: a recurrence
-resets its state.
+Backends that skip pairs of different segments themselves get the packed call
+(`Backend.segments_as_batch`). So do all backends if segments are traced, and for mechanisms that
+compute no pairs of tokens, such as recurrences, which reset their state.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from precondattn.frame import full_frame, runs
 from precondattn.limits import KEPT
 
 SIMILAR = 0.8
-"""Segments of a batch have at least this part of the longest one's tokens …"""
+"""The least fraction of the longest segment's tokens that the segments of a batch must have …"""
 
 FEW = 16
-"""… or at most so many tokens less."""
+"""… unless they are at most this many tokens shorter."""
 
 
 def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
-    """The batches of a call; None where it is computed as it is."""
+    """The batches of a packed call; None if it is not divided."""
     segments, (t, s) = call.segments, times(call.sizes)
-    if segments is None or t != s:  # Then the first segments have fewer queries than keys.
+    if segments is None or t != s:  # With t < s the first segments have fewer queries than keys.
         return None
-    if call.frame.masks_pairs:  # Backends read them where they are, of all segments.
+    if call.frame.masks_pairs:  # Backends apply these masks to the packed call.
         return None
     if not any(map(_wants_batches, call.prepared.plan.calls)) or not _is_divisible(mechanism):
         return None
@@ -70,9 +70,9 @@ def divided(mechanism: Piece, call: BoundCall) -> DividedPacking | None:
 
 
 def _wants_batches(planned: PlannedCall) -> bool:
-    """Whether a piece that relates pairs of tokens runs on a backend that does not skip any.
+    """Whether a piece computes pairs of tokens on a backend that does not skip other segments.
 
-    Such a piece keeps tokens, or would if it were causal.
+    Such a piece has a cache of tokens, or would have one if it were causal.
     """
     program = planned.piece.program
     keeps = any(pattern.keeps_tokens for _, pattern in program.slots.values())
@@ -82,7 +82,7 @@ def _wants_batches(planned: PlannedCall) -> bool:
 
 @lru_cache(maxsize=KEPT)
 def _is_divisible(mechanism: Piece) -> bool:
-    """Whether inputs and output have sequences and tokens as their first axes, or neither."""
+    """Whether inputs and output have both a batch and a time axis in front, or neither."""
     patterns = (*mechanism.inputs.values(), mechanism.program.output)
     return all(is_of_tokens(p) or not set(p.letters) & set("bts") for p in patterns)
 
@@ -95,9 +95,9 @@ def is_of_tokens(pattern: Pattern) -> bool:
 def _split(
     segments: np.ndarray, valid: np.ndarray | None
 ) -> tuple[list[np.ndarray], MovedRows | None]:
-    """The lengths of the segments of each batch, and how tokens (b s) are moved to their slots.
+    """The lengths of the segments in each batch, and the moves of tokens (b s) to their slots.
 
-    Of the segment ids (b, s) `valid` (b,) are of no padding.
+    The first `valid` (b,) of the segment ids (b, s) of each sequence are not padding.
     """
     b, s = segments.shape
     starts, lengths = runs(segments)
@@ -113,9 +113,9 @@ def _split(
 def moves_to(
     groups: list[np.ndarray], starts: np.ndarray, lengths: np.ndarray, count: int
 ) -> MovedRows | None:
-    """How `count` tokens are moved to the slots of groups of segments; None if in order.
+    """The moves of `count` tokens to the slots of groups of segments; None if none moves.
 
-    Each segment has as many slots as the longest of its group, and one at least.
+    Each segment has as many slots as the longest of its group, and at least one.
     """
     tokens, are_tokens = [], []
     for members in groups:
@@ -128,7 +128,7 @@ def moves_to(
 
 
 def similar(lengths: np.ndarray) -> list[np.ndarray]:
-    """Groups of segments of similar lengths; those of a group keep their order."""
+    """Groups of segments with similar lengths; a group keeps the order of its segments."""
     longest: list[int] = []
     for length in np.unique(lengths)[::-1].tolist():
         if not longest or length < min(SIMILAR * longest[-1], longest[-1] - FEW):
@@ -142,7 +142,10 @@ def similar(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows | None:
-    """Slot i has token `tokens[i]`, or padding where `are_tokens[i]` is false; None if in order."""
+    """Moves that fill slot i with token `tokens[i]`, or with padding if `are_tokens[i]` is False.
+
+    None if no token moves.
+    """
     if len(tokens) == count and are_tokens.all() and (tokens == np.arange(count)).all():
         return None
     slots, is_moved = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
@@ -153,15 +156,15 @@ def _moves(tokens: np.ndarray, are_tokens: np.ndarray, count: int) -> MovedRows 
 
 
 class MovedRows(NamedTuple):
-    """Where each row comes from. No row is moved to two places that have a source."""
+    """The source of each row, and its inverse. No row is moved to two places."""
 
     sources: Array
     has_source: Array
-    """None where all have."""
+    """Whether a place gets a row; None if all do."""
     slots: Array
-    """Where each row goes to."""
+    """The place that each row is moved to."""
     is_moved: Array
-    """None where all are."""
+    """Whether a row is moved; None if all are."""
 
     @property
     def back(self) -> MovedRows:
@@ -169,7 +172,7 @@ class MovedRows(NamedTuple):
 
 
 def moved(array: Array, rows: MovedRows) -> Array:
-    """The rows (first axis) of an array, moved."""
+    """The array with its rows (first axis) moved."""
     if library_of(array) == "torch" and wants_gradient(array):
         from precondattn.execution.torch.moved_rows import Moved
 
@@ -189,14 +192,14 @@ def taken(array: Array, rows: MovedRows) -> Array:
 
 
 class DividedPacking:
-    """A packed call and its batches, each of which is an ordinary bound call."""
+    """A packed call and its batches, which are ordinary bound calls."""
 
     def __init__(
         self, mechanism: Piece, call: BoundCall, lengths: list[np.ndarray], moves: MovedRows | None
     ) -> None:
         self.mechanism, self.call, self.lengths = mechanism, call, lengths
         self.sizes = tuple((len(each), int(each.max())) for each in lengths)
-        """The numbers of sequences and of tokens of each batch."""
+        """(sequences, tokens) of each batch."""
         like = next(iter(call.inputs.values()))
         self.moves = on_device(moves, like)
         patterns = mechanism.inputs
@@ -210,7 +213,7 @@ class DividedPacking:
         """The bound calls of the batches."""
         inputs = {name: self.gathered(self.call.inputs[name]) for name in self.of_tokens}
         masks: Sequence[Array | None] = [None] * len(self.lengths)
-        if "key_mask" in self.call.prepared.request.masks:  # Padding is masked in it too.
+        if "key_mask" in self.call.prepared.request.masks:  # `k_valid` masks padding too.
             masks = self.gathered(self.call.frame.k_valid)
         return [
             self._bound(i, {**self.call.inputs, **{n: a[i] for n, a in inputs.items()}}, mask)
@@ -229,11 +232,11 @@ class DividedPacking:
         return BoundCall(ready, inputs, frame, lengths, dtypes_before=before)
 
     def gathered(self, array: Array) -> list[Array]:
-        """The part (segments, longest, …) of each batch, from (b, s, …)."""
+        """The array (segments, longest, …) of each batch, from an array (b, s, …)."""
         return gathered(array, self.moves, self.sizes)
 
     def returned(self, parts: Sequence[Array]) -> Array:
-        """(b, s, …), from the part of each batch."""
+        """An array (b, s, …), from the arrays of the batches."""
         return returned(parts, self.moves, self.call.sizes["b"])
 
 
@@ -246,7 +249,7 @@ def on_device(moves: MovedRows | None, like: Array) -> MovedRows | None:
 def gathered(
     array: Array, moves: MovedRows | None, sizes: Sequence[tuple[int, int]]
 ) -> list[Array]:
-    """The part (segments, longest, …) of each batch of these sizes, from (b, s, …)."""
+    """The array (segments, longest, …) of each batch of these sizes, from an array (b, s, …)."""
     xp, rest = namespace(array), array.shape[2:]
     slots = xp.reshape(array, (-1, *rest))
     if moves is not None:
@@ -257,7 +260,7 @@ def gathered(
 
 
 def returned(parts: Sequence[Array], moves: MovedRows | None, b: int) -> Array:
-    """(b, s, …), from the part of each batch."""
+    """An array (b, s, …), from the arrays of the batches."""
     xp, rest = namespace(parts[0]), parts[0].shape[2:]
     flat = [xp.reshape(part, (-1, *rest)) for part in parts]
     tokens = flat[0] if len(flat) == 1 else xp.concat(flat, axis=0)
@@ -267,14 +270,14 @@ def returned(parts: Sequence[Array], moves: MovedRows | None, b: int) -> Array:
 
 
 def forward(divided: DividedPacking, evaluate: Callable[[BoundCall], Array]) -> Array:
-    """The output of the packed call, by `evaluate` of each batch."""
+    """The output of the packed call; `evaluate` computes each batch."""
     out = divided.returned([evaluate(call) for call in divided.calls()])
     with autocast.off(out):
         return evaluation.finished(out, divided.call)
 
 
 def vjp(divided: DividedPacking) -> tuple[Array, Callable[[Array], Arrays]]:
-    """The output of the packed call and its pullback, by those of each batch."""
+    """The output of the packed call and its pullback, from those of each batch."""
     calls = divided.calls()
     outputs, pulls = zip(*map(evaluation.vjp, calls), strict=True)
 

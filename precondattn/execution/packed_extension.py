@@ -1,9 +1,9 @@
-"""Extending the caches of packed sequences: each has a row of the cache, and all share the tokens.
+"""`extend` with packed new tokens: each sequence has a row of the cache and a run of the tokens.
 
     o[tokens of sequence i], cache_i = extend(cache_i, x[tokens of sequence i])
 
 As in a packed call (`packed.py`), sequences with similar numbers of new tokens are moved into one
-batch, padded to the longest. A batch is an ordinary extension of its rows of the cache.
+batch, padded to the longest of them. A batch is an ordinary extension of its rows of the cache.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ PACKINGS = ("segment_ids", "cu_seqlens")
 
 
 class Batch(NamedTuple):
-    """Sequences that are extended together."""
+    """The sequences that are extended together."""
 
     rows: list[int]
-    """Their rows of the cache."""
+    """The rows of the cache that these sequences have."""
     cache: Cache
     inputs: Arrays
     masks: dict[str, Given]
@@ -92,14 +92,14 @@ class PackedExtension:
                     f"{owner}: {name} ({declared[name]}) can not be divided among packed "
                     f"sequences; extend the cache of each sequence by itself"
                 )
-        # Those of the capacity are checked with the cache.
+        # Inputs with an axis of the capacity are checked with the cache.
         token_inputs = {name: inputs[name] for name in self.of_tokens}
         sizes = declared.sizes(owner, shapes_of(token_inputs))
         self.inputs, self.shape = inputs, (sizes["b"], sizes["t"])
         self.like = next(iter(inputs.values()))
         starts, lengths = self._sequences(given.masks)
         self.count = int(lengths.sum())
-        """The number of tokens, without padding at the end of a single row."""
+        """The number of new tokens, without padding at the end of a single row."""
         if len(lengths) != cache.length.shape[0]:
             raise ShapeError(
                 f"{owner}: found {len(lengths)} packed sequences, and {cache.length.shape[0]} in "
@@ -120,7 +120,7 @@ class PackedExtension:
         self.sizes = [(len(n), max(int(n.max()), int(has_tokens))) for n in self.lengths]
 
     def _sequences(self, masks: Mapping[str, Given]) -> tuple[np.ndarray, np.ndarray]:
-        """The first token and the number of tokens of each sequence, over all rows."""
+        """The first token and the number of tokens of each sequence, counted over all rows."""
         owner, (b, t) = str(self.mechanism), self.shape
         borders = {name: masks.get(name) for name in PACKINGS}
         packed = segments_of(owner, borders, self.like, b, t, ValueChecks(owner))
@@ -137,10 +137,10 @@ class PackedExtension:
         return np.cumsum(lengths) - lengths, lengths
 
     def _check_capacity(self, lengths: np.ndarray) -> None:
-        """Raise with the sequence's number, which is another one in its batch."""
+        """Raise an error that gives the index of a sequence in the call, not in its batch."""
         capacity = self.cache.capacity
         held = None if capacity is None else host_array(self.cache.length)
-        if held is None:  # Without a limit, or traced.
+        if held is None:  # There is no limit, or the length is traced.
             return
         for i, (before, new) in enumerate(zip(held.tolist(), lengths.tolist(), strict=True)):
             if before + new > capacity:
@@ -150,7 +150,7 @@ class PackedExtension:
                 )
 
     def examine(self) -> None:
-        """Examine the values of all inputs, in a checked context."""
+        """Check the values of all inputs, in a checked context."""
         if checks.current() is not None:
             from precondattn.execution.examined_values import examine_whole
 
@@ -177,28 +177,28 @@ class PackedExtension:
         return gathered(array, self.moves, self.sizes)
 
     def of_tokens_in(self, parts: Sequence[Array]) -> Array:
-        """(b, t, …) from the parts of all batches, 0 at tokens of no sequence."""
+        """An array (b, t, …) from the arrays of all batches, with 0 at tokens of no sequence."""
         return returned(parts, self.moves, self.shape[0])
 
     @cached_property
     def order(self) -> list[int] | None:
-        """The place of each sequence among those of all batches; None where it is the same."""
+        """The index of each sequence among those of all batches; None if the order is the same."""
         order: list[int] = np.argsort(np.concatenate(self.groups)).tolist()
         return None if order == list(range(len(order))) else order
 
     def cache_of(self, parts: Sequence[Cache]) -> Cache:
-        """The cache of all sequences, from those of the batches."""
+        """The cache of all sequences, from the caches of the batches."""
         whole = parts[0] if len(parts) == 1 else Cache.concatenate(parts)
         return whole if self.order is None else whole.reorder(self.order)
 
     def rows_of(self, parts: Sequence[Array]) -> Array:
-        """(n, …) of all sequences, from the states of the batches."""
+        """The states (n, …) of all sequences, from the states of the batches."""
         xp = namespace(parts[0])
         whole = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
         return whole if self.order is None else xp.take(whole, self._index(self.order), axis=0)
 
     def states_of(self, batch: Batch, states: ByName) -> Arrays:
-        """The rows of a batch, of arrays (n, …) by name."""
+        """The rows of a batch of arrays (n, …) by name."""
         if len(self.groups) == 1:
             return dict(states)
         index = self._index(batch.rows)
@@ -213,7 +213,7 @@ ExtendVjp = Callable[..., tuple[Array, Cache, ExtendPullback]]
 
 
 def extend(given: GivenCall, one_batch: Extend, *, donate: bool) -> tuple[Array, Cache]:
-    """The output for packed tokens, and the cache with them, by `one_batch` of each batch."""
+    """The output for packed tokens, and the cache with them; `one_batch` extends each batch."""
     packed = PackedExtension(given)
     if checks.contexts:
         packed.examine()
@@ -236,7 +236,7 @@ def extend(given: GivenCall, one_batch: Extend, *, donate: bool) -> tuple[Array,
 
 
 def extend_vjp(given: GivenCall, one_batch: ExtendVjp) -> tuple[Array, Cache, ExtendPullback]:
-    """The same with its pullback."""
+    """The output for packed tokens, the cache with them, and the pullback."""
     packed = PackedExtension(given)
     if checks.contexts:
         packed.examine()

@@ -1,12 +1,13 @@
-"""Masks of pairs of tokens: `attn_mask`, which is stored, and `prefix`, which is not.
+"""Masks of pairs of tokens: `attn_mask`, an array of all pairs, and `prefix`, a length.
 
-Beside causality (and a window), query i may attend to key j where
+Query i may attend to key j if
 
-    (j ≤ i, i − j < window, or j is in the prefix of its sequence) and attn_mask[…, i, j].
+    (j ≤ i and i − j < window, or j is in the prefix of its sequence) and attn_mask[…, i, j].
 
-Padding and other segments stay masked. A prefix is the first tokens of a sequence, and in a packed
-call of each segment, as in prefix language models, and in vision-language models, whose prefix is
-the image. It is kept as one position for each query, before which it sees all keys of its segment.
+Padding and other segments stay masked. A prefix consists of the first tokens of a sequence, or of
+each segment in a packed call. Prefix language models have one, and vision-language models, whose
+prefix is the image. It is stored as a position for each query, before which the query sees all keys
+of its segment.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PAIR_MASKS = (ATTN_MASK, PREFIX)
 
 
 def check_takes_masks(mechanism: Piece, masks: frozenset[str]) -> None:
-    """Raise a ValueError for a mask of pairs that a leaf of the mechanism can not have."""
+    """Raise a ValueError for a mask of pairs that a leaf of the mechanism does not support."""
     for name in PAIR_MASKS:
         if name in masks:
             for leaf in mechanism.program.leaves:
@@ -50,12 +51,12 @@ def check_takes_masks(mechanism: Piece, masks: frozenset[str]) -> None:
 
 
 def has_no(name: str) -> str:
-    """Why the cache of a state takes no mask of pairs."""
+    """The reason why `extend` takes no mask of pairs if the cache is a state."""
     return f"a state sums up all tokens, and has no {name}"
 
 
 def refuse_divided(owner: str, named: Mapping[str, Given]) -> None:
-    """Raise a TypeError for a mask of pairs where a call is divided between devices."""
+    """Raise a TypeError for a mask of pairs in a call that is divided between devices."""
     for name in PAIR_MASKS:
         if named.get(name) is not None:
             raise TypeError(f"{owner}: {name} is for calls on one device, which are not divided")
@@ -64,14 +65,14 @@ def refuse_divided(owner: str, named: Mapping[str, Given]) -> None:
 def check_attn_mask(
     owner: str, mask: Given, like: Array, sizes: Sizes, columns: Sequence[int] = ()
 ) -> Array | None:
-    """An attn_mask (b or 1, h or 1, t, s), boolean; `columns` are what s may be in an extension."""
+    """The checked attn_mask (b or 1, h or 1, t, s), boolean; s may be any of `columns`."""
     if mask is None:
         return None
     b, h, t = sizes["b"], sizes.get("h", 1), sizes["t"] if "t" in sizes else sizes["s"]
     columns = columns or (sizes.get("s", t),)
     found = tuple(mask.shape) if library_of(mask) else ()
     if library_of(mask) != library_of(like):
-        return check_mask(owner, ATTN_MASK, mask, like, found, ("bool",), "")  # Which refuses it.
+        return check_mask(owner, ATTN_MASK, mask, like, found, ("bool",), "")  # It raises.
     fits = len(found) == 4 and found[0] in (1, b) and found[1] in (1, h) and found[2] == t
     if not fits or found[3] not in columns:
         s = " or ".join(str(count) for count in dict.fromkeys(columns))
@@ -81,7 +82,7 @@ def check_attn_mask(
             f"{owner}: attn_mask is declared (b or 1, h or 1, t, s), that is ({b} or 1, {h} or 1, "
             f"{t}, {s}); found {found}{_with_axes(found, (b, h, t, columns[-1]))}"
         )
-    if dtype_name(mask) not in ("bool", *INTEGERS):  # It is added to scores.
+    if dtype_name(mask) not in ("bool", *INTEGERS):  # A mask that is added to scores.
         raise TypeError(
             f"{owner}: attn_mask must have dtype bool; found {dtype_name(mask)}; what is added to "
             f"scores is bias, as in pa.softmax(q, k, v, bias=attn_mask)"
@@ -90,16 +91,16 @@ def check_attn_mask(
 
 
 def _with_axes(found: Shape, shape: Shape) -> str:
-    """How a mask (t, s) or (b, t, s) gets the axes that it lacks."""
+    """Code that gives a mask (t, s) or (b, t, s) the missing axes."""
     if found == shape[2:]:
         return "; write attn_mask[None, None]"
     return "; write attn_mask[:, None]" if found == (shape[0], *shape[2:]) else ""
 
 
 def of_slots_and_new(mask: Array, length: Array, t: int, slots: int) -> Array:
-    """Columns for the slots of a cache and t new tokens, of those for positions.
+    """The columns of a mask for the slots of a cache and t new tokens, from columns by position.
 
-    `length` (b,) are the numbers of cached tokens. Slots that hold none have any column.
+    `length` (b,) has the numbers of cached tokens. The columns of empty slots are arbitrary.
     """
     xp, last = namespace(mask), mask.shape[3] - 1
     new = length[:, None] + arange_like(t, length)[None, :]
@@ -112,7 +113,7 @@ def of_slots_and_new(mask: Array, length: Array, t: int, slots: int) -> Array:
 def check_prefix(
     owner: str, prefix: Given, like: Array, count: int, letter: str, checks: ValueChecks
 ) -> Array | None:
-    """The lengths of prefixes of `count` sequences, as int32."""
+    """The checked prefix lengths of `count` sequences, as int32."""
     if prefix is None:
         return None
     xp, negative = namespace(like), "prefix must not be negative"
@@ -122,15 +123,15 @@ def check_prefix(
     prefix = check_mask(owner, PREFIX, prefix, like, (count,), INTEGERS, f"({letter})")
     assert prefix is not None
     good = prefix >= 0
-    # Of a packed row each sequence has one, and the row is good if all are.
+    # Each sequence of a packed row has a prefix; the row is valid if all of them are.
     checks.require(good if letter == "b" else xp.all(good, keepdims=True), negative)
     return cast(prefix, xp.int32)
 
 
 def prefix_of_queries(prefix: Array, t: int, s: int, segment_ids: Array | None) -> Array:
-    """For each query (b, t) the position before which it sees all keys of its segment.
+    """The position before which each query (b, t) sees all keys of its segment.
 
-    `prefix` is (b,), or (b, s) where tokens differ in it.
+    `prefix` is (b,), or (b, s) if the tokens of a row have different prefixes.
     """
     xp = namespace(prefix)
     length = prefix[:, None] if prefix.ndim == 1 else prefix
@@ -143,9 +144,10 @@ def prefix_of_queries(prefix: Array, t: int, s: int, segment_ids: Array | None) 
 
 
 def prefix_of_packed(prefix: Array, segment_ids: Array) -> Array:
-    """`prefix` (n,) of n packed sequences for each token (1, s), 0 for padding after them.
+    """The prefix length for each token (1, s), from `prefix` (n,) of n packed sequences.
 
-    `segment_ids` are the numbers 0, …, n − 1 of sequences, and n at padding.
+    `segment_ids` are the indices 0, …, n − 1 of the sequences, and n at padding, where the result
+    is 0.
     """
     xp = namespace(prefix)
     of_each = xp.concat([prefix, xp.zeros_like(prefix[:1])])
@@ -153,11 +155,11 @@ def prefix_of_packed(prefix: Array, segment_ids: Array) -> Array:
 
 
 def check_extends_prefix(prefix: Array, length: Array, count: Given, checks: ValueChecks) -> None:
-    """A prefix must be new as a whole, or be in the cache as a whole.
+    """Raise an error unless a prefix is all new, or all in the cache.
 
-    Otherwise its first tokens would have been computed without its last ones.
+    Otherwise its first tokens were computed without its last ones.
     """
-    # Read together where that waits for no device.
+    # All three are read only if that does not wait for a device.
     read = [host_array(a) if not isinstance(a, int) else a for a in (prefix, length, count)]
     if all(a is not None for a in read):
         prefix, length, count = (np.asarray(a) for a in read)

@@ -1,9 +1,9 @@
 """The parameters of a call, as `help`, an editor and a type checker show them.
 
 They are derived from the declared inputs and options: the first three inputs by position or name,
-the others by name, then options, masks and the backend. Shapes that depend on a number among the
-options are those of its default. `docs/make_shorthands.py` writes the parameters of the shorthands
-to the stub `shorthands.pyi`.
+the others by name, then options, masks and the backend. Shapes that depend on an option are shown
+for its default. `docs/make_shorthands.py` writes the parameters of the shorthands to the stub
+`shorthands.pyi`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precondattn.execution.input_names import CALL_OPTIONS
 
 
 class _Optional:
-    """The default of an input that may be left out, which is no array."""
+    """The default that is shown for an optional input."""
 
     def __repr__(self) -> str:
         return "..."
@@ -36,9 +36,9 @@ def signature_of_call(mechanism: Piece) -> Signature:
 
 
 def signature_of_shorthand(cls: MechanismClass) -> Signature:
-    """The parameters of the shorthand of a class: the inputs of all its options, and the options.
+    """The parameters of a class's shorthand: the inputs that any option declares, and the options.
 
-    An input that some options do not declare may be left out.
+    An input that not all options declare is optional.
     """
     declared = [cls().inputs, *(inputs for _, _, inputs in declared_by_options(cls))]
     inputs: dict[str, Parameter] = {}

@@ -1,9 +1,10 @@
-"""A step of new tokens in parts, with the states between them, which are kept (`keeping.py`).
+"""A step whose new tokens are divided into parts, to keep the states between them (`keeping.py`).
 
     o_j, S_j = step(S_{j−1}, tokens of part j)
 
-The parts are those before the first place, between two places, and after the last. Traced by JAX,
-the ones between are a loop: unrolled, they would take as long to compile as so many calls.
+There is a part before the first place, one between each two places, and one after the last. If JAX
+traces the call, the parts between places are a loop, because compiling them unrolled would take
+long.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ from precondattn.execution.masks import nan_where_invalid, zero_padding
 from precondattn.frame import EXTENSION, Frame, Layout, extending_frame
 
 PartStep = Callable[[Arrays, Arrays, Frame, Array, Array], tuple[Array, Updates]]
-"""The output and the updates, from states, inputs, a frame, lengths and counts of new tokens."""
+"""A function from states, inputs, a frame, lengths and numbers of new tokens to output and updates.
+"""
 
 
 class Part(NamedTuple):
-    """The new tokens between two places; of several parts, with an axis of them first."""
+    """The new tokens between two places; several parts are stacked along a first axis."""
 
     inputs: Arrays
-    """Those with a row for each token (b, w, …)."""
+    """The inputs with a row for each token (b, w, …)."""
     length: Array
-    """The number of tokens before it (b,)."""
+    """The number of tokens before the part (b,)."""
     lengths: Array | None
-    """How many of its tokens (b,) are valid; None for all."""
+    """The number of valid tokens of the part (b,); None if all are valid."""
     mask: Array | None
-    """Which keys (b, w) are valid; None for all."""
+    """Which keys (b, w) are valid; None if all are."""
 
 
 class Parts(Places):
@@ -63,7 +65,7 @@ class Parts(Places):
     def step(
         self, step: PartStep, past: Arrays, inputs: Arrays, declared: Inputs
     ) -> tuple[Array, Updates, Arrays]:
-        """The output, the updates, and the states (b, n + 1, …) at all places and after all."""
+        """The output, the updates, and the states (b, n + 1, …) at all places and at the end."""
         tokens = {name: a for name, a in inputs.items() if declared[name].time_axis is not None}
         outs, rows, number, last = [], [], 0, len(self.widths) - 1
 
@@ -110,7 +112,7 @@ class Parts(Places):
         )
 
     def _several(self, tokens: Arrays, count: int) -> Part:
-        """The parts between two places, which are next to each other and of one width."""
+        """The parts between places, which are adjacent and of equal width."""
         of_parts, numbers = (
             Tokens(self.starts[1], count * self.widths[1], self.t),
             range(1, count + 1),
@@ -124,7 +126,7 @@ class Parts(Places):
         )
 
     def _count(self, number: int) -> Array | None:
-        """The new tokens (b,) of a part; None where all sequences have its width."""
+        """The number of new tokens (b,) of a part; None if all sequences have its width."""
         count, start = self.lengths, self.starts[number]
         if count is None and not self.is_ragged:
             return None
@@ -143,7 +145,7 @@ class Parts(Places):
         return extending_frame(part.length, 0, width, longest=longest, **masks)
 
     def _order(self, count: int) -> Array:
-        """Where each token (b, t) is among those of all parts."""
+        """The index of each token (b, t) among the tokens of all parts."""
         token = arange_like(self.t, self.length)[None, :]
         xp, source = namespace(token), token + 0 * self.length[:, None]
         for column, base in zip(self.columns, accumulate(self.widths), strict=False):
@@ -152,7 +154,7 @@ class Parts(Places):
         return as_index(xp.clip(source, 0, count - 1))
 
     def keep(self, owned: Sequence[tuple[str, str]], rows: Mapping[str, Array]) -> None:
-        """Keep the states of a piece (b, n + 1, …): those at these places, and not the last one."""
+        """Keep a piece's states at the places, the first n of (b, n + 1, …)."""
         call = self.call
         for name, key in owned:
             kept = rows[name][:, :-1, ...]
@@ -167,7 +169,7 @@ class Parts(Places):
             self.kept[key] = kept
 
     def added_to(self, extended: Cache, before: Cache) -> Cache:
-        """The extended cache with the kept states, in the dtypes of those before."""
+        """The extended cache with the kept states, in the dtypes of the cache before."""
         kept = {key: cast(rows, before.store[key].dtype) for key, rows in self.kept.items()}
         return self.kept_in(extended, kept)
 
@@ -181,13 +183,13 @@ def _as_row(states: Mapping[str, Array]) -> Arrays:
 
 
 def _divided(array: Array, count: int) -> Array:
-    """Tokens (b, count w, …) as (count, b, w, …)."""
+    """Tokens (b, count · w, …) as (count, b, w, …)."""
     xp, (b, t, *rest) = namespace(array), array.shape
     return xp.moveaxis(xp.reshape(array, (b, count, t // count, *rest)), 1, 0)
 
 
 def _joined(array: Array) -> Array:
-    """The opposite of `_divided`."""
+    """Tokens (count, b, w, …) as (b, count · w, …)."""
     xp, (count, b, width, *rest) = namespace(array), array.shape
     return xp.reshape(xp.moveaxis(array, 0, 1), (b, count * width, *rest))
 

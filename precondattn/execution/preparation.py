@@ -1,7 +1,7 @@
-"""What all calls of one signature share: they pass the same checks, and have the same plan.
+"""The preparation that calls of one signature share: the checks and the plan.
 
-A signature (`signature.py`) is prepared by its first call. What is left for every call are the
-entries of its arrays (`arguments.py`, `containment.py`), and the work itself.
+The first call of a signature (`signature.py`) is prepared. Later calls only check the entries of
+their arrays (`arguments.py`, `containment.py`), and run the plan.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class PreparedCall(NamedTuple):
     """The checks and the plan of a call."""
 
     names: tuple[str, ...]
-    """The inputs, in the order of the declaration."""
+    """The names of the inputs, in the declared order."""
     numbers: tuple[int, ...] | None
-    """The number of each among the arguments; None where these have the same order."""
+    """The index of each input among the arguments; None if these are in the declared order."""
     sizes: Sizes
     is_cast: bool
     """Whether autocast casts the inputs."""
     examined: Mapping[str, Pattern]
-    """The inputs whose NaN or infinities could reach other outputs."""
+    """The inputs that `containment.py` examines for NaN and infinity."""
     request: Request
     plan: CallPlan
     is_direct: bool
@@ -69,23 +69,23 @@ class PreparedCall(NamedTuple):
     are_on_host: bool
     """Whether the entries of arrays can be read without waiting for a device."""
     is_recorded: bool
-    """Whether PyTorch's autograd may differentiate the call, and nothing else looks at it."""
+    """Whether PyTorch's autograd may differentiate the call, and nothing else observes it."""
     layout: Layout | None
-    """That of a full call without masks; None where sizes are symbols."""
+    """The layout of a full call without masks; None if sizes are symbolic."""
     allowed: tuple[str, ...] | None
-    """The backends allowed, in order of preference; None for all."""
+    """The names of the allowed backends, in order of preference; None for all."""
 
 
 _prepared: dict[Hashable | None, PreparedCall] = {}
 
 READ_AT_ONCE = ("numpy", "torch")
-"""Libraries whose arrays on the CPU are read without waiting."""
+"""The libraries whose arrays on the CPU are read without waiting."""
 
 
 def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
-    """The preparation of a call, found by its signature or made; it is made where that is None.
+    """The preparation of a call: looked up by its signature, or made if it is new or None.
 
-    A bad argument is an error here, unless only the entries of an array are bad.
+    Invalid arguments raise an error here, except for invalid entries of arrays.
     """
     known = _prepared.get(signature)  # Read once: another thread may clear the dict.
     if known is not None:
@@ -117,7 +117,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     for name, mask in given_masks.items():
         check_stored(f"{owner}: {name}", mask)
     shapes, like = shapes_of(inputs), next(iter(inputs.values()))
-    # Backends know `cu_seqlens` as `segment_ids`.
+    # Backends get `cu_seqlens` as `segment_ids`.
     masks = {"segment_ids" if name == "cu_seqlens" else name for name in given_masks}
     check_takes_masks(mechanism, frozenset(masks))
     others = [mask for mask in given_masks.values() if library_of(mask) == library]
@@ -127,16 +127,16 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
         program = mechanism.program
         for leaf_call, axes in zip(program.calls, program.axes, strict=True):
             own = {x: axis.size(sizes) for x, axis in axes.items() if axis.letter in sizes}
-            leaf_call.leaf.check_call(own, frozenset(masks))  # A leaf knows its own letters.
+            leaf_call.leaf.check_call(own, frozenset(masks))  # Sizes by the leaf's own letters.
     else:
         capacity = check_cache(owner, mechanism, cache, inputs)
         known = {"c": capacity, "b": cache.length.shape[0]}
         sizes = _sizes(mechanism, declared, shapes, known)
         check_buffers(owner, mechanism, cache, sizes, call_dtype(inputs), hint(like))
         masks |= cache.store.keys() & {KEY_MASK}
-        if call.verb == "extend":  # Its derivative may be taken of the cached arrays too.
+        if call.verb == "extend":  # It may be differentiated with respect to cached arrays too.
             others.extend(cache.store.values())
-    # After one token there is no later one, which its NaN could reach.
+    # A single token is followed by no token that its NaN could reach.
     can_spread = (is_full or sizes["t"] != 1) and not is_empty(shapes.values())
     patterns = examined(mechanism, is_packed="segment_ids" in masks) if can_spread else {}
     request = _request(call.verb, library, inputs, frozenset(masks), others)
@@ -164,7 +164,7 @@ def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
 
 
 def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None:
-    """PyTorch 2.13 does not translate a scan to ONNX that autograd has recorded."""
+    """Raise an error for a gradient: PyTorch 2.13 can not export a scan with one to ONNX."""
     is_scanned = any(slot.kind.rows == STATE for slot, _ in mechanism.program.slots.values())
     if is_scanned and wants_gradient(*inputs.values()):
         raise UnsupportedError(
@@ -174,7 +174,7 @@ def _check_has_no_gradient(owner: str, mechanism: Piece, inputs: Arrays) -> None
 
 
 def _only_reference(owner: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The backend of a call that is recorded as ordinary operators."""
+    """The only backend of calls that are recorded as ordinary operators; others are an error."""
     if allowed is not None and REFERENCE.name not in allowed:
         raise UnsupportedError(
             f"{owner}: within ordinary_operators() a call is recorded as the reference computes "
@@ -186,7 +186,7 @@ def _only_reference(owner: str, allowed: tuple[str, ...] | None) -> tuple[str, .
 def prepared_part(
     mechanism: Piece, whole: PreparedCall, inputs: Arrays, sizes: Sizes, masks: frozenset[str]
 ) -> PreparedCall:
-    """The preparation of a call on parts of the tokens of another."""
+    """The preparation of a call on some of the tokens of another call."""
     shapes = tuple(shapes_of(inputs).items())
     request = dataclasses.replace(whole.request, shapes=shapes, masks=masks)
     plan = make_plan(mechanism, request, allowed=whole.allowed)
@@ -194,14 +194,14 @@ def prepared_part(
 
 
 def times(sizes: Sizes) -> tuple[int, int]:
-    """The numbers of queries and of keys; the same where there is one of them."""
+    """The numbers of queries and of keys; the same number if only one of them is given."""
     return sizes.get("t", sizes.get("s", 1)), sizes.get("s", sizes.get("t", 1))
 
 
 def _sizes(
     mechanism: Piece, declared: Inputs, shapes: Mapping[str, Shape], known: Sizes | None = None
 ) -> Sizes:
-    """The sizes of all axes, with no more queries than keys where the mechanism is causal."""
+    """The sizes of all axes; raises an error if a causal mechanism has more queries than keys."""
     try:
         sizes = declared.sizes(str(mechanism), shapes, known)
         t, s = times(sizes)
@@ -217,7 +217,7 @@ def _sizes(
 
 
 def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> None:
-    """Raise unless the numbers of queries and keys fit the masks."""
+    """Raise an error unless the numbers of queries and keys fit the masks."""
     t, s = times(sizes)
     if t != s and not mechanism.offers.causal:
         for name in ("lengths", "segment_ids", "cu_seqlens"):
@@ -231,7 +231,7 @@ def _check_times(mechanism: Piece, sizes: Sizes, masks: Mapping[str, Given]) -> 
 def _request(
     verb: str, library: str, inputs: Arrays, masks: frozenset[str], others: list[Array]
 ) -> Request:
-    """The description for backends; `others` are the masks and the cached arrays."""
+    """The request for backends; `others` are the masks and the cached arrays."""
     shapes, arrays = tuple(shapes_of(inputs).items()), (*inputs.values(), *others)
     differentiated, transforms = wants_gradient(*arrays), transforms_of(*arrays)
     traced = library == "torch" and is_traced(arrays[0]) and not transforms

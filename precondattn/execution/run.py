@@ -1,6 +1,6 @@
-"""The public verbs: bind the arguments, make a plan, and evaluate the plan.
+"""The public methods of a mechanism: bind the arguments, make a plan, and run it.
 
-`algebra/verbs.py` has the signatures and the documentation, and passes every call to this module.
+`algebra/verbs.py` has their signatures and documentation, and passes every call to this module.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from precondattn.execution.unchanged import held
 from precondattn.given import Given
 
 Masks = Mapping[str, Any]
-"""The masks by name, each an array or None; those of `bind` or of `bind_extension`."""
+"""The masks by name, each an array or None, for `bind` or `bind_extension`."""
 
 
 def call(
     mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
 ) -> Array:
-    """A full call."""
+    """The output of a full call."""
     given = GivenCall("forward", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
@@ -63,7 +63,7 @@ def _evaluated(bound: BoundCall) -> Array:
 def vjp(
     mechanism: Piece, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames, masks: Masks
 ) -> tuple[Array, Callable[[Array], Arrays]]:
-    """A full call and its pullback."""
+    """The output of a full call, and its pullback."""
     check_context_parallel(mechanism)
     given = GivenCall("vjp", mechanism, arrays, named, masks, backend)
     signature = signature_of(given)
@@ -91,7 +91,7 @@ def vjp(
 
 
 def _of_valid(gradients: Arrays, mechanism: Piece, bound: BoundCall, k_valid: Array) -> Arrays:
-    """The gradients, 0 at padding and where an input can not be used."""
+    """The gradients, with 0 at padding and in rows with a NaN or infinity."""
     gradients = zero_padding(gradients, mechanism.inputs, bound.frame.q_valid, k_valid)
     return gradients if bound.non_finite is None else bound.non_finite.cleaned(gradients)
 
@@ -105,9 +105,9 @@ def gradients_from_lse(
     lse: Array,
     cotangent: Array,
 ) -> Arrays | None:
-    """The gradients of softmax attention at a known output and log-sum-exp, without a forward pass.
+    """The gradients of softmax attention from its output and log-sum-exp, without a forward pass.
 
-    None where that is needed.
+    None if the backend needs a forward pass.
     """
     given = GivenCall("vjp", mechanism, (), inputs, masks, backend)
     bound = contained(mechanism, bind(given, signature_of(given)))
@@ -130,10 +130,10 @@ def extend(
     donate: bool,
     keeping: Keeping | None = None,
 ) -> tuple[Array, Cache]:
-    """An extension of a cache."""
+    """The output for new tokens, and the extended cache."""
     check_context_parallel(mechanism)
     if keeping is not None and not keeping.check(str(mechanism), cache):
-        keeping = None  # Its tokens can be cropped in any case.
+        keeping = None  # A cache without states can always be cropped.
     given = GivenCall("extend", mechanism, arrays, named, masks, backend, cache)
     signature = signature_of(given)
     if signature is None and _is_distributed(given):
@@ -183,7 +183,7 @@ def extend_packed(
     donate: bool,
     keeping: Keeping | None = None,
 ) -> tuple[Array, Cache]:
-    """An extension by packed sequences; the masks have their borders."""
+    """The output for packed new tokens, and the extended cache; `cu_seqlens` is in the masks."""
     for name in PAIR_MASKS:
         if masks.get(name) is not None:
             raise ValueError(
@@ -202,7 +202,7 @@ def extend_vjp(
     backend: BackendNames,
     masks: Masks,
 ) -> tuple[Array, Cache, ExtendPullback]:
-    """An extension of a cache of states, and its pullback."""
+    """The output for new tokens, the extended cache of states, and the pullback."""
     check_context_parallel(mechanism)
     _refuse_pair_masks(mechanism, named)
     if "donate" in named:
@@ -248,7 +248,7 @@ def extend_vjp_packed(
     backend: BackendNames,
     masks: Masks,
 ) -> tuple[Array, Cache, ExtendPullback]:
-    """The same with its pullback."""
+    """The output for packed new tokens, the extended cache of states, and the pullback."""
     _refuse_pair_masks(mechanism, named)
     given = GivenCall("extend_vjp", mechanism, arrays, named, masks, backend, cache)
     out, extended, pull = packed_extension.extend_vjp(given, extend_vjp)
@@ -258,7 +258,7 @@ def extend_vjp_packed(
 def _checked_pullback(
     mechanism: Piece, out: Array, extended: Cache, pull: ExtendPullback
 ) -> ExtendPullback:
-    """The pullback with checked cotangents, of which those of buffers may be left out."""
+    """The pullback with checks of its cotangents; those of buffers may be left out."""
     new_store = dict(extended.store)
 
     def pullback(cotangent: Array, d_store: Arrays | Cache | None = None) -> tuple[Arrays, Arrays]:
@@ -292,7 +292,7 @@ def explain(
     backend: BackendNames,
     masks: Masks,
 ) -> Explanation:
-    """The plan of a call, from the same code that makes the plan when the call runs."""
+    """The plan of a call, made by the same code as when the call runs."""
     if verb not in ("forward", "vjp"):
         raise ValueError(
             f"{mechanism}: verb must be 'forward' or 'vjp' (for extend, pass the cache); "
@@ -328,7 +328,7 @@ def explain(
 
 
 def _check_values(mechanism: Piece, bound: BoundCall, *, is_full: bool) -> None:
-    """Examine the inputs, if this context is a checked one."""
+    """Check the values of the inputs, if this context is a checked one."""
     current = checks.current()
     if current is not None:
         from precondattn.execution.examined_values import examine
@@ -343,7 +343,7 @@ def _is_distributed(given: GivenCall) -> bool:
 
 
 def _refuse_pair_masks(mechanism: Piece, named: Mapping[str, Given]) -> None:
-    """Raise a TypeError for a mask of pairs of `extend_vjp`, whose cache is a state."""
+    """Raise a TypeError for a mask of pairs in `extend_vjp`, whose cache is a state."""
     for name in PAIR_MASKS:
         if name in named:
             raise TypeError(f"{mechanism}: {has_no(name)}")

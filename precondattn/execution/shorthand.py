@@ -1,4 +1,4 @@
-"""`pa.lucid(q, k, v)`: a mechanism is built from its options by keyword, and called at once."""
+"""Shorthands such as `pa.lucid(q, k, v)`, which build a mechanism from keywords and call it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from precondattn.execution.input_names import MASKS
 from precondattn.given import Given
 
 WIDTH = 96
-"""Of the lines of a docstring in a stub of 100 columns"""
+"""The width of docstring lines in a stub of 100 columns"""
 
 
 def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
     """A function that builds a mechanism from keywords and calls it, such as `pa.lucid`.
 
-    Its keywords are the mechanism's options, inputs and masks; a preconditioner is built around
-    softmax, whose options it accepts too. An array for an optional input sets the option that
-    declares this input, where only one value of one option does.
+    Its keywords are the mechanism's options, inputs and masks. A preconditioner is built around
+    softmax, whose options are accepted too. An array for an optional input sets the option that
+    declares this input, if only one value of one option does.
 
     Parameters
     ----------
     cls : type
-        The class of a mechanism that can be constructed without arguments.
+        A class of mechanisms that can be constructed without arguments.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def shorthand(cls: type[Mechanism]) -> Callable[..., Array]:
 
 
 class _DeclaredCall:
-    """What `inspect` takes the signature of a shorthand from, when one asks for it."""
+    """The descriptor from which `inspect` gets the signature of a shorthand, when it is needed."""
 
     def __init__(self, cls: MechanismClass) -> None:
         self.cls = cls

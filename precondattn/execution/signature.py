@@ -1,13 +1,13 @@
-"""The signature of a call: everything on which its checks and its plan depend.
+"""The signature of a call: everything that its checks and its plan depend on.
 
-That is the mechanism and the verb, the names of the arguments, what each array is (library, dtype,
-shape, device, whether it requires a gradient), the backends allowed, and the state of the library:
-PyTorch's grad mode and autocast. It is never the entries of arrays. Calls of one signature pass the
-same checks and have the same plan, so these are made once (`preparation.py`).
+It consists of the mechanism and the verb, the names of the arguments, the properties of each array
+(library, dtype, shape, device, whether it requires a gradient), the allowed backends, and PyTorch's
+grad mode and autocast. It never depends on the entries of arrays. Calls of one signature share
+their checks and their plan (`preparation.py`).
 
-A call has no signature where more than this matters: arrays that are traced, transformed by
-torch.func, distributed or of a subclass, and PyTorch's modes (as for counting FLOPs). Such a call
-is checked and planned every time.
+A call has no signature if more than this matters: if arrays are traced, transformed by torch.func,
+distributed or of a subclass, or in a mode of PyTorch (for example one that counts FLOPs). Such a
+call is checked and planned every time.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from precondattn.given import Given
 
 
 class GivenCall(NamedTuple):
-    """A call as it is given, nothing of which is checked yet."""
+    """A call as the user gave it, before any check."""
 
     verb: str
     mechanism: Piece
     arrays: tuple[Array, ...]
-    """The arguments by position; `named` are the inputs by name, `masks` the masks."""
+    """The positional arguments; `named` has the inputs given by name."""
     named: Mapping[str, Given]
     masks: Mapping[str, Given]
-    """None for a mask that is not given."""
+    """The masks by name; None for a mask that is not given."""
     backend: BackendNames
     cache: Given = None
 
 
 def signature_of(call: GivenCall) -> Hashable | None:
-    """The signature, or None for a call without one."""
+    """The signature of a call; None for a call that has none."""
     verb, mechanism, arrays, named, masks, backend, cache = call
     arguments = (*arrays, *named.values(), *masks.values())
     names: object = (*named,)
@@ -58,15 +58,15 @@ def signature_of(call: GivenCall) -> Hashable | None:
         describe = _described_by[cls] if cls in _described_by else _learned(argument)
         if describe is None:
             return None
-        if state is None:  # That of the first argument; a call has arrays of one library.
+        if state is None:  # One library: the first argument determines it.
             state = _state_of_torch(argument) if describe is _of_torch else True
             if state is None:
                 return None
         try:
             described.append(describe(argument))
-        except RuntimeError:  # A nested tensor has no shape. It is refused by every call.
+        except RuntimeError:  # A nested tensor has no shape; every call refuses it.
             described.append("no shape")
-    # The name of a mechanism never changes its meaning, and its hash is that of a text.
+    # The name always means the same mechanism, and a text is fast to hash.
     chosen = selection(backend)
     return verb, mechanism._name, names, len(arrays), chosen, state, tuple(described)
 
@@ -91,13 +91,13 @@ def _of_any(array: Array) -> Hashable:
     return type(array), array.dtype, tuple(array.shape), str(exact_device(array))
 
 
-# Lists and tuples are lengths, which are checked in every call.
+# Lists and tuples are lengths or the like, which every call checks.
 _described_by: dict[type, Describe | None] = dict.fromkeys((list, tuple), lambda _: "numbers")
-"""What is read of the arguments of a type; None for calls without a signature."""
+"""The function that describes arguments of a type; None if calls with them have no signature."""
 
 
 def _learned(argument: Given) -> Describe | None:
-    """What describes the arguments of a type that is seen for the first time."""
+    """The function that describes arguments of a type, when it is seen for the first time."""
     library, cls = library_of(argument), type(argument)
     describe: Describe | None = None if library is None else _of_any
     if library == "torch":

@@ -1,4 +1,4 @@
-"""Arrays (b, h, t, d), as other libraries take them: what shapes show of it."""
+"""Advice in errors for arrays in the layout (b, h, t, d) of other libraries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from precondattn.given import Given
 
 
 def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causal: bool) -> str:
-    """What to append to a ShapeError; empty unless the shapes fit with tokens and heads exchanged.
+    """A hint for a ShapeError; empty unless the shapes fit with the token and head axes swapped.
 
-    Gates and the like (b, t, h) may be in either layout. There must be more tokens than heads.
+    Gates and other inputs (b, t, h) may be in either layout. There must be more tokens than heads.
     """
     rows = {name for name, shape in shapes.items() if len(shape) > 3}
     for exchanged in (shapes.keys(), rows):
@@ -38,7 +38,7 @@ def advice(declared: Inputs, shapes: Mapping[str, Shape], known: Sizes, *, causa
 
 
 def advice_on_masks(masks: Mapping[str, Given], sizes: Sizes) -> str:
-    """The same for a mask that does not fit, with as many tokens as there are heads."""
+    """A hint for the error of a mask whose number of tokens is the number of heads."""
     tokens = max(sizes[letter] for letter in "ts" if letter in sizes)
     heads = {sizes[letter] for letter in HEADS if letter in sizes}
     for name in ("key_mask", "segment_ids", "attn_mask"):
@@ -52,6 +52,6 @@ def advice_on_masks(masks: Mapping[str, Given], sizes: Sizes) -> str:
 
 
 def _has_both_axes(pattern: Pattern, shape: Shape) -> bool:
-    """Whether tokens and heads are its axes 1 and 2."""
+    """Whether tokens and heads are axes 1 and 2 of an array."""
     letters = pattern.letters
     return len(shape) == len(letters) > 2 and letters[1] in "ts" and letters[2] in HEADS

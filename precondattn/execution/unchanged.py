@@ -1,8 +1,9 @@
-"""The arguments that a pullback reads later. It holds them by reference, without a copy.
+"""Checks that the arguments which a pullback reads have not been overwritten.
 
-PyTorch counts the writes to every tensor, for its own autograd: here too, a write between the call
-and its pullback is an error. The writes to tensors of inference mode are not counted, so these are
-copied. Other libraries count no writes: there the caller has to leave the arguments as they are.
+A pullback refers to the arguments of its call without a copy. PyTorch counts the writes to every
+tensor for its autograd, so a write between the call and its pullback raises an error. Writes to
+tensors of inference mode are not counted, so these tensors are copied. Other libraries count no
+writes: the caller must not change the arguments.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from precondattn.execution.signature import GivenCall
 
 
 def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
-    """The call, and a check that its pullback would read now what the call has read."""
+    """The call, and a function that raises an error if an argument has changed since."""
     tensors = [(name, a) for name, a in _arguments(call).items() if library_of(a) == "torch"]
     if any(tensor.is_inference() for _, tensor in tensors):
         call = _with_copies(call)
     counted = [(name, t, t._version) for name, t in tensors if not t.is_inference()]
     owner, cache, store = call.mechanism, call.cache, None
     if cache is not None and cache.store and writes_in_place(cache.length):
-        store = cache.store  # It is emptied where it is donated.
+        store = cache.store  # A donated cache is emptied.
 
     def check() -> None:
         if store is not None and not store:
@@ -41,7 +42,7 @@ def held(call: GivenCall) -> tuple[GivenCall, Callable[[], None]]:
 
 
 def _with_copies(call: GivenCall) -> GivenCall:
-    """The call with copies of the tensors of inference mode."""
+    """The call, with copies of the tensors of inference mode."""
 
     def kept(array: Array) -> Array:
         return copied(array) if library_of(array) == "torch" and array.is_inference() else array
@@ -57,7 +58,7 @@ def _with_copies(call: GivenCall) -> GivenCall:
 
 
 def _arguments(call: GivenCall) -> Arrays:
-    """The arguments, by what a message calls them."""
+    """The arguments, by the names that messages have for them."""
     arguments = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
     arguments |= call.masks
     if isinstance(call.cache, Cache):

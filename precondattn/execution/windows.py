@@ -1,9 +1,9 @@
-"""Extending the cache of a window: as an ordinary cache with room for the new tokens.
+"""Extending the cache of a window, as an ordinary cache with room for the new tokens.
 
     ordinary = (length − first tokens, buffers);  extend it;  drop the rows that no longer fit
 
-The backends see an ordinary cache. Where the lengths can be read and the tokens fit, its buffers
-are those of the cache itself; otherwise it is a copy with more rows.
+Backends get an ordinary cache. If the lengths can be read and the tokens fit, it has the same
+buffers; otherwise it has copies with more rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def is_window(cache: Cache) -> bool:
 
 
 def ordinary(call: GivenCall) -> Cache:
-    """A cache without a window, of the tokens that this one holds, with room for the new ones."""
+    """A cache without a window that has the same tokens, and room for the new ones."""
     mechanism, cache = call.mechanism, call.cache
     length, first = cache.length, cache.store[FIRST]
-    # An invalid sequence has a negative length, and stays invalid.
+    # A negative length marks an invalid sequence, which stays invalid.
     local = namespace(length).where(length < 0, length, length - cast(first, length.dtype))
     store = {name: buffer for name, buffer in cache.store.items() if name != FIRST}
     kinds = _kinds(mechanism)
     if not set(mechanism.program.slots) <= set(store) <= set(kinds):
-        return Cache(length, store)  # Of another mechanism, which the extension refuses.
+        return Cache(length, store)  # A cache of another mechanism, which `extend` refuses.
     reach = mechanism.program.reach
     held = next(a.shape[1] for name, a in store.items() if kinds[name].has_tokens)
     if reach is None or held != rows_of(reach):
@@ -48,13 +48,13 @@ def ordinary(call: GivenCall) -> Cache:
 
 
 def _kinds(mechanism: Piece) -> dict[str, Kind]:
-    """The kinds of the buffers that its cache may have."""
+    """The kinds of the buffers that the mechanism's cache may have."""
     slots = {name: slot.kind for name, (slot, _) in mechanism.program.slots.items()}
     return {**slots, KEY_MASK: Kind(TOKENS)}
 
 
 def _token_count(call: GivenCall) -> int:
-    """The number of new tokens; 0 if the inputs have none, which the extension then refuses."""
+    """The number of new tokens; 0 if no input has tokens, which `extend` then refuses."""
     given = {**dict(zip(call.mechanism.inputs, call.arrays, strict=False)), **call.named}
     for name, pattern in call.mechanism.inputs.items():
         shape = getattr(given.get(name), "shape", ())
@@ -65,7 +65,7 @@ def _token_count(call: GivenCall) -> int:
 
 
 def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> Cache:
-    """The cache of a window after its ordinary cache was extended to `plain`."""
+    """The cache of a window, after the ordinary cache was extended to `plain`."""
     reach, kinds = mechanism.program.reach, _kinds(mechanism)
     assert reach is not None  # `ordinary` has checked it.
     length, first, rows = plain.length, cache.store[FIRST], rows_of(reach)
@@ -77,7 +77,7 @@ def moved_on(mechanism: Piece, cache: Cache, plain: Cache, *, donate: bool) -> C
     if capacity > rows:
         drop = dropped(length, reach)
         for name, buffer in plain.store.items():
-            if kinds[name].has_tokens:  # A state beside them, such as CCQ's, has no rows.
+            if kinds[name].has_tokens:  # States, such as CCQ's, have no rows.
                 store[name] = moved_to_front(buffer, kinds[name], length, drop, rows)
         store[FIRST] = first + cast(drop, first.dtype)
         if donate and writes_in_place(length, *store.values()):

@@ -1,4 +1,4 @@
-"""Mechanisms in the models of other libraries: a folder for each library, and an extra of its name.
+"""Mechanisms in the models of other libraries, with a folder and an extra for each library.
 
-Nothing here is imported by `import precondattn`.
+`import precondattn` imports none of them.
 """

@@ -1,1 +1,1 @@
-"""Other projects' names and layouts, translated to those of this library."""
+"""Functions that translate the names and layouts of other projects to those of this library."""

@@ -1,6 +1,6 @@
-"""The two public head layouts of differential attention.
+"""The two published head layouts of differential attention.
 
-A layer of 2h query heads has h pairs. Which heads form a pair depends on the layout, and weights
+A layer with 2h query heads has h pairs. The layout determines which heads form a pair, and weights
 trained with one layout can not be used with the other:
 
     adjacent:   (2i, 2i + 1)      microsoft/unilm
@@ -15,11 +15,11 @@ LAYOUTS = ("adjacent", "halves")
 
 
 def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
-    """The first and the second heads of all pairs, each (b, t, h, d), of x (b, t, 2h, d).
+    """The first and the second heads of all pairs, each (b, t, h, d), from x (b, t, 2h, d).
 
-    For queries and for keys: `q, q2 = split_heads(queries, "halves")`. Keys with fewer heads are
-    split the same way; both numbers of heads must be even. (unilm's flash-attention code does so;
-    its other version repeats key heads before it pairs them.)
+    Use it for queries and for keys: `q, q2 = split_heads(queries, "halves")`. Keys with fewer heads
+    are split in the same way; both numbers of heads must be even. (unilm's flash-attention code
+    does this; its other version repeats key heads before pairing.)
 
     Parameters
     ----------
@@ -59,10 +59,10 @@ def split_heads(x: Array, layout: str) -> tuple[Array, Array]:
 
 
 def pair_values(v: Array, layout: str) -> Array:
-    """The values of all pairs (b, t, n, 2e), of v (b, t, 2n, e): both heads are concatenated.
+    """The values of all pairs (b, t, n, 2e), from v (b, t, 2n, e), by concatenating paired heads.
 
     The values of differential attention are twice as wide as its keys. unilm projects to n heads of
-    that width; diffllama projects to 2n heads in the layout "halves", which this function joins.
+    that width. diffllama projects to 2n heads in the layout "halves", which this function joins.
 
     Examples
     --------

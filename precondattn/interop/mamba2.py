@@ -1,8 +1,8 @@
-"""Mamba-2's own inputs, as those of `SSD`.
+"""The conversion of Mamba-2's inputs to the inputs of `SSD`.
 
     q = C,  k = B,  v = Δ x,  g = Δ A,      y = ssd(q, k, v, g) + D x
 
-with one B and C for each group of heads, A < 0, and Δ = softplus(dt + bias), clipped, or dt itself.
+with one B and C for each group of heads, A < 0, and Δ = softplus(dt + bias), clipped, or Δ = dt.
 Source: Mamba-2 (arXiv 2405.21060) 5–7.
 """
 
@@ -38,20 +38,21 @@ def mamba2_inputs(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> dict[str, Array]:
-    """`q`, `k`, `v` and `g` of `SSD`, from Mamba-2's arguments by Mamba-2's names.
+    """The inputs `q`, `k`, `v` and `g` of `SSD`, from arguments with Mamba-2's names.
 
     Parameters
     ----------
     x : array (b, t, u, e)
         Values of u heads.
     dt : array (b, t, u)
-        Step sizes Δ, or the numbers from which `dt_bias` and `dt_softplus` compute them.
+        Step sizes Δ, or the numbers from which `dt_bias` and `dt_softplus` compute Δ.
     A : array (u,)
-        At most 0; −exp(A_log) in a layer.
+        Decay rates, at most 0; −exp(A_log) in a layer.
     B, C : array (b, t, h, d)
-        One per group. The number h of groups divides u; head i is in group ⌊i h / u⌋.
+        Keys and queries, one per group. The number h of groups divides u; head i is in group
+        ⌊i h / u⌋.
     dt_bias : array (u,), optional
-        Added to dt.
+        A bias that is added to dt.
     dt_softplus : bool
         Whether Δ = softplus(dt).
     dt_limit : (float, float)
@@ -60,13 +61,13 @@ def mamba2_inputs(
     Returns
     -------
     dict
-        `g` in float32 where x is in half precision, the others like x. All are differentiable if
-        the library has automatic differentiation.
+        The inputs by name. If x is in half precision, `g` is in float32; the others have the dtype
+        of x. All are differentiable if the library has automatic differentiation.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument, for inconsistent shapes, dtypes or libraries.
+        for inconsistent shapes, dtypes or libraries; the message names the argument.
 
     Examples
     --------
@@ -107,15 +108,15 @@ def mamba2(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Array:
-    """Mamba-2's recurrence on its own arguments: y (b, t, u, e), D x included.
+    """The output y (b, t, u, e) of Mamba-2's recurrence, including D x, from its own arguments.
 
-    The arguments are those of `mamba2_inputs`, and optionally D (u,) of the skip connection. A gate
-    z, initial states and packed sequences are not included: for caches and masks call `SSD` with
-    the result of `mamba2_inputs`.
+    The arguments are those of `mamba2_inputs`, and optionally D (u,), the skip connection. There is
+    no gate z, no initial state and no packing: for caches and masks, call `SSD` with the result of
+    `mamba2_inputs`.
 
     Examples
     --------
-    A state that halves at every token, plus 10 x:
+    A state that is halved at every token, plus 10 x:
 
     >>> import numpy as np, precondattn as pa
     >>> x = np.asarray([1.0, 0, 0]).reshape(1, 3, 1, 1)
@@ -142,7 +143,7 @@ def compute(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
 ) -> Array:
-    """`mamba2` on all its arguments by position."""
+    """The output of `mamba2`, with all arguments by position."""
     if D is not None:
         _checked({"x": x, "D": D})
     inputs = mamba2_inputs(
@@ -163,7 +164,7 @@ def _limits(dt_limit: Given) -> tuple[float, float]:
 
 
 def _checked(given: Arrays) -> Arrays:
-    """The arguments, as PyTorch's autocast casts them."""
+    """The checked arguments, cast by PyTorch's autocast if it is on."""
     from precondattn.execution.array_checks import check_arrays
     from precondattn.execution.torch.autocast import cast_inputs
 

@@ -1,4 +1,4 @@
-"""Host code that all backends with kernels share."""
+"""The host code that all backends with kernels share."""
 
 from precondattn.kernel_backend.backend import VERBS, KernelBackend
 

@@ -1,6 +1,6 @@
-"""What a softmax attention adds to plain attention, for kernels that decline it.
+"""The options that softmax attention adds to plain attention, which some kernels decline.
 
-Kernels compare every option, so that none is ignored. An option that is added later belongs here.
+Kernels must compare every option, so that none is ignored. New options belong in this list.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from precondattn.spec.softmax import SoftmaxAttention
 
 
 def declined_option(leaf: SoftmaxAttention, kernels: str) -> str | None:
-    """Why kernels for plain scores and weights decline `leaf`, a `Softmax` or `Path`; or None."""
+    """The reason why kernels for plain attention decline `leaf`, a `Softmax` or `Path`; or None."""
     is_used = {
         "a bias": leaf.bias,
         "a forget gate": leaf.forget != "none",

@@ -1,4 +1,4 @@
-"""The base class of backends that have a class with kernels for each leaf or group."""
+"""The base class of backends with one class of kernels for each leaf or group."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from precondattn.kernel_backend.ledger import (
 from precondattn.runner import Runner
 
 VERBS = {"forward": "forward", "vjp": "backward", "extend": "step", "extend_vjp": "step_backward"}
-"""The method that serves each verb."""
+"""The method of a kernel class that serves each verb."""
 
 
 class KernelBackend(Backend):
-    """Subclass it with a `table`, and `refuses_request` for what no kernel supports.
+    """The base class of kernel backends. A subclass defines `table` and `refuses_request`.
 
-    A class in the table has `refuses`, and those methods of a backend that it supports.
+    A class in the table has a method `refuses`, and the methods of `Backend` that it supports.
     """
 
     table: ClassVar[KernelTable] = {}
-    """The class that computes each leaf or group. Leaves that are not in it are declined."""
+    """The class that computes each leaf or group. Other leaves are declined."""
     has_ledger: ClassVar[bool] = False
-    """Whether its kernels are chosen by default only where the ledger of its package has them."""
+    """Whether a kernel is chosen by default only if the ledger of its package lists it."""
 
     def kernels(self, mechanism: Piece) -> Kernels:
-        """An object that computes a leaf or group; None where the backend has none."""
+        """The object that computes a leaf or group; None if the table has none."""
         kernel_class = kernels_in(self.table, mechanism)
         return None if kernel_class is None else kernel_class()
 
     def refuses_request(self, request: Request) -> str | None:
-        """The reason why no kernel supports a request: its device, its dtype; None otherwise."""
+        """The reason why no kernel supports a request, such as its dtype; None if one may."""
         return None
 
     def refuses_kernels(self, kernels: Kernels, request: Request) -> str | None:
-        """The reason why these kernels do not support a request, whatever the mechanism."""
+        """The reason why these kernels do not support a request with any mechanism; or None."""
         return None
 
     def on_device(self) -> str:
-        """The end of a refusal where the table depends on the device, such as " on a TPU"."""
+        """The end of a refusal if the table depends on the device, such as " on a TPU"."""
         return ""
 
     def refusal(self, mechanism: Piece, request: Request) -> str | None:
-        """The reason why the backend does not support a request; None where it does."""
+        """The reason why the backend does not support a request; None if it does."""
         if (reason := self.refuses_request(request)) is not None:
             return reason
         kernels = self.kernels(mechanism)
@@ -69,7 +69,7 @@ class KernelBackend(Backend):
         return self.refusal_of_kernels(mechanism, request) if reason is None else reason
 
     def refusal_of_kernels(self, mechanism: Piece, request: Request) -> str | None:
-        """The reason why the kernels do not support a request, whatever device is here; or None."""
+        """The reason why the kernels do not support a request on any device; None if they do."""
         if (kernels := self.kernels(mechanism)) is None:
             lack = lack_in(self.table, mechanism)
             return f"has no kernels for {mechanism}{self.on_device()}{lack}"
@@ -79,15 +79,15 @@ class KernelBackend(Backend):
         return refusal
 
     def capability(self) -> str:
-        """The compute capability of this GPU, such as "9.0"; empty where there is none."""
+        """The compute capability of this machine's GPU, such as "9.0"; empty without a GPU."""
         return ""
 
     def assembler(self) -> str:
-        """What makes machine code of the kernels here, with its version: "ptxas 13.1"."""
+        """The assembler that produces the machine code, with its version, such as "ptxas 13.1"."""
         return ""
 
     def ledger_entry(self, mechanism: Piece, request: Request) -> LedgerEntry:
-        """What the ledger must have for these kernels to be chosen by default."""
+        """The ledger entry that these kernels need to be chosen by default."""
         kernel_class = entry_in(self.table, mechanism)
         assert kernel_class is not None
         return LedgerEntry(
@@ -117,7 +117,7 @@ class KernelBackend(Backend):
         )
 
     def _verbs(self, mechanism: Piece, request: Request) -> tuple[str, ...]:
-        """A step that a framework may differentiate has its gradient from a kernel too."""
+        """The verbs that a request needs; differentiable steps also need `extend_vjp`."""
         has_gradient = hasattr(self.kernels(mechanism), VERBS["extend_vjp"])
         if request.verb == "extend" and request.differentiated and has_gradient:
             return "extend", "extend_vjp"
@@ -139,7 +139,7 @@ class KernelBackend(Backend):
 
 
 class KernelRunner(MethodsOf):
-    """The methods of an object with kernels, each where `launching` says."""
+    """A runner that calls the methods of a kernel class in the context of `launching`."""
 
     def __init__(self, backend: KernelBackend, piece: Piece, kernels: Kernels) -> None:
         super().__init__(backend, piece, methods=kernels)
@@ -154,5 +154,7 @@ class KernelRunner(MethodsOf):
             return launch
 
         for name in ("forward", "forward_with_residuals", "backward", "step", "step_backward"):
-            at = 1 if name.startswith("step") else 0  # The first argument of a step are buffers.
+            at = (
+                1 if name.startswith("step") else 0
+            )  # The first argument of a step has the buffers.
             setattr(self, name, launched(getattr(self, name), at))

@@ -1,7 +1,7 @@
-"""A hash of the code of a kernel: the module of its class, and what that imports of its package.
+"""The hash of a kernel's code: the module of its class, and the package modules it imports.
 
-CUDA sources that these modules name count too, with the headers that they include, and tuned
-configurations. Comments, docstrings and empty lines do not count.
+The hash includes the CUDA sources that these modules name, the headers that those include, and the
+tuned configurations. Comments, docstrings and empty lines do not affect it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CUDA_FOLDER = "cuda"
-"""The folder of a package that has its CUDA sources."""
+"""The name of a package's folder with CUDA sources."""
 TUNED_FOLDER = "tuned"
-"""The folder that has its configurations, a file for each model of GPU."""
+"""The name of a package's folder with configurations, one file for each GPU model."""
 INCLUDE = re.compile(r'#include "([\w.]+)"')
 CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 DIGITS = 12
@@ -27,7 +27,7 @@ DIGITS = 12
 
 @cache
 def code_of(entry: str) -> str:
-    """The hash of a kernel class, which is given as `"module:Class"`.
+    """The hash of the code of a kernel class `"module:Class"`.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def code_of(entry: str) -> str:
 
 
 def _sources(module: str) -> dict[str, str]:
-    """The text of each file that the module depends on in its package, by the file's name."""
+    """The text of each file of the package that the module depends on, by file name."""
     package = module.partition(".")[0]
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -65,14 +65,14 @@ def _sources(module: str) -> dict[str, str]:
 
 
 def _path(root: Path, module: str) -> Path | None:
-    """The file of a module of the package in `root`; None where it is a function or a class."""
+    """The file of a module of the package in `root`; None for a function or a class."""
     path = root.joinpath(*module.split(".")[1:])
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((each for each in candidates if each.is_file()), None)
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere in a file, and names that may be modules."""
+    """All modules that are imported anywhere in a file, and imported names that may be modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -82,7 +82,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _stripped(source: str, tree: ast.AST) -> str:
-    """The lines of a Python file without comments, docstrings and empty lines."""
+    """A Python file without comments, docstrings and empty lines."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -98,7 +98,7 @@ def _stripped(source: str, tree: ast.AST) -> str:
 
 
 def _cuda_sources(folder: Path, tree: ast.AST) -> dict[str, str]:
-    """The CUDA sources that a module names in its strings, with all that they include."""
+    """The CUDA sources that a module names in its strings, and all files that they include."""
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     waiting = [f"{each}.cu" for each in strings if isinstance(each, str) and each.isidentifier()]
     texts: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""A registry of launch configurations: for every kernel, one for each width.
+"""A registry of launch configurations, one for each kernel and width.
 
-A kernel computes the same with every configuration. Configurations that were the fastest on a
-device are preferred to those that were only chosen to compile.
+A kernel computes the same with every configuration. A configuration that was measured to be the
+fastest on a device is preferred to one that was only chosen to compile.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ C = TypeVar("C")
 
 
 class Key(NamedTuple):
-    """The properties on which a configuration depends."""
+    """The properties that a configuration depends on, besides the kernel."""
 
     kernel: str
     width: int
     """The larger of the padded widths of keys and values."""
     half: bool
-    """Whether products have 16-bit factors, not 32-bit ones."""
+    """Whether the factors of products have 16 bits, not 32."""
 
 
 class Configurations(Generic[C]):
@@ -30,17 +30,17 @@ class Configurations(Generic[C]):
         self.widths = tuple(widths)
         """The padded widths that tiles may have, in ascending order."""
         self.untuned: dict[Key, C] = {}
-        """Chosen to compile, for every device."""
+        """Configurations that were chosen to compile on every device."""
         self.chosen: dict[str, dict[Key, C]] = {}
-        """Chosen for an architecture, such as "sm_90", and not measured."""
+        """Configurations chosen for an architecture, such as "sm_90", but not measured."""
         self.tuned: dict[str, dict[Key, C]] = {}
-        """Measured, by the name of the device."""
+        """Measured configurations, by the name of the device."""
         self._forced: dict[str, C] = {}
 
     def declare(
         self, kernel: str, half: Mapping[int, C], full: Mapping[int, C], architecture: str = ""
     ) -> None:
-        """A kernel's configurations by the largest width that each is for."""
+        """Declare a kernel's configurations, by the largest width that each is for."""
         into = self.chosen.setdefault(architecture, {}) if architecture else self.untuned
         for is_half, by_width in ((True, half), (False, full)):
             for width in self.widths:
@@ -53,7 +53,7 @@ class Configurations(Generic[C]):
     ) -> C:
         """The configuration of a kernel at a padded width.
 
-        One that was measured on the device comes before one that was chosen for its architecture.
+        A measured one for the device is preferred to one that was chosen for its architecture.
         """
         if kernel in self._forced:
             return self._forced[kernel]
@@ -65,7 +65,7 @@ class Configurations(Generic[C]):
 
     @contextmanager
     def forced(self, **configurations: C) -> Iterator[None]:
-        """These configurations by kernel, on every device: for tests, and for tuning."""
+        """A context that forces configurations by kernel on every device, for tests and tuning."""
         before = self._forced
         self._forced = {**before, **configurations}
         try:

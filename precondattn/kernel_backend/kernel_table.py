@@ -1,8 +1,9 @@
-"""The table of a backend: which class computes which leaf or group, imported when it is needed.
+"""The table of a kernel backend, which maps leaves and groups to classes of kernels.
 
-A table maps a leaf, as its exact class or as the recurrences that it may have, to `"module:Class"`,
-and a group as those of its leaves in order. Where the class depends on one option of the leaf, the
-entry is a `ByOption`. All other options are compared by the class itself, in its method `refuses`.
+A key is the exact class of a leaf, or a set of recurrences, or for a group a tuple of these in the
+order of its leaves. An entry is `"module:Class"`, which is imported when it is needed. If the class
+depends on one option of the leaf, the entry is a `ByOption`. The class itself checks all other
+options, in its method `refuses`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from precondattn.spec.stateful import Stateful
 
 @dataclass(frozen=True)
 class ByOption:
-    """An entry of a table that depends on one option of the leaf."""
+    """An entry of the table that depends on one option of the leaf."""
 
     option: str
     classes: Mapping[object, str]
-    """`"module:Class"` by the option's value."""
+    """The entry `"module:Class"` for each value of the option."""
     otherwise: str | None = None
-    """For every other value; None declines them."""
+    """The entry for all other values; None declines them."""
 
 
 OneLeaf = type | Recurrences
 Kernels = Any
-"""An object with `refuses`, and those methods of a backend that its kernels have."""
+"""An object with a method `refuses`, and the methods of `Backend` that its kernels support."""
 
 KernelTable = Mapping[OneLeaf | tuple[OneLeaf, ...], str | ByOption]
 
 
 def entry_in(table: KernelTable, mechanism: Piece) -> str | None:
-    """`"module:Class"` of a leaf or group; None where the table has none."""
+    """The entry `"module:Class"` for a leaf or group; None if the table has none."""
     leaves = mechanism.program.leaves
     if len(leaves) == 1:
         entry = entry_of(table, leaves[0])
@@ -54,18 +55,18 @@ def _is_group(key: OneLeaf | tuple[OneLeaf, ...], leaves: tuple[LeafProtocol, ..
 
 
 def lack_in(table: KernelTable, mechanism: Piece) -> str:
-    """Why a table has no class for a leaf, as the end of a sentence; empty for a group."""
+    """The end of a sentence that says why a table has no class for a leaf; empty for a group."""
     leaves = mechanism.program.leaves
     return lack_of(table, leaves[0]) if len(leaves) == 1 else ""
 
 
 def kernels_in(table: KernelTable, mechanism: Piece) -> type[Kernels] | None:
-    """The class for a leaf or group; None where the table has none."""
+    """The class of kernels for a leaf or group; None if the table has none."""
     entry = entry_in(table, mechanism)
     return None if entry is None else resolve_name(entry)
 
 
 def recurrences_in(table: KernelTable) -> list[Stateful]:
-    """The leaves with a state, with their default options, that a table has kernels for."""
+    """The leaves with a state, with default options, that a table has kernels for."""
     classes = [each for _, each in sorted(registered().items()) if issubclass(each, Stateful)]
     return [leaf for leaf in (each() for each in classes) if entry_in(table, leaf) is not None]

@@ -1,8 +1,9 @@
-"""The ledger of a backend: which of its kernels have run on a GPU and agreed with the oracle.
+"""The ledger of a backend: the kernels that have run on a GPU and agreed with the oracle.
 
-A backend's package has it as `ledger.json`, a list of entries. A kernel is chosen by default only
-where an entry has its family, the verb, dtype and width of the call, the compute capability of this
-GPU, and the code and the assembler that are used here. Entries are written from saved runs.
+It is the file `ledger.json` of a backend's package, a list of entries. A kernel is chosen by
+default only if an entry has its family, the verb, dtype and width of the call, the compute
+capability of the present GPU, and the present code and assembler. Entries are written from saved
+runs.
 """
 
 from __future__ import annotations
@@ -22,42 +23,42 @@ from precondattn.kernel_backend.limits import padded_width
 
 FILE = "ledger.json"
 TRUST = "PRECONDATTN_TRUST_KERNELS"
-"""Environment variable: 1 chooses kernels that the ledger does not have too. It is read when a call
-is first planned."""
+"""The environment variable that, set to 1, also allows kernels without a ledger entry. It is read
+when a call is first planned."""
 
 SELECTING = ("metric", "decay")
-"""Options of leaves for which a class has other kernels."""
+"""The options of leaves that select other kernels of a class."""
 
 
 class LedgerEntry(NamedTuple):
-    """A kernel that ran and agreed with the oracle."""
+    """A kernel that has run and agreed with the oracle."""
 
     family: str
-    """The leaf or group and its class of kernels: `"lucid_solve:LucidSolveKernels"`."""
+    """The leaf or group, and its class of kernels, such as `"lucid_solve:LucidSolveKernels"`."""
     verb: str
     dtype: str
     width: int
-    """The padded width of the wider of keys and values."""
+    """The padded width of keys or values, whichever are wider."""
     capability: str
-    """The compute capability of the GPU: `"9.0"`."""
+    """The compute capability of the GPU, such as `"9.0"`."""
     assembler: str
-    """What made the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
+    """The assembler of the machine code: `"ptxas 13.1"`, `"NVRTC 13.0"`, `"jaxlib 0.11.2"`."""
     code: str
     """The hash of the kernel's code (`kernel_backend.code_hash`)."""
 
 
 def is_trusting() -> bool:
-    """Whether the environment asks for kernels that the ledger does not have."""
+    """Whether the environment allows kernels without a ledger entry."""
     return os.environ.get(TRUST, "0") not in ("", "0")
 
 
 def family_of(mechanism: Piece, entry: str) -> str:
-    """The family of a leaf or group that the class `entry`, as `"module:Class"`, computes."""
+    """The family of a leaf or group that the class `entry` (`"module:Class"`) computes."""
     return f"{'+'.join(map(_named, mechanism.program.leaves))}:{entry.partition(':')[2]}"
 
 
 def _named(leaf: LeafProtocol) -> str:
-    """The name of a leaf, with the options that select kernels where they are no default."""
+    """The name of a leaf, with the options that select kernels if they differ from the default."""
     options = ",".join(
         f"{name}={getattr(leaf, name)}"
         for name, field in fields_of(leaf).items()
@@ -67,14 +68,14 @@ def _named(leaf: LeafProtocol) -> str:
 
 
 def width_of(request: Request) -> int:
-    """The padded width of the wider of keys and values; of the widest array without either."""
+    """The padded width of the wider of keys and values; without them, of the widest array."""
     rows = [shape[-1] for name, shape in request.shapes if name in ("k", "v", "o")]
     return padded_width(max(rows or [shape[-1] for _, shape in request.shapes]))
 
 
 @cache
 def entries(package: str) -> frozenset[LedgerEntry]:
-    """The entries of a backend's package; none where it has no ledger."""
+    """The entries of a backend's package; empty if it has no ledger."""
     spec = find_spec(package)
     path = Path(spec.origin).with_name(FILE) if spec is not None and spec.origin else None
     if path is None or not path.exists():

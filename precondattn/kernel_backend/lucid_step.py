@@ -1,4 +1,4 @@
-"""A step of LUCID, which is the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
+"""The decoding step of LUCID, the group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precondattn.spec.softmax import Softmax
 
 WIDEST = 256
 LARGEST_TILE = 8192
-"""The most elements of a tile of queries and the new key that fit every multiprocessor."""
+"""The most elements of a tile of queries and the new key that fit on every GPU."""
 
 
 def leaves_of(group: Piece) -> tuple[LucidSolve, Softmax]:
@@ -24,17 +24,17 @@ def leaves_of(group: Piece) -> tuple[LucidSolve, Softmax]:
 
 
 class LucidStepKernels:
-    """Subclass it with `step`: one new token of every sequence, and a cache."""
+    """The base class of kernels for one new token per sequence; a subclass defines `step`."""
 
     fitting = "as many query heads to a key/value head as fit a tile"
 
     def fits(self, rows: int, dtype: str, width: int) -> bool:
-        """Whether a tile holds the query heads of a key/value head and the new key."""
+        """Whether the query heads of a key/value head and the new key fit in a tile."""
         rows = padded_width(rows)
         return rows <= (32 if dtype == "float32" else 64) and rows * width <= LARGEST_TILE
 
     def refuses(self, group: Piece, request: Request) -> str | None:
-        """The reason why the kernels do not support a request; None where they do."""
+        """The reason why the kernels do not support a request; None if they do."""
         solve, softmax = leaves_of(group)
         if not is_lucid(group.program) or solve.window or softmax.window or not softmax.causal:
             return "its step is that of plain LUCID around causal softmax"
@@ -55,7 +55,7 @@ class LucidStepKernels:
 
     @staticmethod
     def updates(group: Piece, k: Array, y: Array, rms: Array | None) -> Updates:
-        """The updates of the group's buffers: the new key, y, and rms(k) if it is cached."""
+        """The updates of the group's buffers with the new key, y, and rms(k) if that is cached."""
         solve, softmax = (call.slot_keys() for call in group.program.calls)
         new = {softmax["key"]: k, solve["key"]: k, solve["solved"]: y}
         if rms is not None:

@@ -1,8 +1,9 @@
-"""Whether kernels in half precision take more products than rounding their factors once needs.
+"""The precise mode of kernels in half precision, in which factors are not rounded to one number.
 
-By default they round a factor once to what tensor cores read: weights and their gradients to the
-dtype of the call, float32 to tf32. In a precise kernel, weights and their gradients are the sums of
-two 16-bit numbers, and in float16 a product of float32 is three of tf32.
+By default, kernels round the factors of products to a dtype that tensor cores read: weights and
+their gradients to the dtype of the call, and float32 to tf32. In precise mode, weights and their
+gradients are sums of two 16-bit numbers, and in float16 a product in float32 is three products in
+tf32.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import os
 
 VARIABLE = "PRECONDATTN_PRECISE"
-"""Environment variable: 1 makes the kernels of all backends precise. It is read at each launch; a
-function compiled by JAX keeps what it was compiled for."""
+"""The environment variable that, set to 1, makes all kernels precise. It is read at each launch; a
+function compiled by JAX keeps the mode in which it was compiled."""
 
 
 def is_precise() -> bool:
-    """Whether kernels are to be precise."""
+    """Whether kernels must be precise."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")

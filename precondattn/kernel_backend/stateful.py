@@ -1,9 +1,9 @@
-"""Leaves with a state on a backend's kernels: their own definition, on a recurrence in chunks.
+"""Leaves with a state on a backend's kernels for chunked recurrences.
 
-A leaf that is one recurrence of its inputs ("plain") passes them to the kernels as they are stored,
-in the call's dtype. What another leaf computes from its inputs first (a norm, a softmax, a column
-of ones) is computed in float32. States, gates and β are in float32. The kernels multiply the
-outputs of the linear family by its scale, which would round the queries.
+A "plain" leaf is one recurrence of its inputs, which are passed to the kernels as they are stored,
+in the call's dtype. Other leaves first compute something from their inputs (a norm, a softmax, a
+column of ones), in float32. States, gates and β are in float32. The kernels multiply the outputs of
+the linear family by its scale, because scaling the queries would round them.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from precondattn.spec.stateful import Stateful
 WIDEST_KEYS, WIDEST_VALUES = 256, 512
 
 State = ByName | None
-"""A state by slot; None where it is of zeros."""
+"""The states by slot name; None for zeros."""
 
 
 def is_linear(leaf: Stateful) -> TypeGuard[LinearFamily]:
-    """Whether it is one recurrence, whose outputs have a scale and are no part of a sum."""
+    """Whether a leaf is one recurrence with a scale, whose output is not part of a sum."""
     if not isinstance(leaf, LinearFamily):
         return False
     return leaf.declares.normaliser is None and leaf.declares.reads == "after"
 
 
 def is_plain(leaf: Stateful) -> TypeGuard[LinearFamily]:
-    """Whether it is one recurrence of its own inputs."""
+    """Whether a leaf is one recurrence of its own inputs."""
     return is_linear(leaf) and not computes_rows(leaf)
 
 
 def computes_rows(leaf: Stateful) -> bool:
-    """Whether its recurrence has rows that it computes first: products of inputs, more steps, or
-    queries of other tokens."""
+    """Whether a leaf first computes the rows of its recurrence.
+
+    These may be products of inputs, several steps per token, or queries of other tokens.
+    """
     r = leaf.declares
     return r is not None and (
         r.reads == "before, with a bonus"
@@ -69,22 +71,22 @@ def computes_rows(leaf: Stateful) -> bool:
 
 
 def decays(leaf: Stateful, frame: Frame) -> bool:
-    """Whether the recurrence has gates. A gate of −∞ forgets other packed segments."""
+    """Whether the recurrence has gates; packed segments need them, with a gate of −∞ at borders."""
     return frame.k_segment is not None or bool(leaf.has_decay)
 
 
 def scale_in_form(leaf: Stateful, x: ByName) -> float:
-    """The scale that the form multiplies by: that of the linear family."""
+    """The scale by which the form multiplies the outputs, for the linear family; otherwise 1."""
     return float(leaf.scale_for(x["q"].shape[3])) if is_linear(leaf) else 1.0
 
 
 def unscaled(leaf: Stateful) -> Stateful:
-    """The leaf without the scale that the form multiplies by."""
+    """The leaf without the scale that the form applies."""
     return replace(leaf, scale=1.0) if is_linear(leaf) else leaf
 
 
 def stream_of(leaf: LinearFamily, x: ByName, frame: Frame) -> Stream:
-    """The stream of a plain leaf, without its scale and without repeating heads."""
+    """The recurrence inputs of a plain leaf, without its scale and without repeated heads."""
     m = leaf.state_heads(x)
     q, k = x["q"], x["k"]
     q = swap_time_and_heads(q)[:, :, :, None, :] if q.shape[2] < m else queries_of_states(q, m)
@@ -99,13 +101,13 @@ def stream_of(leaf: LinearFamily, x: ByName, frame: Frame) -> Stream:
 
 
 def _gates(leaf: LinearFamily, x: ByName, frame: Frame) -> Array:
-    """(b, m, s, 1 or d, 1) in float32; one 0, broadcast, where nothing decays."""
+    """The gates (b, m, s, 1 or d, 1) in float32; a broadcast 0 without decay."""
     k = x["k"]
     if not decays(leaf, frame):
         xp = namespace(k)
         zero = xp.zeros((), dtype=xp.float32, **placement(k))
         return xp.broadcast_to(zero, (k.shape[0], leaf.state_heads(x), k.shape[1], 1, 1))
-    # A fixed decay takes the number of keys and its dtype from k: one channel of k is enough.
+    # A fixed decay needs only the number of keys and a dtype: one channel of k is enough.
     small = {**x, "k": upcast(k[..., :1])}
     if "g" in x:
         small["g"] = upcast(x["g"])
@@ -113,12 +115,12 @@ def _gates(leaf: LinearFamily, x: ByName, frame: Frame) -> Array:
 
 
 def gradients_of(leaf: LinearFamily, x: ByName, d: Stream, frame: Frame) -> Arrays:
-    """The gradients of a plain leaf's inputs, from those of its stream, which has its scale."""
+    """The gradients of a plain leaf's inputs, from the gradients of its scaled stream."""
     return replace(leaf, scale=1.0).gradients(x, d, frame)
 
 
 class Rounded:
-    """A form whose rows are in the call's dtype, for a leaf that computes them from its inputs."""
+    """A form whose rows are cast to the call's dtype, for leaves that compute their rows."""
 
     def __init__(self, form: Form, dtype: DType) -> None:
         self.form, self.dtype = form, dtype
@@ -136,19 +138,19 @@ class Rounded:
 
 
 class StatefulKernels:
-    """Subclass it with `form`."""
+    """The base class of kernels for leaves with a state; a subclass defines `form`."""
 
     def form(self, leaf: Stateful, x: ByName, frame: Frame) -> Form:
-        """The recurrence in chunks, as a leaf and its inputs need it.
+        """The chunked recurrence for a leaf and its inputs.
 
-        It multiplies by `scale_in_form`, and has gates where `decays`.
+        It multiplies outputs by `scale_in_form`, and has gates if `decays` is True.
         """
         raise NotImplementedError
 
     def refuses(self, leaf: Stateful, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         shapes = dict(request.shapes)
-        k = shapes.get("k") or shapes["g"]  # There may be keys of the gate.
+        k = shapes.get("k") or shapes["g"]  # The keys may be derived from the gate.
         d, e = k[-1], shapes.get("v", k)[-1]
         slots = shapes["s"][3] if "s" in shapes else 0
         if slots > WIDEST_KEYS:
@@ -170,7 +172,7 @@ class StatefulKernels:
         return Rounded(form, x["q"].dtype) if computes_rows(leaf) else form
 
     def run(self, leaf: Stateful, state: State, x: ByName, frame: Frame) -> tuple[Array, Arrays]:
-        """The output and the new state, from a state."""
+        """The output, and the new state, from an old state."""
         form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
         if is_plain(leaf):
@@ -182,7 +184,7 @@ class StatefulKernels:
     def run_vjp(
         self, leaf: Stateful, state: State, x: ByName, frame: Frame, cotangent: Array, d_new: State
     ) -> tuple[Arrays, Arrays]:
-        """The gradients of inputs and state, from those of the output and the new state."""
+        """The gradients of inputs and old state, from those of the output and the new state."""
         form = self._form(leaf, x, frame)
         state = leaf.zero_state(x) if state is None else state
         d_new = leaf.no_cotangents(state) if d_new is None else d_new
@@ -231,5 +233,5 @@ class StatefulKernels:
 
 
 def _without_masks_if_uniform(frame: Frame) -> Frame:
-    """The frame of an extension, whose arrays are not computed where nothing is masked."""
+    """The frame of an extension, without masks if nothing is masked."""
     return frame if frame.held is None else Frame(None, None)

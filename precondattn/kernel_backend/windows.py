@@ -1,13 +1,13 @@
-"""The windows of a call as kernels read them, and the calls that kernels decline.
+"""The windows of a grid, as kernels index them, and the calls that kernels decline.
 
 Windows start at …, σ − w, σ, σ + w, … along each axis. Window (I, J) of w_r × w_c slots has in
 slot m
 
     row    r = first_r + I w_r + ⌊m / w_c⌋,      column    c = first_c + J w_c + m mod w_c,
 
-with first = −((w − σ) mod w), and so token r C + c of a grid of C columns, if that is in the grid.
-Nothing is rolled, cut or filled up: a window at the border has fewer tokens. (Swin's cyclic shift
-puts two such windows into one, and masks their pairs.) A sequence is a grid of one column.
+with first = −((w − σ) mod w), and so token r C + c of a grid with C columns, if it is in the grid.
+Nothing is rolled, cropped or padded: a window at the border has fewer tokens. (Swin's cyclic shift
+puts two such windows into one, and masks their pairs.) A sequence is a grid with one column.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from precondattn.spec.read import MEAN
 from precondattn.spec.windowed import Windowed
 
 MOST_SLOTS = 1024
-"""Tokens of a window. The table's gradient needs a number for each pair of them."""
+"""The most tokens of a window; the gradient of the bias table needs a number for each pair."""
 
 TOGETHER = 16
-"""Windows that a program of the table's gradient sums over."""
+"""The number of windows over which one program sums the gradient of the bias table."""
 
 
 class WindowGrid(NamedTuple):
     """The windows of a call."""
 
     windows: int
-    """How many there are."""
+    """The number of windows."""
     across: int
-    """How many there are next to each other."""
+    """The number of windows in a row of windows."""
     columns: int
     first_row: int
     first_column: int
 
 
 class WindowSize(NamedTuple):
-    """Rows and columns of a window."""
+    """The numbers of rows and columns of a window."""
 
     rows: int
     columns: int
@@ -51,12 +51,12 @@ class WindowSize(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Of a window of a grid, or of a sequence."""
+        """The sizes of a window of a grid, or of a sequence, as the option `window` has them."""
         return (self.rows,) if self.columns == 1 else (self.rows, self.columns)
 
 
 def grid_of(windows: GridWindows, s: int) -> tuple[WindowGrid, WindowSize]:
-    """The windows (`spec.grid_windows.GridWindows`) of s tokens."""
+    """The numbers and the size of the windows of s tokens."""
     columns = windows.columns or 1
     size = WindowSize(*windows.size, *((1,) if windows.columns is None else ()))
     shift = (*windows.shift, *((0,) if windows.columns is None else ()))
@@ -67,7 +67,7 @@ def grid_of(windows: GridWindows, s: int) -> tuple[WindowGrid, WindowSize]:
 
 
 def declined_windows(leaf: Windowed, request: Request) -> str | None:
-    """The reason why no kernel supports this call of `Windowed`, or None."""
+    """The reason why no kernel supports a call of `Windowed`; None if one may."""
     if leaf.read != MEAN:
         return "has no kernel for windows with LASER's read"
     if "segment_ids" in request.masks:

@@ -1,8 +1,8 @@
-"""Attention layers: a mechanism, and how its inputs are made from the hidden states of a model.
+"""Attention layers: a mechanism whose inputs are computed from hidden states by recipes.
 
-`precondattn.layers.torch` has modules of PyTorch, `precondattn.layers.flax` of Flax NNX. Both run
-the functions of `recipes/`, which are written for arrays of any library, on weights of the same
-names and shapes. Nothing is imported here.
+`precondattn.layers.torch` has modules of PyTorch, and `precondattn.layers.flax` of Flax NNX. Both
+run the functions of `recipes/`, which are written for arrays of any library, on weights with the
+same names and shapes. This package imports neither.
 """
 
 

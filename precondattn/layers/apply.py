@@ -1,4 +1,4 @@
-"""One call of a layer, the same for both frameworks: x, its inputs, the mechanism, the output."""
+"""The call of a layer for both frameworks: from x to inputs, to the mechanism, to the output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from precondattn.layers.segments import CallSegments
 
 
 class DividedLayerCall(Protocol):
-    """A call whose tokens are divided among devices: what it needs to know of the others'."""
+    """What a call whose tokens are divided among devices needs from other devices."""
 
     @property
     def positions(self) -> Array:
-        """(1, t) of this device's tokens in their sequences."""
+        """The positions (1, t) of this device's tokens in their sequences."""
 
     def convolved(self, rows: Array, weight: Array, bias: Array | None) -> Array:
-        """`causal_convolution` of this device's rows (b, t, …) and those before them."""
+        """`causal_convolution` of this device's rows (b, t, …), after the rows before them."""
 
 
 def apply(
@@ -47,11 +47,11 @@ def apply(
     mechanism: Callable[..., Array] | None = None,
     summed: Callable[[Array], Array] | None = None,
 ) -> tuple[Array, Cache | None]:
-    """y (b, t, width), and the cache after these tokens.
+    """The output y (b, t, width), and the cache after these tokens.
 
-    `pair_masks` are `attn_mask` and `prefix`. Tokens that are `divided` have no mask, segments and
-    cache, and a `mechanism` that is called in place of the plan's. Where heads are divided among
-    devices, `summed` is the sum over them.
+    `pair_masks` has `attn_mask` and `prefix`. If tokens are `divided`, there are no mask, segments
+    and cache, and `mechanism` is called in place of the plan's. If heads are divided among devices,
+    `summed` computes the sum over devices.
     """
     if divided is not None and positions is None:
         positions = divided.positions
@@ -75,7 +75,7 @@ def apply(
     angles: dict[tuple[int, float], tuple[Array, Array]] = {}
 
     def rotation_of(width: int, theta: float) -> tuple[Array, Array]:
-        if (width, theta) not in angles:  # Once for queries and keys.
+        if (width, theta) not in angles:  # The angles are the same for queries and keys.
             at = _positions(x, cache, segments) if positions is None else positions
             angles[width, theta] = rotation(at, width, theta, wide)
         return angles[width, theta]

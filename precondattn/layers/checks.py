@@ -17,11 +17,11 @@ from precondattn.layers.histories import ROWS
 from precondattn.layers.plan import LayerPlan
 
 OWN = {"key_mask", "first_token"}
-"""Buffers that a mechanism's cache may have besides those of its leaves."""
+"""The buffers that a mechanism's cache may have besides those of its leaves."""
 
 
 LayerOutput = Any
-"""y; or y and the longer cache, where there is a cache."""
+"""The output y, or y and the extended cache if a cache is given."""
 
 
 def check_call(
@@ -37,7 +37,8 @@ def check_call(
 ) -> None:
     """Raise an error for arguments that do not fit.
 
-    `is_cast`: autocast chooses the dtype of x. `is_packed`: there are segments.
+    `is_cast` says whether autocast chooses the dtype of x, and `is_packed` whether there are
+    segments.
     """
     library = library_of(weight)
     if library_of(x) != library:
@@ -73,7 +74,7 @@ def check_call(
 
 
 def keeping_of(cache: object, keep: Given, states_every: Given) -> Keeping | None:
-    """The states that a call of a layer is asked to keep."""
+    """The states that a call of a layer must keep; None if it keeps none."""
     keeping = Keeping.read("Attention", keep, states_every)
     if keeping is not None and cache is None:
         raise ValueError("Attention: keep and states_every are for a call with a cache")

@@ -1,4 +1,4 @@
-"""What the decoders of both frameworks share: declared weights, sizes, and checks.
+"""The common part of both frameworks' decoders: declared weights, sizes, and checks.
 
     block:    x ← x + attention(norm(x)),    x ← x + MLP(norm(x))
     gated:    MLP(y) = W₃ (SiLU(W₁ y) ∘ W₂ y)
@@ -38,7 +38,7 @@ def gain_weight(width: int) -> Weight:
 
 
 def mlp_maps(width: int, hidden: int, mlp: str) -> tuple[Map, ...]:
-    """The linear maps of a gated MLP, three, or of a plain one, two, which start as `FanIn`."""
+    """The linear maps of an MLP, three if gated and two if plain, initialised by `FanIn`."""
     inward = Weight((width, hidden), FanIn(), ("embed", "mlp"))
     outward = Weight((hidden, width), FanIn(), ("mlp", "embed"))
     weights = {"gate": inward, "up": inward, "down": outward}
@@ -54,7 +54,7 @@ def embedding_weight(vocabulary: int, width: int) -> Weight:
 
 
 def mlp_output(y: Array, *maps: LinearMap) -> Array:
-    """W₃ (SiLU(W₁ y) ∘ W₂ y) of three maps, and W₂ GELU(W₁ y) of two."""
+    """The output of an MLP: W₃ (SiLU(W₁ y) ∘ W₂ y) with three maps, W₂ GELU(W₁ y) with two."""
     *inward, down = (partial(linear, weight=each) for each in maps)
     if len(inward) == 1:
         return down(gelu(inward[0](y)))
@@ -68,9 +68,9 @@ def check_mlp(mlp: object) -> None:
 
 
 def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
-    """The inner width of the MLP, with which both kinds have 8 width² weights, if none is given.
+    """The inner width of the MLP; by default both kinds have 8 width² weights.
 
-    It is 4 times the width, or in a gated MLP 8/3 of it, as a multiple of 8.
+    The default is 4 times the width, or in a gated MLP 8/3 of it, as a multiple of 8.
     """
     if hidden is None:
         return 4 * width if mlp == "plain" else -(-8 * width // 24) * 8
@@ -82,7 +82,7 @@ def hidden_width(width: int, hidden: int | None, mlp: str) -> int:
 def arguments_of(
     layers: Layers | None, heads: int, mechanism: Layer | None = None
 ) -> list[Arguments]:
-    """The arguments of each block's attention; `depth` counts the blocks."""
+    """The arguments of each block's `Attention`; `depth` is the index of the block."""
     if layers is None:
         raise TypeError(
             "layers: the number of blocks, or a list with a mechanism for each, is missing; write "
@@ -130,11 +130,11 @@ def check_tokens(
     blocks: int = 0,
     are_prompts: bool = False,
 ) -> None:
-    """Raise an error unless tokens are integers (b, t), and the caches are a tuple of one a block.
+    """Raise an error unless tokens are integers (b, t) and there is one cache per block.
 
-    Only prompts must not be empty.
+    Prompts (`are_prompts`) must not be empty.
     """
-    # A compiler of PyTorch can not look up the name of a dtype.
+    # PyTorch's compiler can not look up the name of a dtype.
     is_integer = is_compiling() or (
         library_of(tokens) == library and dtype_name(tokens) in INTEGERS
     )
@@ -163,7 +163,7 @@ def check_generation(
     largest: int,
     least: int,
 ) -> None:
-    """Raise an error for options out of range, and for tokens that the vocabulary has not."""
+    """Raise an error for options out of range, and for tokens outside the vocabulary."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count must be a whole number, 1 or above; found {count!r}")
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
@@ -179,7 +179,7 @@ def check_generation(
 
 
 def counted(count: int, *, shown: bool) -> Iterator[int]:
-    """0, 1, … count − 1, with a bar on the standard error that shows how far it is."""
+    """The numbers 0 … count − 1, with a progress bar on the standard error if `shown`."""
     start = time.monotonic()
     for i in range(count):
         yield i

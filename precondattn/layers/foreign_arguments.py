@@ -1,6 +1,6 @@
-"""Arguments that a layer has not: an error says how those of other libraries are said here.
+"""Errors for arguments that a layer does not have, with the equivalent of other libraries' names.
 
-Those that a mechanism has are answered with their place too.
+For arguments that a mechanism has, the error says where to give them.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ OF_CALLS = {
     "bias": (Said(RECIPES, "recipes={'out': Biased()}"),) * 2,
     "depth": (Said("it is the number of blocks", "blocks=depth"), Said("", "layers=depth")),
 }
-"""What is here of calls and options elsewhere: how it is said in a layer, and in a Decoder."""
+"""The arguments and options of mechanisms, with the equivalent in a layer and in a Decoder."""
 
 
 class AnswersForeignNames:
-    """A layer whose constructor answers the arguments of other libraries' layers."""
+    """A base class whose constructor raises helpful errors for other libraries' arguments."""
 
     def __new__(cls, *values: object, **named: object) -> Self:
         parameters = signature(cls.__init__).parameters
         unknown = {name: value for name, value in named.items() if name not in parameters}
         if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
-            # A class of others may read them itself; ours passes on what is not foreign.
+            # Classes of other packages may accept them; ours pass on only known arguments.
             is_ours = cls.__module__.startswith("precondattn.")
             unknown = {n: v for n, v in unknown.items() if is_ours and keyword_elsewhere(n)}
-        # Python would say first that `heads` is missing, where `num_heads` is given.
+        # Python would first report `heads` as missing if `num_heads` is given.
         refuse(cls.__name__, cls.__init__, unknown, named.get("mechanism", "softmax"))
         refuse_by_position(cls.__name__, cls.__init__, values)
         return super().__new__(cls)
 
 
 def answering(owner: str) -> Callable[[Method], Method]:
-    """A decorator of a method: it refuses other arguments before Python misses one of its own."""
+    """A decorator that refuses unknown arguments before Python reports missing ones."""
 
     def decorated(method: Method) -> Method:
         known = _names(method, KINDS)
@@ -94,7 +94,7 @@ def refuse(
     unknown: Mapping[str, Given],
     mechanism: Given = None,
 ) -> None:
-    """Raise a TypeError for the first of these arguments, which the function has not."""
+    """Raise a TypeError for the first of these arguments, which the function does not have."""
     known = _names(function, KINDS)
     for name in sorted(unknown):
         place = MODEL if owner.startswith("Decoder") else LAYER
@@ -106,7 +106,7 @@ def refuse(
 def refuse_by_position(
     owner: str, function: Callable[..., object], values: tuple[Given, ...]
 ) -> None:
-    """Raise a TypeError for arguments by position that are given by name here."""
+    """Raise a TypeError for positional arguments that must be given by name."""
     first, rest = _names(function, KINDS[:1]), _names(function, KINDS[1:])
     takes_more = any(
         each.kind is Parameter.VAR_POSITIONAL for each in signature(function).parameters.values()
@@ -123,7 +123,7 @@ def _names(function: Callable[..., object], kinds: Collection[object]) -> list[s
 
 
 def _place_here(name: str, value: Given, place: str, mechanism: Given) -> str:
-    """Where an argument is given that this library has at another place; empty if it has none."""
+    """The advice for an argument that this library takes in another place; empty if none."""
     if name in OF_CALLS:
         in_layer, in_model = OF_CALLS[name]
         return f" (here: {of_each_layer(in_model) if place == MODEL else in_layer})"
@@ -139,7 +139,7 @@ def _place_here(name: str, value: Given, place: str, mechanism: Given) -> str:
 
 
 def _classes(mechanism: Given) -> list[type[Mechanism]]:
-    """The class of a layer's mechanism, and softmax."""
+    """The classes of a layer's mechanism and of softmax."""
     try:
         own = parse(mechanism) if isinstance(mechanism, str) else mechanism
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Functions of arrays that recipes are written with.
+"""The array functions with which recipes are written.
 
-Weights have the axis that is summed first: `linear(x, w)` of x (b, t, x) and w (x, h, d) is
-(b, t, h, d). Norms, exponentials and rotations of half precision are computed in float32.
+The first axis of a weight is summed over: `linear(x, w)` of x (b, t, x) and w (x, h, d) is
+(b, t, h, d). Norms, exponentials and rotations in half precision are computed in float32.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from precondattn.arrays import (
 
 
 class LinearMap:
-    """A linear map that a module of a layer computes, with its bias: what `linear` then calls."""
+    """The interface of a linear map with a bias that a module computes; `linear` calls it."""
 
     def __call__(self, x: Array) -> Array:
         raise NotImplementedError
 
 
 def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | None = None) -> Array:
-    """Σ x w + b over the last `axes` axes of x, which are the first of the weight."""
+    """The product Σ x w + b, summed over the last `axes` axes of x, the first ones of w."""
     if isinstance(weight, LinearMap):
         return weight(x)
     y = _product(x, weight, axes)
@@ -37,7 +37,7 @@ def linear(x: Array, weight: Array | LinearMap, axes: int = 1, bias: Array | Non
 
 
 def _product(x: Array, weight: Array, axes: int) -> Array:
-    # Not tensordot: under autocast it refuses x and w of two dtypes, which a product casts.
+    # Not tensordot: under autocast it refuses different dtypes, which a matrix product casts.
     if library_of(x) == "jax" and sys.modules["jax"].typeof(x).sharding.mesh.explicit_axes:
         return _linear_of_shards(x, weight, axes)
     xp = namespace(x)
@@ -47,9 +47,9 @@ def _product(x: Array, weight: Array, axes: int) -> Array:
 
 
 def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
-    """The product in JAX's explicit mode, where the sharding of a sum over shards has to be given.
+    """The product in JAX's explicit mode, which requires the sharding of a sum over shards.
 
-    Each axis of the result is sharded as it was in x or in the weight.
+    Each axis of the result is sharded like the same axis of x or of the weight.
     """
     jax = sys.modules["jax"]
     own, of_weight = (jax.typeof(array).sharding.spec for array in (x, weight))
@@ -60,7 +60,7 @@ def _linear_of_shards(x: Array, weight: Array, axes: int) -> Array:
 
 def upcast(x: Array) -> Array:
     """A half-precision array in float32; any other array unchanged."""
-    # By its size: PyTorch's compiler can not follow a table of names.
+    # The item size decides, because PyTorch's compiler can not follow a table of names.
     return cast(x, namespace(x).float32) if x.dtype.itemsize < 4 else x
 
 
@@ -72,20 +72,20 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x σ(x)."""
+    """The activation x σ(x)."""
     native = _native(x)
     return x * sigmoid(x) if native is None else native.silu(x)
 
 
 def gelu(x: Array) -> Array:
-    """x Φ(x), with Φ the normal distribution function; of PyTorch and JAX only."""
+    """The activation x Φ(x), with Φ the normal distribution function; PyTorch and JAX only."""
     native = _native(x)
     exact = {} if library_of(x) == "torch" else {"approximate": False}
     return native.gelu(x, **exact)
 
 
 def softplus(x: Array) -> Array:
-    """log(1 + eˣ)."""
+    """The function log(1 + eˣ)."""
     native, xp = _native(x), namespace(x)
     if native is not None:
         return native.softplus(x)
@@ -93,12 +93,12 @@ def softplus(x: Array) -> Array:
 
 
 def log_sigmoid(x: Array) -> Array:
-    """log σ(x)."""
+    """The function log σ(x)."""
     return -softplus(-x)
 
 
 def _native(x: Array) -> Namespace:
-    """The module in which the library has these functions; None for a library without them."""
+    """The library's module with these functions; None if the library has none."""
     library = library_of(x)
     if library == "torch":
         return sys.modules["torch"].nn.functional
@@ -106,14 +106,14 @@ def _native(x: Array) -> Namespace:
 
 
 def unit_rows(x: Array, eps: float) -> Array:
-    """x / √(Σ x² + eps), row by row."""
+    """Rows scaled to length 1: x / √(Σ x² + eps)."""
     xp, wide = namespace(x), upcast(x)
     squares = xp.sum(wide * wide, axis=-1, keepdims=True)
     return cast(wide / xp.sqrt(squares + eps), x.dtype)
 
 
 def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
-    """γ x / √(mean x² + eps), where the mean is over the last `axes` axes."""
+    """The RMS norm γ x / √(mean x² + eps), with the mean over the last `axes` axes."""
     xp, wide = namespace(x), upcast(x)
     if library_of(x) == "torch" and gain.ndim == axes:
         normed = _native(x).rms_norm(wide, wide.shape[-axes:], cast(gain, wide.dtype), eps)
@@ -124,7 +124,7 @@ def rms_norm(x: Array, eps: float, gain: Array, axes: int = 1) -> Array:
 
 
 def layer_norm(x: Array, eps: float) -> Array:
-    """(x − mean x) / √(variance + eps), row by row, of single or double precision."""
+    """The layer norm (x − mean x) / √(variance + eps) of rows in float32 or float64."""
     xp = namespace(x)
     centred = x - xp.mean(x, axis=-1, keepdims=True)
     variance = xp.mean(centred * centred, axis=-1, keepdims=True)
@@ -132,7 +132,7 @@ def layer_norm(x: Array, eps: float) -> Array:
 
 
 def rotation(positions: Array, width: int, theta: float, dtype: DType) -> tuple[Array, Array]:
-    """cos and sin of the angles position · θ^{−2i/width}, (b, t, 1, width/2), of float `dtype`."""
+    """The cosines and sines (b, t, 1, width/2) of the angles position · θ^{−2i/width}."""
     xp = namespace(positions)
     index = xp.arange(width // 2, dtype=dtype, **placement(positions))
     angle = positions[:, :, None, None] * theta ** (index * (-2 / width))
@@ -140,7 +140,7 @@ def rotation(positions: Array, width: int, theta: float, dtype: DType) -> tuple[
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE: the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, t, h, d) are rotated."""
+    """RoPE: x (b, t, h, d) with the pairs (x_i, x_{i + r/2}) of its first r channels rotated."""
     wide, half = upcast(x), cos.shape[-1]
     cos, sin = cast(cos, wide.dtype), cast(sin, wide.dtype)
     first, second = wide[..., :half], wide[..., half : 2 * half]
@@ -153,9 +153,9 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
 def causal_convolution(
     rows: Array, weight: Array, bias: Array | None, place: Array | None = None
 ) -> Array:
-    """y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows (b, c − 1 + t, …), w (c, …).
+    """The depthwise convolution y_t = Σ_i w_i x_{t−c+1+i} + b of rows (b, c − 1 + t, …), w (c, …).
 
-    With the `place` (b, t) of each token in its segment, rows before the segment are 0.
+    If the `place` (b, t) of each token in its segment is given, rows before the segment count as 0.
     """
     size = weight.shape[0]
     t = rows.shape[1] - size + 1
@@ -164,7 +164,7 @@ def causal_convolution(
         return y if bias is None else y + bias
 
     def earlier(i: int) -> Array:
-        """x_{t−c+1+i}"""
+        """The rows x_{t−c+1+i}."""
         x = rows[:, i : i + t, ...]
         if place is None or i == size - 1:
             return x

@@ -1,7 +1,7 @@
-"""The cache of a layer: that of its mechanism, and the last rows before each short convolution.
+"""The cache of a layer: the cache of its mechanism, and the last rows for each convolution.
 
-It is one `Cache`. The rows are states of it, under names such as `"convolution of k"`, so that all
-operations on caches apply. The position of a new token is the cache's length.
+It is one `Cache`. The rows are states with names such as `"convolution of k"`, so that all
+operations on caches apply. The position of a new token is the length of the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS = "convolution of "
 
 
 def with_rows(cache: Cache, plan: LayerPlan, dtype: object) -> Cache:
-    """The empty cache of a mechanism, and rows of 0 for each convolution."""
+    """The empty cache of a layer: a mechanism's empty cache with rows of 0 for each convolution."""
     store, kinds = dict(cache.store), dict(cache.kinds)
     xp, b = namespace(cache.length), cache.length.shape[0]
     for name, count, shape in plan.histories:
@@ -36,7 +36,7 @@ def with_rows(cache: Cache, plan: LayerPlan, dtype: object) -> Cache:
 
 
 def split(cache: Cache, plan: LayerPlan) -> tuple[Cache, Arrays]:
-    """The cache of the mechanism, and the rows before each convolution."""
+    """The cache of the mechanism, and the rows for each convolution, from a layer's cache."""
     if not plan.histories:
         return cache, {}
     rows = {name: cache.store[ROWS + name] for name, _, _ in plan.histories}
@@ -47,7 +47,7 @@ def split(cache: Cache, plan: LayerPlan) -> tuple[Cache, Arrays]:
 
 
 def joined(inner: Cache, rows: Arrays, kinds: Kinds) -> Cache:
-    """The opposite of `split`; `kinds` are those of the whole cache."""
+    """The cache of a layer from its two parts; `kinds` are the kinds of the whole cache."""
     if not rows:
         return inner
     store = {**inner.store, **{ROWS + name: array for name, array in rows.items()}}
@@ -55,33 +55,33 @@ def joined(inner: Cache, rows: Arrays, kinds: Kinds) -> Cache:
 
 
 class Histories:
-    """The rows before the new tokens of one call, and those to keep for the next call."""
+    """The rows before the new tokens of one call, and the rows to keep for the next call."""
 
     def __init__(
         self, before: Arrays | None, count: Array | None, place: Array | None = None
     ) -> None:
         self.before = before
-        """The rows that the cache keeps; None without a cache."""
+        """The rows from the cache; None without a cache."""
         self.count = count
         """The number of valid new tokens of each sequence; None if all are."""
         self.place = place
-        """The place of each token in its segment; None without segments."""
+        """The index of each token in its segment; None without segments."""
         self.kept: Arrays = {}
         self.longer: Arrays = {}
-        """All rows of a call with a cache: those before the new tokens, and theirs."""
+        """All rows of a call with a cache: those from the cache, then those of new tokens."""
 
     def between(self, places: Places) -> Arrays:
-        """The rows before each of these places, by the names of their buffers."""
+        """The rows before each of these places, by buffer name."""
         return {
             ROWS + name: places.rows_before(longer, self.kept[name].shape[1])
             for name, longer in self.longer.items()
         }
 
     def preceded(self, name: str, rows: Array, number: int) -> Array:
-        """`rows` (b, t, …) after the `number` rows before them."""
+        """The rows (b, t, …) of new tokens, with the `number` rows before them in front."""
         xp = namespace(rows)
         if self.before is None:
-            before = xp.zeros_like(rows[:, :1, ...])  # Sharded as the rows are.
+            before = xp.zeros_like(rows[:, :1, ...])  # It has the sharding of the rows.
             return xp.concat([*[before] * number, rows], axis=1)
         before = self.before[name]
         longer = xp.concat([cast(before, rows.dtype), rows], axis=1)

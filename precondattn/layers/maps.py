@@ -1,8 +1,9 @@
-"""Linear maps of a layer: the weights that are modules of their own, such as `q_proj`.
+"""The linear maps of a layer, which are separate modules such as `q_proj`.
 
-A recipe declares a weight W by axes, (x, h, d), in the order of its sum. Modules of both frameworks
-have matrices: `nn.Linear` (h · d, x), and `nnx.Linear` (x, h · d). Heads come first among the rows
-of an output, so that those of each head are neighbours, which devices can divide.
+A recipe declares a weight W by its axes (x, h, d), summed axes first. The modules of both
+frameworks store matrices: `nn.Linear` (h · d, x), and `nnx.Linear` (x, h · d). Heads are the
+slowest axis of the output channels, so that the channels of each head are adjacent, and devices can
+divide them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from precondattn.arrays import Array, Shape, namespace
 from precondattn.layers.parameters import Draw, FirstValues
 
 HEADS = ("heads", "kv_heads")
-"""The usual names of axes of heads."""
+"""The usual names of head axes."""
 
 
 class Weight(NamedTuple):
@@ -26,41 +27,41 @@ class Weight(NamedTuple):
     names: tuple[str | None, ...]
     """The usual names of its axes, for sharding."""
     grain: tuple[int, ...] = ()
-    """How many neighbours along each axis belong together, such as the rows of a head; 1 each
-    where it is empty."""
+    """The number of adjacent entries along each axis that must stay on one device, such as the rows
+    of a head; 1 for each axis if empty."""
 
 
 class Map(NamedTuple):
-    """y = W x + b, with W and b declared by axes."""
+    """A linear map y = W x + b, with W and b declared by axes."""
 
     name: str
-    """The name of its module."""
+    """The name of the map's module."""
     entry: str
-    """The input of the mechanism, or other value, that it is for."""
+    """The value that the map computes, such as an input of the mechanism."""
     weight: str
     """The declared name of W."""
     bias: str
-    """The declared name of b; empty where there is none."""
+    """The declared name of b; empty without b."""
     inner: tuple[int, ...]
     outer: tuple[int, ...]
-    """The sizes of the axes of x and of y."""
+    """The sizes of the axes of y; `inner` has those of x."""
     names: tuple[str | None, ...]
     """The usual names of all axes of W."""
     order: tuple[int, ...]
-    """The axes of y as its module has them: heads first."""
+    """The order of y's axes in the module: heads first."""
 
     @classmethod
     def of_weight(
         cls, name: str, entry: str, weight: str, bias: str, summed: int, declared: Weight
     ) -> Map:
-        """The map of a declared W, whose first axes are summed."""
+        """The map of a declared weight W, whose first axes are summed over."""
         inner, outer = declared.shape[:summed], declared.shape[summed:]
         names = declared.names[summed:]
         order = tuple(sorted(range(len(outer)), key=lambda axis: names[axis] not in HEADS))
         return cls(name, entry, weight, bias, inner, outer, declared.names, order)
 
     def matrix(self, weight: Array) -> Array:
-        """W as a matrix (x, y)."""
+        """W as a matrix (inner, outer)."""
         first = len(self.inner)
         xp = namespace(weight)
         axes = (*range(first), *(first + axis for axis in self.order))
@@ -72,13 +73,13 @@ class Map(NamedTuple):
         return xp.reshape(xp.permute_dims(bias, self.order), (prod(self.outer),))
 
     def joined(self, x: Array) -> Array:
-        """x (…, inner) as the module reads it."""
+        """x with its summed axes flattened (…, inner), which the module reads."""
         if len(self.inner) == 1:
             return x
         return namespace(x).reshape(x, (*x.shape[: x.ndim - len(self.inner)], prod(self.inner)))
 
     def split(self, y: Array) -> Array:
-        """(…, outer) of what the module gives."""
+        """The output (…, outer) of the module, with the declared axes of y."""
         if len(self.outer) == 1:
             return y
         xp, before = namespace(y), y.ndim - 1
@@ -92,12 +93,12 @@ class Map(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """How a module stores W, or b, of a map: from its declared axes to the module's."""
+    """The storage of a map's W or b in a module: how declared axes become the module's."""
 
     map: Map
     is_bias: bool = False
     outer_first: bool = False
-    """Whether matrices are (y, x), as in PyTorch."""
+    """Whether matrices are (outer, inner), as in PyTorch."""
 
     def __call__(self, array: Array) -> Array:
         if self.is_bias:
@@ -110,7 +111,7 @@ class Stored:
         return self.map.outer if self.is_bias else (*self.map.inner, *self.map.outer)
 
     def weight(self, start: FirstValues) -> Weight:
-        """The parameter of the module, whose first values are drawn by the declared axes."""
+        """The parameter of the module, whose initial values are drawn with the declared axes."""
         inner, outer, names = self.map.inner, self.map.outer, self.map.names
         of_x = (prod(inner), names[0], prod(inner[1:]))
         of_y: tuple[int, str | None, int] = (1, None, 1)
@@ -124,7 +125,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class DrawnValues:
-    """First values that are drawn by the declared axes, and stored as a module has them."""
+    """Initial values that are drawn with the declared axes, and stored as in the module."""
 
     start: FirstValues
     stored: Stored

@@ -1,8 +1,8 @@
-"""What an input of a mechanism means: the leaf that reads it, and the leaf's own name of it.
+"""The meaning of a mechanism's inputs: the leaf that reads each, and the leaf's name for it.
 
-The input k of `ccq(gated_delta)` is read by the norm of CCQ, and its result by the delta rule as
-k. So it means `gated_delta`'s k, and is made as a gated delta rule needs it. An input that does not
-reach a base, such as λ, means what the piece declares that reads it.
+For example, CCQ's norm reads the input k of `ccq(gated_delta)`, and the delta rule reads the result
+as its k. So the input means the k of `gated_delta`, whose recipe is used. An input that does not
+reach a base, such as λ, has the meaning that the leaf which reads it declares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn.algebra.program import Program
 
 
 class Meaning(NamedTuple):
-    """A leaf call, and its name of one of its inputs."""
+    """A leaf call, and its name for one of its inputs."""
 
     call: LeafCall
     formal: str
@@ -25,7 +25,7 @@ class Meaning(NamedTuple):
 def meanings(program: Program) -> dict[str, Meaning]:
     """The meaning of every input of a program."""
     known: dict[str, Meaning] = {}
-    for call in program.calls:  # An input that may have any length is not made as its base's.
+    for call in program.calls:  # An input of any length does not use the base's recipe.
         for formal, value in call.arguments:
             if formal in call.leaf.allows_any_length:
                 known.setdefault(origin(program, value), Meaning(call, formal))
@@ -38,7 +38,7 @@ def meanings(program: Program) -> dict[str, Meaning]:
 
 
 def origin(program: Program, value: str) -> str:
-    """The input from which pieces compute a value, row by row; the value itself without one."""
+    """The input from which leaves compute a value row by row; the value itself if there is none."""
     call = next((call for call in program.calls if call.out == value), None)
     if call is None or call.leaf.is_base:
         return value
@@ -50,7 +50,10 @@ def origin(program: Program, value: str) -> str:
 
 
 def output_call(program: Program, is_known: Callable[[LeafCall], bool]) -> LeafCall:
-    """The last call that `is_known`, among those that compute the output row by row; or a base."""
+    """The last leaf call for which `is_known` holds and from which the output follows row by row.
+
+    Without one, it is the base.
+    """
     value = program.out
     while True:
         call = next(call for call in program.calls if call.out == value)

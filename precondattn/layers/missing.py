@@ -1,4 +1,4 @@
-"""The error for inputs without a recipe: all of them, with recipes that fit."""
+"""The error that lists all inputs without a recipe, with recipes that would fit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FITTING = {
     (False, None, None): "Learned()",
     (False, 0, math.inf): "Positive()",
 }
-"""By whether each token has one, and by the lowest and the highest entry."""
+"""The recipe for an input, by (whether it has a time axis, lower bound, upper bound)."""
 
 
 def missing_recipes(mechanism: object, patterns: Mapping[str, Pattern]) -> TypeError:
-    """The error for a mechanism whose inputs of these names and shapes have no recipe."""
+    """The error for a mechanism with inputs, given by name and pattern, that have no recipe."""
     names, example = [*patterns], {name: fitting(pattern) for name, pattern in patterns.items()}
     shown = ", ".join(f"{name!r}: {recipe}" for name, recipe in example.items())
     found = (
@@ -39,7 +39,7 @@ def missing_recipes(mechanism: object, patterns: Mapping[str, Pattern]) -> TypeE
 
 
 def fitting(pattern: Pattern) -> str:
-    """The text of a recipe whose results have the shape and the range of an input, or `OWN`."""
+    """The text of a recipe with the shape and the range of an input; `OWN` if there is none."""
     has_tokens = pattern.time_axis is not None
     if pattern.is_pairwise or (pattern.unit and not has_tokens):
         return OWN

@@ -1,16 +1,16 @@
-"""The order of a norm with a gain and a rotation of queries and keys: the norm comes first.
+"""The order of norms with a gain and rotary embeddings in a layer: the norm comes first.
 
-RoPE makes scores depend on differences of positions alone, because a rotation R_i keeps products:
+With RoPE, scores depend only on differences of positions, because rotations R_i satisfy
 
     ⟨R_i x, R_j y⟩ = ⟨x, R_{j−i} y⟩,    but    ⟨γ ∘ R_i x, γ' ∘ R_j y⟩ depends on i and on j.
 
-A mechanism is given queries and keys that are rotated already, so its `qk_norm[gain=true]` would
-multiply by γ afterwards. A layer therefore computes the norm itself, as part of the recipes of
-queries and keys, and calls the mechanism without it. An RMS or L2 norm without a gain commutes with
-a rotation, and stays where it is.
+A mechanism gets queries and keys that are already rotated, so its `qk_norm[gain=true]` would
+multiply by γ after the rotation. A layer therefore computes the norm in the recipes of queries and
+keys, and calls the mechanism without it. RMS and L2 norms without a gain commute with rotations,
+and stay in the mechanism.
 
-The first version of the recipes left the norm in the mechanism. So does a layer that is given the
-recipes of its gains, `{"q_gain": Learned(1.0), "k_gain": Learned(1.0)}`.
+The first version of the recipes left the norm in the mechanism. A layer still does so if the
+recipes of the gains are given: `{"q_gain": Learned(1.0), "k_gain": Learned(1.0)}`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from precondattn.spec.norm import RowNorm
 def norm_before_rotation(
     mechanism: Mechanism, given: Mapping[str, Recipe]
 ) -> tuple[Mechanism, dict[str, Recipe]]:
-    """The mechanism that a layer calls, and the recipes that take the place of the published ones.
+    """The mechanism that a layer calls, and the recipes that replace the published ones.
 
-    Both are as given, unless the mechanism has a norm with a gain of rows that are rotated.
+    Both are returned unchanged unless the mechanism has a norm with a gain of rotated rows.
     """
     norm, inner = _norm_of(mechanism), _without_norm(mechanism)
     if norm is None or inner is None or given.keys() & gains(mechanism).keys():
@@ -49,12 +49,12 @@ def norm_before_rotation(
 
 
 def gains(mechanism: Mechanism) -> dict[str, Recipe]:
-    """The recipes of its norms' gains, with which a layer leaves the norms in the mechanism."""
+    """The recipes of the norms' gains, with which a layer leaves the norms in the mechanism."""
     return dict.fromkeys(_arguments_of_norms(mechanism, "gain"), Learned(1.0))
 
 
 def _arguments_of_norms(mechanism: Mechanism, formal: str) -> list[str]:
-    """What its norms with a gain are given as `formal`."""
+    """The values that a mechanism's norms with a gain read as `formal`."""
     calls = mechanism.program.calls
     norms = [call for call in calls if isinstance(call.leaf, RowNorm) and call.leaf.gain]
     return [dict(call.arguments)[formal] for call in norms]
@@ -67,7 +67,7 @@ def _norm_of(mechanism: Mechanism) -> QKNorm | None:
 
 
 def _without_norm(mechanism: Mechanism) -> Mechanism | None:
-    """The mechanism around the base of its `qk_norm`; None where it has none, or needs it."""
+    """The mechanism without its `qk_norm`; None if it has none, or can not be without it."""
     if isinstance(mechanism, QKNorm):
         return mechanism.base
     if not isinstance(mechanism, Preconditioner):

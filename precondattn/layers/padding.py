@@ -1,7 +1,7 @@
-"""Padding at any place: the valid tokens of a batch are moved to the front, and back.
+"""Padding anywhere in a batch: valid tokens are moved to the front, and back afterwards.
 
-Each sequence of a batch is then computed as if it were alone: convolutions, positions, caches and
-states never see a token of padding.
+Convolutions, positions, caches and states thus never see padding, and each sequence is computed as
+if it were alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from precondattn.arrays import Array, as_index, namespace, take_tokens, zero_whe
 
 
 class TokenPacking(NamedTuple):
-    """The order of the tokens of each sequence, and where each of them has gone."""
+    """The permutation of each sequence's tokens that moves valid tokens to the front."""
 
     mask: Array
-    """(b, t), true for valid tokens."""
+    """True for valid tokens (b, t)."""
     count: Array
-    """(b,), the number of valid tokens."""
+    """The number of valid tokens (b,)."""
     order: Array
-    """(b, t): the valid tokens in their order, and then the others."""
+    """The indices (b, t) of the valid tokens in their order, followed by the others."""
     place: Array
-    """(b, t): the inverse of `order`."""
+    """The inverse of `order` (b, t)."""
 
     def packed(self, x: Array) -> Array:
         """x (b, t, …) with the valid tokens first, and 0 after them."""
@@ -29,20 +29,20 @@ class TokenPacking(NamedTuple):
         return take_tokens(zero_where_not(valid, x), self.order)
 
     def packed_pairs(self, pairs: Array) -> Array:
-        """Pairs (b or 1, h or 1, t, t) with the rows and columns of valid tokens first."""
+        """A mask of pairs (b or 1, h or 1, t, t) with rows and columns of valid tokens first."""
         xp = namespace(pairs)
         pairs = xp.broadcast_to(pairs, (self.order.shape[0], *pairs.shape[1:]))
         rows = xp.take_along_axis(pairs, self.order[:, None, :, None], axis=2)
         return xp.take_along_axis(rows, self.order[:, None, None, :], axis=3)
 
     def unpacked(self, y: Array) -> Array:
-        """y (b, t, …) with each token in its place again, and 0 for padding."""
+        """y (b, t, …) with the tokens in their original places, and 0 for padding."""
         valid = namespace(y).reshape(self.mask, (*self.mask.shape, *(1,) * (y.ndim - 2)))
         return zero_where_not(valid, take_tokens(y, self.place))
 
 
 def packing(mask: Array) -> TokenPacking:
-    """Where each token goes."""
+    """The permutation for a mask (b, t)."""
     xp = namespace(mask)
     kept = xp.astype(mask, xp.int32)
     # Not the standard's `cumulative_sum`, which PyTorch's compiler can not follow.

@@ -1,10 +1,10 @@
-"""Declared parameters of a recipe: shapes by letters, and the distribution of their first values.
+"""The declared parameters of recipes: their shapes in letters, and their initial distributions.
 
-A shape is a text such as `"x 16"` or `"16 …"`:
+A shape is a text such as `"x 16"` or `"16 …"`, with these letters:
 
 ====  =================================================================
 x     width of the hidden states
-…     the axes of the input that is made, without batch and time
+…     the axes of the computed input, without batch and time
 d, e  width of keys and of values
 h, u  heads of queries and of values
 4     a fixed size
@@ -25,46 +25,46 @@ MODEL, REST = "x", "…"
 
 
 class Draw(Protocol):
-    """New arrays of the shape and dtype of one parameter, made by a framework."""
+    """A source of new arrays with the shape and dtype of one parameter, from a framework."""
 
     def normal(self) -> Array:
-        """Independent draws of a standard normal distribution."""
+        """An array of independent draws from the standard normal distribution."""
 
     def uniform(self) -> Array:
-        """Independent draws between 0 and 1."""
+        """An array of independent draws from the uniform distribution between 0 and 1."""
 
     def constant(self, value: float) -> Array:
-        """The same number everywhere."""
+        """An array with `value` in every entry."""
 
     def identity(self) -> Array:
         """Identity matrices in the last two axes."""
 
     def of_shape(self, shape: Shape) -> Draw:
-        """Draws of arrays of another shape."""
+        """A source of arrays with another shape."""
 
 
 class FirstValues(Protocol):
-    """The distribution of a parameter's first values."""
+    """The initial distribution of a parameter."""
 
     def __call__(self, draw: Draw, shape: Shape) -> Array: ...
 
 
 class Parameter(NamedTuple):
-    """One array of weights: its shape, and how it starts.
+    """The declaration of one parameter: its shape and its initial distribution.
 
-    With `summed`, it is the weight of a linear map over its first axes, which is a module of the
-    layer: `p[name]` can then be given to `linear`, and to nothing else.
+    If `summed` is not 0, it is the weight of a linear map, which is a module of the layer. Then
+    `p[name]` can only be passed to `linear`.
     """
 
     shape: str
     start: FirstValues
     summed: int = 0
-    """How many of its axes the linear map sums over; 0 for an array that is no linear map."""
+    """The number of first axes that the linear map sums over; 0 for other parameters."""
     bias: str = ""
-    """The name of the parameter that the linear map adds."""
+    """The name of the linear map's bias parameter; empty without a bias."""
 
     def axes(self, pattern: Pattern, widths: Mapping[str, Axis]) -> tuple[Axis, ...]:
-        """Its axes, in letters of the mechanism, for the input that `pattern` declares."""
+        """The axes in the mechanism's letters, for the input that `pattern` declares."""
         axes: list[Axis] = []
         for word in self.shape.split():
             if word == REST:
@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Constant:
-    """Every entry is `value`."""
+    """The constant `value` in every entry."""
 
     value: float
 
@@ -88,7 +88,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, deviation²)."""
+    """The normal distribution N(0, deviation²)."""
 
     deviation: float
 
@@ -98,7 +98,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class FanIn:
-    """N(0, 1/n), with n the number of terms that are summed: the first `axes` axes of a weight."""
+    """The normal distribution N(0, 1/n), with n the size of the first `axes` axes of a weight."""
 
     axes: int = 1
 
@@ -108,7 +108,7 @@ class FanIn:
 
 @dataclass(frozen=True)
 class UniformFanIn:
-    """U(−1/√n, 1/√n), with n the size of the first axis, as PyTorch's convolutions start."""
+    """The uniform distribution U(−1/√n, 1/√n), n the first size; PyTorch's convolutions use it."""
 
     def __call__(self, draw: Draw, shape: Shape) -> Array:
         return shape[0] ** -0.5 * (2 * draw.uniform() - 1)
@@ -116,7 +116,7 @@ class UniformFanIn:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """log of U(low, high)."""
+    """The logarithm of a variable with the uniform distribution U(low, high)."""
 
     low: float
     high: float
@@ -128,7 +128,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class InverseSoftplus:
-    """softplus⁻¹(Δ), with log Δ uniform between log `low` and log `high`."""
+    """The value softplus⁻¹(Δ), where log Δ is uniform between log `low` and log `high`."""
 
     low: float
     high: float
@@ -141,7 +141,7 @@ class InverseSoftplus:
 
 @dataclass(frozen=True)
 class Spaced:
-    """Equally far apart from `first` to `last`, along the only axis."""
+    """Equally spaced values from `first` to `last` along the only axis."""
 
     first: float
     last: float
@@ -161,7 +161,7 @@ class Identity:
 
 
 def linear_map(shape: str, *, bias: bool = False) -> dict[str, Parameter]:
-    """The parameters of W x + b, with W of a shape such as `"x …"`: `weight`, and `bias`."""
+    """The parameters `weight` and `bias` of W x + b, with W of a shape such as `"x …"`."""
     if not bias:
         return {"weight": Parameter(shape, FanIn(), 1)}
     _, _, outer = shape.partition(" ")
@@ -172,7 +172,7 @@ def linear_map(shape: str, *, bias: bool = False) -> dict[str, Parameter]:
 
 
 def low_rank_maps(rank: str, *, bias: bool = False) -> dict[str, Parameter]:
-    """The parameters of B A x + b, with A x of that many channels: `down`, `up`, and `bias`."""
+    """The parameters `down`, `up` and `bias` of B A x + b, where A x has `rank` channels."""
     down = Parameter(f"x {rank}", FanIn(), 1)
     up = Parameter(f"{rank} …", FanIn(), 1, "bias" if bias else "")
     maps = {"down": down, "up": up}
@@ -180,4 +180,4 @@ def low_rank_maps(rank: str, *, bias: bool = False) -> dict[str, Parameter]:
 
 
 Weights = Mapping[str, Mapping[str, Any]]
-"""The parameters of a layer: by input, and by their names in its recipe."""
+"""The parameters of a layer, by input and by name in the input's recipe."""

@@ -1,4 +1,4 @@
-"""The plan of a layer: which recipe makes which input, in which order, and with which weights."""
+"""The plan of a layer: the recipes that compute its inputs, their order, and their weights."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from precondattn.layers.sizes import Sizes, sizes_of
 
 OUT = "out"
 PROJECTION = "projection"
-"""The weight of the last linear map, among those of `out`."""
+"""The name of the output projection among the weights of `out`."""
 
 
 class PlanEntry(NamedTuple):
-    """One value of a layer, and how it is made."""
+    """One value of a layer, and its recipe."""
 
     name: str
-    """An input of the mechanism, a helper that other recipes read, or `out`."""
+    """The name of an input of the mechanism, of a helper that other recipes read, or `out`."""
     recipe: Recipe
     pattern: Pattern
     reads: tuple[tuple[str, str], ...]
-    """(the recipe's name of a value, its name in the layer)."""
+    """(the recipe's name of a value, the layer's name of it)."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Everything about a layer but its weights. Hashable; the same for both frameworks."""
+    """The description of a layer without its weights, the same for both frameworks. Hashable."""
 
     mechanism: Mechanism
     width: int
     entries: tuple[PlanEntry, ...]
-    """In the order in which they are made; `out` is the last."""
+    """The values in the order in which they are computed; `out` is last."""
     weights: tuple[tuple[str, tuple[tuple[str, Weight], ...]], ...]
-    """For each entry, its parameters by name, as its recipe declares them."""
+    """The parameters of each entry by name, as its recipe declares them."""
     maps: tuple[Map, ...]
-    """The linear maps among the weights, with their biases."""
+    """The linear maps among the weights."""
     inputs: tuple[str, ...]
-    """Those of the mechanism, by name."""
+    """The names of the mechanism's inputs."""
     shapes: tuple[tuple[str, Shape], ...]
-    """The shape of each entry without batch and time."""
+    """The shape of each entry, without batch and time."""
     histories: tuple[tuple[str, int, Shape], ...]
-    """The entries that read rows before the new tokens: their number, and the shape of one."""
+    """The entries that read rows before the new tokens: (name, number of rows, shape of a row)."""
     buffers: tuple[str, ...]
-    """Those of the mechanism's cache, by name."""
+    """The names of the buffers of the mechanism's cache."""
     sizes: Sizes = field(compare=False, repr=False)
-    """Of all axes, from which the shapes follow."""
+    """The sizes of all letters, from which the shapes follow."""
 
     def input_shapes(self, batch: int) -> dict[str, Shape]:
         """The shape of each input of the mechanism, for one token of `batch` sequences."""
@@ -69,7 +69,7 @@ class LayerPlan:
         }
 
     def table(self, title: str) -> str:
-        """Each input, its shape, its number of parameters, and its recipe."""
+        """The plan as a text: each input, its shape, its number of parameters, and its recipe."""
         counts = {name: sum(prod(w.shape) for _, w in weights) for name, weights in self.weights}
         rows = [
             (e.name, str(e.pattern), f"{counts[e.name]:,}", e.recipe.equation) for e in self.entries
@@ -188,7 +188,7 @@ def _entries(mechanism: Mechanism, given: dict[str, Recipe]) -> list[PlanEntry]:
         raise ValueError(
             f"recipes: {mechanism} has no input {next(iter(given))!r}; it has {', '.join(entries)}"
         )
-    # A helper is left out where the recipes that would read it are replaced.
+    # A helper is omitted if the recipes that would read it are replaced.
     read = {value for entry in entries.values() for _, value in entry.reads}
     entries = {
         name: entry
@@ -213,7 +213,7 @@ def _entry(name: str, recipe: Recipe, pattern: Pattern, names: Mapping[str, str]
 
 
 def _in_order(entries: Iterable[PlanEntry]) -> tuple[PlanEntry, ...]:
-    """Each entry after those that it reads; `out` is made by the mechanism, and is the last."""
+    """The entries, each after those that it reads; `out` is last."""
     waiting = {entry.name: entry for entry in entries}
     out = waiting.pop(OUT)
     ordered: list[PlanEntry] = []
@@ -236,7 +236,7 @@ def _declared(entry: PlanEntry) -> dict[str, Parameter]:
 
 def _weights(entry: PlanEntry, sizes: Sizes) -> Iterable[tuple[str, Weight]]:
     roles = sizes.roles
-    if entry.name == OUT:  # Its rows may be wider than values.
+    if entry.name == OUT:  # The rows of `out` may be wider than values.
         roles = {**roles, "e": entry.pattern.axes[-1]}
     for name, parameter in _declared(entry).items():
         axes = parameter.axes(entry.pattern, roles)
@@ -264,6 +264,6 @@ def _maps(
 
 
 def _module_name(entry: str, weight: str) -> str:
-    """`q_proj`, `o_proj`, `g_down_proj`."""
+    """The name of a linear map's module, such as `q_proj`, `o_proj` or `g_down_proj`."""
     first = "o" if entry == OUT else entry
     return f"{first}_proj" if weight in ("weight", PROJECTION) else f"{first}_{weight}_proj"

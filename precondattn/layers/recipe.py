@@ -1,8 +1,8 @@
-"""A recipe: how one input of a mechanism is made from the hidden states x of a model.
+"""Recipes, which compute the inputs of a mechanism from the hidden states x of a model.
 
-A recipe is a frozen dataclass. Its fields are options, its docstring is the equation and its
-source, `parameters()` declares its weights and `make` computes the input, with array functions of
-any library. What it may read of a call is a `RecipeTokens`.
+A recipe is a frozen dataclass. Its fields are options, and its docstring has the equation and the
+source. `parameters()` declares its weights, and `make` computes the input, with array functions of
+any library, from the data of a call in a `RecipeTokens`.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from precondattn.layers.parameters import Parameter
 
 
 class RecipeTokens(NamedTuple):
-    """What the recipe of one input may read."""
+    """The data of a call that a recipe may read."""
 
     x: Array
-    """Hidden states (b, t, x)."""
+    """The hidden states (b, t, x)."""
     rotation: Callable[[int, float], tuple[Array, Array]]
-    """`rotation(width, theta)`: cos and sin of the angles of the tokens' positions."""
+    """A function `rotation(width, theta)` that returns cosines and sines of the tokens' angles."""
     values: Mapping[str, Array]
-    """The values that the recipe `reads`, by its own names of them."""
+    """The values that the recipe declares in `reads`, by its own names."""
     convolved: Callable[[Array, Array, Array | None], Array]
-    """`convolved(rows, w, b)` is y_t = Σ_i w_i x_{t−c+1+i} + b, channel by channel, of rows x
-    (b, t, …) with w (c, …). Rows before the first token of a sequence are 0, and the cache keeps
-    the last c − 1, the recipe's `history()`."""
+    """A function `convolved(rows, w, b)` for the depthwise convolution y_t = Σ_i w_i x_{t−c+1+i} +
+    b of rows x (b, t, …) with w (c, …). Rows before the first token of a sequence are 0. The cache
+    keeps the last c − 1 rows, the number that `history()` returns."""
     depth: int | None
-    """The index of the layer in its model, from 0: a number, or an integer array ()."""
+    """The index of the layer in its model, from 0: an int, or an integer array ()."""
 
 
 class Recipe:
     """The base class of all recipes."""
 
     reads: ClassVar[tuple[str, ...]] = ()
-    """Values that have to be made before: inputs of the same leaf, or `helpers` of its table."""
+    """The values that must be computed before: inputs of the same leaf, or helpers of its table."""
     joins: ClassVar[Literal["", "keys", "all"]] = ""
-    """Which heads it can not compute alone: none, those that share `keys`, or `all`."""
+    """The heads that must be computed together: none (""), those that share "keys", or "all"."""
 
     def parameters(self) -> dict[str, Parameter]:
-        """Its weights by name."""
+        """The declarations of the weights, by name."""
         return {}
 
     def history(self) -> int:
-        """How many rows before the new tokens it reads."""
+        """The number of rows before the new tokens that the recipe reads."""
         return 0
 
     def history_shape(self) -> str | None:
-        """The shape of such a row, as that of a `Parameter`; None for that of the input."""
+        """The shape of such a row, as for a `Parameter`; None if it is that of the input."""
         return None
 
     def make(self, tokens: RecipeTokens, p: Mapping[str, Array]) -> Array:
-        """The input, from the weights `p`."""
+        """The input of the mechanism, computed with the weights `p`."""
         raise NotImplementedError
 
     @property
     def equation(self) -> str:
-        """The first paragraph of its docstring, with its options in place of their names."""
+        """The first paragraph of the docstring, with values in place of the options' names."""
         text = " ".join((self.__doc__ or "").strip().partition("\n\n")[0].split())
         for field in fields(self):  # type: ignore[arg-type]
             value: object = getattr(self, field.name)
@@ -68,6 +68,6 @@ class Recipe:
 
     @property
     def source(self) -> str:
-        """Where the recipe is from: the last paragraph of its docstring."""
+        """The source of the recipe: the last paragraph of its docstring."""
         text = " ".join((self.__doc__ or "").strip().split("\n\n")[-1].split())
         return text.removeprefix("Source: ") if text.startswith("Source: ") else ""

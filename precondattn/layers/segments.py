@@ -1,7 +1,7 @@
-"""Packed sequences: where in its own segment each token is.
+"""Packed sequences in a layer: the index of each token in its segment.
 
-A layer starts anew with each segment: positions count from 0, convolutions read no rows of another
-segment, and the mechanism is given the same segments.
+In a layer, positions start at 0 in each segment, convolutions read no rows of other segments, and
+the mechanism gets the same segments.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class CallSegments(NamedTuple):
     """The segments of one call."""
 
     masks: Arrays
-    """`segment_ids` or `cu_seqlens`, as the mechanism takes it."""
+    """The argument `segment_ids` or `cu_seqlens` for the mechanism."""
     place: Array
-    """(b, t), the number of tokens before each token in its segment."""
+    """The index of each token in its segment (b, t)."""
     valid: Array | None = None
-    """(b, t), False for the padding after the last sequence of `cu_seqlens`; None without it."""
+    """False for padding after the last sequence of `cu_seqlens` (b, t); None without it."""
 
 
 def segments_of(owner: str, segment_ids: Array, cu_seqlens: Given, x: Array) -> CallSegments | None:
-    """The segments of x (b, t, width); None without any.
+    """The segments of x (b, t, width); None if no argument gives segments.
 
     Raises
     ------
     TypeError, ValueError
-        for anything but integers (b, t) with equal ids in one run, or what `cu_seqlens` may be.
+        for anything but integers (b, t) with equal ids in one run, or valid `cu_seqlens`.
     """
     if segment_ids is None and cu_seqlens is None:
         return None
@@ -69,7 +69,7 @@ def segments_of(owner: str, segment_ids: Array, cu_seqlens: Given, x: Array) -> 
 
 
 def _place(ids: Array) -> Array:
-    """How many tokens of the same run are before each token of ids (b, t)."""
+    """The number of tokens of the same run before each token, for ids (b, t)."""
     xp = namespace(ids)
     index = xp.broadcast_to(arange_like(ids.shape[1], ids)[None, :], tuple(ids.shape))
     is_first = xp.concat([index[:, :1] == 0, ids[:, 1:] != ids[:, :-1]], axis=1)

@@ -1,11 +1,11 @@
-"""Which part of a layer's weights each device has, where its heads are divided among devices.
+"""The parts of a layer's weights on each device in tensor parallelism.
 
-With P devices, of which each has some heads, inner channels of the MLP and rows of the vocabulary:
+Each of P devices has some of the heads, the inner channels of the MLP and the vocabulary's rows:
 
-    attention, MLP:  y = Σ_r W_r f_r(x)      f_r of the heads or channels of device r
-    embedding:       E[tokens] = Σ_r E_r[tokens], 0 for rows of other devices
+    attention, MLP:  y = Σ_r W_r f_r(x)      f_r: the heads or channels of device r
+    embedding:       E[tokens] = Σ_r E_r[tokens], with 0 for rows of other devices
 
-Key/value heads that are fewer than devices are whole on each, and each computes with its one.
+If there are fewer key/value heads than devices, each device stores all and computes with one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from precondattn.layers.plan import LayerPlan, PlanEntry, plan_of
 from precondattn.parallel.heads import refusal, share
 
 EVEN = ("mlp", "vocab")
-"""The usual names of axes that P must divide."""
+"""The usual names of axes whose size P must divide."""
 
 
 class Share(NamedTuple):
-    """Of one weight."""
+    """One device's part of a weight."""
 
     axis: int | None
-    """The axis that is divided; None where every device has all of the weight."""
+    """The divided axis; None if every device has the whole weight."""
     own: slice
-    """The indices along it that a device computes with."""
+    """The indices along the axis that the device computes with."""
     is_sharded: bool
-    """Whether each device stores these alone."""
+    """Whether a device stores only these indices."""
 
 
 ALL = Share(None, slice(None), False)
@@ -40,7 +40,7 @@ def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
     Raises
     ------
     ValueError
-        for a size that the number of devices does not divide.
+        if the number of devices does not divide the size.
     """
     axes = [i for i, usual in enumerate(weight.names) if usual in (*HEADS, *EVEN)]
     if not axes:
@@ -61,12 +61,12 @@ def share_of(name: str, weight: Weight, devices: int, device: int) -> Share:
 
 
 def plan_of_device(plan: LayerPlan, devices: int) -> LayerPlan:
-    """The plan of the layer that each device computes: that of its heads.
+    """The plan of the layer with one device's heads.
 
     Raises
     ------
     ValueError
-        for heads that can not be divided like this, and recipes that compute several together.
+        for heads that can not be divided like this, and recipes that need several heads together.
     """
     sizes = plan.sizes
     refused = refusal(plan.mechanism, sizes.by_letter, devices)

@@ -1,11 +1,11 @@
-"""The sizes of a layer: from numbers of heads and widths to the letters of a mechanism.
+"""The sizes of a layer: from its arguments to the sizes of a mechanism's letters.
 
-Which letters are heads and widths follows from the patterns of q, k and v:
+The patterns of q, k and v determine which letters are heads and widths:
 
     q: b t h d      k: b s n d      v: b s n e  or  b s u e
 
-Where logits take the place of queries and keys, their heads are those of queries, and the values'
-those of keys.
+If a mechanism has logits in place of queries and keys, the heads of the logits count as query
+heads, and the heads of the values as key heads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from precondattn.algebra.mechanism import Mechanism
 from precondattn.layers.parameters import MODEL
 
 WIDTH = "embed"
-"""The letter of the width of the hidden states, which is no letter of a mechanism."""
+"""The letter for the width of the hidden states, which no mechanism uses."""
 NAMES = {WIDTH: "embed", "m": "slots"}
-"""The usual names of axes that are no heads, by which parameters are sharded."""
+"""The usual names of axes other than heads; rules for names shard parameters."""
 
 
 class Sizes(NamedTuple):
-    """The size of each letter of a mechanism, and the axes that recipes name by their role."""
+    """The size of each letter of a mechanism, and the axes for the letters of recipes."""
 
     by_letter: dict[str, int]
     roles: dict[str, Axis]
-    """x: the width of the hidden states; d, e: of keys and values; u: value heads."""
+    """The axis of each recipe letter: x, d, e (widths of x, keys, values), u (value heads)."""
     names: dict[str, str]
     """The usual name of each letter, for sharding."""
 
@@ -48,10 +48,10 @@ def sizes_of(
     Raises
     ------
     TypeError
-        for a number that is not whole, and a mechanism without q, k and v.
+        for a number that is not an integer, and a mechanism without q, k and v.
     ValueError
-        for numbers below 1, heads that do not divide, and numbers that the mechanism has no axis
-        for.
+        for numbers below 1, numbers of heads that do not divide each other, and numbers for which
+        the mechanism has no axis.
     """
     given = {
         "width": width,
@@ -105,7 +105,7 @@ def sizes_of(
         "m": slots or head_dim,
         FIXED: 1,
     }
-    # Where letters are equal, the last one counts: values have the heads of keys or of their own.
+    # If letters are equal, the last one counts: values may have the heads of keys.
     widths = {of_d: "head_dim", of_e: "head_dim"}
     names = {**NAMES, **widths, of_v: "heads", of_k: "kv_heads", of_q: "heads"}
     roles = {MODEL: Axis(WIDTH), "d": k.axes[-1], "e": v.axes[-1]}

@@ -1,11 +1,11 @@
-"""What the vision transformers of both frameworks share: recipes, declared weights, and checks.
+"""The common part of both frameworks' vision transformers: recipes, weights, and checks.
 
     tokens:  x_i = W_p patch_i + b_p + position_i,   with a class token before them, or without
     block:   x ← x + attention(LN(x)),   x ← x + W₂ GELU(W₁ LN(x) + b₁) + b₂
     logits:  W LN(pooled x) + b,   pooled: the class token, or the mean of all tokens
 
 Source: Vision Transformer (arXiv 2010.11929), Eq. 1–4. Parameters have the names and shapes of
-timm's, except those of attention (`from_timm`): a matrix is (outer, inner).
+timm, except those of attention (`from_timm`). Matrices are (outer, inner).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Mechanisms = str | Mechanism | Sequence[str | Mechanism]
 
 
 def vision_recipes(mechanism: str | Mechanism, *, qkv_bias: bool = True) -> dict[str, Recipe]:
-    """The recipes of vision transformers: linear maps with biases, and no rotation.
+    """The recipes of vision transformers: linear maps with biases, without rotary embeddings.
 
-    They replace the published ones of linear maps (`Projection`, `Rotary`), for each input of the
-    mechanism, and an output without a norm or a gate gets a bias. Others stay.
+    They replace the published recipes that are linear maps (`Projection`, `Rotary`) for each input
+    of the mechanism. An output without a norm or a gate gets a bias. Other recipes stay.
 
     Parameters
     ----------
     mechanism : str or Mechanism
-        Such as `"row_normalized(softmax[causal=false])"`.
+        The mechanism or its expression, such as `"row_normalized(softmax[causal=false])"`.
     qkv_bias : bool
         Whether the maps of the inputs have biases too.
 
@@ -74,16 +74,16 @@ class VisionSizes:
     pool: str
     hidden: int
     mechanisms: tuple[str | Mechanism, ...]
-    """That of each block."""
+    """The mechanism of each block."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The rows and columns of patches."""
+        """The numbers of rows and columns of patches."""
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
 
     @property
     def tokens(self) -> int:
-        """Patches, and the class token if there is one."""
+        """The number of tokens: patches, and the class token if there is one."""
         return self.grid[0] * self.grid[1] + int(self.pool == "token")
 
 
@@ -98,15 +98,15 @@ def vision_sizes(
     hidden: Given,
     mechanism: Given,
 ) -> VisionSizes:
-    """The sizes, after their checks.
+    """The checked sizes of a vision transformer.
 
     Raises
     ------
     TypeError
-        for an argument of another type.
+        for an argument of the wrong type.
     ValueError
-        for numbers below 1, patches that do not fill the image, another pool, mechanisms for
-        another number of blocks, and a class token with a causal mechanism.
+        for numbers below 1, patches that do not fill the image, an unknown pool, a wrong number of
+        mechanisms, and a class token with a causal mechanism.
     """
     sides, patches = _pair("image", image), _pair("patch", patch)
     for side, of_patch in zip(sides, patches, strict=True):
@@ -140,7 +140,7 @@ def vision_sizes(
 
 
 def _without_causality(mechanism: Mechanism) -> Mechanism | None:
-    """The mechanism with `causal=false` at its base; None where the base is always causal."""
+    """The mechanism with `causal=false` at its base; None if the base is always causal."""
     if "causal" in {field.name for field in fields(mechanism)}:
         return replace(mechanism, causal=False)
     if not isinstance(mechanism, Preconditioner):
@@ -163,7 +163,7 @@ def check_image(x: Array, sizes: VisionSizes) -> None:
 def affine_weights(
     inner: int, outer: int, names: tuple[str | None, str | None] = (None, None)
 ) -> dict[str, Weight]:
-    """W (outer, inner) and b; `names` are the usual ones of the axes of W."""
+    """The weights W (outer, inner) and b; `names` are the usual names of W's axes."""
     return {
         "weight": Weight((outer, inner), Normal(inner**-0.5), names),
         "bias": Weight((outer,), Constant(0), names[:1]),
@@ -171,7 +171,7 @@ def affine_weights(
 
 
 def norm_weights(width: int) -> dict[str, Weight]:
-    """γ and β of a layer norm."""
+    """The weights γ and β of a layer norm."""
     return {
         "weight": Weight((width,), Constant(1), ("embed",)),
         "bias": Weight((width,), Constant(0), ("embed",)),
@@ -179,7 +179,7 @@ def norm_weights(width: int) -> dict[str, Weight]:
 
 
 def mlp_weights(width: int, hidden: int) -> dict[str, dict[str, Weight]]:
-    """Those of both layers of an MLP."""
+    """The weights of both layers of an MLP."""
     return {
         "fc1": affine_weights(width, hidden, ("mlp", "embed")),
         "fc2": affine_weights(hidden, width, ("embed", "mlp")),
@@ -187,7 +187,7 @@ def mlp_weights(width: int, hidden: int) -> dict[str, dict[str, Weight]]:
 
 
 def patch_weights(sizes: VisionSizes) -> dict[str, Weight]:
-    """W_p (width, c, rows, columns) and b_p."""
+    """The weights W_p (width, c, rows, columns) and b_p of the patch embedding."""
     shape = (sizes.width, sizes.channels, *sizes.patch)
     terms = sizes.channels * sizes.patch[0] * sizes.patch[1]
     return {
@@ -197,7 +197,7 @@ def patch_weights(sizes: VisionSizes) -> dict[str, Weight]:
 
 
 def token_weights(sizes: VisionSizes) -> dict[str, Weight]:
-    """The positions, and the class token if there is one."""
+    """The weights of the positions, and of the class token if there is one."""
     names, start = (None, None, "embed"), Normal(0.02)
     weights = {"pos_embed": Weight((1, sizes.tokens, sizes.width), start, names)}
     if sizes.pool == "token":
@@ -208,7 +208,7 @@ def token_weights(sizes: VisionSizes) -> dict[str, Weight]:
 def attention_arguments(
     mechanism: str | Mechanism, qkv_bias: bool, recipes: Mapping[str, Recipe] | None
 ) -> Arguments:
-    """Arguments of `Attention` for a layer of a vision transformer."""
+    """The arguments of `Attention` in a vision transformer."""
     if not isinstance(mechanism, str | Mechanism):
         raise not_a_mechanism(mechanism)
     if not isinstance(qkv_bias, bool):

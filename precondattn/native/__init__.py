@@ -1,1 +1,1 @@
-"""What the array-API standard lacks, by each library's own function."""
+"""Functions that the array-API standard lacks, implemented by each library's own function."""

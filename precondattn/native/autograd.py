@@ -1,4 +1,4 @@
-"""The gradient of a function by the automatic differentiation of PyTorch or JAX."""
+"""Gradients of functions by the automatic differentiation of PyTorch or JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def vjp(
     Raises
     ------
     RuntimeError
-        if PyTorch's autograd recorded for none of the results that it depends on the arrays.
+        if, according to PyTorch's autograd, none of the results depends on the arrays.
     """
     if library_of(arrays[0]) == "jax":
         results, pullback = sys.modules["jax"].vjp(function, *arrays)
@@ -37,9 +37,9 @@ def vjp(
 def _recorded(
     function: Function, arrays: Sequence[Array], is_differentiated: bool
 ) -> tuple[tuple[Array, ...], Callable[[tuple[Array, ...]], tuple[Array, ...]]]:
-    """PyTorch's autograd, which differentiates more functions than `torch.func` does.
+    """The results and their pullback by PyTorch's autograd, which covers more than `torch.func`.
 
-    The gradients may be differentiated again where the arrays or their cotangents require it.
+    The gradients can be differentiated again if the arrays or their cotangents require it.
     """
     torch = sys.modules["torch"]
     with torch.enable_grad():

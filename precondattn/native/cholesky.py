@@ -1,4 +1,4 @@
-"""Cholesky's factor: the array-API standard has it as an extension, and ONNX has none."""
+"""The Cholesky factor, which the array-API standard has as an extension and ONNX has not."""
 
 from __future__ import annotations
 

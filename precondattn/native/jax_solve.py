@@ -1,9 +1,8 @@
-"""JAX's solver for a batch of triangular systems: on a CPU, one system at a time.
+"""The solver for batches of triangular systems in JAX; on a CPU it solves one system at a time.
 
-A batched call of LAPACK, be it for triangular matrices or for any, distributes the matrices over
-XLA's threads and waits for them, on one of these threads. Running as many batched solves at once as
-there are threads deadlocks. An axis that `vmap` adds makes a batch too. Where a batch is sharded,
-every device solves its own systems.
+A batched LAPACK call distributes the matrices over XLA's threads, and waits for them on one of
+these threads. If as many batched solves as there are threads run at once, they deadlock. An axis
+that `vmap` adds makes a batch too. If a batch is sharded, every device solves its own systems.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from precondattn.arrays import Tree
 
 @partial(jax.jit, static_argnames="lower")
 def solve_triangular(matrix: Array, right: Array, *, lower: bool) -> Array:
-    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
+    """The solution matrix⁻¹ right (…, s, e), for stacks (…, s, s) and (…, s, e)."""
     solution: Array = lax.platform_dependent(
         matrix,
         right,
@@ -48,7 +47,7 @@ def _solve_on_cpu(matrix: Array, right: Array, *, lower: bool) -> Array:
 
 
 def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
-    """The solver of one system after the other, for lower- or for upper-triangular matrices."""
+    """The function that solves systems one after another, for lower or upper matrices."""
 
     def one_by_one(matrix: Array, right: Array) -> Array:
         systems = tuple(jnp.reshape(x, (-1, *x.shape[-2:])) for x in (matrix, right))
@@ -58,11 +57,11 @@ def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
         return jnp.reshape(solutions, right.shape)
 
     def of_each_device(mesh: Mesh, arguments: Tree, _: object) -> Tree:
-        """Every device solves the systems that it has."""
+        """The rule by which every device solves its own systems."""
         sharding = arguments[1].sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(mesh, PartitionSpec(*sharding.spec[:-2], None, None))
-        else:  # Its axes are unknown: every device solves all systems.
+        else:  # The mesh axes are unknown: every device solves all systems.
             devices = np.array(list(sharding.devices_indices_map(arguments[1].shape)))
             sharding = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
         return mesh, one_by_one, sharding, (sharding, sharding)
@@ -78,7 +77,7 @@ def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
 
     @solve.def_vmap
     def _(size: int, mapped: list[bool], matrix: Array, right: Array) -> tuple[Array, bool]:
-        """The mapped axis as one more batch axis."""
+        """The rule of `vmap`, which makes the mapped axis one more batch axis."""
         both = (
             x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
             for x, has_axis in zip((matrix, right), mapped, strict=True)
@@ -90,4 +89,4 @@ def _one_by_one(lower: bool) -> Callable[[Array, Array], Array]:
 
 
 _ONE_BY_ONE = {lower: _one_by_one(lower) for lower in (False, True)}
-"""By whether the matrices are lower triangular."""
+"""The solver for lower (True) or upper (False) triangular matrices."""

@@ -1,8 +1,8 @@
-"""Export to PyTorch's own operators, which programs without this package can run.
+"""Exporting calls as PyTorch's own operators, which run without this package.
 
-A call that `torch.export` traces is an operator `precondattn::*` in the graph. Within
-`ordinary_operators()` it is what the reference computes, in PyTorch's operators; a loop over tokens
-is PyTorch's `scan`.
+By default, a call that `torch.export` traces is an operator `precondattn::*` in the graph. Within
+`ordinary_operators()` it is traced as the reference computes it, in PyTorch's operators. A loop
+over tokens is PyTorch's `scan`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _chosen: ContextVar[bool] = ContextVar("ordinary_operators", default=False)
 
 @contextmanager
 def ordinary_operators() -> Iterator[None]:
-    """Let `torch.export` and `torch.onnx.export` write calls as PyTorch's own operators.
+    """A context in which `torch.export` and `torch.onnx.export` write PyTorch's own operators.
 
-    In this context, a call that is exported is written as the reference computes it, for any batch
-    and any number of tokens. The program runs where this package is not installed, and
-    ONNX can represent it. Its memory is quadratic in the number of tokens for attention with
-    scores, and a recurrence makes one step after the other. Calls that are not exported are
-    computed as elsewhere. Without the context, calls are operators `precondattn::*`.
+    In this context, an exported call is written as the reference computes it, for any batch size
+    and number of tokens. The program runs without this package, and ONNX can represent it. For
+    attention with scores its memory is quadratic in the number of tokens, and a recurrence runs
+    token by token. Calls that are not exported are not affected. Without the context, exported
+    calls are operators `precondattn::*`.
 
     Raises
     ------
     UnsupportedError
-        in the export of a call that names a backend, other than `"reference"`, and of a recurrence
-        that has an input that requires a gradient.
+        when a call is exported that names a backend other than `"reference"`, or a recurrence with
+        an input that requires a gradient.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def ordinary_operators() -> Iterator[None]:
 
 
 def is_ordinary(array: Array) -> bool:
-    """Whether `torch.export` now writes calls with such arrays as PyTorch's own operators."""
+    """Whether a call with this array is being exported as PyTorch's own operators."""
     if library_of(array) != "torch" or not sys.modules["torch"].compiler.is_exporting():
         return False
     return _chosen.get()  # Last: `torch.compile` can not trace it.

@@ -1,7 +1,7 @@
-"""A scan: steps along the time axis that carry a state.
+"""Scans: loops along the time axis that carry a state.
 
-The array-API standard has no such function. In JAX, `lax.scan` is necessary: with an unrolled loop,
-a sequence of 2,000 tokens would be traced as 2,000 copies of the step.
+The array-API standard has no such function. In JAX, `lax.scan` is necessary: an unrolled loop over
+2,000 tokens would be traced as 2,000 copies of the step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from precondattn.arrays import Array, library_of, namespace
 from precondattn.native.ordinary import is_ordinary
 
 TIME = 2
-"""The time axis, after batch and heads."""
+"""The index of the time axis, after batch and heads."""
 
 Token = tuple[Any, ...]
-"""The slices of all inputs at one token."""
+"""The slices of all inputs for one token."""
 
 
 def scan(
@@ -27,11 +27,11 @@ def scan(
     *,
     reverse: bool = False,
 ) -> tuple[Array, Array]:
-    """(the last state, outputs along axis 2) of `state, output = step(state, token)`.
+    """The last state, and the outputs along axis 2, of `state, output = step(state, token)`.
 
-    The loop runs over axis 2 of the inputs (b, m, t, …), with `reverse` from the last token to the
-    first; outputs are always in the order of tokens. `step` must be a module-level function: JAX
-    caches the compiled scan by its identity.
+    The loop runs over axis 2 of the inputs (b, m, t, …), from the last token to the first if
+    `reverse` is set. Outputs are always in the order of tokens. `step` must be a module-level
+    function, because JAX caches the compiled scan by its identity.
     """
     if library_of(state) == "jax":
         return _scan_of_jax(step, state, inputs, reverse)
@@ -55,11 +55,11 @@ def linear_scan(
     times: Callable[[Array, Array], Array],
     plus: Callable[[Array, Array], Array],
 ) -> Array:
-    """y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from y_0 = value_0.
+    """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from y_0 = value_0.
 
-    `plus` ⊕ and `times` ⊗ are those of a semiring, such as + and ·, or max and +. In log₂ s steps,
-    each of which reaches twice as far back: factors are combined from neighbours, and not by
-    differences of sums from the start.
+    `plus` ⊕ and `times` ⊗ are the operations of a semiring, such as + and ·, or max and +. It takes
+    log₂ s steps, each of which reaches twice as far back. Factors are combined from neighbours, not
+    computed as differences of cumulative sums.
     """
     if is_ordinary(value):
         from precondattn.native import torch_scan
@@ -79,7 +79,7 @@ def linear_scan(
 
 
 def running_maximum(array: Array, axis: int) -> Array:
-    """The maximum of each entry and those before it along an axis."""
+    """The cumulative maximum along an axis."""
     library = library_of(array)
     if is_ordinary(array):
         from precondattn.native import torch_scan
@@ -114,7 +114,7 @@ def _scan_of_jax(
 def _scan_of_any_length(
     factor: Array, value: Array, times: Callable[..., Array], plus: Callable[..., Array]
 ) -> Array:
-    """`linear_scan` in JAX, where the number of tokens is a symbol and that of steps is unknown."""
+    """`linear_scan` in JAX for a symbolic number of tokens, and so an unknown number of steps."""
     jax, xp = sys.modules["jax"], namespace(value)
 
     def step(y: Array, token: Token) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Cholesky's factor by PyTorch's ordinary operators, column by column in a scan.
+"""The Cholesky factor by PyTorch's ordinary operators, column by column in a scan.
 
 A⁰ = A,    l_j = A^j e_j / √A^j_jj, below row j,    A^{j+1} = A^j − l_j l_jᵀ.
 """
@@ -12,7 +12,7 @@ from precondattn.native.torch_scan import steps
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """L of A = L Lᵀ, for matrices (…, s, s); NaN where A is not positive definite."""
+    """The factor L of A = L Lᵀ, for matrices (…, s, s); NaN if A is not positive definite."""
 
     def step(rest: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         is_own, is_reached = given

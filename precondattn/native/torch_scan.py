@@ -1,6 +1,6 @@
 """PyTorch's operator `scan`, which is a single node of a graph for any number of steps.
 
-It is what an exported program has in place of a loop over tokens; in ONNX it is a `Scan`.
+An exported program has it in place of a loop over tokens; in ONNX it is a `Scan`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def scan(
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the last state, outputs along axis 2) of `state, output = step(state, token)`."""
+    """The last state, and the outputs along axis 2, of `state, output = step(state, token)`."""
     time_first = [x.movedim(TIME, 0) for x in inputs]
     if reverse:
         time_first = [x.flip(0) for x in time_first]
@@ -33,7 +33,7 @@ def scan(
 
 
 def linear_scan(factor: Tensor, value: Tensor, times: Combine, plus: Combine) -> Tensor:
-    """y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from y_0 = value_0."""
+    """The recurrence y_t = factor_t ⊗ y_{t−1} ⊕ value_t along the last axis, from value_0."""
 
     def step(y: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         y = plus(times(token[0], y), token[1])
@@ -45,7 +45,7 @@ def linear_scan(factor: Tensor, value: Tensor, times: Combine, plus: Combine) ->
 
 
 def running_maximum(array: Tensor, axis: int) -> Tensor:
-    """The maximum of each entry and those before it along an axis."""
+    """The cumulative maximum along an axis."""
 
     def step(largest: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         largest = torch.maximum(largest, token[0])
@@ -60,7 +60,7 @@ def steps(
     state: Tensor,
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The last state, and the outputs along axis 0, of a step for each entry of axis 0."""
+    """The last state, and the outputs along axis 0, of steps over axis 0 of the inputs."""
 
     def flat(state: Tensor, *token: Tensor) -> list[Tensor]:
         state, output = step(state, token)
@@ -71,6 +71,9 @@ def steps(
 
 
 def _laid_out(array: Tensor) -> Tensor:
-    """A copy, row after row: the operator refuses results that share memory, and states whose
-    strides change, also those of an axis of length 1."""
+    """A copy in row-major order.
+
+    The operator refuses results that share memory, and states whose strides change, even the
+    stride of an axis of length 1.
+    """
     return array.clone(memory_format=torch.contiguous_format)

@@ -1,16 +1,17 @@
-"""The solve of triangular systems by PyTorch's products, for any number of rows.
+"""Triangular solves by PyTorch's matrix products, for any number of rows.
 
-ONNX has no solver. Blocks of C rows are solved one after the other, in a scan:
+ONNX has no solver. Blocks of C rows are solved one after another in a scan:
 
     Y_i = D_i⁻¹ (V_i − Σ_{j<i} L_ij Y_j),
 
-where D_i is the block on the diagonal. Its inverse is put together from those of its own blocks on
-the diagonal, of 1, 2, 4 … rows:
+where D_i is the diagonal block. Its inverse is assembled from the inverses of its own diagonal
+blocks of 1, 2, 4 … rows:
 
     [P 0; R Q]⁻¹ = [P⁻¹ 0; −Q⁻¹ R P⁻¹ Q⁻¹].
 
-It is as exact as substitution. The product of I − N, I + N², I + N⁴ …, which is the inverse of
-I + N too, is not: for equal keys the powers of N exceed 10¹⁷, and the inverse is at most 1.
+This is as accurate as substitution. The product of I − N, I + N², I + N⁴ …, which also is the
+inverse of I + N, is not: for equal keys the powers of N exceed 10¹⁷, while the inverse is at most
+1.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch.nn.functional import pad
 from precondattn.native.torch_scan import steps
 
 BLOCK = 32
-"""C, a power of 2."""
+"""The number C of rows of a block, a power of 2."""
 
 
 def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
-    """matrix⁻¹ right, of stacks (…, s, s) and (…, s, e)."""
+    """The solution matrix⁻¹ right (…, s, e), for stacks (…, s, s) and (…, s, e)."""
     if not lower:
         flipped = solve_triangular(matrix.flip(-1, -2), right.flip(-2), lower=True)
         return flipped.flip(-2)
     batch, (s, e) = right.shape[:-2], right.shape[-2:]
-    if isinstance(s, int) and s == 1:  # As in a step of decoding.
+    if isinstance(s, int) and s == 1:  # The case of decoding.
         return right / matrix
-    # At least 2: a graph for any number of rows has no special case for one block.
+    # There are at least 2 blocks, so that a graph needs no special case for one block.
     blocks = (s + 2 * BLOCK - 1) // BLOCK
     missing = blocks * BLOCK - s
     matrix = pad(matrix.reshape(-1, s, s), (0, missing, 0, missing))
@@ -55,7 +56,7 @@ def solve_triangular(matrix: Tensor, right: Tensor, *, lower: bool) -> Tensor:
     given = [panels, inverse, right.reshape(-1, blocks, BLOCK, e).transpose(0, 1)]
     _, solved = steps(step, torch.zeros_like(right), [*given, block[:, None] == block])
     solved = solved.transpose(0, 1).reshape(-1, blocks * BLOCK, e)
-    # Not a slice, of which a graph would have to know that it is within the blocks.
+    # Not a slice: a graph would need to know that it is within the blocks.
     own = torch.arange(s, device=matrix.device)
     return solved.index_select(1, own).reshape(*batch, s, e)
 

@@ -1,4 +1,4 @@
-"""Which layouts divide a call that another one refuses: they are asked, not guessed."""
+"""The layouts that can divide a call which the chosen one refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def advice(refusals: Mapping[str, str | None]) -> str:
-    """The end of a refusal, of what other layouts say; nothing if all of them refuse.
+    """The end of an error message: which other layouts can divide the call; empty if none can.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Which softmax attention can be divided by gathering its keys, in every framework."""
+"""The softmax attention that is divided by gathering all keys, for PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def refusal(leaf: Leaf) -> str | None:
-    """Why keys are not gathered; None where they are."""
+    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
     for name, pattern in leaf.inputs.items():
         if {"t", "s"} <= set(pattern.letters):
             return f"divides tokens, and {name} of {leaf} is of pairs"
@@ -19,5 +19,5 @@ def refusal(leaf: Leaf) -> str | None:
 
 
 def gathered_inputs(leaf: Leaf) -> list[str]:
-    """The inputs that belong to keys."""
+    """The names of the inputs that have a row for each key."""
     return [name for name, pattern in leaf.inputs.items() if "s" in pattern.letters]

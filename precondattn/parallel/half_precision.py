@@ -1,7 +1,8 @@
-"""Inputs of a leaf where a divided call is in half precision.
+"""The dtype of a leaf's inputs in a divided call in half precision.
 
-What a leaf computes is float32 or wider. A leaf that sends no values to other devices gets it like
-that, as on one device. A leaf that sends them gets them in the call's precision, of half the bytes.
+Leaves compute in float32 or wider. A leaf that sends no values to other devices reads the float32
+results of earlier leaves, as on one device. A leaf that sends values reads them in the call's half
+precision, so that half as many bytes are sent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def inputs_in_half(
     *,
     sends_values: bool,
 ) -> dict[str, Array]:
-    """The inputs of a leaf, in `dtype`, or in float32 where that costs nothing.
+    """The inputs of a leaf: in `dtype`, or in float32 if it sends none and its backends take that.
 
     `of_call` are the values of the program that are inputs of the call, and keep their dtype.
     """

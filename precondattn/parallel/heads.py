@@ -1,12 +1,12 @@
-"""Heads for tokens: which heads of an input a device computes, and what that sends.
+"""The layout `heads`: which heads of an input a device computes, and how many bytes are sent.
 
 With P devices, of which each has the tokens T_r, and x (b, T, heads, …):
 
     device r:  x[:, T_r, all heads]  →  x[:, all tokens, heads of r]
 
-A number of heads that P divides is divided. One that divides P (key/value heads of grouped queries)
-gives one head to P / n devices each: those that have its query heads. An input without heads, or
-with one, goes to every device.
+If P divides the number of heads, each device gets an equal share of them. If the number n of heads
+divides P (key/value heads of grouped queries), each head goes to the P / n devices that have its
+query heads. An input without heads, or with one head, goes to every device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Shape = tuple[int, ...]
 
 
 class HeadAxes(NamedTuple):
-    """Those of one array that matter here; None where it has none."""
+    """An array's time and head axes; None for an axis that it does not have."""
 
     time: int | None
-    """The tokens that are divided among devices: those of queries, if it has both."""
+    """The axis of the tokens that are divided: of queries, if the array also has one of keys."""
     heads: int | None
-    """Heads, where there is more than one."""
+    """The axis of the heads; None if there is one head."""
 
     @classmethod
     def of_pattern(cls, pattern: Pattern, shape: Shape) -> HeadAxes:
@@ -42,7 +42,7 @@ class HeadAxes(NamedTuple):
 
 
 def share(count: int, devices: int, device: int) -> slice:
-    """The heads that a device computes, of `count`: P divides it, or it divides P."""
+    """The heads that a device computes, of `count`, which P divides or which divides P."""
     if count < devices:
         first = device * count // devices
         return slice(first, first + 1)
@@ -56,7 +56,7 @@ def first_with(count: int, devices: int, head: int) -> int:
 
 
 def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str | None:
-    """Why this layout can not divide a call with these numbers of heads; None where it can."""
+    """The reason why this layout can not divide these numbers of heads; None if it can."""
     if mechanism.numbers_heads:
         return "divides heads, and the decay of each depends on its number among all"
     if any(axis.letter in HEADS and axis.multiple > 1 for axis in _axes(mechanism)):
@@ -78,7 +78,7 @@ def refusal(mechanism: Mechanism, sizes: Mapping[str, int], devices: int) -> str
 
 
 def heads_of_output(mechanism: Mechanism) -> str:
-    """The letter of the heads that the output has."""
+    """The dimension letter of the output's heads."""
     return next(letter for letter in mechanism.program.output.letters if letter in HEADS)
 
 
@@ -90,14 +90,15 @@ def _axes(mechanism: Mechanism) -> list[Axis]:
 def elements_sent(
     inputs: Inputs, shapes: Mapping[str, Shape], out: Shape, whole: Shape, devices: int
 ) -> dict[str, int]:
-    """Elements that a device sends to others forward: of each input, and of the output `out`.
+    """The number of elements that a device sends forward: of each input, and of `out`.
 
-    `shapes` and `out` are those of its own tokens, and `whole` that of all tokens' output.
+    `shapes` and `out` are the shapes for its own tokens, and `whole` is the shape of all tokens'
+    output.
     """
     sent = {}
     for name, shape in shapes.items():
         heads = HeadAxes.of_pattern(inputs[name], shape).heads
         count = 1 if heads is None else shape[heads]
-        # Others get all of one head each, or each their share.
+        # Each other device gets its share of the heads, or one head if there are fewer than P.
         sent[name] = prod(shape) // min(count, devices) * (devices - 1)
     return sent | {"out": (prod(whole) - prod(out)) // devices}

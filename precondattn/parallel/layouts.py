@@ -1,15 +1,15 @@
-"""Where the tokens of a sequence are: their order on the devices, and back.
+"""The order in which the tokens of a sequence are placed on devices.
 
-A sequence is cut into parts, of which each device has some, one after another:
+A sequence is cut into parts of consecutive tokens, and each device has some of them:
 
     contiguous:         P parts; device r has part r
     zigzag:             2 P parts; device r has part r and part 2 P − 1 − r
     cyclic[block=B]:    parts of B tokens; device r has the parts r, P + r, 2 P + r …
 
 With a causal mask, later tokens have more keys. In `zigzag` all devices have equally many pairs of
-queries and keys, and in `cyclic` almost, if there are many parts; `contiguous` gives the last
-device almost twice the mean. A solve that goes from token to token (`torch/solve.py`) keeps all
-devices at work in `cyclic` only.
+queries and keys, and in `cyclic` almost equally many if there are many parts. In `contiguous` the
+last device has almost twice the mean. A solve that goes from token to token (`torch/solve.py`)
+keeps all devices busy in `cyclic` only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from precondattn.arrays import Array, namespace
 
 ORDERS = ("contiguous", "zigzag", "cyclic[block=512]")
-"""What a layout can be, besides `heads`, which has no order of tokens."""
+"""The layouts that divide tokens. `heads`, the other layout, has no order of tokens."""
 
 
 class TokenPart(NamedTuple):
@@ -31,9 +31,9 @@ class TokenPart(NamedTuple):
 
     device: int
     rows: slice
-    """Where they are among those of the device"""
+    """Their indices among the device's tokens"""
     first: int
-    """The position of the first of them in the sequence"""
+    """The position of the first token in the sequence"""
 
     @property
     def tokens(self) -> int:
@@ -46,11 +46,11 @@ class TokenOrder:
 
     name: str
     block: int | None = None
-    """The tokens of a part; only of `cyclic`"""
+    """The number of tokens in a part; None except for `cyclic`"""
 
     @classmethod
     def read(cls, text: str) -> TokenOrder:
-        """From its text.
+        """The layout that a text names.
 
         Raises
         ------
@@ -73,12 +73,12 @@ class TokenOrder:
         return self.name if self.block is None else f"{self.name}[block={self.block}]"
 
     def sizes(self, tokens: int, devices: int) -> list[int]:
-        """The tokens of each part, in the order of the sequence.
+        """The number of tokens in each part, in the order of the sequence.
 
         Raises
         ------
         ValueError
-            where they can not be divided.
+            if the tokens can not be divided like this.
         """
         if self.block is not None:
             starts = range(0, tokens, self.block)
@@ -92,17 +92,17 @@ class TokenOrder:
 
     @property
     def divisor(self) -> int:
-        """Of what the tokens of a device are a multiple, where all devices have as many."""
+        """What the number of tokens per device must be a multiple of, if all have equally many."""
         return self.block or {"contiguous": 1, "zigzag": 2}[self.name]
 
     def part_of(self, tokens: int) -> int:
-        """The tokens of a part, where each device has so many."""
+        """The number of tokens in a part, if each device has `tokens` tokens."""
         return self.block or tokens // self.divisor
 
     def number_of(self, device: Array, part: Array, devices: int) -> Array:
         """The number in the sequence of a device's part: the inverse of `device_of`.
 
-        All are numbers, or arrays of them, which may be traced.
+        The arguments are integers, or integer arrays, which may be traced.
 
         Examples
         --------
@@ -116,20 +116,20 @@ class TokenOrder:
         return part * devices + device
 
     def device_of(self, part: int, devices: int) -> int:
-        """Which device has a part, by its number in the sequence."""
+        """The device that has the part of this number in the sequence."""
         if self.name == "zigzag" and part >= devices:
             return 2 * devices - 1 - part
         return part % devices
 
     def parts(self, counts: Sequence[int]) -> tuple[TokenPart, ...]:
-        """All parts in the order of the sequence, where device r has `counts[r]` tokens.
+        """All parts in the order of the sequence, if device r has `counts[r]` tokens.
 
         In `contiguous` and `zigzag` devices may have different numbers of tokens.
 
         Raises
         ------
         ValueError
-            where these are not numbers that the layout gives.
+            if the layout does not give the devices these numbers of tokens.
 
         Examples
         --------
@@ -160,12 +160,12 @@ class TokenOrder:
         return parts
 
     def parts_of(self, tokens: int, devices: int) -> tuple[TokenPart, ...]:
-        """All parts of a sequence of so many tokens, in its order.
+        """All parts of a sequence of `tokens` tokens, in the order of the sequence.
 
         Raises
         ------
         ValueError
-            where they can not be divided.
+            if the tokens can not be divided like this.
         """
         parts, _ = self._placed(self.sizes(tokens, devices), devices)
         return parts
@@ -173,7 +173,7 @@ class TokenOrder:
     def _placed(
         self, sizes: Sequence[int], devices: int
     ) -> tuple[tuple[TokenPart, ...], list[int]]:
-        """Parts of these sizes, and how many tokens each device has of them."""
+        """The parts of these sizes, and the number of tokens of each device."""
         parts: list[TokenPart] = []
         had, first = [0] * devices, 0
         for number, size in enumerate(sizes):
@@ -184,23 +184,24 @@ class TokenOrder:
 
 
 def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
-    """The tokens in the order of the devices: first all of device 0, then those of device 1 ….
+    """The tokens of x in the order of the devices: all of device 0, then all of device 1 ….
 
     Parameters
     ----------
     x : array
-        In `contiguous` and `zigzag` with a multiple of P or 2 P tokens along `axis`.
+        The number of tokens along `axis` must be a multiple of P in `contiguous`, and of 2 P in
+        `zigzag`.
     layout : str
         "contiguous", "zigzag" or "cyclic[block=B]".
     devices : int
-        P.
+        The number P of devices.
     axis : int
-        That of the tokens.
+        The axis of the tokens.
 
     Raises
     ------
     ValueError
-        for another layout or number of tokens.
+        for an unknown layout, or a number of tokens that it can not divide.
 
     Examples
     --------
@@ -216,7 +217,7 @@ def to_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
 
 
 def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
-    """The tokens in their own order: the inverse of `to_layout`.
+    """The tokens of x in the order of the sequence: the inverse of `to_layout`.
 
     Examples
     --------
@@ -234,7 +235,7 @@ def from_layout(x: Array, layout: str, devices: int, axis: int = 1) -> Array:
 
 
 def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
-    """The positions in the sequence of a device's tokens, for a rotary embedding say.
+    """The positions of a device's tokens in the sequence, for example for a rotary embedding.
 
     Examples
     --------
@@ -247,7 +248,7 @@ def tokens_of(layout: str, tokens: int, devices: int, device: int) -> list[int]:
 
 
 def _joined(x: Array, pieces: list[tuple[int, int]], axis: int) -> Array:
-    """Pieces of x, given by start and size, one after another."""
+    """Pieces of x, each given by its start and size, concatenated."""
     before = (slice(None),) * (axis % x.ndim)
     parts = [x[(*before, slice(start, start + size), ...)] for start, size in pieces]
     return namespace(x).concat(parts, axis=axis)

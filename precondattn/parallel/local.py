@@ -1,4 +1,4 @@
-"""Which leaves compute each token by itself, in every framework."""
+"""The leaves that compute each token alone, for PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def refusal(leaf: Leaf) -> str | None:
-    """Why a leaf needs all tokens; None where any order of them will do."""
+    """The reason why a leaf needs other tokens; None if it computes each token alone."""
     if not leaf.offers.causal:
         return f"divides tokens, and {leaf} is computed of all"
     return None

@@ -1,12 +1,12 @@
-"""Partial attention: the output with the log-sum-exp of its scores, and the merge of such parts.
+"""Attention to some of the keys, with the log-sum-exp of its scores, and the merge of such parts.
 
     λ_i = log Σ_j e^{S_ij},    o = A v,
 
-and for parts 1 … m, each of some of the keys,
+and for parts 1 … m, each with some of the keys,
 
     λ = log Σ_m e^{λ_m},    o = Σ_m e^{λ_m − λ} o_m.
 
-λ is computed with the output, as one more channel (`spec/read.py`), in float32 or wider.
+λ is computed together with the output, as one more channel (`spec/read.py`), in float32 or wider.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ FULL_CALL = ("segment_ids", "cu_seqlens", "lengths", "key_mask", "prefix", "attn
 def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Given) -> tuple[Array, Array]:
     """The output (b, t, h, e) and the log-sum-exp (b, t, h) of each query's scores.
 
-    Both are differentiable in PyTorch and JAX. The log-sum-exp is over the scaled, capped, biased
-    and masked scores, and the sink if there is one. It is −∞ for a query that no key is visible to
-    (and that has no sink), whose output is 0; for a query of padding both are 0.
+    Both are differentiable in PyTorch and JAX. The log-sum-exp is taken over the scaled, capped,
+    biased and masked scores, and the sink if there is one. A query that sees no key and has no sink
+    has the log-sum-exp −∞ and the output 0. For a query of padding both are 0.
 
     Parameters
     ----------
     mechanism : Softmax or Path
-        With its default read.
+        A mechanism with its default `read`.
     *arrays, **named
-        Those of a call of the mechanism, masks and `backend` included.
+        The arguments of a call of the mechanism, including masks and `backend`.
 
     Returns
     -------
     tuple
-        The output in v's dtype, and the log-sum-exp in float32, or float64 for float64. Half
-        precision is computed in float32, under autocast too.
+        The output in v's dtype, and the log-sum-exp in float32, or in float64 for float64 inputs.
+        Half precision is computed in float32, also under autocast.
 
     Raises
     ------
     TypeError, ValueError
-        for another mechanism, and for all that a call raises.
+        for another mechanism, and for everything that a call raises an error for.
 
     Examples
     --------
@@ -68,10 +68,10 @@ def with_lse(mechanism: SoftmaxAttention, *arrays: Array, **named: Given) -> tup
 def with_lse_vjp(
     mechanism: SoftmaxAttention, *arrays: Array, **named: Given
 ) -> tuple[tuple[Array, Array], Callable[[Array, Array], Arrays]]:
-    """`with_lse` and its pullback, which maps cotangents of both results to all gradients.
+    """The results of `with_lse`, and the pullback that maps their cotangents to gradients.
 
-    The gradients are a dict by input name. This works on every array library. As in `vjp`, results
-    may be written to, and inputs must not change before the pullback has run.
+    The pullback returns a dict of gradients by input name. This works on every array library. As in
+    `vjp`, the results may be written to, and the inputs must not change before the pullback runs.
 
     Examples
     --------
@@ -110,25 +110,25 @@ def part_vjp(
     d_out: Array,
     **others: Given,
 ) -> Arrays:
-    """The gradients of a part of the keys, from output and log-sum-exp of the whole.
+    """The gradients of attention to some of the keys, from output and log-sum-exp over all keys.
 
         W = e^{S − λ},    dS = W ∘ (do vᵀ − do·o),    dv = Wᵀ do
 
-    with o and λ those of all keys, so that the gradient of each part needs no forward pass where
-    the backend takes them (`Backend.residuals_from_lse`). Any o and λ may be given: those of 0 and
-    a constant give the gradients of e^{S − λ} v, without division. λ is ∞ for a query that sees
-    none of the keys.
+    where o and λ are the output and the log-sum-exp over all keys. No forward pass of the part is
+    needed if the backend defines `residuals_from_lse`. Other values of o and λ may be given: o = 0
+    and a constant λ give the gradients of e^{S − λ} v, attention without normalisation. λ must be ∞
+    for a query that sees none of the keys.
 
     Parameters
     ----------
     mechanism : Softmax
-        With its default read, and without a sink.
+        A mechanism with its default `read` and without a sink.
     inputs : mapping
-        By name, in float32 or wider: q (b, t, h, d), and k and v of the part.
+        The inputs by name, in float32 or wider: q (b, t, h, d), and k and v of the part.
     out, lse, d_out : arrays (b, t, h, e), (b, t, h), (b, t, h, e)
-        o, λ and do.
+        The output o, the log-sum-exp λ, and the cotangent do of the output.
     **others
-        Masks, and `backend`.
+        Masks and `backend`.
 
     Returns
     -------
@@ -146,7 +146,7 @@ def part_vjp(
     >>> bool(np.allclose(part["k"], full.vjp(q, k, v)[1](d_out)["k"][:, :2]))
     True
     """
-    from precondattn.execution.run import gradients_from_lse  # With the first call.
+    from precondattn.execution.run import gradients_from_lse  # Imported at the first call.
 
     masks = {name: others.get(name) for name in FULL_CALL}
     given = dict(inputs), others.get("backend"), masks
@@ -159,7 +159,7 @@ def part_vjp(
 
 
 class _CallWithLse:
-    """A call of a mechanism, with one more channel for the log-sum-exp."""
+    """A call of a mechanism whose values have one more channel for the log-sum-exp."""
 
     def __init__(
         self, mechanism: SoftmaxAttention, arrays: tuple[Array, ...], named: Arguments
@@ -169,14 +169,14 @@ class _CallWithLse:
                 f"with_lse: the mechanism must be a Softmax or Path that reads a mean of its "
                 f"values; found {mechanism}"
             )
-        from precondattn.execution.arguments import check_call  # With the first call.
+        from precondattn.execution.arguments import check_call  # Imported at the first call.
         from precondattn.execution.input_names import CALL_OPTIONS
 
         self.others = {name: named[name] for name in CALL_OPTIONS if name in named}
         own = {name: array for name, array in named.items() if name not in self.others}
         self.like = next(iter((*arrays, *own.values())), None)
         with self.without_autocast():
-            check_call(mechanism, arrays, own, self.others)  # By its own shapes.
+            check_call(mechanism, arrays, own, self.others)  # These are the unpadded shapes.
         names = (*tuple(mechanism.inputs)[: len(arrays)], *own)
         given = dict(zip(names, (*arrays, *own.values()), strict=True))
         self.dtypes = {name: array.dtype for name, array in given.items()}
@@ -191,31 +191,31 @@ class _CallWithLse:
         return autocast.off(self.like)
 
     def split(self, packed: Array) -> tuple[Array, Array]:
-        """The output in the dtype of the values, and the log-sum-exp."""
+        """The output, in the dtype of the values, and the log-sum-exp."""
         return cast(packed[..., :-1], self.dtypes["v"]), packed[..., -1]
 
 
 def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """The attention to all keys, from the attention to parts of them.
+    """The attention to all keys, merged from the attention to parts of them.
 
-    Differentiable in PyTorch and JAX. If there is a sink, one part has to have it, and no other.
+    It is differentiable in PyTorch and JAX. A sink must be included in exactly one part.
 
     Parameters
     ----------
     outs : sequence of arrays (b, t, h, e)
         The output of each part.
     lses : sequence of arrays (b, t, h)
-        Its log-sum-exp; −∞ where the part has no key for a query.
+        The log-sum-exp of each part; −∞ for a query that sees no key of the part.
 
     Returns
     -------
     tuple
-        The output (b, t, h, e) and the log-sum-exp (b, t, h) of the whole, in the parts' dtypes.
+        Output (b, t, h, e) and log-sum-exp (b, t, h) over all keys, in the parts' dtypes.
 
     Raises
     ------
     ValueError
-        for no parts, for more outputs than log-sum-exps or fewer, and for shapes that differ.
+        if there are no parts, if outputs and log-sum-exps differ in number, or if shapes differ.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How a call is divided, and what that sends."""
+"""The plan of a divided call: the layout, and the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is divided, and what a device sends to others. `print` it."""
+    """How a call is divided, and the bytes that a device sends to others. `print` shows it."""
 
     mechanism: str
     layout: str
     of: str
-    """Whose tokens and bytes these are: those of a process, or of each device"""
+    """The name of what the numbers are for: one process, or each device"""
     tokens: int
-    """Its queries"""
+    """The number of its queries"""
     during: str
-    """What it has during the call"""
+    """What it has in memory during the call, in words"""
     bytes_sent: Mapping[str, int]
-    """By it to others forward, of each array"""
+    """The bytes that it sends to others in the forward pass, by array"""
 
     def __str__(self) -> str:
         lines = [

@@ -1,16 +1,15 @@
-"""Which of a device's queries see which of another's keys, as products of rows and columns.
+"""The pairs of a device's queries and another device's visible keys, as rectangles of the mask.
 
-In JAX all devices run one program. What is seen depends on whether the keys are of a device before
-(s < r) or after, and is otherwise the same for all pairs of devices:
+In JAX all devices run one program. Which keys are visible depends on whether they are those of an
+earlier device (s < r) or of a later one, and is otherwise the same for all pairs of devices:
 
-    contiguous:  before, all queries see all keys; after, none
-    zigzag:      before, all queries see the first part; after, the second part sees all keys
-    cyclic:      part i sees the parts j < i; before, j = i too
+    contiguous:  earlier: all queries see all keys; later: none
+    zigzag:      earlier: all queries see the first part; later: the second part sees all keys
+    cyclic:      part i sees the parts j < i; earlier: also j = i
 
-With parts of B tokens the last is a triangle of n × n blocks. It is put together from squares on
-each scale w = 1, 2, 4 …: of every 2 w parts, the second w see the first w. These are one call with
-the squares as sequences of its batch. So no pair of masked tokens is computed, in about 2 log₂ n
-calls.
+In `cyclic`, the mask of n parts is a triangle of n × n blocks. It is put together from squares at
+each scale w = 1, 2, 4 …: of every 2 w parts, the second w see the first w. The squares of a scale
+are one call, as sequences of its batch. About 2 log₂ n calls thus compute no masked pair.
 
 All keys of a rectangle are before all of its queries, if the attention is causal.
 """
@@ -24,32 +23,32 @@ from precondattn.parallel.layouts import TokenOrder
 
 
 class Rectangle(NamedTuple):
-    """Rows of a device's queries, and of a device's keys that they see, in equal groups."""
+    """Equal groups of rows; in each group some rows are queries, and some are keys they see."""
 
     first: int
     """The first row of the first group"""
     groups: int
     stride: int
-    """The rows of a group"""
+    """The number of rows in a group"""
     queries: slice
-    """Rows of each group"""
+    """The rows of each group that are queries; `keys` are the rows that are visible keys"""
     keys: slice
 
     @classmethod
     def of_slices(
         cls, tokens: int, queries: slice | None = None, keys: slice | None = None
     ) -> Rectangle:
-        """One group, of all rows."""
+        """A rectangle with one group of all rows."""
         every = slice(0, tokens)
         return cls(0, 1, tokens, queries or every, keys or every)
 
     def rows(self, x: Array, which: slice) -> Array:
-        """Those rows of x (b, tokens, …) as (b groups, rows, …)."""
+        """The rows `which` of each group of x (b, tokens, …), as (b · groups, rows, …)."""
         each = self._groups(x)[:, :, which]
         return namespace(x).reshape(each, (-1, *each.shape[2:]))
 
     def placed(self, x: Array, which: slice, rows: Array) -> Array:
-        """x of JAX with these rows in their place."""
+        """x, an array of JAX, with the rows `which` of each group replaced by `rows`."""
         each = self._groups(x)
         each = each.at[:, :, which].set(rows.reshape(*each.shape[:2], *rows.shape[1:]))
         return x.at[:, self._span].set(each.reshape(x.shape[0], -1, *x.shape[2:]))
@@ -64,16 +63,17 @@ class Rectangle(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """What queries see of another device's keys."""
+    """The rectangles of another device's keys that a device's queries see."""
 
     always: tuple[Rectangle, ...]
     before: tuple[Rectangle, ...]
-    """Besides, if the keys are of a device before"""
+    """Further rectangles if the keys are of an earlier device"""
     after: tuple[Rectangle, ...]
+    """Further rectangles if the keys are of a later device"""
 
 
 def seen(order: TokenOrder, tokens: int, *, causal: bool) -> SeenKeys:
-    """Of devices with so many tokens each."""
+    """The visible keys, if each device has `tokens` tokens."""
     every = Rectangle.of_slices(tokens)
     if not causal:
         return SeenKeys((every,), (), ())
@@ -94,7 +94,7 @@ def seen(order: TokenOrder, tokens: int, *, causal: bool) -> SeenKeys:
 
 
 def _triangle(count: int, part: int) -> list[Rectangle]:
-    """All parts before each of `count` parts."""
+    """The rectangles in which each of `count` parts sees all parts before it."""
     rectangles, width = [], 1
     while width < count:
         groups, rest = divmod(count, 2 * width)

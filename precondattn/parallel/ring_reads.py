@@ -1,4 +1,4 @@
-"""Reads of softmax attention whose keys come in parts: outputs are merged, and gradients divided.
+"""Softmax attention and LASER over keys that come in parts: merged outputs, gradients of parts.
 
 With λ = log Σ_r e^{λ_r} and the weights w_r = e^{λ_r − λ} of the parts,
 
@@ -6,7 +6,7 @@ With λ = log Σ_r e^{λ_r} and the weights w_r = e^{λ_r − λ} of the parts,
     LASER:    o = log Σ_r w_r e^{o_r}    do_r = w_r e^{o_r − o} ∘ do,
                                          dλ_r = Σ_c do_rc − w_r Σ_c do_c
 
-for each channel c. LASER's λ_r is that of the same scores, from a call with one channel.
+for each channel c. For LASER, λ_r is computed from the same scores by a call with one channel.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Attended = tuple[Array, Array]
 
 
 class WholeRows(NamedTuple):
-    """What is known of some queries when their gradient is computed."""
+    """The results of some queries over all keys, from which the gradients of a part follow."""
 
     out: Array
     lse: Array
-    """∞ for queries that see no key of the part"""
+    """The log-sum-exp over all keys; ∞ for queries that see no key of the part"""
     d_out: Array
 
     @classmethod
     def of_output(cls, out: Array, lse: Array, d_out: Array, seen_by: Array | None) -> WholeRows:
-        """For a part that some queries (b, t) see; None if all may."""
+        """The results for a part whose keys the queries `seen_by` (b, t) may see; None for all."""
         sees = lse > -math.inf
         if seen_by is not None:
             sees = sees & seen_by[..., None]
@@ -52,7 +52,7 @@ class WholeRows(NamedTuple):
 
 @dataclass(frozen=True)
 class MeanOfParts:
-    """o = A v."""
+    """Parts of softmax attention, o = A v."""
 
     softmax: Softmax
     options: Arguments
@@ -73,7 +73,7 @@ class MeanOfParts:
 
 @dataclass(frozen=True)
 class LaserOfParts:
-    """o = log(A eᵛ)."""
+    """Parts of LASER, o = log(A eᵛ)."""
 
     softmax: Softmax
     options: Arguments
@@ -99,7 +99,7 @@ class LaserOfParts:
         out, pull = self.softmax.vjp(*tokens, **self.options)
         (one, lse), pull_lse = with_lse_vjp(self._mean, *_of_one_channel(tokens), **self.options)
         xp, log_weight = namespace(lse), (lse - whole.lse)[..., None]
-        # In one exponent: where w_r underflows, e^{o_r − o} can overflow.
+        # One exponential of the sum: where w_r underflows, e^{o_r − o} can overflow.
         d_out = xp.exp(log_weight + out - whole.out) * whole.d_out
         d_lse = (d_out - xp.exp(log_weight) * whole.d_out).sum(-1)
         gradients: dict[str, Array] = pull(d_out)
@@ -112,7 +112,7 @@ class LaserOfParts:
 
 
 def read_of(softmax: Softmax, options: Arguments) -> MeanOfParts | LaserOfParts:
-    """How parts are put together for the read of a leaf, which is one of `READS`."""
+    """The class that merges parts for the `read` of a leaf, which is one of `READS`."""
     return (MeanOfParts if softmax.read == MEAN else LaserOfParts)(softmax, options)
 
 
@@ -122,6 +122,6 @@ def _of_one_channel(tokens: Sequence[Array]) -> tuple[Array, Array, Array]:
 
 
 def goes_around(leaf: LeafProtocol) -> bool:
-    """Whether parts of the keys are all that a query's output is merged from."""
-    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    """Whether a leaf's output can be merged from its attention to parts of the keys."""
+    assert isinstance(leaf, Softmax)  # Other leaves have no such scores.
     return set(leaf.inputs) == {"q", "k", "v"} and leaf.window is None and leaf.read in READS

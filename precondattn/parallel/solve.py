@@ -1,7 +1,7 @@
-"""LUCID's triangular solve in blocks of tokens, which devices solve one after another.
+"""LUCID's triangular solve in blocks of tokens that devices solve one after another.
 
-Φ y_J is softmax attention without its division (`torch/solve.py`): with the output o and
-log-sum-exp λ of rows that attend to the keys of block J, Φ y_J = e^{λ − s d} o.
+Φ y_J is softmax attention without normalisation (`torch/solve.py`): for rows that attend to the
+keys of block J with output o and log-sum-exp λ, Φ y_J = e^{λ − s d} o.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Leaf
 
 BLOCK = 512
-"""The most tokens that are solved before they are given away."""
+"""The most tokens of a block, which are solved before they are broadcast."""
 
 
 def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """Why a solve can not be divided; None where it can."""
-    assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
+    """The reason why the solve of a leaf can not be divided; None if it can."""
+    assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
     if leaf.metric is not DOT:
         return f"divides solves of dot products; found the metric {leaf.metric.name}"
     if leaf.window is not None or leaf.normalize == "rows":
@@ -33,12 +33,12 @@ def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
 
 
 def keys_of_scores(leaf: LucidSolve, k: Array) -> Array:
-    """The keys of which Φ has the products, in float32 or wider."""
+    """The keys whose products are the scores of Φ, in float32 or wider."""
     return rms_norm(upcast(k), leaf.eps) if leaf.normalize == "keys" else upcast(k)
 
 
 def attention_of(leaf: LucidSolve, d: int) -> tuple[Softmax, float]:
-    """The attention whose exponentials are Φ, and the shift s d."""
+    """The softmax attention whose exponentiated scores are Φ, and the shift s d."""
     scale = leaf.scale_for(d)
     shift = scale * d if leaf.has_unit_diagonal else 0.0
     return Softmax(causal=False, scale=scale), shift

@@ -1,28 +1,30 @@
-"""States of a recurrence whose tokens are divided: what each device must know of those before it.
+"""The states of recurrences whose tokens are divided among devices, by a prefix scan.
 
 The state after the tokens of a device is linear in the state before them,
 
     S_end = T S_begin + F,
 
-with F the state from zeros, and T the transition: nothing for a sum without decay, a number for
-each row for a decay, and a d × d matrix for the delta rule. Two neighbours together have
+where F is the state computed from zeros, and T the transition: the identity for a sum without
+decay, a number for each row for a decay, and a d × d matrix for the delta rule. Two neighbouring
+devices together have
 
     T = T₂ T₁,    F = T₂ F₁ + F₂,
 
-which is associative: a prefix scan along the devices gives each one its S_begin. Backward, with g
-the gradient of S_begin from the device's own outputs, the gradient of S_end is that of the next
-device's S_begin, λ = Tᵀ λ_next + g, which is the same scan from the last device on.
+which is associative, so a prefix scan along the devices gives each one its S_begin. In the backward
+pass let g be the gradient of S_begin from the device's own outputs, and λ the whole gradient of
+S_begin. The gradient of S_end is λ_next, the λ of the next device, and λ = Tᵀ λ_next + g. This is
+the same scan, from the last device to the first.
 
-F and T are one call of the leaf: on values with more columns, which are 0, from a state with 0 in
-the columns of F and, in those of T, 1 or the identity.
+One call of the leaf computes F and T: its values have additional columns of 0 for T, and its
+initial state is 0 in the columns of F, and 1 or the identity in the columns of T.
 
-The states of other leaves are sums, and each of their numbers has a factor of its own: CCQ's
-moments, Mesa's H, the slots of GSA, the squares of ATK. Their F is a call from zeros, and T the
-gradient of the sum of S_end in S_begin.
+The states of other leaves are sums in which each entry has its own factor: CCQ's moments, Mesa's H,
+the slots of GSA, the squares of ATK. For them F is the result of a call from zeros, and T is the
+gradient of the sum of S_end with respect to S_begin.
 
-Where a segment of a packed sequence ends among the tokens, T is 0 and F is the state of the last
-segment's tokens, for a state is reset at the first token of a segment. That token may also be the
-first of a device, which then begins with 0.
+A state is reset at the first token of a segment of a packed sequence. If a segment begins among a
+device's tokens, its T is therefore 0, and F is the state of the last segment's tokens. If a segment
+begins at a device's first token, its S_begin is 0.
 """
 
 from __future__ import annotations
@@ -49,18 +51,18 @@ if TYPE_CHECKING:
 
 
 SUMS = (ConditionedQuery, MesaQuery, GSA, PreconditionedKey)
-"""Leaves whose states are sums, besides those of the linear family"""
+"""Leaves whose states are sums, besides the leaves of the linear family"""
 
 
 def is_scaled(leaf: Leaf) -> bool:
-    """Whether every number of its states has a factor of its own: sums that decay or do not."""
+    """Whether each entry of a leaf's states has its own factor: sums with or without a decay."""
     if isinstance(leaf, LinearFamily):
         return isinstance(leaf, Linear) and leaf.normalize
     return isinstance(leaf, SUMS)
 
 
 def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """Why the states of a leaf have no scan; None where they have."""
+    """The reason why a leaf's states can not be scanned; None if they can."""
     if order.name != "contiguous":
         return f"gives a device tokens that are not consecutive, as {leaf} needs them"
     if leaf.recurrence is not None and leaf.recurrence.normaliser == "running maximum":
@@ -69,25 +71,25 @@ def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
 
 
 class StateMap(NamedTuple):
-    """S_end = T S_begin + F, of some consecutive tokens."""
+    """The map S_end = T S_begin + F of consecutive tokens."""
 
     transition: Array | None
-    """T (b, m, d, 1) or (b, m, d, d), or a factor of each number of the state; None for 1."""
+    """T (b, m, d, 1) or (b, m, d, d), or a factor for each entry of the state; None for 1."""
     state: Array
-    """F, as (b, m, d, e)"""
+    """F, in the shape of the state"""
     is_scaled: bool = False
-    """Whether T is a factor of each number"""
+    """Whether T has a factor for each entry of the state"""
     is_open: Array | None = None
-    """Whether all tokens are of the segment of the one before them (b,), so that T is not 0"""
+    """Whether all tokens continue the segment of the token before them (b,); if not, T is 0"""
 
     def after(self, earlier: StateMap) -> StateMap:
-        """Both, the earlier tokens first."""
+        """The map of the earlier tokens followed by these."""
         both = None if earlier.transition is None else self.times(earlier.transition)
         is_open = None if self.is_open is None else self.is_open & earlier.is_open
         return StateMap(both, self.end_of(earlier.state), self.is_scaled, is_open)
 
     def end_of(self, state: Array) -> Array:
-        """S_end of a state S_begin."""
+        """S_end for a state S_begin."""
         return self.state + self.times(state)
 
     def times(self, x: Array) -> Array:
@@ -98,31 +100,34 @@ class StateMap(NamedTuple):
         return kept(x, self.is_open)
 
     def adjoint(self, gradient: Array) -> StateMap:
-        """λ ↦ Tᵀ λ + g, g the gradient of S_begin from the outputs."""
+        """The map λ ↦ Tᵀ λ + g, where g is the gradient of S_begin from the outputs."""
         if self.is_scaled or self.transition is None or self.transition.shape[-1] == 1:
             return self._replace(state=gradient)
         return StateMap(transpose(self.transition), gradient, is_open=self.is_open)
 
 
 class SegmentBorders(NamedTuple):
-    """Where segments end, by device: both are (devices, b)."""
+    """Whether segments cross the borders between devices; both arrays are (devices, b)."""
 
     continues: Array
-    """Whether the first token is of the segment of the one before it"""
+    """Whether a device's first token continues the segment of the token before it"""
     is_open: Array
-    """Whether all tokens are"""
+    """Whether all of a device's tokens do"""
 
     @classmethod
     def of_segments(cls, segments: Sequence[Array]) -> SegmentBorders:
-        """From the segments (b, tokens) of every device. Each is consecutive."""
+        """The borders, from the contiguous segments (b, tokens) of every device."""
         xp = namespace(segments[0])
         firsts, lasts = ([ids[:, at] for ids in segments] for at in (0, -1))
         before = xp.stack([firsts[0], *lasts[:-1]])
         return cls(xp.stack(firsts) == before, xp.stack(lasts) == before)
 
     def is_open_before(self, device: Device, distance: int, *, is_reversed: bool) -> Array:
-        """Of the step (b,) that a device gets in a scan: of `distance` devices, the nearest one so
-        far before it, or after it in reverse."""
+        """`StateMap.is_open` (b,) of what a device receives in a round of the scan.
+
+        It receives the map of `distance` devices, the last of which is `distance` before it. In
+        reverse they are after it, and the first is `distance` after it.
+        """
         if is_reversed:
             first, last = device + distance, device + 2 * distance - 1
         else:
@@ -132,7 +137,7 @@ class SegmentBorders(NamedTuple):
 
 
 def kept(x: Array, mask: Array | None) -> Array:
-    """A state, 0 in sequences that a mask (b,) does not have; all of it without a mask."""
+    """A state, set to 0 in sequences where the mask (b,) is False; unchanged without a mask."""
     if mask is None:
         return x
     return zero_where_not(namespace(mask).reshape(mask, (-1, *(1,) * (x.ndim - 1))), x)
@@ -145,9 +150,9 @@ def extended(
     backend: BackendNames,
     masks: Mapping[str, Array],
 ) -> tuple[Array, Cache]:
-    """`leaf.extend`, of tokens that may also have `segment_ids`.
+    """`leaf.extend`, with `segment_ids` among the masks if the tokens are packed.
 
-    The states in the cache are those of the segment that the first token is of.
+    The states in the cache belong to the segment of the first token.
     """
     given = {"lengths": None, "key_mask": None, **masks}
     return run.extend(leaf, cache, (), dict(inputs), backend, given, donate=False)
@@ -160,14 +165,14 @@ def extended_vjp(
     backend: BackendNames,
     masks: Mapping[str, Array],
 ) -> tuple[Array, Cache, ExtendPullback]:
-    """`leaf.extend_vjp`, likewise."""
+    """`leaf.extend_vjp`, with the masks of `extended`."""
     given = {"lengths": None, "key_mask": None, **masks}
     return run.extend_vjp(leaf, cache, (), dict(inputs), backend, given)
 
 
 def columns_of_transition(leaf: Leaf, d: int) -> int:
-    """How many columns of the state T is computed in: 0, 1 or d."""
-    assert isinstance(leaf, LinearFamily)  # Others have no scan.
+    """The number of additional columns of the state in which T is computed: 0, 1 or d."""
+    assert isinstance(leaf, LinearFamily)  # `refusal` has checked it.
     if not leaf.declares.is_diagonal:
         return d
     return 1 if leaf.has_decay else 0
@@ -183,7 +188,7 @@ def with_transition(state: Array, e: int) -> Array:
 
 
 def step_of(state: Array, e: int) -> StateMap:
-    """From the state after the call that computes both."""
+    """T and F, from the final state of the call that computes both."""
     transition = state[..., e:]
     return StateMap(transition if transition.shape[-1] else None, state[..., :e])
 
@@ -191,7 +196,7 @@ def step_of(state: Array, e: int) -> StateMap:
 def steps_of_tokens(
     leaf: Leaf, inputs: Mapping[str, Array], backend: BackendNames, masks: Mapping[str, Array]
 ) -> dict[str, StateMap]:
-    """T and F of some tokens, of each state by its name in a cache."""
+    """T and F of some tokens for each state, by the state's name in a cache."""
     cache = leaf.init_cache(**inputs)
     if not is_scaled(leaf):
         (key,) = cache.store
@@ -206,7 +211,7 @@ def steps_of_tokens(
 def step_of_tokens(
     leaf: Leaf, inputs: Mapping[str, Array], backend: BackendNames, masks: Mapping[str, Array]
 ) -> StateMap:
-    """T and F of some tokens."""
+    """T and F of some tokens, for a leaf with one state."""
     e = inputs["v"].shape[-1]
     columns = columns_of_transition(leaf, inputs["q"].shape[-1])
     of_values = {name for name, pattern in leaf.inputs.items() if pattern.letters[-1] == "e"}
@@ -220,21 +225,21 @@ def step_of_tokens(
 
 
 def _widened(x: Array, columns: int) -> Array:
-    """x with so many more columns of 0."""
+    """x with additional columns of 0."""
     xp = namespace(x)
     zero = xp.zeros_like(x[..., :1])
     return xp.concat([x, xp.broadcast_to(zero, (*x.shape[:-1], columns))], axis=-1)
 
 
 def with_states(cache: Cache, states: Mapping[str, Array]) -> Cache:
-    """A cache that has these states."""
+    """A cache in which these states replace the old ones."""
     return cache._replace(
         store={key: cast(state, cache.store[key].dtype) for key, state in states.items()}
     )
 
 
 def bytes_of_steps(leaf: Leaf, states: Mapping[str, Array]) -> tuple[int, int]:
-    """Of all F, and of all T, from the shapes and dtypes of a leaf's states."""
+    """The bytes of all F, and of all T, from the shapes and dtypes of a leaf's states."""
     of_states = of_transitions = 0
     for state in states.values():
         width, size = state.dtype.itemsize, prod(state.shape)

@@ -1,6 +1,6 @@
-"""The preconditioners, one per file: a list of steps, and the reasons why some bases are refused.
+"""The preconditioners, one per file: its steps, and the reasons why it refuses some bases.
 
-The mathematics is in `spec/`, one file per leaf.
+Their mathematics is in `spec/`, one file per leaf.
 """
 
 from precondattn.preconditioners.atk import ATK

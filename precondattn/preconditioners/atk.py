@@ -1,4 +1,4 @@
-"""ATK: a delta rule writes with a key whose filled channels are made shorter."""
+"""ATK: a delta rule whose written key is shortened in channels that are already full."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from precondattn.spec.preconditioned_key import PreconditionedKey
 ERASING: dict[Recurrence | None, type[LinearFamily]] = {
     rule.declares: rule for rule in (ErasingDelta, ErasingGatedDelta, ErasingKDA, ErasingGDN2)
 }
-"""Rules with an input `erase`, which is k."""
+"""The variants of the delta rules with a separate input `erase`, which ATK sets to k."""
 
 
 @dataclass(frozen=True)
 class ATK(Preconditioner):
-    """ATK: a delta rule erases with k, and writes with m ∘ k, m by the decaying squares of keys.
+    """ATK: a delta rule that erases with k and writes with m ∘ k, where m depends on earlier keys.
 
-    A_t = e^{g_atk} A_{t−1} + β_atk k ∘ k for each key head, and m = x^{−r/(1 + |r|)}, between 1/x
-    and x, with r = log(A + ε) − c. Keys should have length 1. `atk(gated_delta)` is PGDN and
-    `atk(kda)` is PKDA. The inputs `g_atk` and `beta_atk` (b, s, h) belong to key heads.
+    A_t = e^{g_atk} A_{t−1} + β_atk k ∘ k for each key head, and m = x^{−r/(1 + |r|)}, which is
+    between 1/x and x, with r = log(A + ε) − c. Keys should have length 1. `atk(gated_delta)` is
+    PGDN, and `atk(kda)` is PKDA. The inputs `g_atk` and `beta_atk` (b, s, h) have one entry per key
+    head.
 
     Parameters
     ----------
     base : Mechanism
         A delta rule: `Delta`, `GatedDelta`, `KDA`, `GDN2` or `Comba`. Other preconditioners go
-        around it: `qk_norm[norm=l2](atk(gated_delta))`.
+        outside: `qk_norm[norm=l2](atk(gated_delta))`.
     bound : float
-        x, 1 or more. Along k the state is multiplied by e^g (1 − β Σ m k²): β ‖k‖² should be at
-        most 2/x. `beta` is expected in [0, 1], and `b` too.
+        The bound x, 1 or more. Along k the state is multiplied by e^g (1 − β Σ m k²), so β ‖k‖²
+        should be at most 2/x. `beta`, or `b`, is expected in [0, 1].
     eps : float
-        ε, which stands for A in channels that no key has filled.
+        The ε that replaces A in channels where all keys were 0.
     center : float
-        c: the logarithm of the A whose channels are left as they are.
+        The constant c: channels with log(A + ε) = c are not changed.
     learned : bool
-        Whether c is an input `log_atk_scale` (h) instead, one number for each key head.
+        Whether c is an input `log_atk_scale` (h) instead, with one number per key head.
 
     Source
     ------
@@ -49,7 +50,7 @@ class ATK(Preconditioner):
 
     Examples
     --------
-    With x = 1 it is its base:
+    With x = 1, ATK is its base:
 
     >>> import numpy as np, precondattn as pa
     >>> rng = np.random.default_rng(0)
@@ -78,7 +79,7 @@ class ATK(Preconditioner):
     learned: bool = flag(False)
 
     def check_together(self) -> None:
-        self._key()  # It checks the same options.
+        self._key()  # The leaf checks the same options.
 
     def refuses(self) -> str | None:
         if self._rule is None:
@@ -90,7 +91,7 @@ class ATK(Preconditioner):
 
     @cached_property
     def _rule(self) -> Mechanism | None:
-        """The base, or its rule with an input `erase`; None where it is no delta rule."""
+        """The base, or its variant with an input `erase`; None if it is not a delta rule."""
         declared = self.base.recurrence if self.base.role == "base" else None
         if declared is None or declared.rule != "delta" or declared.steps is not None:
             return None

@@ -1,4 +1,4 @@
-"""Recurrences in both directions, with the own token once (`spec/both_directions.py`)."""
+"""Bidirectional recurrences, in which a token reads itself once (`spec/both_directions.py`)."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ from precondattn.spec.reversed_tokens import ReversedTokens
 
 @dataclass(frozen=True)
 class Bidirectional(Preconditioner):
-    """o = → + ← − own: a recurrence from the first token on, and from the last, with own once.
+    """o = → + ← − own: a forward and a backward recurrence, minus what both read of the token.
 
-    → is base(q, k, v, …), and ← the same of the tokens of each sequence in reversed order. Both
-    have read the own token; `own`, what the base gives for a token alone, is taken off. So a token
-    is one step of the recurrence from the sum of two states: of all tokens before it, and of all
-    after it. Not causal, so there is no cache.
+    → is base(q, k, v, …), and ← is the base on the tokens of each sequence in reversed order. Both
+    read token t itself, so `own`, the output of the base for that token alone, is subtracted once.
+    The output of a token is thus one step of the recurrence from the sum of two states: of all
+    tokens before it, and of all tokens after it. It is not causal and has no cache.
 
     Parameters
     ----------
     base : Mechanism
         A recurrence whose step is affine in its state: linear attention with or without decay, or a
-        delta rule with one step a token. Preconditioners go around: `QKNorm(Bidirectional())`.
+        delta rule with one step per token. Preconditioners go outside: `QKNorm(Bidirectional())`.
     combine : {"sum", "concat"}
-        Whether → and ← − own are added, or side by side, in twice the channels of v.
+        Whether → and ← − own are added, or concatenated to twice the channels of v.
 
-    Source
-    ------
-    That of delta rules is this library's own definition. For a fixed decay it is one by distance,
-    γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
+    Source ------ For delta rules this is the library's own definition. For a fixed decay it is a
+    decay by distance, γ^|i−j|, which RMT (arXiv 2309.11523) has in two dimensions.
 
     Examples
     --------
-    Without decay it is linear attention without causality:
+    Without decay it is linear attention that is not causal:
 
     >>> import numpy as np, precondattn as pa
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))

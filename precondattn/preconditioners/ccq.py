@@ -1,4 +1,4 @@
-"""CCQ: the query of the base is contracted by the covariance of the keys."""
+"""CCQ: queries that are contracted by the covariance of the keys."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from precondattn.spec.softmax import Softmax
 
 @dataclass(frozen=True)
 class CCQ(Preconditioner):
-    """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, with Σ the running covariance of k̄.
+    """CCQ: o = base(q^c, k, v), q^c = (I − λ Σ) q̄, where Σ is the running covariance of k̄.
 
-    q̄ and k̄ are queries and keys of length 1, and λ in [0, 1] is an input `contraction` (b, t, h),
-    which `contraction_gate` computes from learnt parameters. With λ = 0 it is the base on q̄. The
-    spectrum of I − λΣ is in [1 − λ, 1] for any number of tokens. There may be more value heads than
-    query heads, and more query heads than key heads; query heads of one key head share statistics.
+    q̄ and k̄ are queries and keys scaled to length 1. λ in [0, 1] is an input `contraction`
+    (b, t, h), which `contraction_gate` computes from learnt parameters. With λ = 0, CCQ is the base
+    on q̄. The spectrum of I − λΣ is in [1 − λ, 1] for any number of tokens. There may be more value
+    heads than query heads, and more query heads than key heads; the query heads of a key head share
+    its statistics.
 
     Parameters
     ----------
     base : Mechanism
-        Any causal base with one score map that does not normalise its queries, which would undo
-        the contraction of their length.
+        A causal base with one score map that does not normalise its queries, which would undo the
+        contraction of their length.
     covariance : {"running", "decayed", "query_weighted"}
-        "running": all keys so far have equal weight. "decayed": their weights decay as the state
-        of the base does, which must have one gate per query head or per key channel (of which the
-        mean is taken). "query_weighted": the weights are the query's softmax weights; this takes
-        quadratic time and is meant for comparisons.
+        The weights of the keys in Σ. "running": all keys so far have equal weight. "decayed": the
+        weights decay like the state of the base, which must have a gate per query head or per key
+        channel (whose mean is taken). "query_weighted": the query's softmax weights, which take
+        quadratic time and are meant for comparisons.
     backbone_key : {"auto", "raw", "unit"}
-        Whether the base reads k or k̄; "auto" means k̄ for the delta rule, and k for all others.
+        Whether the base reads k or k̄; "auto" is k̄ for the delta rule, and k for all others.
     tau : float
         The temperature of "query_weighted".
     eps : float
-        In the norm: L2(x) = x / √(‖x‖² + eps).
+        The ε in L2(x) = x / √(‖x‖² + ε).
 
     Source
     ------
@@ -127,7 +128,7 @@ class CCQ(Preconditioner):
         return step("k_unit", L2Norm(self.eps), x="k")
 
     def conditioned_query(self) -> Leaf:
-        """The piece that contracts the query."""
+        """The leaf that contracts the query."""
         if self.covariance == "query_weighted":
             return QueryWeightedQuery(self.tau, self.eps)
         decay = self.base.offers.decay if self.covariance == "decayed" else None

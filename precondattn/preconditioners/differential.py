@@ -15,11 +15,11 @@ from precondattn.spec.softmax import Softmax
 
 @dataclass(frozen=True)
 class Differential(Preconditioner):
-    """o = base(q, k, v) − λ base(q2, k2, v).
+    """Differential attention: o = base(q, k, v) − λ base(q2, k2, v).
 
-    Two score maps on the same values. Each map is the whole base: `differential(lucid)`
-    decorrelates v by k for one and by k2 for the other. The paper's heads come in pairs;
-    `split_heads` and `pair_values` convert either public layout to these inputs. The group norm
+    Two score maps read the same values. Each map is the whole base: `differential(lucid)`
+    decorrelates v by k for one map, and by k2 for the other. In the paper, heads come in pairs;
+    `split_heads` and `pair_values` convert both published layouts to these inputs. The group norm
     that the published layer applies to the difference is not included.
 
     Parameters
@@ -27,9 +27,9 @@ class Differential(Preconditioner):
     base : Mechanism
         Any base with one score map.
     per : {"layer", "head", "token"}
-        Whether `lam` is a single number (a 0-d array), of shape (h,), or of shape (b, t, h).
+        Whether λ, the input `lam`, is a 0-d array, (h,), or (b, t, h).
     paired : names
-        The inputs that the two maps do not share. For each there is a second one, such as `q2`.
+        The inputs that the two maps do not share. Each has a second input, such as `q2`.
 
     Source
     ------

@@ -1,4 +1,4 @@
-"""Feature maps: the base reads features φ(q) and φ(k) of queries and keys."""
+"""Feature maps: a base on features φ(q) and φ(k) of queries and keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from precondattn.spec.softmax import Softmax
 
 
 class FeatureMap(Preconditioner):
-    """o = base(φ(q), φ(k), v). Subclasses define the map and its parameters."""
+    """The base class of feature maps: o = base(φ(q), φ(k), v); subclasses define φ."""
 
     base: Mechanism
 
@@ -25,7 +25,7 @@ class FeatureMap(Preconditioner):
         raise NotImplementedError
 
     def parameters(self, name: str) -> dict[str, str]:
-        """The other inputs of φ, and their names for `name`, which is q or k."""
+        """The names of φ's other inputs for `name`, which is q or k."""
         return {}
 
     @cached_property
@@ -52,13 +52,13 @@ class FeatureMap(Preconditioner):
 
 @dataclass(frozen=True)
 class Elu1(FeatureMap):
-    """o = base(φ(q), φ(k), v) with φ(x) = elu(x) + 1, which is positive.
+    """The feature map φ(x) = elu(x) + 1, which is positive: o = base(φ(q), φ(k), v).
 
     Parameters
     ----------
     base : Mechanism
-        Any base with one score map, except the delta rule, whose keys must not be longer than 1.
-        Meant for `Linear(normalize=True)`, whose weights are then positive and sum to one, up to
+        Any base with one score map, except the delta rule, whose keys must not be longer than 1. It
+        is meant for `Linear(normalize=True)`, whose weights are then positive and sum to 1, up to
         its `eps`.
 
     Source
@@ -91,18 +91,18 @@ class Elu1(FeatureMap):
 
 @dataclass(frozen=True)
 class Hedgehog(FeatureMap):
-    """o = base(φ(q), φ(k), v) with φ(x) = softmax([y, −y]), y = c (W x + b), of width 2d.
+    """The feature map φ(x) = softmax([y, −y]) of width 2d, with y = c (W x + b).
 
-    `q_weight` and `k_weight` are the W of queries and keys, `q_bias` and `k_bias` their b; pass the
-    same arrays for both if the maps are tied. If the base has a gate per key channel, there are 2d
-    channels.
+    o = base(φ(q), φ(k), v). The inputs `q_weight` and `k_weight` are W for queries and keys, and
+    `q_bias` and `k_bias` are b. Pass the same arrays for both if the maps are tied. A base with a
+    gate per key channel has 2d channels.
 
     Parameters
     ----------
     base : Mechanism
-        Any base with one score map. Features are positive and sum to 1.
+        Any base with one score map. The features are positive and sum to 1.
     factor : float
-        c; 1 by default. flash-linear-attention has 2.
+        The factor c. flash-linear-attention has 2.
     per : {"layer", "head"}
         Whether W (d, d) and b (d) are shared by all heads, or each head has its own, W (h, d, d).
 

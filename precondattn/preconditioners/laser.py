@@ -1,4 +1,4 @@
-"""LASER: the base reads the values in exponential space (`spec/laser.py`)."""
+"""LASER: attention to the exponentials of the values (`spec/laser.py`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from precondattn.spec.softmax import Softmax
 
 @dataclass(frozen=True)
 class Laser(Preconditioner):
-    """LASER: o = log(A eᵛ) in place of o = A v, elementwise and exact.
+    """LASER: o = log(A eᵛ) in place of o = A v, with elementwise exponential and logarithm.
 
     Parameters
     ----------
     base : Mechanism
-        A base whose output is a mean of the values, with non-negative weights that sum to one.
+        A base whose output is a mean of the values, with non-negative weights that sum to 1.
 
     Source
     ------

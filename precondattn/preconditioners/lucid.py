@@ -1,4 +1,4 @@
-"""LUCID: the base reads values that were decorrelated by the keys (`spec/lucid.py`)."""
+"""LUCID: values that are decorrelated by the keys (`spec/lucid.py`)."""
 
 from __future__ import annotations
 
@@ -22,51 +22,55 @@ from precondattn.spec.softmax import Softmax
 from precondattn.spec.symmetric_lucid import SymmetricLucidSolve
 
 SYMMETRIC = ("rho", "tolerance", "iterations")
-"""Options of the solve without causality."""
+"""The options of the solve around a base that is not causal."""
 
 
 @dataclass(frozen=True)
 class Lucid(Preconditioner):
     """LUCID: o = base(q, k, y), with (I + diag(β) stril(Φ)) y = diag(β) v.
 
-    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is computed with the base's own score function, from the
-    keys that its metric reads, and has its causality, window, segments and lengths. Φ does not
-    depend on what the base does to queries alone (a temperature) or to its logits (a bias, a forget
-    gate, a soft cap), nor on a sink: with a cap, exp(c tanh(s x / c)) is not positive semidefinite,
-    and the bound below is lost. There is one solve per key/value head, for all query heads that
-    read it.
+    Φ_ij = exp(s ⟨RN(k_i), RN(k_j)⟩ − s d) is computed with the base's own score function from the
+    keys that this function reads, with the base's causality, window, segments and lengths. Φ does
+    not depend on what the base does to queries alone (a temperature) or to its logits (a bias, a
+    forget gate, a soft cap), nor on a sink. (With a cap, exp(c tanh(s x / c)) would not be positive
+    semidefinite, and the bound below would not hold.) There is one solve per key/value head, which
+    its query heads share.
 
-    With `normalize` "keys" or "queries_and_keys", no `beta` and no window, the inverse P of the
-    matrix obeys |P_ij| ≤ 1 and cond ≤ N √(N + 1) for any keys, duplicate and zero ones included.
+    With `normalize` "keys" or "queries_and_keys", without `beta` and without a window, the inverse
+    P of the matrix has |P_ij| ≤ 1, and the condition number is at most N √(N + 1), for any keys,
+    including equal and zero ones.
 
     Parameters
     ----------
     base : Mechanism
-        Any base with a score function. One that is not causal needs the dot product and no window.
+        Any base with a score function. A base that is not causal must use the dot product and have
+        no window.
     normalize : {"keys", "queries_and_keys", "rows", "none"}
         What is normalised: the keys in Φ (Eq. 2); queries and keys everywhere; each row of the
-        matrix by its maximum (the paper's "max"; unbounded); nothing (Table 1; unbounded, and
-        overflows for keys of large norm).
+        matrix, by its maximum (the paper's "max"); or nothing (Table 1). With "rows" and "none" P
+        is unbounded, and "none" overflows for keys of large norm.
     scale : float, optional
-        s in Φ; that of the base by default.
+        The scale s in Φ; by default that of the base.
     eps : float
-        In the norm: rms(k) = √(mean(k²) + eps).
+        The ε in the norm rms(k) = √(mean(k²) + ε).
     beta : bool
         Whether there is an input `lucid_beta` (b, s, n). Entries outside [0, 2] are not rejected;
-        the equation still holds for them, but the solution has no bound.
+        the equation still holds, but the solution is not bounded.
     detach_max : bool
-        With "rows": whether the maximum is constant for the gradient.
+        With "rows", whether the gradient treats the maximum as a constant.
     rho, tolerance, iterations : optional
-        Around a base that is not causal only, whose system is (Φ + ρ I) y = v over all tokens:
-        ρ > 0, by default 1e-3, with |P_ij| ≤ 1/ρ; and the tolerance and the largest number of
-        iterations of its solve (`SymmetricLucidSolve`), which is checked and has no cache.
+        Options around a base that is not causal. Its system is (Φ + ρ I) y = v over all tokens,
+        with ρ > 0, by default 1e-3, and |P_ij| ≤ 1/ρ. The solve (`SymmetricLucidSolve`) is
+        iterative, with this tolerance and largest number of iterations. It checks its result, and
+        has no cache.
     metric : {"base", "dot"}
-        The score function in Φ: that of the base, or the dot product. They differ around `path`
-        only, whose own metric transports the key to the later token.
+        The score function in Φ: that of the base, or the dot product. They differ only around
+        `path`, whose score function transports the key to the later token.
 
     Source
     ------
-    LUCID, Eq. 2 and Table 5; its 3.4 for beta. The metric around `path` is this library's reading.
+    LUCID (arXiv 2602.10410), Eq. 2 and Table 5; 3.4 for beta. The metric around `path` is this
+    library's interpretation.
 
     Examples
     --------
@@ -178,7 +182,7 @@ class Lucid(Preconditioner):
         return self.normalize == "queries_and_keys"
 
     def _refuses_symmetric(self) -> str | None:
-        """The reason why a base that is not causal is refused."""
+        """The reason why a base that is not causal is refused; None if it is not."""
         base = self.base.offers
         if base.metric is not DOT:
             return (
@@ -203,7 +207,7 @@ class Lucid(Preconditioner):
         return None
 
     def solve(self) -> LucidSolve | SymmetricLucidSolve:
-        """The piece that decorrelates the values."""
+        """The leaf that decorrelates the values."""
         base = self.base.offers
         normalize = "given" if self._normalizes_all else self.normalize
         scale = base.scale if self.scale is None else self.scale
@@ -236,7 +240,7 @@ class Lucid(Preconditioner):
     def _keys(self) -> tuple[tuple[Step, ...], str]:
         """The base's steps on its keys, repeated for Φ, and the name of the resulting key.
 
-        They are the same calls on the same values as in the base, and so are computed once.
+        They are the same leaf calls as in the base, and so are computed once.
         """
         key_steps: list[Step] = []
         key = "k"

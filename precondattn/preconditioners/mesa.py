@@ -1,4 +1,4 @@
-"""Mesa: the query of the base is divided by the second moment of the keys."""
+"""Mesa: queries that are multiplied by the inverse second moment of the keys."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from precondattn.spec.stateful import Stateful
 class Mesa(Preconditioner):
     """Mesa: o = base(q*, k, v), q* = (H + diag λ)⁻¹ q, H_t = e^{g_t} H_{t−1} + β_t k_t k_tᵀ.
 
-    H decays as the state of the base does. λ > 0 is an input `lam_mesa` (h, d), and β, with
-    `beta`, an input `beta_mesa` (b, s, n). `mesa[beta=true](ssd)` with β v in place of v is
-    MesaNet. With λ → ∞ it is the base divided by λ. Keys should have length 1, with which the
-    condition number of H + diag λ is at most 1 + N / min λ.
+    H decays like the state of the base. λ > 0 is an input `lam_mesa` (h, d). With the option
+    `beta`, β is an input `beta_mesa` (b, s, n). `mesa[beta=true](ssd)` with β v in place of v is
+    MesaNet. For λ → ∞ it is the base divided by λ. Keys should have length 1; then the condition
+    number of H + diag λ is at most 1 + N / min λ.
 
     Parameters
     ----------
     base : Mechanism
-        A base with a state, whose queries are not normalised: the linear family and delta rules.
+        A base with a state that does not normalise its queries: the linear family and delta rules.
     decay : bool
-        Whether H decays; otherwise all keys have equal weight.
+        Whether H decays; if not, all keys have equal weight.
     beta : bool
         Whether there is an input `beta_mesa`.
     tolerance, iterations : optional
-        Those of the solve (`MesaQuery`).
+        The options of the iterative solve (`MesaQuery`).
 
     Source
     ------
@@ -41,7 +41,7 @@ class Mesa(Preconditioner):
 
     Examples
     --------
-    It reads the ridge regression of values on keys:
+    It is the ridge regression of values on keys, evaluated at the query:
 
     >>> import numpy as np, precondattn as pa
     >>> rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ class Mesa(Preconditioner):
         return tuple(self.base.program.leaves)
 
     def query(self) -> MesaQuery:
-        """The piece that solves for the query."""
+        """The leaf that solves for the query."""
         decay = (self.base.offers.decay if self.decay else None) or "none"
         return MesaQuery(decay, self.beta, self.tolerance, self.iterations)
 

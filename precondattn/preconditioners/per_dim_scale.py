@@ -14,14 +14,17 @@ from precondattn.spec.softmax import Softmax
 
 @dataclass(frozen=True)
 class PerDimScale(Preconditioner):
-    """o = base(q ∘ softplus(p) / ln 2, k, v), with p an input `per_dim` (d).
+    """A learnt scale per query dimension: o = base(q ∘ softplus(p) / ln 2, k, v).
+
+    p is an input `per_dim` (d).
 
     Parameters
     ----------
     base : Mechanism
         Any base that does not normalise its queries afterwards.
     normalize : bool
-        Whether softplus(p) is divided by ln 2, so that p = 0 is neutral. LASER's text does not.
+        Whether softplus(p) is divided by ln 2, so that p = 0 changes nothing. LASER's paper does
+        not divide.
 
     Source
     ------

@@ -21,20 +21,20 @@ NORMS: dict[str, type[RowNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "l2": L2N
 
 @dataclass(frozen=True)
 class QKNorm(Preconditioner):
-    """o = base(norm(q), norm(k), v).
+    """QK-norm: o = base(norm(q), norm(k), v).
 
-    LASER uses a layer norm here, Table 5 of LUCID an RMS norm, layers with a delta rule an L2 norm.
-    LUCID around it or inside it computes Φ from the normalised keys.
+    LASER uses a layer norm, Table 5 of LUCID an RMS norm, and layers with a delta rule an L2 norm.
+    LUCID outside or inside it computes Φ from the normalised keys.
 
     Parameters
     ----------
     base : Mechanism
         Any base with one score map that does not normalise its queries itself.
     norm : {"rms", "layer", "l2"}
-        Root-mean-square norm, layer norm without bias, or rows of length 1. The delta rule allows
-        only "l2" without gain: with longer keys it diverges.
+        The root-mean-square norm, the layer norm without bias, or scaling to length 1. The delta
+        rule allows only "l2" without gain, because it diverges for longer keys.
     eps : float
-        The ε inside the root.
+        The ε inside the square root.
     gain : bool
         Whether there are inputs `q_gain` and `k_gain` (d) that multiply the normalised rows.
 

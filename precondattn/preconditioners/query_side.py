@@ -1,4 +1,4 @@
-"""Reasons to refuse a base, shared by the preconditioners that change queries."""
+"""Reasons why preconditioners that change queries refuse a base."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from precondattn.algebra.mechanism import Mechanism
 
 
 def misses_second_map(name: str, base: Mechanism) -> str | None:
-    """Why a base with two score maps is refused by a preconditioner for one, or None."""
+    """The reason to refuse a base with two score maps; None if it has one."""
     if not base.offers.paired:
         return None
     other = ", ".join(base.offers.paired)
@@ -14,14 +14,14 @@ def misses_second_map(name: str, base: Mechanism) -> str | None:
 
 
 def has_several_keys(name: str, base: Mechanism) -> str | None:
-    """Why a base whose tokens have several keys is refused by what reads or changes keys."""
+    """The reason to refuse a base whose tokens have several keys; None if they have one."""
     if not base.offers.several_keys:
         return None
     return f"a token of the base has several keys, and {name} has one"
 
 
 def refuses_query_side(name: str, base: Mechanism) -> str | None:
-    """Why a base is refused by a preconditioner that scales queries, or None."""
+    """The reason why a preconditioner that scales queries refuses a base, or None."""
     missed = misses_second_map(name, base)
     if missed is not None:
         return missed

@@ -15,20 +15,20 @@ from precondattn.spec.unit_rows import UnitRows
 
 @dataclass(frozen=True)
 class RowNormalized(Preconditioner):
-    """y = o / max(‖o‖, ε), with o = base(q, k, v), row by row and head by head.
+    """Rows of length 1: y = o / max(‖o‖, ε), with o = base(q, k, v), for each row and head.
 
     Parameters
     ----------
     base : Mechanism
-        Any base whose rows are not of length 1 already.
+        Any base whose rows do not already have length 1.
     eps : float
         The lower bound ε of the divisor.
     detach : bool
-        Whether the norm is constant for the gradient, as in the paper. The gradient then differs
-        from finite differences; with `detach=False` it agrees with them.
+        Whether the gradient treats the norm as a constant, as in the paper. It then differs from
+        finite differences; with `detach=False` it agrees with them.
     axis : {"auto", "token", "channel"}
-        What a row is: the output of a token, or that of a channel over all tokens, which requires a
-        base that is not causal. "auto" means the rows of the base.
+        What a row is: the output of a token, or a channel of the output over all tokens, which
+        requires a base that is not causal. "auto" means the rows of the base's attention matrix.
 
     Source
     ------

@@ -1,4 +1,4 @@
-"""Stable steps: a delta rule whose strengths are shortened by the length of the key."""
+"""Stable steps: a delta rule whose strengths are reduced according to the key's length."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from precondattn.spec.stable_strength import StableBeta, StableChannels
 class StableStep(Preconditioner):
     """A delta rule that is stable for keys of any length: φ(c) β in place of β, with c = β ‖k‖².
 
-    Implicit: φ = 1 / (1 + c). Exact: φ = (1 − e^{−c}) / c. Along k the state is then multiplied by
-    1 / (1 + c) or e^{−c}, for any β that is not negative. So keys need not have length 1, and
-    `beta` is expected in [0, ∞). Of `gdn2`, whose strengths are b and w, φ(c) multiplies both, with
-    c = Σ b k².
+    The rule "implicit" is φ = 1 / (1 + c), and "exact" is φ = (1 − e^{−c}) / c. Along k the state
+    is multiplied by 1 / (1 + c) or e^{−c}, for any non-negative β. So keys need not have length 1,
+    and `beta` is expected in [0, ∞). For `gdn2`, φ(c) multiplies both strengths b and w, with c = Σ
+    b k².
 
     Parameters
     ----------
     base : Mechanism
         A delta rule that erases with the key it writes: `Delta`, `GatedDelta`, `KDA` or `GDN2`; or
-        one of them in a preconditioner that does not change its keys.
+        a preconditioner around one of them that does not change its keys.
     rule : {"implicit", "exact"}
-        Implicit is the default, because β has an effect with long keys too: its gradient falls as
-        1/c², that of exact as e^{−c}. For small c both are the rule without.
+        "implicit" is the default, because β still has an effect for long keys: its gradient falls
+        like 1/c², and with "exact" like e^{−c}. For small c both are the unchanged delta rule.
 
     Source
     ------
@@ -38,7 +38,7 @@ class StableStep(Preconditioner):
 
     Examples
     --------
-    A key that is repeated with a large β has its value replaced, whatever its length:
+    If a key is repeated with a large β, its value is replaced, whatever its length:
 
     >>> import numpy as np, precondattn as pa
     >>> k, beta = np.full((1, 3, 1, 1), 50.0), np.full((1, 3, 1), 10.0)

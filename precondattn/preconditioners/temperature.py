@@ -14,17 +14,17 @@ from precondattn.spec.tempered import Tempered
 
 @dataclass(frozen=True)
 class Temperature(Preconditioner):
-    """Logits s ⟨q, k⟩ / τ, with τ > 0 an input `tau`: one number, or one for each query head.
+    """A learnt temperature: logits s ⟨q, k⟩ / τ, where τ > 0 is an input `tau`.
 
-    A bias or a forget gate of the base is not divided. τ does not affect LUCID around or inside it,
-    whose Φ depends on keys only.
+    A bias or a forget gate of the base is not divided by τ. LUCID outside or inside it is not
+    affected, because Φ depends on keys only.
 
     Parameters
     ----------
     base : Mechanism
         Any base that does not normalise its queries, which would undo the temperature.
     per : {"layer", "head"}
-        Whether `tau` is a single number (a 0-d array) or of shape (h,).
+        Whether `tau` is a 0-d array, or (h,) with one number per query head.
 
     Source
     ------

@@ -1,7 +1,7 @@
 """Functions that the oracle needs and the array-API standard lacks.
 
-Inside the oracle heads come before time, `(b, h, t, d)`, so that a matrix product over the last two
-axes is that of one attention head.
+Inside the oracle, heads come before time, `(b, h, t, d)`, so that a matrix product over the last
+two axes is the product of one attention head.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from precondattn.native.triangular_solve import solve_triangular
 
 
 def transpose(x: Array) -> Array:
-    """The last two axes exchanged."""
+    """The array with its last two axes swapped."""
     return namespace(x).matrix_transpose(x)
 
 
 _SWAPPED = tuple((0, 2, 1, *range(3, rank)) for rank in range(9))
-"""The axes in their new order, by the number of axes."""
+"""The order of axes with time and heads swapped, by the number of axes."""
 
 
 def swap_time_and_heads(x: Array) -> Array:
-    """(b, t, h, …) to (b, h, t, …), and back."""
+    """The array (b, t, h, …) as (b, h, t, …), or the reverse."""
     return namespace(x).permute_dims(x, _SWAPPED[x.ndim])
 
 
@@ -50,7 +50,7 @@ def moved(x: Array, step: int, axis: int) -> Array:
     """x_{i + step} in place of x_i along an axis, and 0, or False, where there is none."""
     xp, before = namespace(x), (slice(None),) * axis
     size = x.shape[axis]
-    if is_ordinary(x):  # With slices of fewer tokens, a program could not be for one token too.
+    if is_ordinary(x):  # A program with slices could not take a single token too.
         i = arange_like(size, x) + step
         exists = xp.reshape((i >= 0) & (i < size), (-1, *(1,) * (x.ndim - 1 - axis)))
         found = xp.take(x, as_index(xp.clip(i, 0, size - 1)), axis=axis)
@@ -67,13 +67,13 @@ def moved(x: Array, step: int, axis: int) -> Array:
 
 
 def repeat_heads(x: Array, heads: int) -> Array:
-    """(b, n, …) to (b, heads, …): query head i reads key/value head ⌊i / (heads / n)⌋."""
+    """x (b, n, …) repeated to (b, heads, …): query head i gets key/value head ⌊i n / heads⌋."""
     group = heads // x.shape[1]
     return x if group == 1 else namespace(x).repeat(x, group, axis=1)
 
 
 def sum_heads(x: Array, heads: int) -> Array:
-    """(b, h, …) to (b, heads, …), the sum over each group: the transpose of `repeat_heads`."""
+    """x (b, h, …) summed over groups to (b, heads, …): the transpose of `repeat_heads`."""
     if x.shape[1] == heads:
         return x
     xp = namespace(x)
@@ -101,26 +101,26 @@ def sum_rows(x: Array) -> Array:
 
 def identity_like(x: Array) -> Array:
     """The identity matrix of x's last axis."""
-    # Not `eye`, which PyTorch can not export to ONNX for a size that is a symbol.
+    # Not `eye`, which PyTorch can not export to ONNX for a symbolic size.
     row = arange_like(x.shape[-1], x)
     return cast(row[:, None] == row, x.dtype)
 
 
 def solve_upper(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right for upper-triangular matrices (…, s, s) and right sides (…, s, e)."""
+    """The solution matrix⁻¹ right for upper-triangular matrices (…, s, s) and right (…, s, e)."""
     return _solve(matrix, right, lower=False)
 
 
 def solve_lower(matrix: Array, right: Array) -> Array:
-    """matrix⁻¹ right for lower-triangular matrices (…, s, s) and right sides (…, s, e)."""
+    """The solution matrix⁻¹ right for lower-triangular matrices (…, s, s) and right (…, s, e)."""
     return _solve(matrix, right, lower=True)
 
 
 def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
-    """By the library's solver for triangular matrices, or by substitution.
+    """The solution of triangular systems by the library's triangular solver, or by substitution.
 
-    Not by the standard's solver for any matrix: it raises where one diagonal underflows to 0, its
-    pivots may be entries of later tokens, and an infinity spreads to earlier ones.
+    The standard's general solver is not used: it raises an error if a diagonal entry underflows to
+    0, its pivots may be entries of later tokens, and an infinity would spread to earlier ones.
     """
     xp = namespace(matrix, right)
     batch = tuple(
@@ -133,7 +133,7 @@ def _solve(matrix: Array, right: Array, *, lower: bool) -> Array:
 
 
 def _substitute(matrix: Array, right: Array, *, lower: bool) -> Array:
-    """Half of the rows, then the other half less the product with the first."""
+    """The solution of half of the rows, then of the other half after subtracting their product."""
     xp = namespace(matrix, right)
     size = matrix.shape[-1]
     if size == 1:
@@ -147,7 +147,7 @@ def _substitute(matrix: Array, right: Array, *, lower: bool) -> Array:
 
 
 def where_valid(x: Array, frame: Frame) -> Array:
-    """x (b, heads, s, …), 0 at padding and at masked keys."""
+    """x (b, heads, s, …) with 0 at padding and at masked keys."""
     valid = frame.valid_keys(x.shape[2])
     if valid is None:
         return x
@@ -156,7 +156,7 @@ def where_valid(x: Array, frame: Frame) -> Array:
 
 
 def finite_or_zero(x: Array) -> Array:
-    """x, with 0 in place of −∞: the shift of a row in which all entries are masked."""
+    """x with 0 in place of −∞, which is the shift of a row whose entries are all masked."""
     return namespace(x).where(x == -math.inf, 0.0, x)
 
 
@@ -206,5 +206,5 @@ def softmax_vjp(weights: Array, d_weights: Array) -> Array:
 
 
 def mask_scores(visible: Array, scores: Array) -> Array:
-    """The scores, −∞ at masked pairs. Exponents are always masked before `exp`."""
+    """The scores with −∞ at masked pairs; exponents are always masked before `exp`."""
     return namespace(scores).where(visible, scores, -math.inf)

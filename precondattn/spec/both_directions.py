@@ -1,4 +1,4 @@
-"""Two directions of a recurrence, with the own token once: the piece of bidirectional recurrences.
+"""The leaf of bidirectional recurrences: both directions, with each token itself counted once.
 
     sum:     o = → + ← − own
     concat:  o = [→, ← − own]

@@ -97,7 +97,7 @@ def _scores(q: Array, k: Array, total: Array, sub_chunk: int) -> Array:
 
 
 def _within(q: Array, k: Array, total: Array) -> Array:
-    """The same within a sub-chunk, from the exponents of each pair and channel."""
+    """The scores within a sub-chunk, from the exponents of each pair of tokens and channel."""
     xp = namespace(q)
     token = arange_like(k.shape[2], k)
     visible = (token[None, :] <= token[:, None])[..., None]

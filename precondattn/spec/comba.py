@@ -1,4 +1,4 @@
-"""Comba: the delta rule that erases with another key than it writes with.
+"""Comba: a delta rule whose erasing key differs from its written key.
 
     o_t = s S_tᵀ q_t,    S_t = e^{g_t} S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ p_t)ᵀ
 
@@ -24,18 +24,18 @@ from precondattn.spec.linear_family import LinearFamily
 class Comba(LinearFamily):
     """Comba: o_t = s S_tᵀ q_t, S_t = e^{g_t} S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ p_t)ᵀ.
 
-    `p` (b, s, h, d) is the key whose value is erased, and `k` the key that is written. Queries and
-    keys are not normalised here; both keys should have length 1 at most. `g` and `beta` (b, s, u)
-    belong to value heads, of which each has a state. Entries outside the declared ranges are not
-    rejected: where β k·p > 1 + e^{g}, the state grows exponentially.
+    `p` (b, s, h, d) is the key whose value is erased, and `k` is the key that is written. Queries
+    and keys are not normalised here; both keys should have length at most 1. `g` and `beta`
+    (b, s, u) belong to value heads, each of which has a state. Entries outside the declared ranges
+    are not rejected: if β k·p > 1 + e^{g}, the state grows exponentially.
 
-    The paper also corrects queries, q − D p with a learnt D for each head. That depends on no state
-    and is done outside; the recipe of the layer does it.
+    The paper also corrects queries to q − D p, with a learnt D for each head. That does not depend
+    on the state, and the recipe of the layer does it.
 
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     erases : {"undecayed", "decayed"}
         The state in which p is read: S_{t−1}, or e^{g_t} S_{t−1}. The two are equal up to a factor
         e^{g_t} of p.

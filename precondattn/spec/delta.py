@@ -29,7 +29,7 @@ class Delta(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Source
     ------
@@ -64,7 +64,7 @@ class GatedDelta(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Source
     ------

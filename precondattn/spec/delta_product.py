@@ -48,8 +48,8 @@ from precondattn.spec.several_steps import (
 class DeltaProduct(LinearFamily):
     """Gated DeltaProduct: n steps S ← S + β_j k_j (v_j − Sᵀ k_j)ᵀ for each token, after e^{g} S.
 
-    `k` (b, s, n, h, d), `v` (b, s, n, u, e) and `beta` (b, s, n, u) have an axis of n steps behind
-    that of tokens. `g` (b, s, u) is the log-decay of a token, before its first step; the output
+    `k` (b, s, n, h, d), `v` (b, s, n, u, e) and `beta` (b, s, n, u) have an axis of n steps after
+    the token axis. `g` (b, s, u) is the log-decay of a token, before its first step; the output
     s S_tᵀ q_t reads after its last. Keys are not normalised here: they should have length 1, and
     `beta` should be in [0, 2]. Preconditioners that change keys refuse it, because a token has
     several.
@@ -57,9 +57,9 @@ class DeltaProduct(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     steps : int
-        n.
+        The number n of steps for each token.
 
     Source
     ------

@@ -135,7 +135,7 @@ class DeltaFormer(Leaf):
                 w = w + before[:, :, t, j : j + 1] * u_j
             rows.append(v[:, :, t, :] - beta[:, :, t, :] * w)
             own = weights[:, :, t, t : t + 1]
-            # A row whose own key is masked has no (1 − a) u, and one without any key is 0.
+            # If the key of a row's token is masked, (1 − a) u is omitted; a row without keys is 0.
             some = row_sum(weights[:, :, t, :])
             outs.append((some - own) * w + own * rows[-1])
         return swap_time_and_heads(xp.stack(outs, axis=2))

@@ -1,4 +1,4 @@
-"""The difference of two attention outputs: the piece of differential attention.
+"""The leaf of differential attention: the difference of two attention outputs.
 
     o = o₁ − λ o₂
 

@@ -35,10 +35,10 @@ from precondattn.native.ordinary import is_ordinary
 from precondattn.spec.array_functions import sum_to
 
 BUCKETS, LONGEST_OF_T5 = 32, 128
-"""Those of T5's models."""
+"""The number of buckets and the largest distance in T5's models."""
 
 MOST_BUCKETS = 1024
-"""Where buckets start is computed by powers of whole numbers, of so many factors."""
+"""The most buckets; the start of a bucket is computed as an integer power with as many factors."""
 
 INPUTS = {"none": "", "slopes": "slopes", "buckets": "bucket_table"}
 """The name of the input, by the option."""

@@ -45,7 +45,7 @@ class DPLR(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default. RWKV-7 has 1.
+        The scale s; d^{-1/2} by default. RWKV-7 has 1.
 
     Source
     ------

@@ -21,7 +21,7 @@ from precondattn.spec.linear_family import LinearFamily
 
 
 class WithEraseKey(LinearFamily):
-    """What the rules have in common."""
+    """The base class of delta rules with an input `erase`."""
 
     role: ClassVar[str] = "piece"
 

@@ -41,7 +41,7 @@ class GDN2(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Source
     ------

@@ -20,7 +20,7 @@ Offset = tuple[int, ...]
 
 
 class GridNeighbours:
-    """Which neighbours the tokens of a call have. Rows of tokens are (b, h, t, …)."""
+    """The neighbours of the tokens of a call; rows of tokens are (b, h, t, …)."""
 
     def __init__(self, columns: int | None, frame: Frame) -> None:
         self.columns = columns
@@ -49,11 +49,11 @@ class GridNeighbours:
         return (row % sides[0] == 0) & (column % sides[1] == 0)
 
     def of(self, x: Array, offset: Offset) -> Array:
-        """For each token, the row of its neighbour; 0 where there is none."""
+        """The row of each token's neighbour at an offset; 0 if there is none."""
         return self._only_there(moved(x, self._step(offset), axis=2), offset)
 
     def to(self, x: Array, offset: Offset) -> Array:
-        """The row of each token, given to its neighbour: the transpose of `of`."""
+        """The row of each token, moved to its neighbour: the transpose of `of`."""
         return moved(self._only_there(x, offset), -self._step(offset), axis=2)
 
     def _step(self, offset: Offset) -> int:

@@ -1,4 +1,4 @@
-"""Windows of a grid of tokens: which window a token is in, and how far apart two tokens are.
+"""The windows of a grid of tokens, and the relative positions of tokens in a window.
 
 Token p of a grid with rows of W tokens is at row ⌊p / W⌋ and column p mod W; without a grid it is
 at p. Along each axis, windows of w tokens start at …, σ − w, σ, σ + w, …, so that x is in window
@@ -29,11 +29,11 @@ class GridWindows(NamedTuple):
     """Windows along each axis of a grid, which has one axis or two."""
 
     size: tuple[int, ...]
-    """w along each axis."""
+    """The size w of a window along each axis."""
     shift: tuple[int, ...]
-    """σ along each axis, below w."""
+    """The shift σ along each axis, less than w."""
     columns: int | None
-    """W; None without a grid."""
+    """The number W of columns; None without a grid."""
 
     @property
     def entries(self) -> int:
@@ -44,7 +44,7 @@ class GridWindows(NamedTuple):
         return count
 
     def coordinates(self, position: Array) -> list[Array]:
-        """Where tokens are along each axis."""
+        """The coordinates of tokens along each axis of the grid, from their positions."""
         if self.columns is None:
             return [position]
         return [position // self.columns, position % self.columns]

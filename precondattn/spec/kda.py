@@ -29,7 +29,7 @@ class KDA(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Source
     ------

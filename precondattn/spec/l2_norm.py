@@ -55,7 +55,7 @@ def l2_norm_vjp(x: Array, eps: float, cotangent: Array) -> Array:
 
 @dataclass(frozen=True)
 class L2Norm(RowNorm):
-    """L2(x), row by row; with `gain` times an input `gain` (d).
+    """Rows L2(x) of length 1; with the option `gain`, times an input `gain` (d).
 
     Source: CCQ (arXiv 2606.01294) 3; gated DeltaNet (arXiv 2412.06464) 3.4.
 

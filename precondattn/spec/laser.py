@@ -25,13 +25,13 @@ from precondattn.spec.array_functions import finite_or_zero, log_sum_exp, row_su
 
 
 def _each_channel(log_weights: Array, v: Array) -> Array:
-    """log a_ij + v_jc, of shape (b, h, t, s, e)."""
+    """The exponents log a_ij + v_jc (b, h, t, s, e)."""
     return log_weights[..., None] + v[:, :, None, :, :]
 
 
 @dataclass(frozen=True)
 class LogMeanExp:
-    """o = log(A eᵛ)."""
+    """The read o = log(A eᵛ)."""
 
     name: ClassVar[str] = "log_mean_exp"
 

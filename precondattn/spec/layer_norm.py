@@ -29,7 +29,7 @@ def _centred(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class LayerNorm(RowNorm):
-    """LN(x), row by row; with `gain` times an input `gain` (d). There is no bias.
+    """The layer norm LN(x) of rows; with the option `gain`, times an input `gain` (d). No bias.
 
     Source: Ba et al. 2016 (arXiv 1607.06450) Eq. 4.
 

@@ -27,7 +27,7 @@ from precondattn.spec.recurrence import RECURRENT, Form, Stream
 
 
 def with_mass(state: Mapping[str, Array]) -> Array:
-    """S with z as one more column."""
+    """The state S with z as an additional column."""
     return namespace(state["mass"]).concat([state["state"], state["mass"][..., None]], axis=-1)
 
 
@@ -41,13 +41,14 @@ class Linear(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     normalize : bool
         Whether the weights of a row are divided by their sum plus `eps`. Use it with non-negative
         features, such as those of `Elu1` and `Hedgehog`: for others the sum can be 0 or close to
         it, and the output is then arbitrary.
     eps : float
-        Added to the sum of the scaled weights. With 0, a row of zero weights has output 0.
+        The ε that is added to the sum of the scaled weights. With 0, a row of zero weights has
+        output 0.
 
     Source
     ------

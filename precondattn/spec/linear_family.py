@@ -97,7 +97,7 @@ class LinearFamily(Stateful):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     """
 
     scale: float | None = positive_or_none()
@@ -106,7 +106,7 @@ class LinearFamily(Stateful):
 
     @cached_property
     def declares(self) -> Recurrence:
-        """Of a class that declares `heads`, `gate` and `is_delta` instead."""
+        """The recurrence; by default from the class attributes `heads`, `gate` and `is_delta`."""
         is_delta = getattr(self, "is_delta", False)
         return Recurrence(
             "delta" if is_delta else "add",
@@ -190,7 +190,7 @@ class LinearFamily(Stateful):
         key = swap_time_and_heads(x[self.erase_name])
         if erase == "own key":
             return {"erase": key}
-        # At the start of a segment the state before is that of another one.
+        # At the first token of a segment, the earlier state belongs to another segment.
         return {"undecayed": where_same_segment(key, frame)}
 
     def erased_vjp(self, x: Mapping[str, Array], d: Stream, frame: Frame) -> Arrays:

@@ -76,7 +76,7 @@ class TriangularSystem(NamedTuple):
     beta: Array
     """β (b, n, t, 1)."""
     at_maximum: Array | None
-    """In the variant `rows`: whether an entry is its row's first maximum (b, n, t, s)."""
+    """Whether an entry is the first maximum of its row (b, n, t, s); only in the variant `rows`."""
 
     def matrix(self) -> Array:
         """E restricted to the last t keys."""
@@ -94,7 +94,7 @@ class LucidSolve(Leaf):
     metric : Metric
         The score function ⟨·, ·⟩, which is that of the base.
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     window : int, optional
         Φ_ij is 0 unless i − j < window. A window above 2^30 is none.
     normalize : {"keys", "given", "rows", "none"}
@@ -208,7 +208,7 @@ class LucidSolve(Leaf):
             scores = scores - (stop_gradient(maximum) if self.detach_max else maximum)
         weights = xp.exp(scores)
         diagonal = row_sum(zero_where_not(on_diagonal, weights))
-        # In a row of padding everything is masked; a unit diagonal keeps the system regular.
+        # Everything in a row of padding is masked; a unit diagonal keeps the system regular.
         diagonal = xp.where(valid, diagonal, 1.0)
         return TriangularSystem(
             zero_where_not(below, weights), diagonal, zero_where_not(valid, one), at_maximum

@@ -51,7 +51,7 @@ class Scaled(NamedTuple):
     """The recurrence relative to the running maximum."""
 
     stream: Stream
-    """Of the values w [v, 1], with the log-decays γ"""
+    """The recurrence inputs, with the values w [v, 1] and the log-decays γ"""
     weight: Array
     """w (b, h, s, 1)"""
     maximum: Array
@@ -77,7 +77,7 @@ class MLSTM(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     eps : float
         Added to the denominator in the units in which the state is kept, that is divided by e^{m},
         m the running maximum: max(|s nᵀq|, 1) + eps e^{m}. With 0 the output does not depend on m,

@@ -152,7 +152,7 @@ class Nystrom(WholeSequence):
     def _means(
         self, q: Array, k: Array, q_valid: Array | None, k_valid: Array | None
     ) -> tuple[Means, Means]:
-        """Those of queries and of keys; a segment has the same tokens in both."""
+        """The segment means of queries and of keys; a segment has the same tokens in both."""
         members = q_valid if q.shape[2] == k.shape[2] else None
         of_queries = segment_means(self.landmarks, q, q_valid)
         return of_queries, segment_means(self.landmarks, k, members, k_valid)

@@ -60,7 +60,7 @@ class OwnToken(TokenWise):
     of : str
         The recurrence.
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Examples
     --------

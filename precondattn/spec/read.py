@@ -69,7 +69,7 @@ class MeanAndLogSum(Mean):
         return namespace(v).concat([mean, log_total], axis=-1)
 
     def backward(self, log_weights: Array, v: Array, o: Array, d_o: Array) -> tuple[Array, Array]:
-        """With dλ: dS = A ∘ (dO vᵀ − rowsum(dO ∘ o) + dλ)."""
+        """The gradients of scores and values: dS = A ∘ (dO vᵀ − rowsum(dO ∘ o) + dλ)."""
         xp = namespace(v)
         weights = xp.exp(log_weights)
         d_mean = d_o[..., :-1]

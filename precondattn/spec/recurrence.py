@@ -55,7 +55,7 @@ class Stream(NamedTuple):
     erase: Array | None = None
     """The key whose value the delta rule erases (b, m, s, d); None for k."""
     undecayed: Array | None = None
-    """The same, in place of `erase`, if its value is read before the state decays."""
+    """The erasing key in place of `erase`, if its value is read before the state decays."""
 
 
 class StreamGradients(NamedTuple):

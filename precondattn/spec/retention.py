@@ -37,7 +37,7 @@ class Retention(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
 
     Source
     ------

@@ -51,7 +51,7 @@ class RWKV6(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; d^{-1/2} by default. (The published layer has 1.)
+        The scale s; d^{-1/2} by default. (The published layer has 1.)
 
     Source
     ------

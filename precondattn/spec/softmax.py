@@ -161,7 +161,7 @@ class SoftmaxAttention(Leaf):
         return frame.visible(causal=self.causal, window=self.window)
 
     def _logits(self, x: Mapping[str, Array], frame: Frame) -> Array:
-        """s ⟨q, k⟩."""
+        """The scores s ⟨q, k⟩."""
         q, k = swap_time_and_heads(x["q"]), swap_time_and_heads(x["k"])
         h, d = q.shape[1], q.shape[3]
         scores = self.metric.scores(q, repeat_heads(k, h), self._extra(x, h), frame)
@@ -278,8 +278,8 @@ class Softmax(SoftmaxAttention):
     scale : float, optional
         The factor s of the logits; d^{-1/2} by default.
     window : int, optional
-        A query at i attends to keys at j with |i − j| < window. A window above 2^30, which no
-        sequence exceeds, is none.
+        The query at position i attends to keys at positions j with |i − j| < window. A value above
+        2^30 means no window, because no sequence is longer.
     bias : bool
         Whether there is an input `bias` (b or 1, h or 1, t, s), added to the scaled logits. Its
         entries are finite, or −∞ to mask a pair in softmax (preconditioners do not use the bias).
@@ -289,18 +289,18 @@ class Softmax(SoftmaxAttention):
         the sum of g over the tokens after the key up to the query is added to the logits
         ("unscaled"), or to the scores before they are multiplied by s ("scaled"). Causal only.
     read : Mean, LogMeanExp or MeanAndLogSum
-        The read of the values. `Laser` sets it, and `with_lse`.
+        How the weights are applied to the values. `Laser` and `with_lse` set it.
     softcap : float, optional
-        The cap c of soft-capped logits, c tanh(s q·k / c): before a decay or a bias is added.
+        The cap c of soft-capped logits c tanh(s q·k / c), to which a decay or a bias is then added.
     sink : bool
         Whether there is an input `sink` (h,), the logit of an attention sink for each query head:
         one more column in the softmax's denominator, without a value.
     distance : {"none", "slopes", "buckets"}
-        Whether there is an input `slopes` (h,) ≥ 0, of which m |i − j| is subtracted from the
-        scores (ALiBi); or an input `bucket_table` (buckets, h), of which the row of the bucket of
-        j − i is added (T5). No array of pairs is needed. It is added where a bias is.
+        Whether there is an input `slopes` (h,) ≥ 0, with which m |i − j| is subtracted from the
+        scores (ALiBi), or an input `bucket_table` (buckets, h), whose row for the distance j − i
+        is added (T5). It is added in the same place as a bias, and needs no array of pairs.
     buckets : int
-        The rows of `bucket_table`; without causality half of them are for keys after the query.
+        The number of rows of `bucket_table`; without causality half are for keys after the query.
     max_distance : int
         The distance from which on all keys are in the last bucket.
 

@@ -26,7 +26,7 @@ class SSD(LinearFamily):
     Parameters
     ----------
     scale : float, optional
-        s; 1 by default, as in Mamba-2, and d^{-1/2} with None.
+        The scale s; 1 by default, as in Mamba-2, and d^{-1/2} with None.
 
     Source
     ------

@@ -64,7 +64,7 @@ class SymmetricLucidSolve(Leaf):
     rho : float
         ρ, above 0.
     scale : float, optional
-        s; d^{-1/2} by default.
+        The scale s; d^{-1/2} by default.
     normalize : {"keys", "given"}
         "keys": keys are normalised here. "given": they are normalised before.
     eps : float

@@ -106,7 +106,7 @@ class UnitRows(TokenWise):
         is_nonzero = size > 0
         size = xp.where(is_nonzero, size, 1.0)
         square = self._along_rows((o / size) ** 2, frame, "sum")
-        # At 0 the derivative of the root is infinite, and would give NaN even if multiplied by 0.
+        # The root's derivative at 0 is infinite, and would give NaN even if multiplied by 0.
         root = xp.sqrt(xp.where(is_nonzero, square, 1.0))
         is_longer = is_nonzero & (size > eps / root)
         return xp.where(is_longer, size, eps or 1.0), xp.where(is_longer, root, 1.0), is_longer

@@ -1,1 +1,1 @@
-"""Calls of JAX: derivatives of a backend's methods, and arrays on many devices."""
+"""Calls on JAX arrays: derivatives of a backend's methods, and arrays on several devices."""

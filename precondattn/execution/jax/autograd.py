@@ -1,8 +1,8 @@
-"""JAX: a backend's forward and backward as one `jax.custom_vjp` function, and so its steps.
+"""JAX: a backend's `forward` and `backward`, or its steps, as one `jax.custom_vjp` function.
 
-Piece and backend are static. The arrays of the frame have no gradient. vmap, jit and grad compose
-as for any JAX function; forward-mode differentiation is refused by JAX itself. The forward pass and
-the gradient have derivatives in any mode (`second_derivative.py`).
+Piece and backend are static. The arrays of the frame have no gradient. `vmap`, `jit` and `grad`
+compose as for any JAX function; JAX itself refuses forward-mode differentiation. The forward pass
+and the gradient can be differentiated in any mode (`second_derivative.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ jax.tree_util.register_pytree_node(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Array:
-    """The output of a planned call, differentiable in its inputs."""
+    """The output of a planned call, differentiable with respect to its inputs."""
     return _wide(planned.runner.forward(inputs, frame)[0])
 
 
@@ -49,7 +49,7 @@ apply.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply_step(planned: PlannedCall, *arrays: Tree) -> Tree:
-    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
+    """A step that replaces states, differentiable with respect to the states and the inputs."""
     out, updates = planned.runner.step(*arrays)
     return _wide(out), updates
 
@@ -72,7 +72,7 @@ apply_step.defvjp(_step_forward, _step_backward)
 
 
 def _methods(planned: PlannedCall) -> Tree:
-    """What runs, where JAX may differentiate it: the methods of a `JaxBackend` do so themselves."""
+    """The methods that run a call; those of a `JaxBackend` have derivatives of their own."""
     if isinstance(planned.backend, JaxBackend):
         return planned.runner
     methods = {
@@ -83,7 +83,7 @@ def _methods(planned: PlannedCall) -> Tree:
 
 
 def _wide(out: Array) -> Array:
-    """The output; that in float16 in float32, so that its cotangent is (`cotangents.py`)."""
+    """The output, in float32 in place of float16, for its cotangent's sake (`cotangents.py`)."""
     return upcast(out) if dtype_name(out) == "float16" else out
 
 

@@ -1,6 +1,7 @@
-"""The base class of backends for JAX, whose runners are functions of trees of arrays.
+"""The base class of backends for JAX.
 
-`run` says how such a function is called: compiled, and on every device's own part of the arrays.
+Its runners are functions of trees of arrays. `run` determines how such a function is called:
+compiled, and on each device's part of sharded arrays.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from precondattn.frame import Frame
 from precondattn.runner import Runner
 
 Output = Callable[[ByName, Frame], Array]
-"""The output of a mechanism, of its inputs and the frame."""
+"""A function from inputs and frame to the output."""
 
 StepOutput = Callable[[ByName, ByName, Frame], tuple[Array, Updates]]
-"""The output and the updates of a step, of the old buffers, the new inputs and the frame."""
+"""A function from old buffers, new inputs and frame to the output and the updates of a step."""
 
 
 class JaxBackend(Backend):
-    """Subclass it before the class that computes: `class Jax(JaxBackend, Portable)`."""
+    """The base class of JAX backends; it comes first: `class Jax(JaxBackend, Portable)`."""
 
     @abstractmethod
     def run(self, verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
         """The result of `runner.computing(verb)(*arrays)`."""
 
     def differentiable(self, mechanism: Piece) -> Output | None:
-        """The output, in operations that JAX can differentiate any number of times.
+        """The output as a function that JAX can differentiate any number of times.
 
-        None where the backend has none: derivatives of its gradient are then those of another
-        backend of JAX, or of the definition, whose memory may be quadratic.
+        None if the backend has none. Second derivatives are then those of another backend of JAX,
+        or of the definition, whose memory may be quadratic in the number of tokens.
         """
         return None
 
     def differentiable_step(self, mechanism: Piece) -> StepOutput | None:
-        """Its step, where that consists of operations that JAX can differentiate any number of
-        times; `step_backward` has to consist of such operations then too.
+        """The step as a function that JAX can differentiate any number of times, or None.
 
-        Otherwise None: `step` and `step_backward` get the derivatives of the step of another
-        backend of JAX, or of the definition.
+        If it is given, `step_backward` must be differentiable in the same way. If it is None,
+        `step` and `step_backward` have the derivatives of the step of another backend of JAX, or of
+        the definition.
         """
         return None
 
@@ -52,7 +53,7 @@ class JaxBackend(Backend):
 
 
 class JaxRunner:
-    """Runs a piece as a backend's `run` does. Runners of one piece are equal, and compiled once."""
+    """The runner of a piece by `JaxBackend.run`. Runners of one piece are equal, compiled once."""
 
     differentiable = False
 
@@ -73,7 +74,7 @@ class JaxRunner:
         return hash(self._key)
 
     def computing(self, verb: str) -> Callable[..., Tree]:
-        """The method of that name of what computes, with its derivatives."""
+        """The method named `verb` of the methods that compute, with its derivatives."""
         from precondattn.execution.jax.second_derivative import with_derivatives
 
         function = getattr(self.plain, verb)

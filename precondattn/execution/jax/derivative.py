@@ -1,10 +1,10 @@
-"""JAX: a function with a derivative of its own, which holds in loops too.
+"""JAX: a function with a custom derivative that is kept inside loops.
 
-JAX 0.10 and 0.11 drop the rule of a `jax.custom_jvp` in the body of a loop: the reverse mode of
+JAX 0.10 and 0.11 lose the rule of a `jax.custom_jvp` in the body of a loop: the reverse mode of
 `lax.scan` separates what does not change from step to step, and its
-`JaxprTrace.process_custom_jvp_call` takes the derivative at hand for the last one. JAX would then
-differentiate the operations when it differentiates the gradient. So the function is a primitive
-here, which JAX keeps whole. What it computes is traced once. JAX 0.12 keeps the rule.
+`JaxprTrace.process_custom_jvp_call` assumes that no further derivative follows. JAX would then
+differentiate the operations inside when it differentiates the gradient. So the function is a
+primitive here, which JAX keeps whole. It is traced once. JAX 0.12 keeps the rule.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from precondattn.arrays import Tree
 
 Arrays = Sequence[Any]
 Derivative = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
-"""A function of the arguments and of the tangents of those that are real numbers, to the results
-and the tangents of those that are."""
+"""A function from arguments, and the tangents of real ones, to results and the tangents of real
+ones."""
 
 call_p = Primitive("differentiated_call")
 call_p.multiple_results = True
@@ -33,9 +33,9 @@ call_p.multiple_results = True
 def with_derivative(
     function: Callable[..., Tree], derivative: Callable[[Tree, Tree], tuple[Tree, Tree]]
 ) -> Callable[..., Tree]:
-    """A function of trees of arrays, with the derivative that `jax.custom_jvp` would be given.
+    """A function of trees of arrays, with a derivative such as `jax.custom_jvp` takes.
 
-    Neither may refer to an array that JAX traces and that is not an argument.
+    Neither may refer to a traced array that is not an argument.
     """
 
     def call(*arguments: Tree) -> Tree:

@@ -1,12 +1,13 @@
-"""Which axes of the arrays of a backend's method are sequences and heads, found for JAX.
+"""JAX: which axes of a method's arrays are independent sequences and heads.
 
 Sequences of a batch are independent, and so are key/value heads, each with the query heads that
-share it. Where there is one key/value head, query heads are independent, and each needs that one.
+share it. If there is one key/value head, the query heads are independent, and each needs it.
 
-The axes of an array are a text with one letter for each: `b` for sequences, `h` for independent
-heads, and other letters for all other axes. An axis of size 1 is never independent. Nor are heads
-whose output depends on their number, as the decay of retention does: a device does not know which
-of all heads it has. Of a mechanism whose outputs depend on other sequences, no axis is.
+The axes of an array are described by a text with a letter for each axis: `b` for sequences, `h` for
+independent heads, and other letters for all other axes. An axis of size 1 is never independent.
+Heads are not independent if their output depends on their index, like the decay of retention,
+because a device does not know which of all heads it has. If outputs depend on other sequences, no
+axis is independent.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ BATCH, HEADS = "b", "h"
 INDEPENDENT = BATCH + HEADS
 OTHER = "."
 NUMBERED = "#"
-"""Heads that depend on their number, and heads and sequences that depend on each other."""
+"""The letter of heads that depend on their index, and of heads and sequences that depend on each
+other."""
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def axes_of(mechanism: Piece, verb: str, forward: Callable[..., Tree], arrays: Tree) -> Tree:
-    """The axes of the arguments of a method: trees like `arrays`, with texts for arrays."""
+    """The axes of a method's arguments: trees like `arrays`, with a text for each array."""
     inputs, frame = arrays[:2] if verb in ("forward", "backward") else arrays[1:3]
     declared = _DeclaredAxes(mechanism, inputs)
     of_inputs = {name: declared.axes(mechanism.inputs[name], a) for name, a in inputs.items()}
@@ -75,13 +77,13 @@ class _DeclaredAxes:
         return letter
 
     def axes_of_mask(self, array: Array) -> str:
-        """The axes of an array of a frame, (b or 1, tokens), or (b or 1, h or 1, t, s) of pairs."""
+        """The axes of a frame's array, which is (b or 1, tokens) or (b or 1, h or 1, t, s)."""
         batch = self.batch if array.shape[0] == self.sequences > 1 else OTHER
         return batch + "t" if array.ndim == 2 else f"{batch}{self._letter('h', array.shape[1])}ts"
 
 
 def axes_of_results(function: Callable[..., Tree], arrays: Tree, axes: Tree) -> Tree:
-    """The axes of the results of a function: those that grow with the arguments' axes."""
+    """The axes of a function's results, found by which of them grow with the arguments' axes."""
     shapes = _shapes_of_results(function, arrays)
     grown = {
         letter: _shapes_of_results(function, jax.tree.map(partial(_doubled, letter), arrays, axes))
@@ -106,7 +108,7 @@ def _shapes_of_results(function: Callable[..., Tree], arrays: Tree) -> Tree:
 
 
 def is_independent(letter: str) -> bool:
-    """Whether the axis is of sequences or heads; digits are axes over which `vmap` maps."""
+    """Whether an axis is of sequences or heads, or a digit: an axis over which `vmap` maps."""
     return letter in INDEPENDENT or letter.isdigit()
 
 

@@ -1,4 +1,4 @@
-"""Which axes of a mesh of devices divide sequences and heads, and what is gathered.
+"""JAX: the mesh axes that divide sequences and heads, and the arrays that must be gathered.
 
 axes of an array     "bthd"
 its sharding         P("data", None, "model")
@@ -21,7 +21,7 @@ from precondattn.backend import GatheredWarning
 from precondattn.execution.jax.independent_axes import NUMBERED, is_independent
 
 MeshAxes = Mapping[str, tuple[str, ...]]
-"""By the letter of an independent axis: the mesh axes over which it is sharded."""
+"""The mesh axes over which an independent axis is sharded, by the axis's letter."""
 
 TIME = "tsc"
 
@@ -39,7 +39,7 @@ NAMES = {**LETTERS, "t": "time", "b": "batch", "h": "heads", NUMBERED: "heads"}
 def chosen_axes(
     mesh: Mesh, texts: Sequence[str], shapes: Sequence[Shape], specs: Sequence[PartitionSpec]
 ) -> MeshAxes:
-    """For each independent axis, the largest sharding of an array that divides it."""
+    """For each independent axis, the largest of the arrays' shardings that divides its size."""
     found: dict[str, set[tuple[str, ...]]] = {}
     smallest: dict[str, int] = {}
     for text, shape, spec in zip(texts, shapes, specs, strict=True):
@@ -61,13 +61,13 @@ def chosen_axes(
 
 
 def _names(spec: PartitionSpec, text: str) -> list[tuple[str, ...]]:
-    """The mesh axes of each axis of an array."""
+    """The mesh axes over which each axis of an array is sharded."""
     padded = (*spec, *(None,) * (len(text) - len(spec)))
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in padded]
 
 
 def mesh_of(sharding: Sharding, shape: Shape, known: AbstractMesh) -> Mesh:
-    """The mesh of a sharding that names none: `known`, if it has as many devices."""
+    """The mesh of a sharding; `known` for a sharding without a mesh on as many devices."""
     devices = np.array(list(sharding.devices_indices_map(shape)))
     if known.size != devices.size:
         return Mesh(devices, ("devices",))
@@ -75,7 +75,7 @@ def mesh_of(sharding: Sharding, shape: Shape, known: AbstractMesh) -> Mesh:
 
 
 def spec_in(mesh: Mesh, sharding: Sharding, shape: Shape) -> PartitionSpec:
-    """The mesh axes of a sharding that may name none. Empty if there are none: it is gathered."""
+    """The sharding in terms of mesh axes; empty, so that it is gathered, if that is impossible."""
     if isinstance(sharding, NamedSharding):
         return sharding.spec
     wanted = sharding.devices_indices_map(shape)
@@ -87,7 +87,7 @@ def spec_in(mesh: Mesh, sharding: Sharding, shape: Shape) -> PartitionSpec:
         spec = PartitionSpec(*(each or None for each in names))
         try:
             found = NamedSharding(mesh, spec).devices_indices_map(shape)
-        except ValueError:  # Not divisible.
+        except ValueError:  # The size is not divisible.
             continue
         if found == wanted:
             return spec
@@ -95,16 +95,16 @@ def spec_in(mesh: Mesh, sharding: Sharding, shape: Shape) -> PartitionSpec:
 
 
 def spec_of(text: str, chosen: MeshAxes) -> PartitionSpec:
-    """The sharding of an array over its independent axes."""
+    """The sharding of an array over its independent axes only."""
     return PartitionSpec(*(chosen.get(letter) or None for letter in text))
 
 
 def sharding_rule(texts: Sequence[str], shapes: Sequence[Shape], arguments: int) -> str:
-    """Shardy's rule for arguments and then results: `"ib_2 x0 ih_4 -> ib_2 ih_4"`.
+    """The rule for Shardy, JAX's partitioner, such as `"ib_2 x0 ih_4 -> ib_2 ih_4"`.
 
-    Equal factors are sharded equally. Query heads and fewer key/value heads are different factors:
-    Shardy would divide two heads by a part of a mesh axis of four devices, which JAX can not
-    express.
+    Arguments come before the arrow, results after it. Equal factors are sharded equally. Query
+    heads and fewer key/value heads are different factors: Shardy would divide two heads by a part
+    of a mesh axis of four devices, which JAX can not express.
     """
     numbers = count()
 
@@ -121,7 +121,7 @@ def sharding_rule(texts: Sequence[str], shapes: Sequence[Shape], arguments: int)
 def warn_of_gathering(
     owner: str, texts: Sequence[str], specs: Sequence[PartitionSpec], chosen: MeshAxes
 ) -> None:
-    """Warn of arguments that are sharded in another way, once for each kind of axis."""
+    """Warn about arguments that must be gathered, once for each kind of axis."""
     for text, spec in zip(texts, specs, strict=True):
         for letter, names in zip(text, _names(spec, text), strict=True):
             kind = "t" if letter in TIME else letter

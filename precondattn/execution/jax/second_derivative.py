@@ -1,15 +1,15 @@
-"""JAX: second derivatives, those of a backend's methods.
+"""JAX: second derivatives, which are derivatives of a backend's methods.
 
-JAX can not differentiate a kernel, and has no reverse mode of a loop whose length is known at run
-time only. So the methods are differentiated as what they compute: `forward` as an output F(x) in
-operations that JAX can differentiate any number of times, and `backward` as the vjp of F. A backend
-of JAX may have such an F of its own, linear in memory; otherwise F is the definition.
+JAX can not differentiate a kernel, nor differentiate in reverse mode a loop whose length is known
+only at run time. So a mathematically equal function is differentiated instead: `forward` as an
+output F(x) that JAX can differentiate any number of times, and `backward` as the vjp of F. A JAX
+backend may have its own F, with linear memory; otherwise F is the definition.
 
-Output and residuals are functions of the inputs. What `backward` computes depends on the inputs and
-the cotangent only, and its derivative includes this dependence.
+Output and residuals are functions of the inputs. So `backward` is a function of inputs and
+cotangent only, and its derivative includes this dependence.
 
-So it is with a step: `step` is differentiated as a function of the buffers and the inputs to the
-output and the updates, and `step_backward` as the vjp of that.
+The same holds for steps: `step` is differentiated as a function from buffers and inputs to output
+and updates, and `step_backward` as its vjp.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from precondattn.frame import Frame
 
 
 def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], piece: Piece) -> Tree:
-    """A function of a backend that runs a piece, with its derivatives."""
+    """A backend's method on a piece, with its derivatives."""
     if verb in ("forward", "backward"):
         output = _offered("differentiable", piece, backend) or partial(definition.output, piece)
         computed = output if verb == "forward" else partial(_backward, output)
     elif differentiates_step(backend, piece):
         return function
     else:
-        # The definition is computed again for it: it stores all pairs of tokens.
+        # Recomputed in the backward pass: the definition stores all pairs of tokens.
         defined = jax.checkpoint(partial(definition.step, piece))
         step = _offered("differentiable_step", piece, backend) or defined
         computed = step if verb == "step" else partial(_step_backward, step)
@@ -55,12 +55,12 @@ def with_derivatives(verb: str, backend: Tree, function: Callable[..., Tree], pi
 
 
 def differentiates_step(backend: Tree, piece: Piece) -> bool:
-    """Whether JAX can differentiate the steps of a backend by itself, any number of times."""
+    """Whether JAX itself can differentiate the steps of a backend any number of times."""
     return isinstance(backend, JaxBackend) and backend.differentiable_step(piece) is not None
 
 
 def _offered(method: str, piece: Piece, first: Tree) -> Tree:
-    """What a backend of JAX has for a piece, `first` if it does; None where none has it."""
+    """The differentiable function that a JAX backend offers for a piece, `first` before others."""
     backends = (each for each in (first, *discover().backends) if isinstance(each, JaxBackend))
     offers = (getattr(backend, method)(piece) for backend in backends)
     return next((offer for offer in offers if offer is not None), None)
@@ -76,7 +76,7 @@ def _backward(
 def _step_backward(
     step: Tree, past: Arrays, inputs: Arrays, frame: Frame, cotangent: Array, d_new: Arrays
 ) -> Tree:
-    """The gradients of the inputs, and those of the old states, by name."""
+    """The gradients of the inputs, and of the old states, by name."""
 
     def states(past: Arrays, inputs: Arrays) -> Tree:
         out, updates = step(past, inputs, frame)

@@ -1,12 +1,13 @@
-"""JAX on several devices: each device computes its own sequences and heads.
+"""JAX on several devices: each device computes its part of the sequences and heads.
 
-A method of a backend on arrays that are sharded over batch and heads runs on every device's part
-alone, without communication. One exception: the gradient of an input that has no such axis, as a
-weight has none, is summed over devices. Arrays that are sharded over another axis are gathered,
-and the user is warned once.
+If arrays are sharded over batch and heads, a backend's method runs on each device's part alone,
+without communication. There is one exception: the gradient of an input without such an axis, such
+as a weight, is summed over devices. Arrays that are sharded over another axis are gathered, and the
+user is warned once.
 
-Where JAX knows the shardings of arrays when it traces (mesh axes of type `Explicit`), this is a
-`jax.shard_map`; where only its compiler knows them (`Auto`), a `custom_partitioning`.
+For mesh axes of type `Explicit`, whose shardings JAX knows when it traces, this is a
+`jax.shard_map`. For `Auto` axes, whose shardings only the compiler knows, it is a
+`custom_partitioning`.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ GRADIENTS = ("backward", "step_backward")
 
 
 def on_shards(verb: str, runner: JaxRunner, *arrays: Tree) -> Tree:
-    """`runner.computing(verb)(*arrays)`, of which every device computes its part."""
+    """The result of `runner.computing(verb)(*arrays)`, each device computing its part."""
     leaves, tree = jax.tree.flatten(arrays)
     shapes = list(map(_shape, leaves))
 
     def function(*leaves: Tree) -> Tree:
         return runner.computing(verb)(*jax.tree.unflatten(tree, leaves))
 
-    # JAX keeps this function, which must not keep tracers alive: it knows shapes only.
+    # JAX keeps this function. It refers to shapes only, so that it keeps no tracers alive.
     def axes() -> list[str]:
         forward, given = runner.computing("forward"), jax.tree.unflatten(tree, shapes)
         return list(jax.tree.leaves(axes_of(runner.piece, verb, forward, given)))
 
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return function(*leaves)  # In a user's `shard_map`, arrays are the parts of one device.
+        return function(*leaves)  # In a user's `shard_map`, arrays are one device's parts.
     call = ShardedCall(str(runner.piece), function, shapes, axes, verb in GRADIENTS)
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in leaves)
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is not None:
         return call.on_explicit_shards(mesh, leaves)
     if not all(isinstance(size, int) for leaf in leaves for size in leaf.shape):
-        return function(*leaves)  # Exported for any sizes, which JAX does only for one device.
-    # Its derivative is that of the function itself, which XLA partitions as it does others.
+        return function(*leaves)  # JAX exports symbolic sizes for one device only.
+    # The derivative is that of the function itself, which XLA partitions like any other.
     return with_derivative(call.mappable(), partial(jax.jvp, function))(*leaves)
 
 
 @dataclass(eq=False)
 class ShardedCall:
-    """A function of arrays, whose arguments and results have independent axes."""
+    """A function of arrays, and the independent axes of its arguments and results."""
 
     owner: str
     function: Callable[..., Tree]
@@ -67,7 +68,7 @@ class ShardedCall:
     is_gradient: bool
     context: Tree = field(default_factory=jax.sharding.get_abstract_mesh)
 
-    # Axes are found when several devices need them.
+    # Axes are computed only if there are several devices.
 
     @cached_property
     def axes(self) -> list[str]:
@@ -76,7 +77,7 @@ class ShardedCall:
 
     @cached_property
     def results(self) -> Tree:
-        """The axes of the results, a tree."""
+        """The axes of the results, as a tree."""
         return axes_of_results(self.function, self.shapes, self.axes)
 
     @property
@@ -85,7 +86,7 @@ class ShardedCall:
         return [*self.axes, *jax.tree.leaves(self.results)]
 
     def mappable(self) -> Tree:
-        """The partitioned function, also under `vmap`: the mapped axis is independent too."""
+        """The partitioned function; under `vmap` the mapped axis is independent too."""
 
         def mapped(_: int, is_mapped: Sequence[bool], *leaves: Tree) -> Tree:
             def axes() -> list[str]:
@@ -130,7 +131,7 @@ class ShardedCall:
         return function
 
     def on_explicit_shards(self, mesh: Mesh, leaves: Sequence[Tree]) -> Tree:
-        """The results, sharded in JAX's types as the arguments are."""
+        """The results, with explicit shardings like those of the arguments."""
         specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
         chosen = self._chosen(mesh, leaves, specs)
         in_specs = tuple(mesh_axes.spec_of(text, chosen) for text in self.axes)
@@ -151,7 +152,7 @@ class ShardedCall:
     def _chosen(
         self, mesh: Mesh, arrays: Sequence[Tree], specs: Sequence[PartitionSpec]
     ) -> mesh_axes.MeshAxes:
-        """The mesh axes that divide the work; a warning if this gathers some arguments."""
+        """The mesh axes that divide the work; warns if some arguments must be gathered."""
         shapes = [tuple(array.shape) for array in arrays]
         chosen = mesh_axes.chosen_axes(mesh, self.texts[: len(arrays)], shapes, specs)
         mesh_axes.warn_of_gathering(self.owner, self.axes, specs[: len(self.axes)], chosen)
@@ -163,7 +164,7 @@ class ShardedCall:
             return jax.tree.map(total, results, self.results) if self.is_gradient else results
 
         def total(gradient: Tree, text: str) -> Tree:
-            # The mesh axes over which other arrays are sharded, and this one is not.
+            # The mesh axes over which other arrays are sharded but this one is not.
             names = tuple(n for letter, by in chosen.items() if letter not in text for n in by)
             return jax.lax.psum(gradient, names) if names else gradient
 

@@ -1,1 +1,1 @@
-"""Calls of PyTorch: its autograd, its compiler, its transforms, and tensors on many devices."""
+"""Calls on PyTorch tensors: autograd, compilers, transforms, and tensors on several devices."""

@@ -1,9 +1,9 @@
 """PyTorch's autocast, with the rules of PyTorch's own fused attention.
 
-Under `torch.autocast(device, dtype)` queries, keys, values and other rows of tokens are cast to
-`dtype`, from float16, bfloat16 and float32 alike; float64 is not. Gates, weights and the like stay
-in float32 if they are. The call then is an ordinary one in half precision: autocast is off inside,
-forward and backward, so that everything is computed in float32.
+Under `torch.autocast(device, dtype)`, queries, keys, values and other rows of tokens are cast to
+`dtype` from float16, bfloat16 and float32, but not from float64. Gates, weights and the like stay
+in float32 if they are. The call is then an ordinary call in half precision. Autocast is off inside
+it, forward and backward, so that everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _OFF: AbstractContextManager[object] = nullcontext()
 
 
 def target(array: Array) -> DType:
-    """The dtype of autocast for the device of `array`; None where autocast is off."""
+    """The dtype of autocast on the device of `array`; None if autocast is off."""
     if library_of(array) != "torch":
         return None
     torch, device = sys.modules["torch"], array.device.type
     try:
         is_on = torch.is_autocast_enabled(device)
-    except RuntimeError:  # A device without autocast.
+    except RuntimeError:  # The device has no autocast.
         return None
     return torch.get_autocast_dtype(device) if is_on else None
 
 
 def cast_inputs(declared: Inputs, inputs: dict[str, Array]) -> tuple[Arrays, DType]:
-    """The inputs as autocast casts them, and their dtypes before; None where autocast is off."""
+    """The inputs as autocast casts them, and their dtypes before; None if autocast is off."""
     dtype = target(next(iter(inputs.values()), None))
     if dtype is None:
         return inputs, None
@@ -51,7 +51,7 @@ def off(array: Array) -> AbstractContextManager[object]:
 
 
 def hint(array: Array) -> str:
-    """What an error about the dtype of a cache adds under autocast."""
+    """The hint that an error about the dtype of a cache adds under autocast."""
     if target(array) is None:
         return ""
     return " (autocast casts them; create the cache by init_cache under the same autocast)"

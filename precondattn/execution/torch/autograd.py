@@ -1,8 +1,8 @@
-"""PyTorch's autograd: a planned call as operators that have a gradient.
+"""PyTorch's autograd: a planned call as custom operators with a gradient.
 
 `operators.py` has the operators, `derivatives.py` their gradients, and `vmap.py` their rule for
-vmap. Transforms for which operators have no rule (torch.func.grad, forward-mode differentiation)
-are planned on the reference.
+vmap. Calls under transforms for which operators have no rule (torch.func.grad, forward-mode
+differentiation) run on the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from precondattn.frame import Frame
 
 
 def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:
-    """The output of a planned call, differentiable in its inputs."""
+    """The output of a planned call, differentiable with respect to its inputs."""
     if wants_gradient(*inputs.values()):
         return _called(operators.forward, planned, frame, [inputs])[0]
     return _called(operators.inference, planned, frame, [inputs])
@@ -28,7 +28,7 @@ def apply(planned: PlannedCall, inputs: Arrays, frame: Frame) -> Tensor:
 def apply_step(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame
 ) -> tuple[Tensor, Updates]:
-    """A step that replaces the states of a cache, differentiable in them and in the inputs."""
+    """A step that replaces states, differentiable with respect to the states and the inputs."""
     out, *new = _called(operators.step, planned, frame, [past, inputs])
     return out, {name: Replace(state) for name, state in zip(past, new, strict=True)}
 
@@ -43,7 +43,7 @@ def apply_extension(
 
 
 def with_residuals(planned: PlannedCall, inputs: Arrays, frame: Frame) -> tuple[Tensor, Residuals]:
-    """The output of a planned call and the residuals, under vmap."""
+    """The output of a planned call, and the residuals, under vmap."""
     out, *residuals = _called(operators.forward, planned, frame, [inputs])
     return out, tuple(residuals)
 
@@ -51,8 +51,8 @@ def with_residuals(planned: PlannedCall, inputs: Arrays, frame: Frame) -> tuple[
 def gradients(
     planned: PlannedCall, inputs: Arrays, frame: Frame, out: Tensor, residuals: Tree, d_out: Tensor
 ) -> Arrays:
-    """The gradients of a planned call, under vmap or of one without operators (`recorded.py`)."""
-    if planned.runner.differentiable:  # PyTorch's own functions keep their residuals themselves.
+    """The gradients of a planned call, under vmap, or of a call without operators."""
+    if planned.runner.differentiable:  # PyTorch's functions save their own residuals.
         out, residuals = with_residuals(planned, inputs, frame)
     found = _called(operators.backward, planned, frame, [inputs], [out, *residuals], d_out)
     return dict(zip(inputs, found, strict=True))
@@ -61,7 +61,7 @@ def gradients(
 def step_gradients(
     planned: PlannedCall, past: Arrays, inputs: Arrays, frame: Frame, d_out: Tensor, d_new: Arrays
 ) -> tuple[Arrays, Arrays]:
-    """The gradients of a step, of its inputs and of the old states, under vmap."""
+    """The gradients of a step with respect to its inputs and the old states, under vmap."""
     cotangents = [d_out, *(d_new[name] for name in past)]
     found = _called(operators.step_backward, planned, frame, [past, inputs], cotangents)
     d_past, d_inputs = found[: len(past)], found[len(past) :]
@@ -71,7 +71,7 @@ def step_gradients(
 def _called(
     operator: Tree, planned: PlannedCall, frame: Frame, arrays: list[Arrays], *others: Tree
 ) -> Tree:
-    """The results of an operator, whose arguments are texts, arrays, the frame, and others."""
+    """The results of an operator on lists of arrays, a frame, and other arguments."""
     register_flops()
     lists = [list(each.values()) for each in arrays]
     masks, layout = list(frame.sources), text_of(frame.layout)

@@ -1,9 +1,9 @@
 """PyTorch: a call and its gradient under autocast, with autocast off inside.
 
-The library's operators turn autocast off by themselves (`autograd.py`). PyTorch's own
-functions do not: autograd computes their gradients under the autocast that is on when `backward` is
-called. A call that contains such functions is therefore recorded as a graph of its own, and
-differentiated with autocast off. A second derivative records it again, from the same tensors.
+The library's operators turn autocast off by themselves (`autograd.py`). PyTorch's own functions do
+not: autograd computes their gradients under the autocast state in which `backward` is called. A
+call that contains such functions is therefore recorded as a separate graph, and differentiated with
+autocast off. A second derivative records it again, from the same tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def forward(call: BoundCall) -> Tensor:
-    """`evaluation.forward` of a call whose inputs autocast has cast."""
+    """`evaluation.forward` for a call whose inputs autocast has cast."""
 
     def evaluated(*inputs: Tensor) -> tuple[Tensor, ...]:
         bound = call._replace(inputs=dict(zip(call.inputs, inputs, strict=True)))
@@ -39,9 +39,9 @@ def forward(call: BoundCall) -> Tensor:
 def extend(
     call: BoundCall, cache: Cache, *, donate: bool, keeping: Keeping | None
 ) -> tuple[Tensor, Cache]:
-    """`evaluation.extend` of a call whose inputs autocast has cast."""
+    """`evaluation.extend` for a call whose inputs autocast has cast."""
     keys, count_of_inputs = tuple(cache.store), len(call.inputs)
-    if donate:  # Not differentiated, and the cache itself is to be emptied.
+    if donate:  # Nothing is differentiated, and the given cache is emptied.
         with off(cache.length):
             return evaluation.extend(call, cache, donate=True, keeping=keeping)
     kinds: Kinds = {}
@@ -60,7 +60,7 @@ def extend(
 
 
 def _without(call: BoundCall, function: Function, arrays: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`function(*arrays)` without autocast, and its gradient too."""
+    """`function(*arrays)`, and its gradient, computed with autocast off."""
     request = call.prepared.request
     is_plain = any(planned.runner.differentiable for planned in call.prepared.plan.calls)
     is_recorded = request.differentiated and not (request.transformed or request.mapped)

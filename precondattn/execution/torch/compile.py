@@ -1,10 +1,11 @@
 """PyTorch under `torch.compile`: a call is one node of the captured graph.
 
-Dynamo sees only strings and tensors and does not trace into the call. The rest is then traced with
-fake tensors, like any other code: the checks of shapes, the plan, and the calls of the plan.
+Dynamo does not trace into the call, and sees only strings and tensors. Afterwards the call is
+traced with fake tensors, like any other code: the checks of shapes, the plan, and the calls of the
+plan.
 
-A mechanism that is constructed in compiled code is a constant of the graph: `constructed` and
-`parsed` make it while tracing, and return a stand-in with its name.
+A mechanism that is constructed in compiled code is a constant of the graph. `constructed` and
+`parsed` construct it while tracing, and return a stand-in with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Stand(Verbs):
-    """A mechanism inside a graph: it has the public methods, and a name."""
+    """The stand-in for a mechanism inside a graph: the public methods, and a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +70,7 @@ def _parsed(text: str) -> str:
 
 @torch.compiler.allow_in_graph
 def captured(function: str, *arguments: Given) -> Tensor:
-    """A function by its path, `"module:name"`, whose checks Dynamo can not trace."""
+    """The result of a function with checks that Dynamo can not trace, by path `"module:name"`."""
     module, _, name = function.partition(":")
     return getattr(import_module(module), name)(*arguments)
 
@@ -82,7 +83,7 @@ def captured_call(mechanism: str, *given: Given) -> Tensor:
 
 @torch.compiler.allow_in_graph
 def captured_extend(mechanism: str, length: Tensor, store: Arrays, *given: Given) -> Tensors:
-    """`Mechanism.extend`: the output, the new length, and the buffers."""
+    """`Mechanism.extend` as the output, the new length, and the buffers."""
     piece, cache = piece_named(mechanism), Cache(length, dict(store))
     out, cache = run.extend(piece, cache, *given, donate=False)
     return (out, cache.length, *(cache.store[key] for key in store))
@@ -92,7 +93,7 @@ def captured_extend(mechanism: str, length: Tensor, store: Arrays, *given: Given
 def captured_extend_packed(
     kinds: Kinds, mechanism: str, length: Tensor, store: Arrays, *given: Given
 ) -> Tensors:
-    """The same by packed sequences, whose rows of the cache are gathered by its kinds."""
+    """`captured_extend` with packed new tokens; `kinds` are the kinds of the cache's buffers."""
     piece, cache = piece_named(mechanism), Cache(length, dict(store), kinds)
     out, cache = run.extend_packed(piece, cache, *given, donate=False)
     return (out, cache.length, *(cache.store[key] for key in store))

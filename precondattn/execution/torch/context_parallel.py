@@ -1,9 +1,9 @@
-"""PyTorch's `context_parallel`, inside which every call gets a part of each sequence.
+"""The check for PyTorch's `context_parallel`, inside which calls get a part of each sequence.
 
-Each device has some of the tokens, not even consecutive ones, and nothing in a tensor says so. The
-context replaces `scaled_dot_product_attention` by a function that exchanges keys and values between
-devices. So a call that is exactly that function is right, and any other would be of the wrong
-sequence: its masks, states and solves need the tokens of the other devices.
+Each device has some of the tokens, which may not be consecutive, and nothing in a tensor says so.
+The context replaces `scaled_dot_product_attention` by a function that exchanges keys and values
+between devices. So a call that consists of that function is correct. Any other call would be wrong,
+because its masks, states and solves need the tokens of the other devices.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from precondattn.algebra.piece import Piece
 from precondattn.execution.arguments import BoundCall
 
 PACKAGE = "torch.distributed.tensor.experimental"
-"""Of PyTorch: where the context is, and the functions that it puts in place of others."""
+"""The PyTorch package that has the context, and the functions that replace others in it."""
 
 
 def check_context_parallel(mechanism: Piece, call: BoundCall | None = None) -> None:
-    """Raise inside `context_parallel`, unless the planned call is PyTorch's attention alone."""
+    """Raise an error in `context_parallel` unless the call is PyTorch's attention alone."""
     if PACKAGE not in sys.modules or not (_replaces_attention() or _handles_attention()):
         return
     if call is not None and _is_pytorchs_attention(call):
@@ -31,12 +31,12 @@ def check_context_parallel(mechanism: Piece, call: BoundCall | None = None) -> N
 
 
 def _replaces_attention() -> bool:
-    """Whether `scaled_dot_product_attention` is replaced, as `context_parallel` does."""
+    """Whether `scaled_dot_product_attention` has been replaced, as by `context_parallel`."""
     return _is_of_package(sys.modules["torch"].nn.functional.scaled_dot_product_attention)
 
 
 def _handles_attention() -> bool:
-    """Whether attention of DTensors is, as under the modes that replace no function."""
+    """Whether attention on DTensors has been replaced, as in modes that replace no function."""
     dispatcher = getattr(sys.modules["torch.distributed.tensor"].DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     attention = sys.modules["torch"].ops.aten._scaled_dot_product_flash_attention.default

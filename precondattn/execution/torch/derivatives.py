@@ -1,8 +1,8 @@
-"""PyTorch: the gradients of the operators `forward` and `step`, and those of these gradients.
+"""PyTorch: the gradients of the operators `forward` and `step`, and the second derivatives.
 
 No backend has second derivatives. The operators `backward` and `step_backward` are differentiated
-as what they compute, the vjp of the reference, which is computed again by PyTorch's own calls. Its
-memory is quadratic in the number of tokens. The result can be differentiated further.
+as the vjp of the reference, which PyTorch's own functions compute again. Its memory is quadratic in
+the number of tokens. The result can be differentiated further.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensors = Sequence[Tensor]
 
 
 def register_flops() -> None:
-    """Let a FlopCounterMode that is active count the operators. Its module is slow to import."""
+    """Make active FlopCounterModes count the operators; the module is slow to import."""
     if counts_flops():
         from precondattn.execution.torch import flops
 
@@ -39,7 +39,7 @@ def check_tangents(cotangents: Tree) -> None:
 
 
 def _save(ctx: FunctionCtx, inputs: Tree, *lists: Sequence[Tensor | None]) -> None:
-    """Keep the texts among the arguments of an operator, and lists of tensors."""
+    """Save the texts among an operator's arguments, and lists of tensors, for the gradient."""
     ctx.named, ctx.layout = inputs[:2], inputs[-1]
     ctx.counts = tuple(map(len, lists))
     ctx.save_for_backward(*chain.from_iterable(lists))
@@ -55,10 +55,10 @@ def _saved(ctx: FunctionCtx) -> list[list[Tensor]]:
 
 
 def _results(ctx: FunctionCtx, lists: Sequence[Tensors], frame: Tree, *others: Tree) -> Tree:
-    """The gradients of all arguments, of which texts and the arrays of a frame have none.
+    """The gradients of all arguments; None for texts and for the arrays of a frame.
 
-    Autograd treats a list that contains None as one argument, and a list of tensors as many. It is
-    not given an argument that equals its default, as an empty text does.
+    Autograd treats a list that contains None as one argument, and a list of tensors as many. An
+    argument that equals its default, such as an empty text, is not passed to autograd.
     """
     of_frame = None if any(each is None for each in frame) else [None] * len(frame)
     of_layout = (None,) if ctx.layout else ()
@@ -95,7 +95,7 @@ step.register_autograd(_differentiate_step, setup_context=_save_arguments)
 def _pulled(
     function: Callable[..., Tensors], tensors: Tensors, cotangents: Tensors, d_gradients: Tree
 ) -> Tree:
-    """The cotangents of the arguments of the vjp of `function`, from those of its results."""
+    """The cotangents of the arguments of `function`'s vjp, from the cotangents of its results."""
     count = len(tensors)
 
     def gradient(*arguments: Tensor) -> Tensors:
@@ -120,7 +120,7 @@ def _differentiate_backward(ctx: FunctionCtx, d_gradients: Tree) -> Tree:
         return (definition.output(of.piece, of.inputs(tensors), frame),)
 
     *d_tensors, d_cotangent = _pulled(output, tensors, cotangents, d_gradients)
-    # The outputs are functions of the tensors, whose derivatives include this dependence.
+    # The outputs are functions of the tensors; the derivatives include this dependence.
     return _results(ctx, [d_tensors], masks, [None] * ctx.outputs, d_cotangent)
 
 

@@ -1,9 +1,9 @@
-"""PyTorch's DTensors: every device calls the mechanism on its own sequences and heads.
+"""PyTorch's DTensors: every device calls the mechanism on its part of the sequences and heads.
 
     out_local = mechanism(q_local, k_local, …)
 
-Nothing is communicated. `dtensor_sharding.py` has the rules. Each function is the one of its name
-in `run.py`, with the parts of this device; `init_cache` is `empty_cache`.
+Nothing is communicated. `dtensor_sharding.py` has the rules. Each function calls the function of
+the same name in `run.py` with this device's parts; `init_cache` calls `empty_cache`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from precondattn.given import Given
 
 
 class DTensorCall(NamedTuple):
-    """A call by DTensors, and what this device has of it."""
+    """A call with DTensors, and this device's parts of its arguments."""
 
     mechanism: Piece
     sharding: MeshSharding
     inputs: dict[str, DTensor]
     backend: BackendNames
     masks: dict[str, Tensor | None]
-    """This device's parts, as of the cache."""
+    """This device's parts of the masks; `cache` has its parts of the cache."""
     cache: Given
 
     @property
     def arguments(self) -> tuple[tuple[()], dict[str, Tensor], BackendNames, Arrays]:
-        """The arguments that a verb of `run` has after the mechanism and the cache."""
+        """The arguments of a function of `run.py` after the mechanism and the cache."""
         return (), self.sharding.parts(self.inputs), self.backend, self.masks
 
     def whole(self, out: Tensor) -> DTensor:
-        """The output, of which this device has computed a part."""
+        """The output as a DTensor, from the part that this device has computed."""
         return self.sharding.whole(out, self.sharding.placements(self.mechanism.program.output))
 
     def whole_cache(self, cache: Cache) -> Cache:
@@ -115,7 +115,7 @@ def extend_vjp(given: GivenCall) -> tuple[DTensor, Cache, ExtendPullback]:
 
 
 def _divided(call: GivenCall) -> DTensorCall:
-    """The inputs by name, how all arrays are sharded, and this device's parts."""
+    """The call with inputs by name, the sharding of all arrays, and this device's parts."""
     mechanism, cache = call.mechanism, call.cache
     owner, declared, masks = str(mechanism), mechanism.inputs, dict(call.masks)
     refuse_divided(owner, masks)
@@ -127,7 +127,7 @@ def _divided(call: GivenCall) -> DTensorCall:
     inputs = input_names.inputs_by_name(owner, declared, arrays, named, options, complete=is_call)
     bounds = masks.get("cu_seqlens")
     if bounds is not None and not isinstance(bounds, DTensor):
-        masks["cu_seqlens"] = None  # Every device has it.
+        masks["cu_seqlens"] = None  # Every device has the whole array.
     given = {name: mask for name, mask in masks.items() if mask is not None}
     patterns = {**declared, **{name: MASKS[name] for name in given}}
     everything: dict[str, Tensor] = {**inputs, **given}

@@ -1,9 +1,9 @@
-"""Which tensors of a call may be sharded, and how: sequences and heads are independent.
+"""The shardings that the DTensors of a call may have: over sequences and over heads.
 
 Sequences are independent, and so are key/value heads, each with the query heads that read it. An
-input without the sharded axis, such as a weight or λ, is replicated; every device has a term of the
-sum that is its gradient, which has the placement `Partial`. A single key head is replicated in the
-same way beside sharded query heads.
+input without the sharded axis, such as a weight or λ, is replicated. Every device has one term of
+its gradient, which therefore has the placement `Partial`. A single key head is replicated in the
+same way if query heads are sharded.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NAMES = {"b": "the batch", "h": "the heads"}
 
 
 class MeshSharding(NamedTuple):
-    """What each dimension of a mesh divides: `"b"` sequences, `"h"` heads, `""` nothing."""
+    """The letter of what each mesh dimension divides: "b" sequences, "h" heads, "" nothing."""
 
     mesh: DeviceMesh
     divided: tuple[str, ...]
     counts: Mapping[str, int]
-    """The numbers of sequences and heads, by letter, on all devices together."""
+    """The total numbers of sequences and heads, by letter."""
 
     def placements(self, pattern: Pattern, shape: tuple[int, ...] | None = None) -> Placements:
-        """Those of an array of this pattern; `shape` tells whether one of its axes broadcasts."""
+        """The placements of an array with this pattern; `shape` shows which axes broadcast."""
         placements: list[Placement] = []
         for what in self.divided:
             letters = HEADS if what == "h" else what
@@ -53,14 +53,14 @@ class MeshSharding(NamedTuple):
         return tuple(placements)
 
     def of_gradient(self, array: DTensor) -> Placements:
-        """The placements of an array's gradient: each device has a term of what all share."""
+        """The placements of an array's gradient: `Partial` for a replicated array."""
         return tuple(
             Partial() if what and placement.is_replicate() else placement
             for what, placement in zip(self.divided, array.placements, strict=True)
         )
 
     def part(self, array: DTensor) -> Tensor:
-        """What this device has of an array; differentiable."""
+        """This device's part of an array, differentiable."""
         return array.to_local(grad_placements=self.of_gradient(array))
 
     def parts(self, arrays: Mapping[str, DTensor]) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class MeshSharding(NamedTuple):
 
 
 def sharding_of(owner: str, patterns: Patterns, arrays: Mapping[str, Tensor]) -> MeshSharding:
-    """The sharding that all arrays have in common; an error names the array without it."""
+    """The sharding that all arrays have in common; an error names an array with another one."""
     for name, array in arrays.items():
         if not isinstance(array, DTensor):
             raise TypeError(

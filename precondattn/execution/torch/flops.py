@@ -1,8 +1,8 @@
-"""FLOPs of PyTorch's operators, for `torch.utils.flop_counter.FlopCounterMode`.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-They are those that the leaves declare (`algebra/flops.py`), whichever backend runs. A leaf that
-declares none counts none. A step of one token counts as decoding, a step of more as a full call of
-these queries; a cache of tokens counts with all its slots, because only shapes are known.
+The leaves declare them (`algebra/flops.py`), independently of the backend. A leaf that declares
+none counts as 0. A step with one token counts as decoding, and a step with more tokens as a full
+call with these queries. All slots of a cache of tokens are counted, because only shapes are known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shapes = Sequence[Sequence[int]]
 def _flops(
     work: str, is_step: bool, name: str, backend: str, *shapes: Shapes, **named: object
 ) -> int:
-    """The sum over the leaves of a piece, for the whole batch."""
+    """The FLOPs of a piece: the sum over its leaves, for the whole batch."""
     piece = piece_named(name)
     declared = piece.inputs.extending() if is_step else piece.inputs
     past, tensors = shapes[:2] if is_step else ((), shapes[0])
@@ -58,7 +58,7 @@ for _operator, _formula in _FORMULAS.items():
 
 
 def register() -> None:
-    """Add the formulas to the counters that are active: each copied the registry when created."""
+    """Add the formulas to the active counters, which copied the registry when they were created."""
     for counter in flop_counters():
         for operator in _FORMULAS:
             counter.flop_registry[operator] = flop_counter.flop_registry[operator]

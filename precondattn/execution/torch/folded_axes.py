@@ -1,13 +1,13 @@
-"""PyTorch: the axes into which the mapped axis of `torch.vmap` is folded, of an operator's arrays.
+"""PyTorch: the array axes into which the mapped axis of `torch.vmap` is folded.
 
-The sequences of a batch do not depend on each other, nor do heads, each key/value head with the
-query heads that share it. So calls are one call of more sequences, or of more heads, unless a
-piece mixes sequences or numbers its heads. Every array that differs between the calls needs the
-axis: those that are mapped, and the results. A weight for each head has no axis of sequences, but
-one of heads.
+The sequences of a batch are independent, and so are heads, each key/value head with the query heads
+that share it. So the mapped calls become one call with more sequences, or with more heads, unless a
+piece mixes sequences or its heads depend on their index. Every array that differs between the calls
+needs the axis: the mapped arrays, and the results. A weight for each head has no axis of sequences,
+but one of heads.
 
-The shapes of residuals are declared by the backend. Their axis is the one that is longer in the
-call that replaces the others.
+The backend declares the shapes of residuals. Their folded axis is the one that is longer in the one
+call than in each mapped call.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from precondattn.frame import OF_TOKENS
 
 BATCH = "b"
 KINDS = (BATCH, HEADS)
-"""The letters of axes to fold into, best first."""
+"""The letters of the axes to fold into, in order of preference."""
 POSITIONS = 2
-"""The first arrays of a frame, of which sequences may share one row."""
+"""The number of arrays at the start of a frame whose row all sequences may share."""
 
 AxesOf = list[int | None]
-"""For every array an axis, None for an array that has none."""
+"""An axis for each array; None for an array without the axis."""
 Shapes = list[tuple[int, ...]]
 
 
 class SeparateCallsError(Exception):
-    """The calls are not one call along these axes."""
+    """The mapped calls can not be one call along these axes."""
 
 
 class MappedArrays(NamedTuple):
-    """A list of arrays among the arguments of an operator that is mapped."""
+    """A list of arrays among the arguments of a mapped operator."""
 
     tensors: Sequence[Tensor | None]
     mapped: Sequence[int | None]
-    """The axis of each that is mapped; None where all calls have the same array."""
+    """The mapped axis of each array; None if all calls have the same array."""
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes in one of the calls."""
+        """The shapes of the arrays in one mapped call."""
         return [
             () if t is None else tuple(n for i, n in enumerate(t.shape) if i != axis)
             for t, axis in zip(self.tensors, self.mapped, strict=True)
         ]
 
     def folded(self, axes: AxesOf, count: int) -> list[Tree]:
-        """The arrays of the call that replaces all; those without an axis as they are."""
+        """The arrays of the one call; arrays without the axis are not changed."""
         return [
             t if t is None or at is None else _folded(t, mapped, at, count)
             for t, mapped, at in zip(self.tensors, self.mapped, axes, strict=True)
         ]
 
     def of_call(self, number: int) -> list[Tree]:
-        """The arrays of one of the calls; zeros for call 0 where there is none."""
+        """The arrays of one mapped call; zeros for call 0 if there are no calls."""
         arrays = []
         for tensor, axis, shape in zip(self.tensors, self.mapped, self.shapes, strict=True):
             if tensor is not None and axis is not None:
@@ -85,9 +85,9 @@ def _folded(tensor: Tensor, mapped: int | None, at: int, count: int) -> Tensor:
 
 @dataclass
 class OneCall:
-    """The call that replaces `count` calls of a piece, along axes of one kind.
+    """One call that replaces `count` mapped calls of a piece, along axes of one kind.
 
-    Where it does not, this or a method raises a `SeparateCallsError`.
+    If that is impossible, the constructor or a method raises a `SeparateCallsError`.
     """
 
     piece: Piece
@@ -106,7 +106,7 @@ class OneCall:
     def axes_of(
         self, patterns: Iterable[Pattern], arrays: MappedArrays, *, each: bool = False
     ) -> AxesOf:
-        """The axes of arrays; `each` where every call has its own, as of a gradient."""
+        """The axes of arrays; `each` is for arrays that differ in every call, such as gradients."""
         axes = [self._axis(p, s) for p, s in zip(patterns, arrays.shapes, strict=True)]
         for axis, mapped in zip(axes, arrays.mapped, strict=True):
             if axis is None and (each or mapped is not None):
@@ -127,7 +127,7 @@ class OneCall:
         return axis
 
     def of_frame(self) -> AxesOf:
-        """The axes of a frame's arrays: the first one, where sequences do not share it."""
+        """The axes of a frame's arrays: the first axis, or None if sequences share it."""
         if len(self.frame.shapes) > OF_TOKENS:  # Masks of pairs may broadcast along the axis.
             raise SeparateCallsError
         axes: AxesOf = []
@@ -139,7 +139,7 @@ class OneCall:
         return axes
 
     def of_residuals(self, shapes: Shapes | None = None) -> AxesOf:
-        """The axes of residuals, which have these shapes in one of the calls, or declared ones."""
+        """The axes of residuals, given their shapes in one mapped call; by default the declared."""
         before = self._declared(self.tensors.shapes) if shapes is None else shapes
         if not before:
             return []
@@ -150,7 +150,7 @@ class OneCall:
         return [self._grown(*pair) for pair in zip(before, self._declared(longer), strict=True)]
 
     def _axis(self, pattern: Pattern, shape: Sequence[int] | None = None) -> int | None:
-        """The axis of an array; None where it has none, or one of size 1 that broadcasts."""
+        """The axis of an array; None if it has none, or one of size 1 that broadcasts."""
         axes = [i for i, axis in enumerate(pattern.axes) if axis.letter in self.kind]
         if not axes:
             return None
@@ -167,12 +167,12 @@ class OneCall:
         frame = frame_of(self.layout, self.frame.of_call(0), tensors[0])
         try:
             residuals = runner.residual_shapes(specs, frame)
-        except NotImplementedError:  # A backend needs it only to be compiled.
+        except NotImplementedError:  # Backends need `residual_shapes` only for compilers.
             raise SeparateCallsError from None
         return [tuple(spec.shape) for spec in residuals]
 
     def _grown(self, before: Sequence[int], after: Sequence[int]) -> int | None:
-        """The axis that grew; it must be one of sequences or heads, and of nothing else."""
+        """The axis that grew; an error unless it is one axis, of sequences or heads only."""
         lengths = [self.sizes[letter] for letter in self.kind if letter in self.sizes]
         grown = [i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
         if not grown:

@@ -1,10 +1,10 @@
-"""PyTorch: the frame of an operator, from the text of its layout and from tensors.
+"""PyTorch: the frame of an operator as a text and tensors.
 
-An operator has the layout as a text, so that a graph contains only strings and tensors. Programs
-that were exported without it have its default, an empty text: nothing is known but the tensors.
+An operator gets the layout as a text, so that a graph contains only strings and tensors. Programs
+exported by earlier versions have the default, an empty text: then only the tensors are known.
 
-A compiler does not know the lengths of caches, nor sizes that are symbols. The operator finds them
-when it runs, as the call would find them without a compiler.
+A compiler does not know the lengths of caches or symbolic sizes. The operator reads them when it
+runs, as a call does without a compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precondattn.limits import KEPT
 
 @lru_cache(maxsize=KEPT)
 def text_of(layout: Layout) -> str:
-    """`"full:6:6:::lengths"`: kind, sizes, what is known of caches, and masks."""
+    """A layout as a text like `"full:6:6:::lengths"`: kind, t, s, held, longest, masks."""
     if layout == UNKNOWN:
         return ""
     numbers = (layout.t, layout.s, layout.held, layout.longest)
@@ -31,7 +31,7 @@ def text_of(layout: Layout) -> str:
 
 @lru_cache(maxsize=KEPT)
 def layout_of(text: str) -> Layout:
-    """The layout of such a text."""
+    """The layout from a text of `text_of`."""
     if not text:
         return UNKNOWN
     kind, *numbers, masks = text.split(":")
@@ -40,7 +40,7 @@ def layout_of(text: str) -> Layout:
 
 
 def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame:
-    """The frame of a layout's text and of a frame's `sources`, on the device of `like`."""
+    """The frame from the text of its layout and its `sources`, on the device of `like`."""
     layout = layout_of(text)
     if layout.kind and len(tensors) >= OF_TOKENS:
         layout = _found(layout, *tensors[:2])
@@ -48,7 +48,7 @@ def frame_of(text: str, tensors: Sequence[Tensor | None], like: Tensor) -> Frame
 
 
 def _found(layout: Layout, q_position: Tensor, k_position: Tensor) -> Layout:
-    """The layout with what a compiler did not know."""
+    """The layout completed by the sizes that a compiler did not know."""
     t, s = q_position.shape[1], k_position.shape[1]
     if layout.kind == EXTENSION:
         s = s - t

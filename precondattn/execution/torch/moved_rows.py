@@ -1,6 +1,6 @@
-"""PyTorch: moved rows with a gradient that moves them back.
+"""PyTorch: a move of rows whose gradient is the move back.
 
-The gradient of PyTorch's own `index_select` adds one row after another.
+The gradient of PyTorch's own `index_select` adds rows one after another.
 """
 
 from __future__ import annotations

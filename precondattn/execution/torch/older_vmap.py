@@ -1,9 +1,9 @@
-"""PyTorch's older vmap, of cotangents: what it maps is mapped by `torch.vmap`.
+"""PyTorch's older vmap, which maps cotangents, implemented by `torch.vmap`.
 
 It has no public name. `torch.autograd.grad(is_grads_batched=True)`, `gradcheck(
 check_batched_grad=True)` and `torch.autograd.functional.jacobian(vectorize=True)` use it, and it
-knows nothing of the rules for `torch.vmap`. A tensor that it maps does not tell at which level; an
-axis is removed from it at a level where it has one, and at any other level the tensor is expanded.
+does not use the rules for `torch.vmap`. A mapped tensor does not show its level. Removing an axis
+at a level where it has one gives the axis; at any other level the tensor is expanded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils import _pytree as pytree
 from precondattn.arrays import Tree
 
 LEVELS = 64
-"""The most that may be nested."""
+"""The most levels that may be nested."""
 
 _key = torch._C._dispatch_key_parse("Batched")
 _library = torch.library.Library("precondattn", "FRAGMENT")
 
 
 def register(operator: Tree) -> None:
-    """Let the older vmap map an operator that `torch.vmap` maps."""
+    """Register a rule of the older vmap for an operator that `torch.vmap` can map."""
 
     def kernel(*arguments: Tree) -> Tree:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -42,7 +42,7 @@ def register(operator: Tree) -> None:
 
 
 def mapped(function: Callable[..., Tree], tensors: Sequence[Tensor]) -> Tree:
-    """`function(*tensors)`, by `torch.vmap` over the axes that the older one maps."""
+    """`function(*tensors)`, by `torch.vmap` over the axes that the older vmap maps."""
     plain, levels = list(tensors), []
     for level in range(1, LEVELS + 1):
         if not any(map(is_mapped, plain)):

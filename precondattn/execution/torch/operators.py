@@ -2,21 +2,21 @@
 
 Three operators serve every backend and every piece in full calls: `forward` with residuals for the
 gradient, `backward`, and `inference` without residuals. `step` and `step_backward` serve
-differentiated steps of caches that are states. `extension` serves a step of any cache without a
-gradient, where sizes are symbols; a step with sizes that are numbers, such as one token, is traced
-itself, and a compiler can fuse it.
+differentiated steps of caches of states. `extension` serves steps of any cache without a gradient
+if sizes are symbolic. A step whose sizes are numbers, such as one token, is traced, so that a
+compiler can fuse it.
 
-A piece is passed by its name (`algebra/names.py`), a backend by its own and a frame as its layout's
-text and its arrays, so that compiled and exported graphs contain only strings and tensors.
+A piece is passed by its name (`algebra/names.py`), a backend by its name, and a frame as the text
+of its layout and its arrays. So compiled and exported graphs contain only strings and tensors.
 
-Under a compiler sizes may be symbols. An operator is not traced into, so the loops of an algorithm
-over blocks of tokens are neither unrolled nor compiled again for every length, and its choices that
-depend on a length are made when it runs. A plan is made while tracing; a backend that compares a
-symbolic length there makes PyTorch compile again for the other outcome, which is slow but never
-wrong. Residuals are outputs of `forward`, with the shapes that the backend declares in terms of the
-sizes of the inputs. So nothing is computed twice, and no memory is needed beyond that of an
-uncompiled call. Only the reference declares none: it is an operator only where sizes are symbols,
-and computes the forward pass again in the gradient.
+Under a compiler, sizes may be symbolic. A compiler does not trace into an operator. So an
+algorithm's loops over blocks of tokens are neither unrolled nor compiled again for every length,
+and its choices that depend on a length are made when it runs. The plan is made while tracing. If a
+backend compares a symbolic length then, PyTorch compiles again for the other outcome, which is slow
+but correct. Residuals are outputs of `forward`, with shapes that the backend declares in terms of
+the input sizes. So nothing is computed twice, and no more memory is needed than by an uncompiled
+call. Only the reference declares no residuals: it is an operator only if sizes are symbolic, and
+its gradient computes the forward pass again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Masks = list[Tensor | None]
 
 
 class Named(NamedTuple):
-    """What the texts of an operator name."""
+    """The objects that the texts of an operator name."""
 
     piece: Piece
     runner: Runner
@@ -65,7 +65,7 @@ class Named(NamedTuple):
 
 
 def named(piece: str, backend: str) -> Named:
-    """The piece and what runs it, found once for the backends that are known."""
+    """The piece and its runner, looked up once for each set of known backends."""
     return _named(piece, backend, discover())
 
 
@@ -76,11 +76,11 @@ def _named(piece: str, backend: str, discovered: Discovered) -> Named:
 
 
 def _operator(function: Callable[..., Tree]) -> Tree:
-    """An operator, with autocast off inside, whoever calls it: autograd, or a saved graph."""
+    """An operator with autocast off inside, also if autograd or a saved graph calls it."""
 
     @functools.wraps(function)
     def without_autocast(piece: str, backend: str, tensors: Tensors, *rest: Tree) -> Tree:
-        # A piece that needs no cache has no buffers, and a step has the inputs after them.
+        # A piece without a cache has no buffers; the inputs of a step come after them.
         with off(tensors[0] if tensors else rest[0][0]):
             return function(piece, backend, tensors, *rest)
 
@@ -101,7 +101,7 @@ def forward(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: st
 
 @_operator
 def inference(piece: str, backend: str, tensors: Tensors, frame: Masks, layout: str = "") -> Tensor:
-    """The output alone."""
+    """The output without residuals."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = found.inputs(tensors)
     out = cast(found.runner.forward(inputs, masks)[0], output_dtype(inputs, is_wide=found.is_wide))
@@ -118,7 +118,7 @@ def backward(
     cotangent: Tensor,
     layout: str = "",
 ) -> Tensors:
-    """The gradient of every tensor."""
+    """The gradient of every input."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     inputs = found.inputs(tensors)
     out, residuals = outputs[0], tuple(outputs[1:])
@@ -155,7 +155,7 @@ def step_backward(
     cotangents: Tensors,
     layout: str = "",
 ) -> Tensors:
-    """The gradients of the old states, followed by those of every tensor."""
+    """The gradients of the old states, followed by the gradient of every input."""
     found, masks = named(piece, backend), frame_of(layout, frame, tensors[0])
     states, inputs = found.buffers(past), found.inputs(tensors)
     d_out, d_new = cotangents[0], found.buffers(cotangents[1:])

@@ -1,4 +1,4 @@
-"""PyTorch: dtype and memory of what a piece returns to autograd and to compilers."""
+"""PyTorch: the dtype and memory of the tensors that operators return."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from precondattn.execution.array_checks import values_of
 def output_dtype(
     inputs: dict[str, Tensor], *, is_wide: bool, has_gradient: bool = False
 ) -> torch.dtype:
-    """The dtype of a piece's output: that of v, but float32 for half precision if values are wide.
+    """The dtype of a piece's output: v's dtype, or float32 for half precision if `is_wide`.
 
-    So the next piece, and the cotangent of this one, are not rounded to half precision first. For
-    its cotangent's sake an output with a gradient is never in float16 (`cotangents.py`).
+    With float32, the input of the next piece, and the cotangent of this one, are not rounded to
+    half precision. An output with a gradient is never in float16, so that its cotangent is not
+    (`cotangents.py`).
     """
     dtype = values_of(inputs).dtype
     if dtype == torch.bfloat16 and is_wide:
@@ -25,7 +26,7 @@ def output_dtype(
 
 
 def unaliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The outputs, copied where one shares memory with an input or another output."""
+    """The outputs; one that shares memory with an input or another output is copied."""
     used = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
     unaliased = []
     for output in outputs:

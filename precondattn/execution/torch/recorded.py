@@ -1,8 +1,9 @@
-"""PyTorch's autograd, where it alone looks at a call: a planned call without operators.
+"""PyTorch's autograd without operators, for calls that nothing else observes.
 
-An operator makes a call visible to compilers, transforms and counters, and costs as much time as a
-short call itself. Where there is none of these, autograd gets the runner. If there is one when the
-gradient is computed, or if the gradient is to be differentiated, it gets the operator.
+An operator makes a call visible to compilers, transforms and counters, but takes as much time as a
+short call itself. If none of these is active, an autograd function calls the runner directly. If
+one is active when the gradient is computed, or if the gradient will be differentiated, the gradient
+uses the operator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Names = tuple[str, ...]
 
 
 def apply(planned: PlannedCall, inputs: dict[str, Tensor], frame: Frame) -> Tensor:
-    """The output of a planned call, differentiable in its inputs."""
+    """The output of a planned call, differentiable with respect to its inputs."""
     for tensor in inputs.values():
         if tensor.requires_grad:
             return _Recorded.apply(planned, (*inputs,), frame, *inputs.values())

@@ -1,8 +1,8 @@
-"""vmap of PyTorch's operators: mapped calls are one call of more sequences, or of more heads.
+"""The vmap rule of the operators: mapped calls become one call with more sequences or heads.
 
-`folded_axes.py` has the axes into which the mapped one is folded. An array that is not
-mapped, such as the keys where only a cotangent is, is repeated: each call has a gradient of it.
-Calls are made one after another where no axes serve.
+`folded_axes.py` finds the axes into which the mapped axis is folded. An array that is not mapped,
+such as the keys if only a cotangent is mapped, is repeated, because each call has its own gradient
+of it. If no axis can be folded into, the calls are made one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from precondattn.execution.torch.folded_axes import MappedArrays, OneCall, Separ
 SEQUENCES = (Pattern.read("b"),)
 
 VmapAxes = tuple[list[folded_axes.AxesOf], folded_axes.AxesOf]
-"""The axes into which the mapped one is folded: a list of axes for every argument, which is a list
+"""The axes into which the mapped axis is folded: a list of axes for each argument, which is a list
 of arrays, and the axes of the results."""
 
 
@@ -70,7 +70,7 @@ def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool
 
     def rule(info: Tree, in_dims: Tree, piece: str, backend: str, *given: Tree) -> Tree:
         count = info.batch_size
-        # PyTorch passes no argument that equals its default.
+        # PyTorch does not pass an argument that equals its default.
         *arguments, layout = given if isinstance(given[-1], str) else (*given, "")
         lists = [
             MappedArrays(array, axis) if isinstance(array, list) else MappedArrays([array], [axis])
@@ -89,7 +89,7 @@ def _register(operator: Tree, axes_of: Callable[..., VmapAxes], *, is_step: bool
             folds = zip(lists, of_arguments, strict=True)
             results = results_of([each.folded(at, count) for each, at in folds])
             unfolded = [_unfolded(*pair, count) for pair in zip(results, out_dims, strict=True)]
-        else:  # The shapes of no calls are those of one call, of zeros.
+        else:  # With no calls, one call of zeros gives the shapes.
             calls = [results_of([each.of_call(i) for each in lists]) for i in range(max(count, 1))]
             unfolded = [torch.stack(same)[:count] for same in zip(*calls, strict=True)]
             out_dims = [0] * len(unfolded)

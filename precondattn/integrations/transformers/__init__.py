@@ -1,9 +1,10 @@
 """Mechanisms in models of Hugging Face Transformers 5.
 
-`interface.py` has what is used of Transformers. For a model as it is, `replace.py` and `options.py`
-put a mechanism into it, `attention.py` and `masks.py` are what Transformers calls, and
-`cache_layers.py` puts layers of ours into its caches: `dynamic_cache.py` and `static_cache.py`.
-`model/` is a model of its own, and `linear/` computes the linear layers of existing ones.
+`interface.py` imports the names of Transformers. For existing models, `replace.py` and `options.py`
+replace the softmax by a mechanism, `attention.py` and `masks.py` have the functions that
+Transformers calls, and `cache_layers.py` puts our layers (`dynamic_cache.py`, `static_cache.py`)
+into its caches. `model/` is a new model class, and `linear/` computes the linear layers of existing
+models.
 """
 
 from precondattn.integrations.transformers.cache_layers import static_cache

@@ -1,8 +1,8 @@
-"""The attention function of this integration, and the hook that gives it the layer of the cache.
+"""The attention function of this integration, and the hook that passes it the cache's layer.
 
 Transformers updates the cache before it calls the attention function, and does not pass the cache
-on. So a hook before an attention module puts a layer of ours into the cache, and passes it on among
-the keyword arguments that reach the attention function.
+to it. So a hook before an attention module puts our layer into the cache, and passes this layer to
+the attention function as a keyword argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from precondattn.integrations.transformers.options import AttentionOptions
 NAME = "precondattn"
 """The implementation's name in Transformers, and the attribute of a module with its mechanism."""
 OF_ENCODER = "precondattn_encoder"
-"""The implementation's name in encoders, whose masks are others."""
+"""The implementation's name in encoders, which have another mask function."""
 CACHES = ("past_key_values", "layer_past")
 """The names that attention modules have for the cache."""
 LAYER = "precondattn_cache_layer"
@@ -30,13 +30,13 @@ LAYER = "precondattn_cache_layer"
 
 
 class Replacement(NamedTuple):
-    """What takes the place of the softmax of one attention module."""
+    """The replacement of the softmax of one attention module."""
 
     mechanism: Mechanism
     options: AttentionOptions
     inputs: tuple[Input, ...]
     handle: RemovableHandle
-    """Removes the hook."""
+    """The handle that removes the hook."""
 
 
 def pass_cache_layer(
@@ -59,14 +59,14 @@ def attention(
     dropout: float = 0.0,
     **others: Given,
 ) -> tuple[Tensor, None]:
-    """The mechanism's output (b, t, h, e), as Transformers calls it: q, k, v (b, heads, t, width).
+    """The mechanism's output (b, t, h, e), from Transformers' q, k and v (b, heads, t, width).
 
     Raises
     ------
     ValueError
-        for what the mechanism does not have: dropout, returned weights, a position bias, another
-        scale, window or cap than when the attention was replaced, and a mask of one's own that is
-        not boolean or does not restrict the mechanism's pattern.
+        for features that the mechanism does not have: dropout, returned weights, a position bias;
+        for another scale, window or cap than when the attention was replaced; and for a mask that
+        is not boolean, or does not restrict the mechanism's pattern.
     """
     replacement: Replacement | None = getattr(module, NAME, None)
     if replacement is None:
@@ -102,7 +102,7 @@ def attention(
 def _check(
     replacement: Replacement, scaling: float | None, dropout: float, others: dict[str, Given]
 ) -> None:
-    """Raise for what the mechanism does not have, or was not told when the model was changed."""
+    """Raise an error for features that the mechanism lacks, and for changed options."""
     mechanism, options = replacement.mechanism, replacement.options
     if dropout:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Layers of a Transformers cache that hold a `Cache` of ours.
+"""Layers of a Transformers cache that contain a `precondattn.Cache`.
 
-Transformers calls `update(k, v)` before attention. Here it only passes the new tokens on: the
-attention function calls `extend`, which has q too and stores what the mechanism needs.
+Transformers calls `update(k, v)` before attention. Here it only returns the new tokens. The
+attention function then calls `extend`, which also gets q, and stores what the mechanism needs.
 
-Every slot is a token, padding too, as in Transformers' own layers. Padding is masked by the buffer
-`key_mask`.
+Every slot is a token or padding, as in Transformers' own layers. The buffer `key_mask` masks
+padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precondattn.given import Given
 from precondattn.integrations.transformers.interface import CacheLayerMixin
 
 ANY = 2**30
-"""A capacity that no window reaches, so that the cache is that of the window."""
+"""A capacity above every window, so that a mechanism with a window has the cache of a window."""
 
 NOT_OFFLOADED = (
     "past_key_values: an offloaded cache moves copies of keys and values between devices, and a "
@@ -29,7 +29,7 @@ NOT_OFFLOADED = (
 
 
 class CacheLayer(CacheLayerMixin):
-    """What the growing and the static layer share: operations on the sequences of a batch."""
+    """The base class of the dynamic and the static layer."""
 
     supports_early_init = False
     is_sliding = False
@@ -37,7 +37,7 @@ class CacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.cache: Cache | None = None
-        """What `extend` has stored; None before the first tokens."""
+        """The cache of the mechanism; None before the first tokens."""
 
     @abstractmethod
     def extend(
@@ -47,7 +47,7 @@ class CacheLayer(CacheLayerMixin):
         key_mask: Tensor | None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """The output for new tokens, which are stored.
+        """The output for new tokens, which are added to the cache.
 
         Parameters
         ----------
@@ -56,12 +56,12 @@ class CacheLayer(CacheLayerMixin):
         key_mask : boolean tensor (b, t) or (b, s), optional
             False for padding: of the new tokens, or of all slots from the first on.
         attn_mask : boolean tensor (b or 1, h or 1, t, s), optional
-            As of the mechanism's `extend`.
+            The mask of pairs, as in the mechanism's `extend`.
 
         Raises
         ------
         ValueError
-            if tokens that are stored already have another mask now.
+            if the mask of tokens in the cache has changed.
         """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -70,12 +70,12 @@ class CacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Given, **kwargs: Given
     ) -> tuple[Tensor, Tensor]:
-        """The new tokens, as they are."""
+        """The new keys and values, unchanged."""
         return key_states, value_states
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the last tokens can be taken back without a recording of them."""
+        """Whether the last tokens can be removed without recorded calls."""
         return self.cache is None or self.cache.can_crop
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Layers of ours in a cache of Transformers, in place of its own."""
+"""Putting our layers into a cache of Transformers, in place of its own layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from precondattn.integrations.transformers.static_cache import StaticCacheLayer
 
 
 def layer_for(cache: Given, index: int) -> CacheLayer:
-    """The layer of a cache, which is made ours if it is empty.
+    """The layer of a cache at an index; an empty layer of Transformers is replaced by ours.
 
     Raises
     ------
     TypeError
-        for a cache that is not Transformers' dynamic or static one: offloaded, quantised, a tuple.
+        for a cache that is not Transformers' dynamic or static cache, for example an offloaded or
+        quantised cache, or a tuple.
     ValueError
-        for a layer that holds tokens of another attention.
+        for a layer with tokens of another attention implementation.
     """
     if not isinstance(cache, HFCache) or not hasattr(cache, "layers"):
         raise TypeError(
@@ -43,7 +44,7 @@ def layer_for(cache: Given, index: int) -> CacheLayer:
 
 
 def _ours(layer: Given, cache: Given) -> CacheLayer:
-    """An empty layer of ours, for the same use."""
+    """An empty layer of ours for the same use as a layer of Transformers."""
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
             "past_key_values: this cache holds keys and values of another attention; begin with an "
@@ -63,9 +64,9 @@ def _ours(layer: Given, cache: Given) -> CacheLayer:
 
 
 def _capacity(layer: Given, cache: Given) -> int | None:
-    """The number of tokens that a static cache is made for.
+    """The number of tokens for which a static cache was created.
 
-    A layer with a window knows it only if it is below the window.
+    A layer with a window knows this number only if it is below the window.
     """
     whole = [
         other.max_cache_len

@@ -1,4 +1,4 @@
-"""The layer of a cache that grows with its tokens."""
+"""The layer of a dynamic cache, which grows with its tokens."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ FEWEST = 64
 
 
 class Recording(NamedTuple):
-    """Calls that `crop` may take back: the cache before them, and their arguments."""
+    """Recorded calls that `crop` may undo: the cache before them, and their arguments."""
 
     before: Snapshot | None
     calls: list[tuple[Mechanism, dict[str, Tensor], Tensor | None]]
 
 
 class DynamicCacheLayer(CacheLayer):
-    """A cache that gets half as much room again where it is full."""
+    """The layer of a dynamic cache; when it is full, its capacity grows by half."""
 
     def __init__(self, record_past: bool = False) -> None:
         super().__init__()
         self.tokens = 0
         """The number of slots in use."""
         self.record_past = record_past
-        """Whether calls are recorded until the next `crop`, where a cache can not be cropped."""
+        """Whether calls are recorded until the next `crop`, for a cache that can not be cropped."""
         self._recording: Recording | None = None
 
     def extend(
@@ -81,12 +81,12 @@ class DynamicCacheLayer(CacheLayer):
         self._recording.calls.append((mechanism, arrays, key_mask))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens.
+        """Remove the last tokens.
 
         Parameters
         ----------
         tokens_to_remove : int
-            0 or below, as in Transformers: −3 for the last three.
+            The negative number of tokens to remove, as in Transformers: −3 for the last three.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class DynamicCacheLayer(CacheLayer):
             self._replay(recording, kept)
 
     def _replay(self, recording: Recording, kept: int) -> None:
-        """Go back to the start of the recording, and extend again up to `kept` tokens."""
+        """Go back to the start of the recording, and extend the cache again to `kept` tokens."""
         recorded = sum(arrays["q"].shape[1] for _, arrays, _ in recording.calls)
         start = self.tokens - recorded
         if kept < start:
@@ -152,7 +152,7 @@ class DynamicCacheLayer(CacheLayer):
         return self.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of slots with the new tokens, and that of the first of them."""
+        """The number of slots including the new tokens, and the index of the first slot."""
         return self.tokens + query_length, 0
 
     def get_max_length(self) -> int:

@@ -1,4 +1,4 @@
-"""What this integration uses of Hugging Face Transformers.
+"""The names of Hugging Face Transformers that this integration uses.
 
 The other files import these names from here, so that a version of Transformers that moves one of
 them fails once, at import, and says what is missing.
@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 
 TRIED = ("5.19.0", "5.22.2", "5.23.0")
-"""The versions that the tests have passed with."""
+"""The versions with which the tests have passed."""
 
 USED = {
     "huggingface_hub.dataclasses": ("strict",),
@@ -48,7 +48,7 @@ USED = {
     "transformers.utils": ("can_return_tuple",),
     "transformers.utils.output_capturing": ("capture_outputs",),
 }
-"""The names, by module."""
+"""The used names, by module."""
 
 PARAMETERS = {
     "PreTrainedModel._load_pretrained_model": (
@@ -66,7 +66,7 @@ PARAMETERS = {
         "max_cache_length",
     ),
 }
-"""Parameters that a function has to have, or a method: ours in its place is called with them."""
+"""The parameters that functions and methods must have, because ours replace them."""
 
 ABSTRACT = {
     "CacheLayerMixin": {
@@ -77,7 +77,7 @@ ABSTRACT = {
         "update",
     },
 }
-"""The abstract methods of a class that ours fill in."""
+"""The abstract methods that our subclass of a class implements."""
 
 
 OfTransformers = Any
@@ -87,7 +87,7 @@ HFConfig = Any
 
 
 def _load() -> dict[str, OfTransformers]:
-    """The names, or an ImportError that lists those that are missing."""
+    """The used objects by name; raises an ImportError that lists missing names."""
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as error:
@@ -155,7 +155,7 @@ remap_positions_for_packed_sequence = getattr(
     "remap_positions_for_packed_sequence",
     None,
 )
-"""How packed sequences are described from 5.23 on, besides `packed_sequence_mask_function`."""
+"""The second description of packed sequences, from 5.23 on."""
 sliding_window_overlay = _found["sliding_window_overlay"]
 
 ConversionOps = _found["ConversionOps"]

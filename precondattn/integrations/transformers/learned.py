@@ -1,7 +1,7 @@
-"""Inputs of a mechanism that are parameters: a temperature, a scale of each dimension, a sink.
+"""Inputs of a mechanism that become parameters: a temperature, a scale per dimension, a sink.
 
-They become parameters of the model's attention module, made by the published recipes, whose first
-values change nothing: a temperature of 1, a scale of 1. A sink starts at the logit 0.
+They become parameters of the model's attention module, by the published recipes. Their initial
+values change nothing: a temperature of 1, a scale of 1. A sink starts with the logit 0.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from precondattn.layers.torch.module import fill, register
 from precondattn.limits import KEPT
 
 NAME = "mechanism_inputs"
-"""The attribute of an attention module that holds these parameters, by input."""
+"""The attribute of an attention module with these parameters, by input."""
 GIVEN = ("q", "k", "v")
 
 
 class Input(NamedTuple):
-    """One input, the recipe that makes it, and its parameter's name."""
+    """One input, its recipe, and the name of its parameter."""
 
     name: str
     recipe: Recipe
@@ -35,7 +35,7 @@ class Input(NamedTuple):
 
 @lru_cache(maxsize=KEPT)
 def learned_inputs(mechanism: Mechanism, has_sink: bool) -> tuple[Input, ...]:
-    """The inputs that an attention function is not given.
+    """The inputs of a mechanism that Transformers does not pass to an attention function.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def learned_inputs(mechanism: Mechanism, has_sink: bool) -> tuple[Input, ...]:
 def add_parameters(
     module: nn.Module, mechanism: Mechanism, inputs: tuple[Input, ...], sizes: Mapping[str, int]
 ) -> None:
-    """Register the parameters of these inputs; `sizes` has those of the letters h and d."""
+    """Register the parameters of these inputs; `sizes` has the sizes of the letters h and d."""
     if not inputs:
         return
     like = next(module.parameters())
@@ -74,7 +74,7 @@ def add_parameters(
 
 
 def values(module: nn.Module, inputs: tuple[Input, ...]) -> dict[str, Tensor]:
-    """These inputs, from their parameters."""
+    """The values of these inputs, computed from their parameters."""
     if not inputs:
         return {}
     holder = getattr(module, NAME)

@@ -88,7 +88,7 @@ def mask_of_encoder(
     use_vmap: bool = False,
     **others: Given,
 ) -> Tensor | None:
-    """The same for an encoder: padding (b, 1, 1, s), None without any."""
+    """Padding (b, 1, 1, s) for an encoder; None without padding."""
     if mask_function is not bidirectional_mask_function or use_vmap:
         raise ValueError(
             "attention_mask: the model asks for a pattern in which a token does not see all others "
@@ -128,7 +128,7 @@ KNOWN = (_AND, _WINDOW, _PACKED, _REMAPPED)
 
 
 def packed_sequences(pattern: Pattern) -> Tensor | None:
-    """The packed sequences (b, t) of a causal pattern, None without any.
+    """The ids of the packed sequences (b, t) of a causal pattern; None if there are none.
 
     Raises
     ------
@@ -183,14 +183,14 @@ def traced_sequences(pattern: Pattern, batch: int, index: Tensor) -> Tensor | No
 
 
 def _held(function: Pattern) -> dict[str, Given]:
-    """What a nested function holds of the function around it, by name."""
+    """The variables in the closure of a nested function, by name."""
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 class ModelMasks(NamedTuple):
-    """The masks of one call, in the names of a mechanism."""
+    """The masks of one call, by a mechanism's names."""
 
     key_mask: Tensor | None = None
     segment_ids: Tensor | None = None

@@ -1,7 +1,6 @@
-"""A mechanism with the options of a model: scale, sliding window, soft cap, sink, and whether it is
-causal.
+"""Giving a mechanism the options of a model's attention: scale, window, soft cap, sink, causality.
 
-They are options of plain softmax, which is the base of every mechanism that can take its place.
+They are options of plain softmax, which is the base of every mechanism that can replace it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from precondattn.spec.softmax import Softmax
 
 
 class AttentionOptions(NamedTuple):
-    """What the attention of a model has, besides queries, keys and values."""
+    """The options of a model's attention."""
 
     scale: float | None
     window: int | None
@@ -49,8 +48,8 @@ def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
     Raises
     ------
     TypeError, ValueError
-        if its base is not softmax, if it is not causal, if an option of its own differs, and where
-        the mechanism refuses one.
+        if its base is not softmax, if it is not causal, if one of its own options differs, or if
+        the mechanism refuses an option.
     """
     base = getattr(mechanism, "base", None)
     if base is not None:
@@ -78,7 +77,7 @@ def with_options(mechanism: Mechanism, options: AttentionOptions) -> Mechanism:
 
 
 def _one(name: str, own: OptionValue, of_model: OptionValue) -> OptionValue:
-    """The option of whichever has it."""
+    """The option of the mechanism or of the model, whichever has it."""
     if own is None or of_model is None or math.isclose(own, of_model):
         return of_model if own is None else own
     raise ValueError(f"{name}: the mechanism has {own}, and the model {of_model}")

@@ -1,4 +1,4 @@
-"""Padding of tokens in a cache: the new columns of a mask, and a check of the others."""
+"""Padding in a cache: the new columns of a mask, and a check of the other columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def new_columns(key_mask: Tensor, held: Tensor | int, new: int) -> Tensor:
 
 
 def check_held(cache: Cache, key_mask: Tensor | None, held: int, new: int) -> None:
-    """Raise unless the tokens held have the mask with which they were stored."""
+    """Raise an error if the mask of cached tokens differs from the stored mask."""
     if held == 0 or (key_mask is not None and key_mask.shape[1] == new):
         return
     if key_mask is not None and key_mask.shape[1] < held + new:

@@ -1,4 +1,4 @@
-"""A mechanism in place of the softmax of a model: everything is checked, and then changed."""
+"""Replacing the softmax attention of a model by a mechanism, after checks of everything."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def replace_attention(
 ) -> nn.Module:
     """Put a mechanism in place of softmax attention, in all layers of a model.
 
-    The model's projections, rotations, scale, grouped heads, sliding windows, soft cap and sinks
-    stay. A temperature, a scale of each dimension and a new sink become parameters of the attention
-    modules, under `mechanism_inputs`.
+    The model keeps its projections, rotary embeddings, scale, grouped heads, sliding windows, soft
+    cap and sinks. A temperature, a scale per dimension and a new sink become parameters of the
+    attention modules, under `mechanism_inputs`.
 
     Parameters
     ----------
@@ -54,10 +54,10 @@ def replace_attention(
         A causal decoder or an encoder whose attention goes through Transformers'
         `AttentionInterface`. It is changed in place.
     mechanism : str or Mechanism, optional
-        Softmax or preconditioners of it, such as `"lucid(laser)"`. In an encoder the softmax is not
-        causal: `"lucid"` is `"lucid(softmax[causal=false])"`, LUCID's symmetric solve.
+        Softmax, or preconditioners around it, such as `"lucid(laser)"`. In an encoder the softmax
+        is not causal: `"lucid"` means `"lucid(softmax[causal=false])"`, LUCID's symmetric solve.
     layers : sequence of str or Mechanism, optional
-        One for each layer, in place of `mechanism`.
+        The mechanism of each layer, in place of `mechanism`.
 
     Returns
     -------
@@ -95,7 +95,7 @@ def replace_attention(
 
 
 def restore_attention(model: nn.Module) -> nn.Module:
-    """Give a model its own attention back, and remove the parameters that were added."""
+    """Restore a model's own attention, and remove the parameters that were added."""
     previous = getattr(model, PREVIOUS, None)
     if previous is None:
         raise ValueError("model: its attention has not been replaced")

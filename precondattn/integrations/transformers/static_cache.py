@@ -1,4 +1,4 @@
-"""The layer of a cache whose buffers keep their addresses, for compiled decoding."""
+"""The layer of a static cache, whose buffers keep their addresses, for compiled decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precondattn.integrations.transformers.padding import check_held, new_column
 
 
 class StaticCacheLayer(CacheLayer):
-    """A cache for `max_cache_len` tokens, written to in place.
+    """The layer of a static cache for `max_cache_len` tokens, which is written to in place.
 
     The number of tokens is a tensor, so that a compiled step is one graph for all of them. Without
     `max_cache_len` there is no limit, and the mechanism must read a window of tokens only.
@@ -72,7 +72,7 @@ class StaticCacheLayer(CacheLayer):
         new: int,
         attn_mask: Tensor | None,
     ) -> Tensor:
-        """All tokens are valid so far, so that the mask is only kept for later ones."""
+        """The output if all tokens so far are valid; the mask is only stored for later calls."""
         assert self.cache is not None
         length, store, kinds = self.cache
         without = Cache(
@@ -111,7 +111,7 @@ class StaticCacheLayer(CacheLayer):
         return cache
 
     def _write(self, longer: Cache) -> None:
-        """Copy what is not in its buffer already."""
+        """Copy arrays that are not already in their buffers."""
         assert self.cache is not None
         for name, buffer in self.cache.store.items():
             if longer.store[name] is not buffer:
@@ -148,7 +148,7 @@ class StaticCacheLayer(CacheLayer):
         return 0 if self.cache is None else self.cache.length[0].long()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
-        """The number of slots, and that of the first of them."""
+        """The number of slots, and the index of the first one."""
         if self.max_cache_len is None:
             return query_length, self.get_seq_length()
         return self.max_cache_len, 0

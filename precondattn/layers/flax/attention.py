@@ -34,35 +34,36 @@ if TYPE_CHECKING:
 
 
 class Attention(AnswersForeignNames, nnx.Module):
-    """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
+    """Multi-head attention with any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
-    The layer is that of `precondattn.layers.torch`: the same recipes, weights of the same names and
-    shapes, and so the same numbers (`to_flax`, `to_torch`). The axes of every parameter have names
-    (its metadata `out_sharding`): `embed`, `heads`, `kv_heads`, `head_dim` and `slots`.
+    The layer is the same as in `precondattn.layers.torch`: the same recipes, and weights with the
+    same names and shapes, which `to_flax` and `to_torch` convert. The axes of every parameter have
+    names, in the metadata `out_sharding`: `embed`, `heads`, `kv_heads`, `head_dim` and `slots`.
 
     Parameters
     ----------
     width : int
         The width of x and y.
     heads : int
-        The number h of query heads; of pairs of heads in differential attention.
+        The number h of query heads, or of pairs of heads in differential attention.
     mechanism : str or Mechanism
-        Such as `"ccq(gated_delta)"`.
+        The mechanism or its expression, such as `"ccq(gated_delta)"`.
     kv_heads, value_heads, head_dim, value_dim, slots, recipes
         As in `precondattn.layers.torch.Attention`.
     depth : int or integer array ()
         The index of the layer in its model, from 0, on which λ of differential attention depends.
-        Layers that `nnx.vmap` makes for `nnx.scan` need an array, to have a depth each; it is then
-        a variable of the layer that is not trained.
+        Layers that `nnx.vmap` creates for `nnx.scan` need an array, so that each has its own depth;
+        it is then a variable of the layer that is not trained.
     dtype
-        Of all parameters, and of x. float32 by default.
+        The dtype of all parameters, and of x. float32 by default.
     rngs : nnx.Rngs
-        The stream `params` draws the first values.
+        The random streams; `params` draws the initial values.
 
     Raises
     ------
     TypeError, ValueError
-        for an unknown mechanism, sizes that do not fit it, and recipes for other inputs.
+        for an unknown mechanism, sizes that do not fit it, and recipes for inputs that do not
+        exist.
 
     Examples
     --------
@@ -107,7 +108,7 @@ class Attention(AnswersForeignNames, nnx.Module):
             recipes=recipes,
         )
         self.inputs = nnx.Dict()
-        """The weights that are no linear maps, by input, and those of the output as `out`."""
+        """The weights other than linear maps, by input; `out` has those of the output."""
         maps = {(of_map.entry, of_map.weight): of_map for of_map in self.plan.maps}
         biases = {(of_map.entry, of_map.bias) for of_map in self.plan.maps if of_map.bias}
         for name, declared in self.plan.weights:
@@ -123,7 +124,7 @@ class Attention(AnswersForeignNames, nnx.Module):
             if own:
                 self.inputs[name] = nnx.Dict(own)
         self.divided: ContextParallel | None = None
-        """The mechanism of tokens that are divided among devices; `divide_tokens` sets it."""
+        """The mechanism for tokens that are divided among devices; `divide_tokens` sets it."""
 
     @property
     def mechanism(self) -> Mechanism:
@@ -145,36 +146,40 @@ class Attention(AnswersForeignNames, nnx.Module):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """y, or y and the longer cache if there is one.
+        """The output y (b, t, width), and the extended cache if a cache is given.
 
         Parameters
         ----------
         x : array (b, t, width)
+            The hidden states.
         mask : boolean array (b, t), optional
-            False for padding, at any place. Each sequence then gives what its valid tokens give
-            alone; the output of padding is 0.
+            False for padding, which may be anywhere. The outputs of a sequence are those of its
+            valid tokens alone; the output of padding is 0.
         positions : array (t,) or (b, t), optional
-            For rotations; by default the valid tokens are counted, from the cache's length on.
+            The positions for rotary embeddings. By default valid tokens are counted from the length
+            of the cache on.
         cache : Cache, optional
-            From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+            A cache from `init_cache` or an earlier call. However a sequence is split, the outputs
+            are those of the full call.
         segment_ids : integer array (b, t), optional
-            Packed sequences: each run of equal ids is a sequence of its own, for positions,
-            convolutions and the mechanism. Not with `mask` or `cache`.
+            The ids of packed sequences: each run of equal ids is a separate sequence for positions,
+            convolutions and the mechanism. It can not be combined with `mask` or `cache`.
         cu_seqlens : integer array (n + 1,), optional
-            The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
-            are padding, of any contents; their output is 0.
+            The borders of n packed sequences, for b = 1; the first is 0. Tokens after the last
+            border are padding with any contents; their output is 0.
         attn_mask : boolean array (b or 1, heads or 1, t, s), optional
-            True where a token may attend to another, beside causality and all else, for softmax and
-            what is around it. Without a cache s = t, and columns are the tokens of x, with `mask`
-            too. With a cache column j is the token at position j of its sequence, cached or new;
-            then not with `mask`.
+            True where a token may attend to another. It restricts causality and other masks
+            further, and is for softmax and mechanisms around it. Without a cache, s = t, and
+            columns are the tokens of x, also with `mask`. With a cache, column j is the token at
+            position j of its sequence, cached or new, and `mask` can not be given.
         prefix : integer array (b,), optional
-            Every token sees the first `prefix` valid tokens of its sequence: a prefix language
-            model. The whole prefix is among the first tokens of a cache; steps need not name it.
-            With `segment_ids` it is of each segment, with `cu_seqlens` (n,).
+            The number of first valid tokens of a sequence that all its tokens see, as in a prefix
+            language model. The whole prefix must be in the first call with a cache; later calls do
+            not need the argument. With `segment_ids` it is the prefix of each segment, and with
+            `cu_seqlens` the shape is (n,).
         keep, states_every : int, optional
-            States of earlier lengths that the longer cache keeps for `crop`, as in
-            `Mechanism.extend`; with a cache.
+            Which states at earlier lengths the extended cache keeps for `crop`, as in
+            `Mechanism.extend`. They need a cache.
         """
         if foreign:
             refuse("Attention", self.__call__, foreign)
@@ -193,7 +198,7 @@ class Attention(AnswersForeignNames, nnx.Module):
             mask,
             positions,
             cache,
-            # A quantized map does not say which dtype it reads.
+            # The input dtype of a quantized map is unknown.
             lambda x: not like.size,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
@@ -201,7 +206,7 @@ class Attention(AnswersForeignNames, nnx.Module):
         segments = segments_of(str(self.mechanism), segment_ids, cu_seqlens, x)
         weights: dict[str, Arrays] = {name: {} for name, _ in self.plan.weights}
         for name, parameters in self.inputs.items():
-            if isinstance(parameters, nnx.Dict):  # Qwix writes notes of its own into a module.
+            if isinstance(parameters, nnx.Dict):  # Qwix adds its own metadata to a module.
                 weights[name] = {
                     own: array[...]
                     for own, array in parameters.items()
@@ -229,7 +234,8 @@ class Attention(AnswersForeignNames, nnx.Module):
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 
-        It has the dtype of the weights. A mechanism whose cache is a state needs no capacity.
+        It has the dtype of the weights. A mechanism whose cache consists of states needs no
+        capacity.
         """
         check_batch(batch)
         dtype = self._like().dtype
@@ -239,8 +245,11 @@ class Attention(AnswersForeignNames, nnx.Module):
         return with_rows(cache, self.plan, dtype)
 
     def _like(self) -> jax.Array:
-        """An array with the dtype of inputs and caches: the last map's weight, if it has one in
-        floating point, and else an empty one of the dtype that the layer was made with."""
+        """An array with the dtype of inputs and caches.
+
+        It is the weight of the last map if that is floating-point, and otherwise an empty array
+        with the dtype that the layer was constructed with.
+        """
         weight = kernel_of(self.o_proj)
         return jnp.zeros(0, self.dtype) if weight is None else weight
 

@@ -1,4 +1,4 @@
-"""A pre-norm block around `Attention`, with an MLP, and the norm that a decoder uses too."""
+"""A pre-norm block of `Attention` and an MLP, and the norm that decoders use too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from precondattn.layers.parameters import FanIn
 
 
 class Norm(nnx.Module):
-    """γ RMSNorm(x)."""
+    """The RMS norm with a gain, γ RMSNorm(x)."""
 
     def __init__(self, width: int, dtype: DType, rngs: nnx.Rngs) -> None:
         self.gain = parameter(gain_weight(width), dtype, rngs)
@@ -39,7 +39,7 @@ class Norm(nnx.Module):
 
 
 class BlockMLP(nnx.Module):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain W₂ GELU(W₁ y)."""
+    """The gated MLP W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain MLP W₂ GELU(W₁ y)."""
 
     def __init__(self, width: int, hidden: int, mlp: str, dtype: DType, rngs: nnx.Rngs) -> None:
         self.maps = mlp_maps(width, hidden, mlp)
@@ -53,16 +53,17 @@ class BlockMLP(nnx.Module):
 
 
 class Block(AnswersForeignNames, nnx.Module):
-    """x + attention(norm(x)), and to this its MLP, after a norm.
+    """A pre-norm block: z = x + attention(norm(x)), and the result z + MLP(norm(z)).
 
     Parameters
     ----------
     width : int
         The width of x.
     hidden : int, optional
-        The inner width of the MLP; by default 8/3 of the width, and 4 times it in a plain MLP.
+        The inner width of the MLP; by default 8/3 of the width, or 4 times the width in a plain
+        MLP.
     mlp : {"gated", "plain"}
-        W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
+        The MLP: W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
     dtype, rngs
         As in `Attention`.
     **attention
@@ -109,7 +110,7 @@ class Block(AnswersForeignNames, nnx.Module):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        """The new x, and the extended cache if one is given; arguments as in `Attention`."""
         if foreign:
             refuse("Block", self.__call__, foreign)
         y = self.attention(

@@ -1,4 +1,4 @@
-"""A small decoder: an embedding, blocks, a tied head, and `generate`."""
+"""A small decoder: an embedding, blocks, a head with tied weights, and `generate`."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ Caches = tuple[Cache, ...]
 
 
 class Decoder(AnswersForeignNames, nnx.Module):
-    """A language model: an embedding, blocks, a norm, and the embedding again as its head.
+    """A language model: an embedding, blocks, a norm, and the embedding as the output matrix.
 
     Parameters
     ----------
     vocabulary : int
-        The number of tokens.
+        The number of different tokens.
     width : int
         The width of the hidden states.
     heads : int
         The number of query heads of every block.
     layers : list or int
-        For each block its mechanism, or the arguments of its `Attention` as a dict:
+        The mechanism of each block, or the arguments of its `Attention` as a dict:
         `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
     mechanism : str, Mechanism or dict, optional
-        That of every block, where `layers` is a number.
+        The mechanism of every block, if `layers` is a number.
     hidden : int, optional
         The inner width of the MLPs.
     mlp : {"gated", "plain"}
-        Gated MLPs, or plain ones of two layers, as in `Block`.
+        The kind of MLP, as in `Block`.
     dtype, rngs
         As in `Attention`.
 
@@ -104,23 +104,23 @@ class Decoder(AnswersForeignNames, nnx.Module):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """The logits (b, t, vocabulary), or they and the longer caches if there are any.
+        """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
         Parameters
         ----------
         tokens : integer array (b, t)
-            A token that the vocabulary has not gives NaN.
+            Tokens from 0 to vocabulary − 1. The output of any other token is NaN.
         mask : boolean array (b, t), optional
-            False for padding, at any place.
+            False for padding, which may be anywhere.
         caches : tuple of Cache, optional
-            From `init_caches` or an earlier call.
+            Caches from `init_caches` or an earlier call.
         segment_ids, cu_seqlens
-            Packed sequences, as in `Attention`; without caches.
+            The ids or the borders of packed sequences, as in `Attention`; only without caches.
         attn_mask, prefix
-            Masks of pairs of every block, as in `Attention`.
+            The masks of pairs of tokens for every block, as in `Attention`.
         keep, states_every : int, optional
-            States of earlier lengths that the longer caches keep for `crop`, as in
-            `Mechanism.extend`; with caches.
+            Which states at earlier lengths the extended caches keep for `crop`, as in
+            `Mechanism.extend`. They need caches.
         """
         if foreign:
             refuse("Decoder", self.__call__, foreign)
@@ -138,7 +138,7 @@ class Decoder(AnswersForeignNames, nnx.Module):
         caches: Caches | None,
         **options: object,
     ) -> tuple[jax.Array, Caches | None]:
-        """The hidden states after the last block, and the caches."""
+        """The hidden states after the last block, and the extended caches."""
         x = embedded(self.embedding[...], tokens)
         if caches is None:
             for block in self.blocks:
@@ -156,7 +156,7 @@ class Decoder(AnswersForeignNames, nnx.Module):
 
     @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
-        """An empty cache for each block, as `Attention.init_cache`."""
+        """A tuple with an empty cache for each block, as in `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
     @answering("Decoder.generate")
@@ -173,7 +173,7 @@ class Decoder(AnswersForeignNames, nnx.Module):
         key: jax.Array | None = None,
         progress: bool = False,
     ) -> jax.Array:
-        """`count` tokens (b, count) that continue the prompts. Not for use inside `jit`.
+        """The `count` tokens (b, count) that continue the prompts. It can not be called in `jit`.
 
         Parameters
         ----------
@@ -182,20 +182,21 @@ class Decoder(AnswersForeignNames, nnx.Module):
         count : int
             The number of new tokens.
         mask : boolean array (b, t), optional
-            False for padding of prompts of different lengths, at any place. Every prompt needs a
-            valid token.
+            False for padding of prompts with different lengths, which may be anywhere. Every prompt
+            needs a valid token.
         prefix : integer array (b,), optional
-            The first tokens of each prompt that all others see, as in `Attention`.
+            The number of first tokens of each prompt that all tokens see, as in `Attention`.
         temperature : float
-            0 for the most probable token; otherwise logits are divided by it, and tokens drawn.
+            0 selects the most probable token. Otherwise logits are divided by it, and tokens are
+            drawn.
         top_p : float
-            Draw from the fewest tokens whose probabilities sum to this.
+            Tokens are drawn from the smallest set whose probabilities sum to at least this.
         stop : int, optional
-            A token after which a sequence only repeats it.
+            A token after which a sequence ends: it repeats this token.
         key : PRNG key, optional
-            Of the draws; needed where the temperature is not 0.
+            The key for drawing tokens; required unless the temperature is 0.
         progress : bool
-            Show a bar on the standard error.
+            Whether to show a progress bar on the standard error.
         """
         check_tokens(tokens, "jax", mask, are_prompts=True)
         check_generation(
@@ -225,11 +226,11 @@ class Decoder(AnswersForeignNames, nnx.Module):
 
 
 def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows (b, t, width) of the table (vocabulary, width); NaN for tokens that it has not."""
+    """Rows (b, t, width) of the table (vocabulary, width); NaN for tokens outside of it."""
     kinds = jax.typeof(table).sharding, jax.typeof(tokens).sharding
     spec = None
     if any(kind.mesh.explicit_axes for kind in kinds):
-        # In the explicit mode the sharding of the result has to be given.
+        # JAX's explicit mode requires the sharding of the result.
         of_table, of_tokens = (kind.spec for kind in kinds)
         spec = jax.sharding.PartitionSpec(*of_tokens, *of_table[1:])
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=spec)
@@ -237,10 +238,10 @@ def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 @lru_cache(maxsize=16)
 def _next_token(graph: nnx.GraphDef) -> Tree:
-    """The compiled step of all models of one structure: new tokens and caches.
+    """The compiled decoding step, which all models of one structure share.
 
     JAX compiles it once for each shape, and not again in the next `generate`. It is looked up once
-    for all tokens, since the hash of a large graph takes longer than a small step.
+    per `generate`, because hashing a large graph takes longer than a small step.
     """
 
     @partial(jax.jit, donate_argnums=1)

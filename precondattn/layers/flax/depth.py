@@ -1,7 +1,7 @@
-"""The index of a layer in its model: a number, or an array where one module is many layers.
+"""The index of a layer in its model: an int, or an array if one module is a stack of layers.
 
-`nnx.vmap` makes a stack of layers as one module, which `nnx.scan` runs. What differs between them
-has to be a variable, of which each layer has its own slice.
+`nnx.vmap` creates a stack of layers as one module, which `nnx.scan` runs. Everything that differs
+between the layers must be a variable, of which each layer has a slice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Depth(nnx.Variable[jax.Array]):
 
 
 def depth_of(depth: int) -> int | Depth:
-    """A whole number unchanged, and an array as a variable.
+    """An int unchanged, or an array as a variable.
 
     Raises
     ------
     ValueError
-        for anything but whole numbers, 0 or above, and integer arrays ().
+        for anything but integers, 0 or above, and integer arrays ().
     """
     if isinstance(depth, jax.Array):
         if depth.shape != () or not jnp.issubdtype(depth.dtype, jnp.integer):

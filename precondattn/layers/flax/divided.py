@@ -1,6 +1,7 @@
-"""Layers whose tokens are divided among the devices of a mesh.
+"""Layers whose tokens are divided among the devices of a mesh in JAX.
 
-All but the mechanism is left to JAX, which knows positions and earlier rows of whole arrays.
+Only the mechanism is divided explicitly. JAX shards everything else, and computes positions and
+convolutions from whole arrays.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ LAYOUTS = ("heads", "contiguous")
 def divide_tokens(
     model: nnx.Module, mesh: Mesh | AbstractMesh, axis: str, *, layout: str = "heads"
 ) -> None:
-    """Let every `Attention` of a model compute its mechanism with tokens divided among devices.
+    """Make every `Attention` of a model divide the tokens of its mechanism among devices.
 
-    The model is then called with whole arrays, in `jit`. Shard their tokens along the axis, so that
-    what is computed token by token is divided as well. Other axes of the mesh may shard batches
-    and weights. Segments are divided by `segment_ids`; caches and `cu_seqlens` are refused.
+    The model is then called with whole arrays, inside `jit`. Shard their tokens along the axis, so
+    that computations on single tokens are divided as well. Other axes of the mesh may shard the
+    batch and weights. Packed sequences are given by `segment_ids`; caches and `cu_seqlens` are
+    refused.
 
     Parameters
     ----------
     model : nnx.Module
-        Such as a `Decoder` or one `Attention`.
+        A model with `Attention` layers, such as a `Decoder`, or one `Attention`.
     mesh : jax.sharding.Mesh
-        With axes of the type `Auto`.
+        A mesh whose axes have the type `Auto`.
     axis : str
         The axis of the mesh that divides tokens.
     layout : {"heads", "contiguous"}
-        As of `precondattn.parallel.jax.context_parallel`: those in which tokens are in order, which
-        rotations and convolutions of whole arrays need.
+        The layout, as in `precondattn.parallel.jax.context_parallel`. Only layouts in which tokens
+        are in order are possible, because rotary embeddings and convolutions need that.
 
     Raises
     ------
     ValueError
-        for another layout, an axis of another type, a model without `Attention`, and what
-        `context_parallel` raises.
+        for another layout, an axis of another type, a model without `Attention`, and the errors of
+        `context_parallel`.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Weights that were saved before linear maps were modules of their own.
+"""The conversion of weights that were saved before linear maps were separate modules.
 
-A weight of a linear map was then a parameter `inputs`, `q`, `weight` with the axes (x, h, d). It is
-the matrix `q_proj`, `kernel` (x, h · d) now.
+The weight of a linear map was then a parameter `inputs`, `q`, `weight` with the axes (x, h, d). Now
+it is the matrix `q_proj`, `kernel` (x, h · d).
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ Path = tuple[Any, ...]
 
 
 def from_earlier(state: Mapping[Tree, Tree], model: nnx.Module) -> dict[Tree, Tree]:
-    """Arrays that an earlier version saved, by the names and with the shapes that a model has now.
+    """Arrays saved by an earlier version, with the present names and shapes of a model.
 
     Parameters
     ----------
     state : nested dict of arrays
-        Such as Orbax restores without a target, or `nnx.to_pure_dict` gives. It may contain states
-        of the model's structure at any place, such as moments of an optimizer.
+        The saved state, as Orbax restores it without a target, or as `nnx.to_pure_dict` returns it.
+        It may contain several states with the model's structure, such as moments of an optimizer.
     model : nnx.Module
-        The model that it belongs to, or one like it; `nnx.eval_shape` makes one without arrays.
+        The model that the state belongs to, or one with the same structure; `nnx.eval_shape` makes
+        one without arrays.
 
     Returns
     -------
     dict
-        For `nnx.update`, where it is the state of a model.
+        The converted state; use `nnx.update` if it is the state of a model.
 
     Raises
     ------
     ValueError
-        for a weight of a linear map that has not the shape that it had before.
+        for the weight of a linear map whose shape is not the earlier one.
 
     Examples
     --------
@@ -75,7 +76,7 @@ def from_earlier(state: Mapping[Tree, Tree], model: nnx.Module) -> dict[Tree, Tr
 
 
 def _moved(model: nnx.Module) -> Iterator[tuple[Path, Path, Stored]]:
-    """Where each array was that has moved, where it is, and how it is stored."""
+    """The old path, the new path and the new storage of each array that has moved."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Attention):
             for of_map in module.plan.maps:

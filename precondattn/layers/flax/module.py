@@ -1,4 +1,4 @@
-"""Parameters and linear maps of a module of Flax, from their declarations."""
+"""Parameters and linear maps of Flax modules, from their declarations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parameter(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> nnx.Param:
 def linear_of(
     of_map: Map, starts: Mapping[str, FirstValues], dtype: DType, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """The module of a linear map, with the first values of `weight` and `bias`."""
+    """The module of a linear map, initialised by the `starts` of "weight" and "bias"."""
     weights = {
         own: Stored(of_map, is_bias=own == "bias").weight(start) for own, start in starts.items()
     }
@@ -51,20 +51,20 @@ def _first(weight: Weight, dtype: DType, rngs: nnx.Rngs) -> jax.Array:
 
 
 def _metadata(weight: Weight) -> dict[str, object]:
-    # Names alone: a model is sharded as a whole, by rules for them.
+    # Only names: rules for names shard a model as a whole.
     return {"out_sharding": weight.names, "eager_sharding": False}
 
 
 class _NoKeys:
-    """A stand-in for `nnx.Rngs` where first values are given, which need no key."""
+    """A stand-in for `nnx.Rngs` if initial values are given and need no key."""
 
     def params(self) -> None:
         return None
 
 
 def kernel_of(module: Module) -> jax.Array | None:
-    """W of a linear map, inside of what wraps its module, if it is an array in floating point."""
-    while not hasattr(module, "kernel") and hasattr(module, "base_module"):  # As of `nnx.LoRA`.
+    """The matrix W of a linear map, also of a wrapped module; None if not floating-point."""
+    while not hasattr(module, "kernel") and hasattr(module, "base_module"):  # As in `nnx.LoRA`.
         module = module.base_module
     kernel = getattr(module, "kernel", None)
     if not isinstance(kernel, nnx.Variable):
@@ -75,9 +75,10 @@ def kernel_of(module: Module) -> jax.Array | None:
 
 
 class ModuleMap(LinearMap):
-    """A linear map of a layer, computed by the module that has its place and name now.
+    """A linear map of a layer, computed by the module that now has its name.
 
-    That is an `nnx.Linear`, or what a tool has put there: a quantized one, or one with adapters.
+    It is an `nnx.Linear`, or a module that a tool has put in its place: quantized, or with
+    adapters.
     """
 
     def __init__(self, of_map: Map, module: Module) -> None:
@@ -90,7 +91,7 @@ class ModuleMap(LinearMap):
         if kernel is None or not (own.mesh.explicit_axes or of_weight.mesh.explicit_axes):
             y: jax.Array = self.map.split(self.module(x))
             return y
-        # JAX's explicit mode has to be given the sharding of a sum over shards.
+        # JAX's explicit mode requires the sharding of a sum over shards.
         spec = jax.sharding.PartitionSpec(*own.spec[:-1], *of_weight.spec[1:])
         split: jax.Array = self.map.split(self.module(x, out_sharding=spec))
         return split

@@ -1,4 +1,4 @@
-"""The next token from logits: the most probable, or a draw by temperature and top-p."""
+"""Sampling the next token from logits: the most probable one, or by temperature and top-p."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def chosen(
     logits: jax.Array, key: jax.Array | None, temperature: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """A token (b,) for each row of logits (b, vocabulary); without a key the most probable."""
+    """One token (b,) for each row of logits (b, vocabulary); the most probable without a key."""
     if key is None:
         return jnp.argmax(logits, axis=-1)
     p = jax.nn.softmax(logits.astype(jnp.float32) / temperature, axis=-1)

@@ -1,4 +1,4 @@
-"""`VisionAttention`: the attention layer of any vision transformer, by its mechanism."""
+"""`VisionAttention`: attention layers of vision transformers, with any mechanism."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
 
 
 class VisionAttention(Attention):
-    """`Attention` as vision transformers have it: biases, no rotation, and no order of tokens.
+    """`Attention` for vision transformers: with biases, and without rotary embeddings.
 
-    The layer is that of `precondattn.layers.torch`, which has the table of timm's modules.
+    The layer is the same as in `precondattn.layers.torch`, whose docstring lists timm's modules.
 
     Parameters
     ----------
     width, heads, mechanism, qkv_bias, recipes
         As in `precondattn.layers.torch.VisionAttention`.
     rngs : nnx.Rngs
-        The stream `params` draws the first values.
+        The random streams; `params` draws the initial values.
     **sizes
         `kv_heads`, `head_dim`, `value_dim`, `slots`, `depth` and `dtype` of `Attention`.
 

@@ -1,6 +1,6 @@
 """A small vision transformer: patches, blocks with any mechanism, and a classifier.
 
-Its equations and the declared weights are in `precondattn/layers/vision.py`.
+The equations and the declared weights are in `precondattn/layers/vision.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from precondattn.layers.vision import (
 
 
 class Affine(nnx.Module):
-    """W x + b."""
+    """An affine map, W x + b."""
 
     def __init__(self, weights: dict[str, Weight], made: Arguments) -> None:
         self.weight = parameter(weights["weight"], **made)
@@ -43,7 +43,7 @@ class Affine(nnx.Module):
 
 
 class Patches(Affine):
-    """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
+    """The embeddings W patch + b (b, t, width) of an image's patches, from (b, c, H, W)."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         b, c, height, width = x.shape
@@ -54,7 +54,7 @@ class Patches(Affine):
 
 
 class LayerNorm(Affine):
-    """γ (x − mean x) / √(var x + eps) + β."""
+    """The layer norm γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: Arguments) -> None:
         super().__init__(norm_weights(width), made)
@@ -68,7 +68,7 @@ class LayerNorm(Affine):
 
 
 class MLP(nnx.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂."""
+    """The MLP W₂ GELU(W₁ x + b₁) + b₂."""
 
     def __init__(self, width: int, hidden: int, made: Arguments) -> None:
         weights = mlp_weights(width, hidden)
@@ -79,7 +79,7 @@ class MLP(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """x + attention(LN(x)), and to this its MLP, after a layer norm."""
+    """A pre-norm block: z = x + attention(LN(x)), and the result z + MLP(LN(z))."""
 
     def __init__(
         self, width: int, hidden: int, eps: float, made: Arguments, **attention: Given
@@ -97,8 +97,8 @@ class VisionBlock(nnx.Module):
 class VisionTransformer(AnswersForeignNames, nnx.Module):
     """A classifier of images: patches, learned positions, pre-norm blocks, and a linear head.
 
-    The model is that of `precondattn.layers.torch`, with weights of the same names and shapes.
-    Images are (b, channels, rows, columns), as there.
+    The model is the same as in `precondattn.layers.torch`, with weights of the same names and
+    shapes. Images are (b, channels, rows, columns), as in PyTorch.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Weights of a PyTorch module as those of the Flax module of the same name."""
+"""The conversion of weights from PyTorch modules to the Flax modules of the same name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from precondattn.arrays import Array, Tree
 
 
 def to_flax(state_dict: Mapping[str, Array]) -> dict[Tree, Tree]:
-    """A `state_dict` of PyTorch as a nested dict of JAX's arrays, for `nnx.update`.
+    """The state for `nnx.update`, a nested dict of JAX arrays, from a `state_dict` of PyTorch.
 
-    Names are the same in both, but for linear maps: `"q_proj.weight"` (y, x) of an `nn.Linear` is
-    `q_proj`, `kernel` (x, y) of an `nnx.Linear`.
+    The names are the same in both, except for linear maps: `"q_proj.weight"` (y, x) of an
+    `nn.Linear` becomes `q_proj`, `kernel` (x, y) of an `nnx.Linear`.
 
     Examples
     --------

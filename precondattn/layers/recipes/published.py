@@ -82,7 +82,7 @@ Recipes = dict[str, Recipe]
 
 ROWS: Recipes = {"q": Projection(), "k": Projection(), "v": Projection()}
 WITHOUT_ROTATION: Recipes = {**ROWS, "g": LogSigmoid(), "sink": Learned()}
-"""Of softmax attention whose scores have positions already."""
+"""The recipes of softmax attention whose scores already depend on positions."""
 
 DELTA: Recipes = {
     "q": UnitConvolution(),
@@ -245,14 +245,14 @@ MESANET: Recipes = {
     "beta_mesa": Sigmoid(bias=True),
     "out": Norm(),
 }
-"""Those of `mesa[beta=true](ssd)` in MesaNet's layer, which are not those of `ssd` in Mamba-2's."""
+"""The recipes of `mesa[beta=true](ssd)` in MesaNet, which differ from those of `ssd` in Mamba-2."""
 
 CCQ_SIZES = {"head_dim": 256, "value_dim": 512}
-"""The widths of a head in CCQ's models, for both backbones (arXiv 2606.01294, Appendix D)."""
+"""The head widths of CCQ's models, for both backbones (arXiv 2606.01294, Appendix D)."""
 
 
 def recipes_for(leaf: LeafProtocol) -> Recipes:
-    """The published recipes of a leaf, by its names of its inputs; empty for an unknown leaf."""
+    """The published recipes of a leaf, by input name; empty for an unknown leaf."""
     positions = f"{leaf.name}[distance={getattr(leaf, 'distance', 'none')}]"
     known = [PUBLISHED[name] for name in (str(leaf), positions, leaf.name) if name in PUBLISHED]
     return known[0] if known else {}

@@ -24,7 +24,7 @@ def mixed(tokens: RecipeTokens, weight: Array, mix: Array) -> Array:
     """W x' of rows (b, t, …), from W x and from W (μ ∘ x) of this token and the one before."""
     rows = linear(mix * tokens.x, weight)
     xp, shape = namespace(rows), (1, *rows.shape[2:])
-    # One of the rows has their sharding, but there may be none.
+    # A zero row with the sharding of the rows; there may be no rows.
     one = (
         xp.ones(shape, dtype=rows.dtype, **placement(rows))
         if 0 in rows.shape

@@ -37,41 +37,43 @@ LAST = "o_proj"
 
 
 class Attention(AnswersForeignNames, Declared):
-    """Multi-head attention by any mechanism: y = W_o output(mechanism(q, k, v, …)).
+    """Multi-head attention with any mechanism: y = W_o output(mechanism(q, k, v, …)).
 
-    Every input of the mechanism is made from x by a recipe, with weights of its own. The published
-    recipes are the defaults; `print` shows them.
+    Every input of the mechanism is computed from x by a recipe with its own weights. The defaults
+    are the published recipes; `print` shows them.
 
     Parameters
     ----------
     width : int
         The width of x and y.
     heads : int
-        The number h of query heads; of pairs of heads in differential attention.
+        The number h of query heads, or of pairs of heads in differential attention.
     mechanism : str or Mechanism
-        Such as `"ccq(gated_delta)"`.
+        The mechanism or its expression, such as `"ccq(gated_delta)"`.
     kv_heads : int, optional
-        The number of key/value heads, a divisor of `heads`, where the mechanism has one of its own;
+        The number of key/value heads, a divisor of `heads`, if the mechanism allows a separate one;
         `heads` by default.
     value_heads : int, optional
         The number of value heads, a multiple of `heads`, for the delta rule and `ssd`.
     head_dim, value_dim : int, optional
-        The widths of keys and of values; width / heads by default. In differential attention the
-        keys' is half of it.
+        The widths of keys and of values; width / heads by default, and half of it for the keys of
+        differential attention.
     slots : int, optional
-        The number of slots of `gsa`, or of weights of the skip of `nystrom` for each head;
+        The number of slots of `gsa`, or of weights per head in the skip connection of `nystrom`;
         `head_dim` by default.
     depth : int
         The index of the layer in its model, from 0, on which λ of differential attention depends.
     recipes : dict, optional
-        Other recipes, by the name of an input, of a helper that `print` shows, or `"out"`.
+        Recipes in place of the published ones, by the name of an input, of a helper that `print`
+        shows, or `"out"`.
     device, dtype
-        Of all parameters. x has the same dtype, unless autocast is on.
+        The device and dtype of all parameters. x has the same dtype, unless autocast is on.
 
     Raises
     ------
     TypeError, ValueError
-        for an unknown mechanism, sizes that do not fit it, and recipes for other inputs.
+        for an unknown mechanism, sizes that do not fit it, and recipes for inputs that do not
+        exist.
 
     Examples
     --------
@@ -118,15 +120,15 @@ class Attention(AnswersForeignNames, Declared):
             recipes=recipes,
         )
         self.inputs = nn.ModuleDict()
-        """The weights that are no linear maps, by input, and those of the output as `out`."""
+        """The weights other than linear maps, by input; `out` has those of the output."""
         self.declared, self.earlier = {}, {}
         self._add_weights(device, dtype)
         self.divided: DividedTokens | None = None
-        """How tokens are divided among processes; `divide_tokens` sets it."""
+        """The division of tokens among processes; `divide_tokens` sets it."""
         self.reset_parameters()
 
     def _add_weights(self, device: Device, dtype: torch.dtype | None) -> None:
-        """The linear maps as modules of their own, and the other weights in `inputs`."""
+        """Add the linear maps as modules, and the other weights in `inputs`."""
         of_weight = {(m.entry, m.weight): (m, "weight") for m in self.plan.maps}
         of_bias = {(m.entry, m.bias): (m, "bias") for m in self.plan.maps if m.bias}
         for of_map in self.plan.maps:
@@ -144,7 +146,7 @@ class Attention(AnswersForeignNames, Declared):
             if module._parameters:
                 self.inputs[name] = module
         self._names = {name: tuple(module._parameters) for name, module in self.inputs.items()}
-        """The names of the weights in `inputs`, which a parametrization moves."""
+        """The names of the weights in `inputs`; parametrizations move the weights."""
 
     @property
     def mechanism(self) -> Mechanism:
@@ -153,8 +155,11 @@ class Attention(AnswersForeignNames, Declared):
 
     @property
     def _like(self) -> Tensor:
-        """A tensor with the dtype and device of inputs and caches: the last map's weight, if it has
-        one in floating point, and else one of PyTorch's default dtype."""
+        """A tensor with the dtype and device of inputs and caches.
+
+        It is the weight of the last map if that is floating-point, and otherwise a tensor with
+        PyTorch's default dtype.
+        """
         weight = getattr(self._modules[LAST], "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight
@@ -162,11 +167,11 @@ class Attention(AnswersForeignNames, Declared):
 
     @property
     def _own_plan(self) -> LayerPlan:
-        """The plan of what this process computes."""
+        """The plan of this process's part of the layer."""
         of_weights = self.divided_weights
         if of_weights is None:
             return self.plan
-        assert of_weights.plan is not None  # Every layer has got one.
+        assert of_weights.plan is not None  # Every layer has one.
         return of_weights.plan
 
     def forward(
@@ -185,38 +190,42 @@ class Attention(AnswersForeignNames, Declared):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """y, or y and the longer cache if there is one.
+        """The output y (b, t, width), and the extended cache if a cache is given.
 
         Parameters
         ----------
         x : tensor (b, t, width)
+            The hidden states.
         mask : boolean tensor (b, t), optional
-            False for padding, at any place. Each sequence then gives what its valid tokens give
-            alone; the output of padding is 0.
+            False for padding, which may be anywhere. The outputs of a sequence are those of its
+            valid tokens alone; the output of padding is 0.
         positions : tensor (t,) or (b, t), optional
-            For rotations; by default the valid tokens are counted, from the cache's length on.
+            The positions for rotary embeddings. By default valid tokens are counted from the length
+            of the cache on.
         cache : Cache, optional
-            From `init_cache` or an earlier call. Any split of a sequence gives the full call.
+            A cache from `init_cache` or an earlier call. However a sequence is split, the outputs
+            are those of the full call.
         segment_ids : integer tensor (b, t), optional
-            Packed sequences: each run of equal ids is a sequence of its own, for positions,
-            convolutions and the mechanism. Not with `mask` or `cache`.
+            The ids of packed sequences: each run of equal ids is a separate sequence for positions,
+            convolutions and the mechanism. It can not be combined with `mask` or `cache`.
         cu_seqlens : integer tensor (n + 1,), optional
-            The same for b = 1: the bounds of n sequences, from 0 on. Tokens after the last bound
-            are padding, of any contents; their output is 0.
+            The borders of n packed sequences, for b = 1; the first is 0. Tokens after the last
+            border are padding with any contents; their output is 0.
         attn_mask : boolean tensor (b or 1, heads or 1, t, s), optional
-            True where a token may attend to another, beside causality and all else, for softmax and
-            what is around it. Without a cache s = t, and columns are the tokens of x, with `mask`
-            too. With a cache column j is the token at position j of its sequence, cached or new;
-            then not with `mask`.
+            True where a token may attend to another. It restricts causality and other masks
+            further, and is for softmax and mechanisms around it. Without a cache, s = t, and
+            columns are the tokens of x, also with `mask`. With a cache, column j is the token at
+            position j of its sequence, cached or new, and `mask` can not be given.
         prefix : integer tensor (b,), optional
-            Every token sees the first `prefix` valid tokens of its sequence: a prefix language
-            model. The whole prefix is among the first tokens of a cache; steps need not name it.
-            With `segment_ids` it is of each segment, with `cu_seqlens` (n,).
+            The number of first valid tokens of a sequence that all its tokens see, as in a prefix
+            language model. The whole prefix must be in the first call with a cache; later calls do
+            not need the argument. With `segment_ids` it is the prefix of each segment, and with
+            `cu_seqlens` the shape is (n,).
         donate : bool
-            Write into the cache's own buffers; the old cache can then not be used again.
+            Write into the cache's own buffers. The old cache must not be used again.
         keep, states_every : int, optional
-            States of earlier lengths that the longer cache keeps for `crop`, as in
-            `Mechanism.extend`; with a cache.
+            Which states at earlier lengths the extended cache keeps for `crop`, as in
+            `Mechanism.extend`. They need a cache.
         """
         if foreign:
             refuse("Attention", self.forward, foreign)
@@ -228,7 +237,7 @@ class Attention(AnswersForeignNames, Declared):
             mask,
             positions,
             cache,
-            # A quantized map does not say which dtype it reads.
+            # The input dtype of a quantized map is unknown.
             is_autocast if like.numel() else is_any,
             is_packed=segment_ids is not None or cu_seqlens is not None,
         )
@@ -279,7 +288,7 @@ class Attention(AnswersForeignNames, Declared):
         return weights
 
     def _parts(self, divided: DividedWeights) -> dict[str, dict[str, Module]]:
-        """What this process computes with of the weights."""
+        """This process's parts of the weights."""
         weights: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self.plan.weights}
         for name, module in self.inputs._modules.items():
             for own, parameter in parameters_of(module, self._names[name]).items():
@@ -289,7 +298,7 @@ class Attention(AnswersForeignNames, Declared):
             is_last = (of_map.entry, of_map.weight) == (OUT, PROJECTION)
             part = divided.part_of_map(of_map, linear, with_bias=not is_last)
             weights[of_map.entry][of_map.weight] = part
-            if is_last and of_map.bias:  # All processes add the same, to the sum of their outputs.
+            if is_last and of_map.bias:  # All processes add the whole bias, after the sum.
                 bias = divided.part(f"{of_map.name}.bias", linear.bias, is_term=False)
                 weights[OUT][AFTER_PROJECTION] = bias
         return weights
@@ -299,7 +308,7 @@ class Attention(AnswersForeignNames, Declared):
         """An empty cache for `batch` sequences of at most `capacity` tokens.
 
         It has the device and the dtype of the weights, or autocast's dtype under autocast. A
-        mechanism whose cache is a state needs no capacity.
+        mechanism whose cache consists of states needs no capacity.
         """
         check_batch(batch)
         weight, plan = self._like, self._own_plan
@@ -319,5 +328,5 @@ def is_any(x: Tensor) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the dtype of what is computed with x."""
+    """Whether autocast chooses the dtype of computations with x."""
     return target(x) is not None

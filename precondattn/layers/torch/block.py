@@ -1,4 +1,4 @@
-"""A pre-norm block around `Attention`, with an MLP, and the norm that a decoder uses too."""
+"""A pre-norm block of `Attention` and an MLP, and the norm that decoders use too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from precondattn.layers.torch.module import Declared, ModuleMap, register
 
 
 class Norm(Declared):
-    """γ RMSNorm(x)."""
+    """The RMS norm with a gain, γ RMSNorm(x)."""
 
     def __init__(self, width: int, device: Device, dtype: DType) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Norm(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         divided, gain = self.divided_weights, self.gain
-        if divided is not None:  # All processes compute the same.
+        if divided is not None:  # All processes compute the whole norm.
             gain = divided.part("gain", gain, is_term=False)
         y: Tensor = rms_norm(x, EPS, gain)
         return y
 
 
 class BlockMLP(Declared):
-    """W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain W₂ GELU(W₁ y)."""
+    """The gated MLP W₃ (SiLU(W₁ y) ∘ W₂ y), or the plain MLP W₂ GELU(W₁ y)."""
 
     def __init__(self, width: int, hidden: int, mlp: str, device: Device, dtype: DType) -> None:
         super().__init__()
@@ -63,18 +63,19 @@ class BlockMLP(Declared):
 
 
 class Block(AnswersForeignNames, nn.Module):
-    """x + attention(norm(x)), and to this its MLP, after a norm.
+    """A pre-norm block: z = x + attention(norm(x)), and the result z + MLP(norm(z)).
 
     Parameters
     ----------
     width : int
         The width of x.
     hidden : int, optional
-        The inner width of the MLP; by default 8/3 of the width, and 4 times it in a plain MLP.
+        The inner width of the MLP; by default 8/3 of the width, or 4 times the width in a plain
+        MLP.
     mlp : {"gated", "plain"}
-        W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
+        The MLP: W₃ (SiLU(W₁ y) ∘ W₂ y), or W₂ GELU(W₁ y).
     device, dtype
-        Of all parameters.
+        The device and dtype of all parameters.
     **attention
         The arguments of `Attention`.
 
@@ -105,7 +106,7 @@ class Block(AnswersForeignNames, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialise the weights again."""
         for module in self.children():
             module.reset_parameters()
 
@@ -125,7 +126,7 @@ class Block(AnswersForeignNames, nn.Module):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """The new x, or it and the longer cache if there is one; arguments as of `Attention`."""
+        """The new x, and the extended cache if one is given; arguments as in `Attention`."""
         if foreign:
             refuse("Block", self.forward, foreign)
         y = self.attention(

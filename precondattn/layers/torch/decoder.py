@@ -1,4 +1,4 @@
-"""A small decoder: an embedding, blocks, a tied head, and `generate`."""
+"""A small decoder: an embedding, blocks, a head with tied weights, and `generate`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ Caches = tuple[Cache, ...]
 
 
 class Decoder(AnswersForeignNames, Declared):
-    """A language model: an embedding, blocks, a norm, and the embedding again as its head.
+    """A language model: an embedding, blocks, a norm, and the embedding as the output matrix.
 
     Parameters
     ----------
     vocabulary : int
-        The number of tokens.
+        The number of different tokens.
     width : int
         The width of the hidden states.
     heads : int
         The number of query heads of every block.
     layers : list or int
-        For each block its mechanism, or the arguments of its `Attention` as a dict:
+        The mechanism of each block, or the arguments of its `Attention` as a dict:
         `["gated_delta"] * 3 + [{"mechanism": "lucid", "kv_heads": 2}]`. Or the number of blocks.
     mechanism : str, Mechanism or dict, optional
-        That of every block, where `layers` is a number.
+        The mechanism of every block, if `layers` is a number.
     hidden : int, optional
         The inner width of the MLPs.
     mlp : {"gated", "plain"}
-        Gated MLPs, or plain ones of two layers, as in `Block`.
+        The kind of MLP, as in `Block`.
     device, dtype
-        Of all parameters.
+        The device and dtype of all parameters.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class Decoder(AnswersForeignNames, Declared):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
+        """Initialise the weights again, for example after `to_empty` of a model on `meta`."""
         for module in (*self.blocks, self.norm):
             module.reset_parameters()
         super().reset_parameters()
@@ -110,24 +110,25 @@ class Decoder(AnswersForeignNames, Declared):
         states_every: int | None = None,
         **foreign: Never,
     ) -> LayerOutput:
-        """The logits (b, t, vocabulary), or they and the longer caches if there are any.
+        """The logits (b, t, vocabulary), and the extended caches if caches are given.
 
         Parameters
         ----------
         tokens : integer tensor (b, t)
+            Tokens from 0 to vocabulary − 1.
         mask : boolean tensor (b, t), optional
-            False for padding, at any place.
+            False for padding, which may be anywhere.
         caches : tuple of Cache, optional
-            From `init_caches` or an earlier call.
+            Caches from `init_caches` or an earlier call.
         segment_ids, cu_seqlens
-            Packed sequences, as in `Attention`; without caches.
+            The ids or the borders of packed sequences, as in `Attention`; only without caches.
         attn_mask, prefix
-            Masks of pairs of every block, as in `Attention`.
+            The masks of pairs of tokens for every block, as in `Attention`.
         donate : bool
-            Write into the caches' own buffers.
+            Write into the caches' own buffers. The old caches must not be used again.
         keep, states_every : int, optional
-            States of earlier lengths that the longer caches keep for `crop`, as in
-            `Mechanism.extend`; with caches.
+            Which states at earlier lengths the extended caches keep for `crop`, as in
+            `Mechanism.extend`. They need caches.
         """
         if foreign:
             refuse("Decoder", self.forward, foreign)
@@ -145,7 +146,7 @@ class Decoder(AnswersForeignNames, Declared):
         donate: bool,
         **options: object,
     ) -> tuple[Tensor, Caches | None]:
-        """The hidden states after the last block, and the caches."""
+        """The hidden states after the last block, and the extended caches."""
         x = self._embedded(tokens)
         if caches is None:
             for block in self.blocks:
@@ -162,7 +163,7 @@ class Decoder(AnswersForeignNames, Declared):
         if divided is None:
             return nn.functional.embedding(tokens, self.embedding)
         rows = divided.shares["embedding"].own
-        # A token that the vocabulary has not is an error on every process.
+        # A token outside the vocabulary is an error on every process.
         is_other = (tokens >= 0) & (tokens < self.vocabulary)
         is_other &= (tokens < rows.start) | (tokens >= rows.stop)
         table = divided.part("embedding", self.embedding)
@@ -181,7 +182,7 @@ class Decoder(AnswersForeignNames, Declared):
     def _check_tokens(
         self, tokens: Tensor, mask: Tensor, caches: object = None, *, are_prompts: bool = False
     ) -> None:
-        """Raise an error for tokens that do not fit, on all processes that divide the weights."""
+        """Raise an error for invalid tokens, on all processes that divide the weights."""
         error = None
         try:
             blocks = len(self.blocks)
@@ -195,7 +196,7 @@ class Decoder(AnswersForeignNames, Declared):
 
     @answering("Decoder.init_caches")
     def init_caches(self, batch: int, capacity: int | None = None) -> Caches:
-        """An empty cache for each block, as `Attention.init_cache`."""
+        """A tuple with an empty cache for each block, as in `Attention.init_cache`."""
         return tuple(block.attention.init_cache(batch, capacity) for block in self.blocks)
 
     @answering("Decoder.generate")
@@ -213,7 +214,7 @@ class Decoder(AnswersForeignNames, Declared):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> Tensor:
-        """`count` tokens (b, count) that continue the prompts.
+        """The `count` tokens (b, count) that continue the prompts.
 
         Parameters
         ----------
@@ -222,20 +223,21 @@ class Decoder(AnswersForeignNames, Declared):
         count : int
             The number of new tokens.
         mask : boolean tensor (b, t), optional
-            False for padding of prompts of different lengths, at any place. Every prompt needs a
-            valid token.
+            False for padding of prompts with different lengths, which may be anywhere. Every prompt
+            needs a valid token.
         prefix : integer tensor (b,), optional
-            The first tokens of each prompt that all others see, as in `Attention`.
+            The number of first tokens of each prompt that all tokens see, as in `Attention`.
         temperature : float
-            0 for the most probable token; otherwise logits are divided by it, and tokens drawn.
+            0 selects the most probable token. Otherwise logits are divided by it, and tokens are
+            drawn.
         top_p : float
-            Draw from the fewest tokens whose probabilities sum to this.
+            Tokens are drawn from the smallest set whose probabilities sum to at least this.
         stop : int, optional
-            A token after which a sequence only repeats it.
+            A token after which a sequence ends: it repeats this token.
         generator : torch.Generator, optional
-            Of the draws.
+            The generator for drawing tokens.
         progress : bool
-            Show a bar on the standard error.
+            Whether to show a progress bar on the standard error.
         """
         self._check_tokens(tokens, mask, are_prompts=True)
         check_generation(

@@ -1,4 +1,4 @@
-"""Dividing the tokens of a model among processes: its attention layers get parts (`divided.py`)."""
+"""Dividing the tokens of a model among processes (`divided.py`)."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 
 def divide_tokens(model: Module, mesh: DeviceMesh, *, layout: str = "heads") -> None:
-    """Let every `Attention` of a model have a part of the tokens on each process of a mesh.
+    """Make every `Attention` of a model work on tokens that are divided among processes.
 
-    Afterwards the model is called by every process with its tokens, and returns what belongs to
-    them. Gradients of weights are each process's term, as in data parallelism: give the processes
-    of this mesh to `DistributedDataParallel` or `fully_shard` too.
+    Afterwards every process of the mesh calls the model with its part of the tokens, and gets the
+    outputs for them. The gradient of a weight is this process's term, as in data parallelism, so
+    include the processes of this mesh in `DistributedDataParallel` or `fully_shard`.
 
     Parameters
     ----------
     model : nn.Module
-        Such as a `Decoder` or one `Attention`.
+        A model with `Attention` layers, such as a `Decoder`, or one `Attention`.
     mesh : DeviceMesh
-        Of one dimension.
+        A mesh of one dimension.
     layout : str
-        "heads", "contiguous", "zigzag" or "cyclic[block=B]", as of
-        `precondattn.parallel.torch.context_parallel`. In the first two the tokens of process i come
-        after those of process i − 1; for the others `to_layout` orders them.
+        "heads", "contiguous", "zigzag" or "cyclic[block=B]", as in
+        `precondattn.parallel.torch.context_parallel`. In the first two, the tokens of process i
+        follow those of process i − 1; for the others `to_layout` orders them.
 
     Raises
     ------
     TypeError, ValueError
-        for a model without `Attention`, and what `context_parallel` raises.
+        for a model without `Attention`, and the errors of `context_parallel`.
 
     Examples
     --------
-    In each of four processes that `torchrun` has started:
+    In each of four processes started by `torchrun`:
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from precondattn.layers.torch import Decoder, divide_tokens

@@ -1,9 +1,9 @@
-"""Layers whose tokens are divided among processes: what each needs of the others' tokens.
+"""Layers whose tokens are divided among processes.
 
-Everything in a layer but its mechanism is computed token by token, with two exceptions: rotations
-need the positions of the tokens in their sequence, and a short convolution of size c needs the
-c − 1 rows before each part of the tokens. These rows are exchanged; the mechanism is divided by
-`precondattn.parallel`.
+`precondattn.parallel` divides the mechanism. Everything else in a layer is computed token by token,
+with two exceptions: rotary embeddings need the positions of the tokens in their sequence, and a
+short convolution of size c needs the c − 1 rows before each part of the tokens, which are
+exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
-    """Raise an error where processes with parts of tokens have parts of weights of each other."""
+    """Raise an error if the processes that divide tokens also divide weights."""
     both = {*mesh.mesh.flatten().tolist()} & {*other.mesh.flatten().tolist()}
     if len(both) > 1:
         raise ValueError(
@@ -36,7 +36,7 @@ def check_apart(owner: str, mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 class DividedTokens:
-    """A layer's mechanism for parts of sequences."""
+    """The mechanism of a layer whose tokens are divided among processes."""
 
     def __init__(self, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
         from precondattn.parallel.layouts import TokenOrder
@@ -46,7 +46,7 @@ class DividedTokens:
         self.order = TokenOrder.read("contiguous" if layout == "heads" else layout)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DividedTokens:
-        return self  # The processes of a copy are the same.
+        return self  # A copy has the same processes.
 
     def refuse(self, given: Sequence[str]) -> None:
         """Raise an error for arguments of a call that are not supported."""
@@ -57,7 +57,7 @@ class DividedTokens:
             )
 
     def tokens_of_process(self, x: Tensor) -> TokensOfProcess:
-        """Where this process's rows of x (b, t, width) are in their sequences."""
+        """The places of this process's rows x (b, t, width) in their sequences."""
         rows = self.mechanism.processes.agree(None, "a layer", (x.shape[1],))
         return TokensOfProcess(self, self.order.parts([row[0] for row in rows]), x.device)
 
@@ -68,18 +68,18 @@ class TokensOfProcess:
 
     divided: DividedTokens
     parts: tuple[TokenPart, ...]
-    """All parts of the sequence, in its order"""
+    """All parts of the sequence, in the order of the sequence"""
     device: torch.device
 
     @property
     def own(self) -> list[tuple[int, TokenPart]]:
-        """This process's parts, with their numbers."""
+        """This process's parts, with their indices."""
         rank = self.divided.mechanism.processes.rank
         return [(i, part) for i, part in enumerate(self.parts) if part.device == rank]
 
     @property
     def positions(self) -> Tensor:
-        """(1, t)"""
+        """The positions (1, t) of this process's tokens in their sequences."""
         from precondattn.parallel.torch.piece import positions_of
 
         rank = self.divided.mechanism.processes.rank
@@ -105,9 +105,10 @@ class TokensOfProcess:
 
 
 class _RowsBefore(torch.autograd.Function):
-    """The rows before each part of this process, (own parts, b, number, …); 0 before the first.
+    """The rows (own parts, b, number, …) before each of this process's parts; 0 before the first.
 
-    Every process has it in its graph, also the one with the first part: the gradient is exchanged.
+    Every process has it in its graph, also the one with the first part, because the gradient is
+    exchanged.
     """
 
     @staticmethod
@@ -140,7 +141,7 @@ class _End(NamedTuple):
 
 
 def _ends(tokens: TokensOfProcess, number: int) -> list[_End]:
-    """The last rows of this process's parts, and the numbers of the parts."""
+    """The last rows of this process's parts, and the indices of the parts."""
     return [
         _End(i, slice(max(part.rows.stop - number, part.rows.start), part.rows.stop))
         for i, part in tokens.own
@@ -148,5 +149,5 @@ def _ends(tokens: TokensOfProcess, number: int) -> list[_End]:
 
 
 def _sum(tokens: TokensOfProcess, x: Tensor) -> None:
-    """Make x the sum over all processes, each of which has other entries that are not 0."""
+    """Replace x by its sum over processes, each of which has different nonzero entries."""
     torch.distributed.all_reduce(x, group=tokens.divided.mechanism.processes.group)

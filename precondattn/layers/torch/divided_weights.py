@@ -1,8 +1,8 @@
 """Layers whose weights are divided among processes: tensor parallelism.
 
-Every process has the same tokens and computes its heads, its channels of the MLPs and its rows of
-the vocabulary (`precondattn/layers/shares.py`). Its part of a weight is a tensor in its layer, and
-a DTensor in the model's parameters, which FSDP2, optimizers and checkpoints know.
+Every process has the same tokens, and computes with its heads, its channels of the MLPs and its
+rows of the vocabulary (`precondattn/layers/shares.py`). Its part of a weight is a tensor in its
+layer, and a DTensor in the model's parameters, which FSDP2, optimizers and checkpoints support.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def divide_weights(model: Module, mesh: DeviceMesh) -> None:
-    """Let each process of a mesh have some heads of every layer: tensor parallelism.
+    """Divide the weights of a model among the processes of a mesh: tensor parallelism.
 
-    Every process has all weights of the model before, and its parts of them afterwards, as DTensors
-    of this mesh. Each then calls the model with the same tokens, and all get the same output.
-    Divided are the heads of every `Attention`, the inner channels of the MLPs of `Block`, and the
-    vocabulary of a `Decoder`; norms are whole on every process, and other modules are unchanged.
+    Before, every process has all weights of the model. Afterwards it has its parts, as DTensors of
+    this mesh. All processes then call the model with the same tokens, and get the same output. The
+    heads of every `Attention`, the inner channels of the MLPs of `Block`, and the vocabulary of a
+    `Decoder` are divided. Norms are whole on every process, and other modules are unchanged.
 
-    Call it before `fully_shard`, which is given the other dimensions of the same mesh, and before
-    the optimizer is made. `divide_tokens`, on another dimension, may come before or after it.
+    Call it before `fully_shard`, which gets the other dimensions of the same mesh, and before the
+    optimizer is created. `divide_tokens`, on another dimension, may come before or after it.
 
     Parameters
     ----------
     model : nn.Module
-        Such as a `Decoder` or one `Attention`.
+        A model with such layers, such as a `Decoder`, or one `Attention`.
     mesh : DeviceMesh
-        Of one dimension.
+        A mesh of one dimension.
 
     Raises
     ------
     TypeError, ValueError
-        On all processes alike: for a model without such layers or one that is divided already, a
-        mesh of several dimensions, or the processes of `divide_tokens`; for heads, inner channels
-        and a vocabulary that can not be divided, and linear maps with adapters or quantized
-        weights. Key/value heads may be fewer than processes, if their number divides that of
-        processes.
+        on all processes: for a model without such layers, or one that is already divided; for a
+        mesh of several dimensions, or with the processes of `divide_tokens`; for heads, inner
+        channels or a vocabulary that can not be divided; and for linear maps with adapters or
+        quantized weights. There may be fewer key/value heads than processes, if their number
+        divides the number of processes.
 
     Examples
     --------
-    In each of eight processes that `torchrun` has started:
+    In each of eight processes started by `torchrun`:
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from torch.distributed.fsdp import fully_shard
@@ -98,7 +98,7 @@ def divide_weights(model: Module, mesh: DeviceMesh) -> None:
 
 
 def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
-    """How a module's weights are divided, which are whole yet."""
+    """The division of a module's weights, which are still whole."""
     if is_distributed(tuple(module.parameters()), {}):
         raise ValueError(
             "parameters are DTensors already; it comes before fully_shard, and only once"
@@ -122,7 +122,7 @@ def _divided(name: str, module: Declared, mesh: DeviceMesh) -> DividedWeights:
 
 @torch.no_grad()
 def _distribute(module: Declared, divided: DividedWeights) -> None:
-    """Make DTensors of a module's parameters, with the values of the first process."""
+    """Make a module's parameters DTensors, with the values of the first process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for name, share in divided.shares.items():
@@ -136,7 +136,7 @@ def _distribute(module: Declared, divided: DividedWeights) -> None:
 
 
 def check_plain(name: str, module: Module) -> None:
-    """Raise an error for the module of a linear map of which a part can not be called."""
+    """Raise an error for a linear map whose module can not be called in parts."""
     kind = type(module)
     if kind is nn.Linear and not (module._forward_pre_hooks or module._forward_hooks):
         return
@@ -148,7 +148,7 @@ def check_plain(name: str, module: Module) -> None:
 
 
 def check_ordinary(name: str, weight: Tensor) -> None:
-    """Raise an error for a weight that is not stored as numbers in floating point."""
+    """Raise an error for a weight that is not stored as floating-point numbers."""
     if type(weight) not in (Tensor, nn.Parameter):
         raise TypeError(
             f"{name} must be an ordinary tensor, of which each process takes a part; "
@@ -157,14 +157,14 @@ def check_ordinary(name: str, weight: Tensor) -> None:
 
 
 class DividedWeights:
-    """The weights of a module, of which this process computes with a part."""
+    """The division of a module's weights among processes."""
 
     def __init__(
         self, mesh: DeviceMesh, shares: Mapping[str, Share], plan: LayerPlan | None
     ) -> None:
         self.mesh, self.shares = mesh, shares
         self.plan = plan
-        """That of this process's heads, if the module is an `Attention`"""
+        """The plan with this process's heads, if the module is an `Attention`."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> DividedWeights:
         return self  # The processes of a copy are the same.
@@ -174,7 +174,7 @@ class DividedWeights:
         return all(share.axis is None for share in self.shares.values())
 
     def check_same(self, arrays: Mapping[str, Tensor], error: Exception | None) -> None:
-        """Raise an error on all processes if one has an error, or other arrays than the first."""
+        """Raise an error on all processes if one has an error, or if their arrays differ."""
         from precondattn.parallel.torch.agreement import agreed
         from precondattn.parallel.torch.call import device_of
 
@@ -182,15 +182,16 @@ class DividedWeights:
         agreed(OWNER, self.mesh.get_group(), device_of(self.mesh), said, error=error)
 
     def of_first(self, x: Tensor) -> Tensor:
-        """x of the first process."""
+        """The x of the first process."""
         x = x.contiguous()
         torch.distributed.broadcast(x, group=self.mesh.get_group(), group_src=0)
         return x
 
     def part(self, name: str, parameter: Tensor, *, is_term: bool = True) -> Tensor:
-        """What this process computes with of a DTensor.
+        """This process's part of a DTensor, with which it computes.
 
-        `is_term`: of a weight that all have, the gradient here is a term of the sum.
+        If all processes have the whole weight, `is_term` says whether the gradient computed here is
+        one term of its gradient.
         """
         share = self.shares[name]
         if not hasattr(parameter, "to_local"):
@@ -212,7 +213,7 @@ class DividedWeights:
         Raises
         ------
         TypeError
-            for a module that is no plain `nn.Linear`, of which a part can not be called.
+            for a module that is not a plain `nn.Linear`, and so can not be called in parts.
         """
         from precondattn.layers.torch.module import PartOfMap
 
@@ -224,17 +225,17 @@ class DividedWeights:
         return PartOfMap(of_map, self.part(f"{name}.weight", module.weight), bias)
 
     def entering(self, x: Tensor) -> Tensor:
-        """x, which all processes have and compute other terms from: its gradient is their sum."""
+        """x, which is the same on all processes; its gradient is summed over processes."""
         same: Tensor = _Entering.apply(self.mesh.get_group(), x)
         return same
 
     def total(self, y: Tensor) -> Tensor:
-        """The sum of the y of all processes."""
+        """The sum of y over all processes."""
         summed: Tensor = _Total.apply(self.mesh.get_group(), y)
         return summed
 
     def gathered(self, y: Tensor) -> Tensor:
-        """The y of all processes, one after the other along the last axis."""
+        """The y of all processes, concatenated along the last axis."""
         joined: Tensor = _GatheredWeight.apply(self.mesh, y)
         return joined
 
@@ -242,7 +243,7 @@ class DividedWeights:
 class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, group: ProcessGroup, x: Tensor) -> Tensor:
-        ctx.group = ref(group)  # A graph must not keep a group that the program has destroyed.
+        ctx.group = ref(group)  # A graph must not keep a destroyed group alive.
         return x.view_as(x)
 
     @staticmethod
@@ -252,7 +253,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """All processes have the same sum afterwards, and the same gradient of it."""
+    """The sum over processes; its gradient is the same on all processes."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, group: ProcessGroup, y: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ def _sum(group: ProcessGroup, x: Tensor) -> Tensor:
 
 
 def _digest(array: Tensor) -> str:
-    """A few words that differ between arrays of other shapes or numbers, almost surely."""
+    """A short text that almost surely differs between different arrays."""
     if not isinstance(array, Tensor):
         return type(array).__name__
     numbers = array.detach().flatten().to(torch.int64)

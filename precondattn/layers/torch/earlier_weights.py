@@ -1,7 +1,7 @@
-"""Weights and optimizer states that were saved before linear maps were modules of their own.
+"""The conversion of weights and optimizer states saved before linear maps were modules.
 
-A weight of a linear map was then a parameter `inputs.q.weight` with the axes (x, h, d). It is the
-matrix `q_proj.weight` (h · d, x) now. `load_state_dict` of a layer reads both.
+The weight of a linear map was then a parameter `inputs.q.weight` with the axes (x, h, d). Now it is
+the matrix `q_proj.weight` (h · d, x). `load_state_dict` of a layer reads both.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from precondattn.layers.torch.module import Declared, Earlier
 
 
 class Before(NamedTuple):
-    """A parameter of a model as it was saved."""
+    """A parameter of a model as an earlier version saved it."""
 
     name: str
     now: str
-    """Its name now."""
+    """The parameter's present name."""
     shape: tuple[int, ...]
     moved: Earlier | None
-    """How it is stored now; None where nothing has changed."""
+    """The change of its storage; None if nothing has changed."""
 
 
 def from_earlier(
     state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Tensor]:
-    """A state that an earlier version saved, with the names and shapes that a model has now.
+    """A state saved by an earlier version, with the present names and shapes of a model.
 
-    `load_state_dict` of a model reads a `state_dict` from before by itself. This function is for
-    other states: those of optimizers, and what `torch.distributed.checkpoint` has saved.
+    `load_state_dict` of a model reads an earlier `state_dict` by itself. This function is for
+    states of optimizers, and for states saved by `torch.distributed.checkpoint`.
 
     Parameters
     ----------
@@ -40,18 +40,19 @@ def from_earlier(
         A `state_dict` of an optimizer, or any nested dict with names of parameters, such as those
         of `torch.distributed.checkpoint.state_dict`.
     model : nn.Module
-        The model that it belongs to, or one like it.
+        The model that the state belongs to, or one with the same structure.
     optimizer : torch.optim.Optimizer, optional
-        That the state is for, with the parameters of this model in the same groups as before. A
-        `state_dict` of an optimizer, which has numbers in place of names, needs it.
+        The optimizer that the state is for, with the parameters of this model in the same groups as
+        before. It is required for a `state_dict` of an optimizer, which has numbers in place of
+        names.
 
     Raises
     ------
     TypeError
-        for numbers in place of names, without an optimizer.
+        for numbers in place of names if no optimizer is given.
     ValueError
-        for other groups of parameters, and for an entry that has not the shape of its parameter
-        before, such as one saved since, or of an optimizer that keeps sums over axes.
+        for other groups of parameters, and for an entry without the earlier shape of its parameter,
+        such as one of a new state, or of an optimizer that stores sums over axes.
 
     Examples
     --------
@@ -108,7 +109,7 @@ def _named(state: Tensor, found: Mapping[str, Before]) -> Tensor:
 
 
 def _converted(entry: Tensor, before: Before) -> Tensor:
-    """A tensor of a parameter, or a dict of such tensors and of numbers."""
+    """The converted tensor of a parameter, or dict of such tensors and numbers."""
     if isinstance(entry, Mapping):
         return {key: _converted(value, before) for key, value in entry.items()}
     if before.moved is None or not isinstance(entry, Tensor) or entry.ndim == 0:

@@ -1,4 +1,4 @@
-"""Parameters and linear maps of a module of PyTorch, from their declarations."""
+"""Parameters and linear maps of PyTorch modules, from their declarations."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
     from precondattn.layers.torch.divided_weights import DividedWeights
 
-# A type is recognised by the first array of it, which compiled code can not do.
+# A type is registered by its first array, which is impossible in compiled code.
 for _known in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
     namespace(_known)
 
 
 class Earlier(NamedTuple):
-    """What became of a parameter that has another name in a `state_dict` saved before."""
+    """The change of a parameter that has another name in an earlier `state_dict`."""
 
     name: str
     stored: Stored
 
     @property
     def shape(self) -> Shape:
-        """The shape of the parameter before."""
+        """The earlier shape of the parameter."""
         return self.stored.declared_shape
 
     def converted(self, before: Tensor) -> Tensor:
@@ -40,21 +40,21 @@ class Earlier(NamedTuple):
 
 
 class Declared(nn.Module):
-    """A module whose own parameters, and those of its linear maps, are declared."""
+    """A module with declarations of its own parameters and those of its linear maps."""
 
     declared: dict[str, Weight]
-    """The parameters by their names in its `state_dict`, in the order in which they are drawn."""
+    """The parameters by their names in `state_dict`, in the order in which they are drawn."""
     earlier: dict[str, Earlier]
-    """What became of parameters, by their earlier names."""
+    """The changes of parameters, by earlier name."""
     divided_weights: DividedWeights | None = None
-    """How they are divided among processes; `divide_weights` sets it."""
+    """The division of the parameters among processes; `divide_weights` sets it."""
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, for example after `to_empty` of a module made on `meta`."""
+        """Initialise the weights again, for example after `to_empty` of a module on `meta`."""
         fill_all(self, self.declared)
 
     def register_map(self, of_map: Map, device: Device, dtype: DType) -> None:
-        """Add the module of a linear map, whose weights are not filled yet."""
+        """Add the module of a linear map, with uninitialised weights."""
         sizes = prod(of_map.inner), prod(of_map.outer)
         module = empty_linear(*sizes, is_biased=bool(of_map.bias), device=device, dtype=dtype)
         self.add_module(of_map.name, module)
@@ -72,16 +72,16 @@ class Declared(nn.Module):
         for before, after in self.earlier.items():
             if prefix + before in state_dict:
                 found = state_dict.pop(prefix + before)
-                # Another shape is an error of the parameter's own check.
+                # The parameter's own check raises an error for another shape.
                 is_same = tuple(found.shape) == after.shape
                 state_dict[prefix + after.name] = after.converted(found) if is_same else found
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class ModuleMap(LinearMap):
-    """A linear map of a layer, computed by the module that has its place and name now.
+    """A linear map of a layer, computed by the module that now has its name.
 
-    That is an `nn.Linear`, or what a tool has put there: a quantized one, or one with adapters.
+    It is an `nn.Linear`, or a module that a tool has put in its place: quantized, or with adapters.
     """
 
     def __init__(self, of_map: Map, module: Module) -> None:
@@ -105,7 +105,7 @@ class PartOfMap(LinearMap):
 
 
 def register(module: nn.Module, name: str, weight: Weight, device: Device, dtype: DType) -> None:
-    """A parameter of the module that is not filled yet."""
+    """Add an uninitialised parameter to a module."""
     empty = torch.empty(weight.shape, device=device, dtype=dtype)
     module.register_parameter(name, nn.Parameter(empty))
 
@@ -113,8 +113,8 @@ def register(module: nn.Module, name: str, weight: Weight, device: Device, dtype
 def empty_linear(
     inner: int, outer: int, *, is_biased: bool, device: Device, dtype: DType
 ) -> nn.Linear:
-    """An `nn.Linear` that is not filled yet."""
-    # A module on the device meta draws no first values of its own.
+    """An uninitialised `nn.Linear`."""
+    # On the device meta a module does not draw initial values.
     module = nn.Linear(inner, outer, bias=is_biased, device="meta")
     for name, parameter in [*module.named_parameters()]:
         empty = torch.empty(parameter.shape, device=device, dtype=dtype)
@@ -123,34 +123,34 @@ def empty_linear(
 
 
 def fill_all(module: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Draw the first values of these parameters of a module."""
+    """Draw the initial values of these parameters of a module."""
     for name, weight in weights.items():
         fill(module.get_parameter(name), weight)
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, weight: Weight) -> None:
-    """Draw the first values of a parameter, which may be a DTensor."""
+    """Draw the initial values of a parameter, which may be a DTensor."""
     kind = {"dtype": parameter.dtype, "device": parameter.device}
     values: Tensor = weight.start(_Draw(weight.shape, kind), weight.shape)
     if is_distributed((parameter,), {}):
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         whole: Tensor = parameter
-        # In two steps: the engine does not distribute to parts of several sizes along two axes.
+        # Two steps: PyTorch can not distribute to unequal parts along two axes at once.
         same = distribute_tensor(values, whole.device_mesh, [Replicate()] * whole.device_mesh.ndim)
         values = same.redistribute(placements=whole.placements)
     parameter.copy_(values)
 
 
 def parameters_of(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters of a module by name, which may be parametrized."""
+    """The parameters of a module by name; they may be parametrized."""
     own = module._parameters  # Attributes of modules are slow to read.
     return {name: own[name] if name in own else getattr(module, name) for name in names}
 
 
 class _Draw:
-    """New tensors of one shape, with the dtype and device of a parameter."""
+    """A source of tensors of one shape, with the dtype and device of a parameter."""
 
     def __init__(self, shape: Shape, kind: dict[str, object]) -> None:
         self.shape, self.kind = shape, kind

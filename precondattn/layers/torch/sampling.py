@@ -1,4 +1,4 @@
-"""The next token from logits: the most probable, or a draw by temperature and top-p."""
+"""Sampling the next token from logits: the most probable one, or by temperature and top-p."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def chosen(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """A token (b,) for each row of logits (b, vocabulary)."""
+    """One token (b,) for each row of logits (b, vocabulary)."""
     if temperature == 0:
         return logits.argmax(-1)
     p, order = torch.sort((logits.float() / temperature).softmax(-1), descending=True)

@@ -1,8 +1,8 @@
-"""Weights of timm's vision transformers by the names of ours.
+"""The conversion of weights from timm's vision transformers to the modules here.
 
-timm has one matrix for q, k and v, which become `q_proj`, `k_proj` and `v_proj` of
-`VisionAttention`, and two for the logits and values of outlook attention; others, such as those of
-layer norms, keep their names.
+timm has one matrix for q, k and v, which is split into `q_proj`, `k_proj` and `v_proj` of
+`VisionAttention`, and two matrices for the logits and values of outlook attention. Other weights,
+such as those of layer norms, keep their names.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch import Tensor
 def from_timm(
     state_dict: Mapping[str, Tensor], heads: int, *, order: str = "qkv"
 ) -> dict[str, Tensor]:
-    """A `state_dict` of timm for `load_state_dict` of the module here.
+    """The `state_dict` for a module of this library, from a `state_dict` of timm.
 
-    It serves timm's `Attention`, `WindowAttention`, `XCA`, `OutlookAttention`, and DaViT's
-    `ChannelAttention` for `VisionAttention`, XCiT's block for `XCABlock`, and timm's
-    `VisionTransformer`. A name that is not known here is kept, so that `load_state_dict` names it.
+    It converts timm's `Attention`, `WindowAttention`, `XCA`, `OutlookAttention` and DaViT's
+    `ChannelAttention` to `VisionAttention`, XCiT's block to `XCABlock`, and timm's
+    `VisionTransformer`. Unknown names are kept, so that `load_state_dict` reports them.
 
     Parameters
     ----------
     state_dict : dict of tensors
-        With the names of timm, of a module or of a model that contains such modules.
+        The weights of such a module, or of a model that contains such modules, by timm's names.
     heads : int
-        Their number of heads.
+        The number of heads.
     order : str
-        What the thirds of timm's matrix `qkv` are here: `"vqk"` for DaViT's `ChannelAttention`,
-        which reads what it calls q by the products of k and v.
+        The order of q, k and v in timm's matrix `qkv`. It is `"vqk"` for DaViT's
+        `ChannelAttention`, which weights what it calls q by the products of k and v.
 
     Raises
     ------
     ValueError
-        for a matrix of q, k and v that does not have this number of heads, and another order.
+        for a matrix of q, k and v whose size does not fit the number of heads, and for an unknown
+        order.
 
     Examples
     --------
@@ -50,7 +51,7 @@ def from_timm(
         raise ValueError(f"heads must be a whole number, 1 or above; found {heads!r}")
     if order not in map("".join, permutations("qkv")):
         raise ValueError(f"order must have each of q, k and v once, such as 'vqk'; found {order!r}")
-    last = ("qkv.weight", "attn.weight")  # The second, of outlook attention, has no q and k.
+    last = ("qkv.weight", "attn.weight")  # The second is of outlook attention, without q and k.
     places = {name.removesuffix(own) for name in state_dict for own in last if _is(name, own)}
     ours: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -66,7 +67,7 @@ def from_timm(
 
 
 def _of_attention(name: str, tensor: Tensor, heads: int, order: str) -> dict[str, Tensor] | None:
-    """Our weights of one of timm's, of an attention module; None if it is no weight of it."""
+    """The converted weights of one weight of timm's attention; None for any other weight."""
     if name in ("qkv.weight", "qkv.bias"):
         if tensor.shape[0] % (3 * heads):
             raise ValueError(
@@ -91,5 +92,5 @@ def _is(name: str, last: str) -> bool:
 
 
 def _renamed(name: str) -> str:
-    """The last norm, which timm calls otherwise where it follows a mean of tokens."""
+    """The name of the last norm, which timm names differently if it follows a mean of tokens."""
     return name.replace("fc_norm.", "norm.", 1) if name.startswith("fc_norm.") else name

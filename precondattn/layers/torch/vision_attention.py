@@ -1,4 +1,4 @@
-"""`VisionAttention`: the attention layer of any vision transformer, by its mechanism."""
+"""`VisionAttention`: attention layers of vision transformers, with any mechanism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precondattn.layers.vision import NOT_CAUSAL, attention_arguments
 
 
 class VisionAttention(Attention):
-    """`Attention` as vision transformers have it: biases, no rotation, and no order of tokens.
+    """`Attention` for vision transformers: with biases, and without rotary embeddings.
 
     ===================================================  =====================================
     mechanism                                            timm's module, of `from_timm`
@@ -26,7 +26,7 @@ class VisionAttention(Attention):
     ``outlook[size=3,stride=2,grid=28/28]``              `OutlookAttention` of VOLO
     ===================================================  =====================================
 
-    x has the tokens of an image, row by row.
+    x (b, t, width) has the tokens of an image, row by row.
 
     Parameters
     ----------
@@ -35,12 +35,13 @@ class VisionAttention(Attention):
     heads : int
         The number of heads.
     mechanism : str or Mechanism
-        Such as `"row_normalized(softmax[causal=false])"`. Without `causal=false`, softmax is
-        causal.
+        The mechanism or its expression, such as `"row_normalized(softmax[causal=false])"`. Without
+        `causal=false`, softmax is causal.
     qkv_bias : bool
-        Whether the maps to q, k and v have biases; that to the logits of `outlook` has one.
+        Whether the maps to q, k and v have biases. The map to the logits of `outlook` always has
+        one.
     recipes : dict, optional
-        Other recipes than `precondattn.layers.vision.vision_recipes`.
+        Recipes in place of those of `precondattn.layers.vision.vision_recipes`, by input.
     **sizes
         `kv_heads`, `head_dim`, `value_dim`, `slots`, `depth`, `device` and `dtype` of `Attention`.
 

@@ -1,6 +1,6 @@
 """A small vision transformer: patches, blocks with any mechanism, and a classifier.
 
-Its equations and the declared weights are in `precondattn/layers/vision.py`.
+The equations and the declared weights are in `precondattn/layers/vision.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from precondattn.layers.vision import (
 
 
 class Affine(nn.Module):
-    """A module with a weight and a bias that are declared."""
+    """The base class of modules with a declared weight and bias."""
 
     def __init__(self, weights: dict[str, Weight], made: Arguments) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Affine(nn.Module):
 
 
 class Patches(Affine):
-    """W patch + b for each patch of an image (b, c, H, W), row by row: (b, t, width)."""
+    """The embeddings W patch + b (b, t, width) of an image's patches, from (b, c, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
         sides = self.weights["weight"].shape[2:]
@@ -51,7 +51,7 @@ class Patches(Affine):
 
 
 class LayerNorm(Affine):
-    """γ (x − mean x) / √(var x + eps) + β."""
+    """The layer norm γ (x − mean x) / √(var x + eps) + β."""
 
     def __init__(self, width: int, eps: float, made: Arguments) -> None:
         super().__init__(norm_weights(width), made)
@@ -62,7 +62,7 @@ class LayerNorm(Affine):
 
 
 class MLP(nn.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂."""
+    """The MLP W₂ GELU(W₁ x + b₁) + b₂."""
 
     def __init__(self, width: int, hidden: int, made: Arguments) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class MLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """x + attention(LN(x)), and to this its MLP, after a layer norm."""
+    """A pre-norm block: z = x + attention(LN(x)), and the result z + MLP(LN(z))."""
 
     def __init__(
         self, width: int, hidden: int, eps: float, made: Arguments, **attention: Given
@@ -105,29 +105,29 @@ class VisionTransformer(AnswersForeignNames, nn.Module):
     Parameters
     ----------
     image : int or pair
-        Rows and columns of pixels.
+        The numbers of rows and columns of pixels.
     patch : int or pair
-        Those of a patch; they divide the image's.
+        The numbers of rows and columns of a patch, which divide those of the image.
     width : int
         The width of the hidden states.
     heads, blocks, classes : int
         The numbers of heads, blocks and logits.
     mechanism : str, Mechanism or list
-        That of all blocks, or one for each. `windowed` needs `pool="mean"`, because a class token
-        has no place on the grid.
+        The mechanism of all blocks, or one for each. `windowed` needs `pool="mean"`, because a
+        class token has no place on the grid.
     channels : int
-        Those of an image.
+        The number of channels of an image.
     pool : "token" or "mean"
-        What is classified: a learned class token, which precedes the patches, or the mean of all
-        tokens.
+        The vector that is classified: that of a learned class token, which precedes the patches, or
+        the mean over all tokens.
     hidden : int, optional
         The inner width of the MLPs; 4 times the width by default.
     qkv_bias : bool
         Whether the maps to q, k and v have biases.
     eps : float
-        ε of the layer norms.
+        The ε of the layer norms.
     device, dtype
-        Of all parameters. Images have the same dtype, unless autocast is on.
+        The device and dtype of all parameters. Images have the same dtype, unless autocast is on.
 
     Raises
     ------
@@ -192,7 +192,7 @@ class VisionTransformer(AnswersForeignNames, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, for example after `to_empty` of a model made on `meta`."""
+        """Initialise the weights again, for example after `to_empty` of a model on `meta`."""
         fill_all(self, self._tokens)
         for module in self.modules():
             if isinstance(module, Affine | MLP | VisionAttention):

@@ -1,4 +1,4 @@
-"""Weights of a Flax module as those of the PyTorch module of the same name."""
+"""The conversion of weights from Flax modules to the PyTorch modules of the same name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from precondattn.arrays import Tree
 
 
 def to_torch(state: Mapping[Tree, Tree]) -> dict[str, torch.Tensor]:
-    """A nested dict of arrays, such as `nnx.state(module, nnx.Param)`, as a `state_dict`.
+    """The `state_dict` from a nested dict of arrays, such as `nnx.state(module, nnx.Param)`.
 
-    Names are the same in both, but for linear maps: `q_proj`, `kernel` (x, y) of an `nnx.Linear` is
-    `"q_proj.weight"` (y, x) of an `nn.Linear`.
+    The names are the same in both, except for linear maps: `q_proj`, `kernel` (x, y) of an
+    `nnx.Linear` becomes `"q_proj.weight"` (y, x) of an `nn.Linear`.
 
     Examples
     --------
@@ -44,6 +44,6 @@ def _leaves(state: Tree, path: tuple[object, ...]) -> Iterable[tuple[tuple[objec
 
 def _tensor(value: Tensor) -> torch.Tensor:
     array = np.asarray(value[...])
-    if array.dtype.name == "bfloat16":  # PyTorch does not read NumPy's.
+    if array.dtype.name == "bfloat16":  # PyTorch can not read NumPy's bfloat16.
         return torch.tensor(array.astype(np.float32)).bfloat16()
     return torch.tensor(array)

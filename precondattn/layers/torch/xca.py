@@ -1,7 +1,7 @@
 """XCiT's block: cross-covariance attention, then a convolution of neighbouring patches.
 
-Attention between channels moves nothing from one token to another, but through the d × d matrix
-that all tokens share. The local patch interaction does, on the grid that the tokens are patches of:
+Attention between channels moves information between tokens only through a d × d matrix that all
+tokens share. The local patch interaction moves it between neighbouring patches of the grid:
 
     x ← x + γ₁ ∘ attention(LN(x))
     x ← x + γ₃ ∘ conv(BN(GELU(conv(LN(x)))))       both depthwise, 3 × 3
@@ -22,18 +22,18 @@ from precondattn.layers.torch.vision_attention import VisionAttention
 
 
 class LocalPatchInteraction(nn.Module):
-    """conv(BN(GELU(conv(x)))) of the tokens of a grid, with depthwise convolutions.
+    """XCiT's local patch interaction: conv(BN(GELU(conv(x)))) with depthwise convolutions.
 
-    Its parameters have the names and shapes of those of the public `LPI`.
+    The parameters have the names and shapes of the published `LPI`.
 
     Parameters
     ----------
     width : int
         The width of x.
     size : int
-        The odd side of the convolutions.
+        The kernel size of the convolutions, an odd number.
     device, dtype
-        Of all parameters.
+        The device and dtype of all parameters.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class LocalPatchInteraction(nn.Module):
         self.conv2 = nn.Conv2d(width, width, size, **options)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """y (b, t, width) of the tokens x, which fill a grid of (rows, columns), row by row."""
+        """The output (b, t, width) for tokens x that fill a `grid` (rows, columns), row by row."""
         rows, columns = grid
         if x.ndim != 3 or x.shape[2] != self.conv1.in_channels:
             raise ValueError(
@@ -83,16 +83,16 @@ class XCABlock(nn.Module):
     heads : int
         The number of heads.
     mechanism : str or Mechanism
-        Such as `"row_normalized(cross_covariance)"`. Public weights, which `from_timm` maps, need
-        `"cross_covariance[eps=1e-24]"`.
+        The mechanism or its expression, such as `"row_normalized(cross_covariance)"`. Published
+        weights, which `from_timm` converts, need `"cross_covariance[eps=1e-24]"`.
     hidden : int, optional
         The inner width of the MLP; 4 times the width by default.
     start : float
-        The first value of γ₁, γ₂ and γ₃.
+        The initial value of γ₁, γ₂ and γ₃.
     eps : float
-        ε of the layer norms.
+        The ε of the layer norms.
     device, dtype
-        Of all parameters.
+        The device and dtype of all parameters.
 
     Examples
     --------
@@ -129,7 +129,7 @@ class XCABlock(nn.Module):
             self.register_parameter(f"gamma{i}", nn.Parameter(gamma))
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The new x (b, t, width), of tokens that fill a grid of (rows, columns), row by row."""
+        """The new x (b, t, width), for tokens that fill a `grid` (rows, columns), row by row."""
         x = x + self.gamma1 * self.attn(self.norm1(x))
         x = x + self.gamma3 * self.local_mp(self.norm3(x), grid)
         hidden = nn.functional.gelu(self.mlp["fc1"](self.norm2(x)))

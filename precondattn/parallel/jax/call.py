@@ -1,4 +1,4 @@
-"""What all layouts know of a call: its arguments by name, and the devices that take part."""
+"""A call as all layouts receive it: its arguments by name, and the devices that take part."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MASKS = {"lengths": None, "key_mask": 1, "segment_ids": 1}
 
 
 class DividedArguments(NamedTuple):
-    """Of a call, by name: whole arrays, or the parts of one device."""
+    """The arguments of a call by name: whole arrays, or one device's parts of them."""
 
     inputs: dict[str, Array]
     masks: dict[str, Array]
 
 
 class DividedCall(NamedTuple):
-    """A call that has been checked."""
+    """A call whose arguments have been checked."""
 
     owner: str
     """The name of the call in errors"""
@@ -40,23 +40,23 @@ class DividedCall(NamedTuple):
     axis: str
     devices: int
     order: TokenOrder | None
-    """That of the tokens, in the layouts that divide them"""
+    """The order of the tokens; None in the layout `heads`"""
     backend: BackendNames
     axes: Mapping[str, HeadAxes]
-    """Of the inputs"""
+    """The time and head axes of each input"""
     parts: Mapping[str, jax.ShapeDtypeStruct]
-    """Of each device, of the inputs"""
+    """The shape and dtype of a device's part of each input"""
     sizes: Mapping[str, int]
-    """By letter, for all tokens"""
+    """The size of each dimension letter, with all tokens"""
 
     @property
     def tokens(self) -> int:
-        """All queries, or keys where there are no queries."""
+        """The number of all queries, or of all keys if the mechanism has no queries."""
         return self.sizes["t" if "t" in self.sizes else "s"]
 
 
 def output_axes(mechanism: Mechanism) -> HeadAxes:
-    """Those of the output, as if it had several heads."""
+    """The time and head axes of the output; the head axis also if there is one head."""
     pattern: Pattern = mechanism.program.output
     return HeadAxes.of_pattern(pattern, (2,) * len(pattern.axes))
 

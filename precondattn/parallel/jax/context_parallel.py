@@ -1,4 +1,4 @@
-"""Attention to sequences that are divided among the devices of JAX."""
+"""Attention over sequences whose tokens are divided among the devices of JAX."""
 
 from __future__ import annotations
 
@@ -40,36 +40,37 @@ def context_parallel(
     *,
     layout: str | None = None,
 ) -> ContextParallel:
-    """The mechanism, with the tokens of its inputs divided along an axis of a mesh.
+    """The mechanism, with the tokens of its inputs divided along one axis of a mesh.
 
     Parameters
     ----------
     mechanism : Mechanism or str
-        What to call, or its expression.
+        The mechanism to call, or its expression.
     mesh : jax.sharding.Mesh
-        With that axis. Its other axes are left to JAX.
+        A mesh with this axis. Its other axes are left to JAX.
     axis : str
         The axis of the mesh that divides tokens.
     layout : str, optional
         How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
         "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
-        two the tokens of a device are not consecutive: arrays are in the order of `to_layout`. By
-        default "heads" where the devices divide the heads of a call, and else "contiguous": a
-        device has the same tokens in both.
+        two the tokens of a device are not consecutive, and arrays must be in the order of
+        `to_layout`. The default is "heads" if the number of heads can be divided among the devices,
+        and "contiguous" otherwise. A device has the same tokens in both.
 
     Returns
     -------
     ContextParallel
-        Called as the mechanism, under `jit` or not. It takes whole arrays, and shards their tokens
-        where they are not; so is its result. In a `shard_map` over the axis it takes and returns
-        each device's part. `lengths` are whole; `cu_seqlens` are not supported.
+        It is called like the mechanism, inside or outside `jit`. It takes whole arrays, shards
+        their tokens along the axis if they are not, and returns an output that is sharded alike.
+        In a `shard_map` over the axis it takes and returns each device's part. `lengths` are whole;
+        `cu_seqlens` are not supported.
 
     Raises
     ------
     TypeError, ValueError
         if the mesh has no such axis, or the layout is unknown. In a call: if the number of tokens
-        is no multiple of that of devices (twice that in "zigzag", B times in "cyclic[block=B]"),
-        or the layout can not divide the heads, or a leaf's tokens.
+        is not a multiple of P, the number of devices (of 2 P in "zigzag", and of B P in
+        "cyclic[block=B]"), or if the layout can not divide the heads, or the tokens of a leaf.
 
     Examples
     --------
@@ -100,7 +101,7 @@ def context_parallel(
 
 
 class ContextParallel:
-    """A mechanism for parts of sequences; `context_parallel` makes it."""
+    """A mechanism whose tokens are divided among devices; made by `context_parallel`."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class ContextParallel:
         )
 
     def __call__(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> Array:
-        """The output of all tokens, or, in a `shard_map` over the axis, of this device's."""
+        """The output of all tokens; in a `shard_map` over the axis, of this device's tokens."""
         given, call, way, is_part = self._checked(arrays, named, backend)
         function = partial(way.output, call)
         if is_part:
@@ -143,7 +144,7 @@ class ContextParallel:
         )(given)
 
     def refusal(self, *arrays: Array, backend: BackendNames = None, **named: Array) -> str | None:
-        """Why the layout can not divide a call with these arguments; None where it can."""
+        """The reason why the layout can not divide a call with these arguments; None if it can."""
         given, call, _ = self._described(arrays, named, backend)
         way, refused = self._way_of(call, given)
         return refused if way is None else None
@@ -163,7 +164,7 @@ class ContextParallel:
     def _checked(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, ModuleType, bool]:
-        """The arguments, the call, how it is divided, and whether they are parts of a device."""
+        """The arguments, the call, the module that divides it, and whether they are parts."""
         given, call, is_part = self._described(arrays, named, backend)
         way, refused = self._way_of(call, given)
         if way is None:
@@ -174,13 +175,13 @@ class ContextParallel:
     def _described(
         self, arrays: tuple[Array, ...], named: Arrays, backend: BackendNames
     ) -> tuple[DividedArguments, DividedCall, bool]:
-        """The arguments, the call, and whether they are parts of a device."""
+        """The arguments, the call, and whether the arguments are one device's parts."""
         given = arguments_of(self.mechanism, self.owner, arrays, named)
         is_part = self.axis in jax.sharding.get_abstract_mesh().manual_axes
         return given, self._call(given.inputs, backend, is_part=is_part), is_part
 
     def _way_of(self, call: DividedCall, given: DividedArguments) -> tuple[ModuleType | None, str]:
-        """How a call is divided; or None, and why no layout can divide it."""
+        """The module that divides a call, or None and the reason why none can."""
         reasons = []
         for way in self._ways():
             refused = way.refusal(call, given.masks)
@@ -192,7 +193,10 @@ class ContextParallel:
     def _refusals_of_others(
         self, call: DividedCall, given: DividedArguments
     ) -> dict[str, str | None]:
-        """The refusals of `heads` and `contiguous`, which divides what any order of tokens can."""
+        """The refusals of `heads` and `contiguous`.
+
+        `contiguous` divides every call that another order of tokens divides.
+        """
         in_order = call._replace(order=TokenOrder("contiguous"))
         return {
             "heads": heads.refusal(call, given.masks),
@@ -200,7 +204,7 @@ class ContextParallel:
         }
 
     def _ways(self) -> tuple[ModuleType, ...]:
-        """How a call may be divided: the first that does not refuse it."""
+        """The modules that may divide a call; the first one that does not refuse it does."""
         if self.layout is None:
             return heads, tokens_jax
         return (heads,) if self.order is None else (tokens_jax,)
@@ -211,12 +215,12 @@ class ContextParallel:
     def _call(
         self, inputs: Mapping[str, Array], backend: BackendNames, *, is_part: bool
     ) -> DividedCall:
-        """The sizes of a call.
+        """The call with its sizes and the parts of its inputs.
 
         Raises
         ------
         ValueError
-            naming the input.
+            if sizes do not fit; the message names the input.
         """
         declared, shapes, parts = self.mechanism.inputs, {}, {}
         axes = {name: HeadAxes.of_pattern(declared[name], x.shape) for name, x in inputs.items()}

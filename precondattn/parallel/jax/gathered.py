@@ -1,11 +1,11 @@
-"""Softmax attention of which a query needs more of the keys than their scores: all are gathered.
+"""Softmax attention in which every device gathers all keys: PaTH, windows, gates and sinks.
 
-As in `torch/gathered.py`, each part of a device's queries attends to the tokens up to its own last
-one, as the last tokens of a call. Where that is depends on the device, and shapes can not: the keys
-are rolled until those come last, and those after them, which are in front now, are hidden. So every
-device goes over as many keys as the last one has to, in every layout.
+As in `torch/gathered.py`, each part of a device's queries is the end of a call on all tokens up to
+its last one. Their number depends on the device, but shapes in one program can not. So the keys are
+rolled until these tokens come last, and the later tokens, which are now in front, are masked. Every
+device therefore processes as many keys as the last one needs, in every layout.
 
-The gradient of a key is the sum of all devices', which is the transpose of the gathering.
+The gradient of a key is the sum over all devices, which is the transpose of the gathering.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """Why keys are not gathered; None where they are."""
+    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
     return refusal_of_leaf(leaf)
 
 
@@ -57,14 +57,14 @@ def output(piece: DividedPiece) -> Array:
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by each device to others."""
+    """The bytes that each device sends in the forward pass, by input."""
     others = piece.line.devices - 1
     of_keys = {name: piece.inputs[name] for name in gathered_inputs(piece.leaf)}
     return {name: others * math.prod(x.shape) * x.dtype.itemsize for name, x in of_keys.items()}
 
 
 def _in_order(piece: DividedPiece, x: Array) -> Array:
-    """Tokens (b, s, …) in the order of the sequence, from those of all devices."""
+    """Tokens (b, s, …) in the order of the sequence, gathered from all devices."""
     position = piece.line.all_positions(x.shape[1] // piece.line.devices)
     return x[:, jnp.argsort(jnp.reshape(position, -1))]
 
@@ -77,7 +77,7 @@ def _of_part(
     end: Array,
     size: int,
 ) -> Array:
-    """Some consecutive queries, as the last ones of all tokens up to them."""
+    """The output of consecutive queries: the last ones of a call on all tokens up to them."""
     leaf = piece.leaf
     inputs = {}
     for name, x in piece.inputs.items():
@@ -95,7 +95,7 @@ def _of_part(
         options["key_mask"] &= jnp.roll(masks["key_mask"], -end, axis=1)
     if "segment_ids" in masks:
         ids = masks["segment_ids"]
-        # What is hidden belongs to the first segment, so that each stays in one run.
+        # Masked tokens join the first segment, so that each segment stays contiguous.
         options["segment_ids"] = jnp.where(is_before, jnp.roll(ids, -end, axis=1), ids[:, :1])
     return leaf(**inputs, **options, backend=piece.backend)
 

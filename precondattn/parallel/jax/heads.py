@@ -1,4 +1,4 @@
-"""Tokens for heads and back, between the devices of JAX (`heads.py`)."""
+"""The layout `heads` for the devices of JAX: tokens for heads, and back (`heads.py`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from precondattn.parallel.jax.call import MASKS, DividedArguments, DividedCall, 
 
 
 def refusal(call: DividedCall, masks: Collection[str]) -> str | None:
-    """Why a call can not be divided like this; None where it can."""
+    """The reason why this layout can not divide a call; None if it can."""
     return refusal_of_heads(call.mechanism, call.sizes, call.devices)
 
 
 def check(call: DividedCall, given: DividedArguments, *, is_part: bool) -> None:
-    """Nothing: a device's call of the mechanism checks all tokens of its heads."""
+    """No check: each device's call of the mechanism checks all tokens of its heads."""
 
 
 def output(call: DividedCall, given: DividedArguments) -> Array:
-    """The output of a device's tokens, from its part of everything."""
+    """The output of a device's tokens, from its parts of the arguments."""
     of_heads = {name: _of_heads(x, call, call.axes[name]) for name, x in given.inputs.items()}
     whole = {
         name: mask if MASKS[name] is None else lax.all_gather(mask, call.axis, axis=1, tiled=True)
@@ -34,13 +34,13 @@ def output(call: DividedCall, given: DividedArguments) -> Array:
 
 
 def during(call: DividedCall) -> str:
-    """What each device has during the call."""
+    """What each device has in memory during the call, in words."""
     count = call.sizes[heads_of_output(call.mechanism)] // call.devices
     return f"all tokens of {count} heads"
 
 
 def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """Forward, by each device to others: of each input, and of the output `out`."""
+    """The bytes that each device sends in the forward pass: of each input, and of `out`."""
     of_out = call.mechanism.program.output
     whole = of_out.shape(call.sizes)
     time = output_axes(call.mechanism).time

@@ -1,4 +1,4 @@
-"""One leaf call of a divided call, as the program of every device of JAX."""
+"""One leaf call of a divided call, in the program that every device of JAX runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLine(NamedTuple):
-    """The devices along an axis of a mesh, which have equally many tokens in an order."""
+    """The devices along an axis of a mesh, and the order of their tokens, equally many on each."""
 
     axis: str
     devices: int
@@ -29,35 +29,35 @@ class DeviceLine(NamedTuple):
         return lax.axis_index(self.axis)
 
     def positions(self, device: Array, tokens: int) -> Array:
-        """The positions in the sequence of a device's rows."""
+        """The positions of a device's tokens in the sequence."""
         part, row = self.order.part_of(tokens), jnp.arange(tokens)
         return self.order.number_of(device, row // part, self.devices) * part + row % part
 
     def all_positions(self, tokens: int) -> Array:
-        """Those of all devices' rows (devices, tokens)."""
+        """The positions of every device's tokens in the sequence (devices, tokens)."""
         return self.positions(jnp.arange(self.devices)[:, None], tokens)
 
     def passed_on(self, arrays: tuple[Array, ...]) -> Array:
-        """The arrays of the device before, whose own go to the device after."""
+        """The arrays of the device before this one; every device sends its arrays to the next."""
         around = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return lax.ppermute(arrays, self.axis, around) if self.devices > 1 else arrays
 
 
 class DividedMasks(NamedTuple):
-    """Which tokens are valid, and their segments, of every device (devices, b, tokens).
+    """Validity and segments of the tokens of every device (devices, b, tokens).
 
-    Every device has those of all, for they are small beside keys and values.
+    Every device has the masks of all devices: they are small beside keys and values.
     """
 
     within: Array | None
-    """The tokens within `lengths`: valid queries"""
+    """Whether a token is within `lengths`, and so a valid query"""
     valid: Array | None
-    """Valid keys, which `key_mask` does not hide either"""
+    """Whether a token is within `lengths` and not masked by `key_mask`, and so a valid key"""
     segment: Array | None
 
     @classmethod
     def of_call(cls, line: DeviceLine, given: Mapping[str, Array], tokens: int) -> DividedMasks:
-        """From whole masks, whose tokens are in the order of the devices."""
+        """The masks of a call, from whole masks whose tokens are in the order of the devices."""
 
         def of_devices(mask: Array) -> Array:
             return jnp.moveaxis(jnp.reshape(mask, (-1, line.devices, tokens)), 1, 0)
@@ -75,16 +75,16 @@ class DividedMasks(NamedTuple):
     def without_padding(
         self, device: Array, arrays: Mapping[str, Array], patterns: Mapping[str, Pattern]
     ) -> dict[str, Array]:
-        """A device's arrays, 0 at padding, so that NaN there does not spread."""
+        """A device's arrays with 0 at padding, so that NaN there does not spread."""
         if self.valid is None:
             return dict(arrays)
         within = None if self.within is None else self.within[device]
         return zero_padding(arrays, cast(Inputs, patterns), within, self.valid[device])
 
     def of_extension(self, device: Array) -> dict[str, Array]:
-        """Those of a device's tokens, as an extension of states takes them.
+        """The masks of a device's tokens, as arguments of an extension of states.
 
-        The tokens within `lengths` come first, for they are consecutive.
+        A device's tokens are consecutive, so that the ones within `lengths` come first.
         """
         masks = {}
         if self.within is not None:
@@ -96,7 +96,7 @@ class DividedMasks(NamedTuple):
         return masks
 
     def of_device(self, device: Array) -> dict[str, Array]:
-        """Those of a device's tokens, as a call of their own takes them."""
+        """The masks of a device's tokens, as arguments of a full call on these tokens."""
         masks = {}
         if self.valid is not None:
             masks["key_mask"] = self.valid[device]
@@ -106,11 +106,11 @@ class DividedMasks(NamedTuple):
 
 
 class DividedPiece(NamedTuple):
-    """A leaf call that is divided."""
+    """A leaf call whose tokens are divided."""
 
     leaf: Leaf
     inputs: dict[str, Array]
-    """By the leaf's own names; of a plan, shapes and dtypes"""
+    """Arrays by the leaf's input names; in a plan, their shapes and dtypes"""
     masks: DividedMasks
     line: DeviceLine
     backend: BackendNames

@@ -1,11 +1,13 @@
-"""Softmax attention to keys and values that go around a ring of JAX's devices.
+"""Ring attention on the devices of JAX: keys and values go around a ring.
 
-The mathematics and the rounds are those of `torch/ring.py`, as one program of all devices: in round
-i a device r has the keys of s = (r − i) mod P, and what its queries see of them depends on whether
-s < r alone (`rectangles.py`). That is a branch, so that masked pairs are not computed.
+The equations and the rounds are those of `torch/ring.py`, as one program for all devices. In round
+i, device r has the keys of device s = (r − i) mod P. Which of them its queries see depends only on
+whether s < r (`rectangles.py`). The program branches on that, so that masked pairs are not
+computed.
 
-Each round sends the keys on while it attends to them. Backward, each part is computed again, and
-the gradients of the keys go around with them. So a device has the keys of two others at a time.
+In each round a device sends the keys on while it attends to them. In the backward pass each part
+is computed again, and the gradients of the keys go around with the keys. A device thus has the keys
+of two other devices at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """Why softmax attention can not go around a ring; None where it can."""
-    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    """The reason why ring attention can not compute a call of a leaf; None if it can."""
+    assert isinstance(leaf, Softmax)  # `way_of` has checked it.
     if "segment_ids" in masks and not leaf.causal and order.name != "contiguous":
         return f"does not support segment_ids of {leaf}"
     return None
@@ -47,14 +49,14 @@ def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None
 def output(piece: DividedPiece) -> Array:
     """The output of a device's tokens."""
     leaf, inputs = piece.leaf, piece.inputs
-    assert isinstance(leaf, Softmax)  # It has been chosen by that.
+    assert isinstance(leaf, Softmax)  # `way_of` has checked it.
     ring = RingCall(leaf, piece.line, piece.backend)
     out: Array = _around(ring, piece.masks, inputs["q"], inputs["k"], inputs["v"])
     return out
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by each device to the next one."""
+    """The bytes that each device sends to the next one in the forward pass, by input."""
     rounds = piece.line.devices - 1
     return {
         name: rounds * math.prod(x.shape) * x.dtype.itemsize
@@ -68,33 +70,33 @@ class RingPair(NamedTuple):
 
     read: MeanOfParts | LaserOfParts
     seen_by: Array | None
-    """Which of the queries (b, t) see any of the keys; None if all may"""
+    """Which of the queries (b, t) see any of the keys; None if all of them may"""
     is_any: Array | None
-    """Whether any of the keys are seen; None if they may be"""
+    """Whether any of the keys is seen; None if this is not known to be False"""
 
 
 Step = Callable[[Rectangle, RingPair, Any], Any]
-"""Of a rectangle and a state, to the next state"""
+"""A function of a rectangle, its mask and a state, which returns the next state"""
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """What is static in a call."""
+    """The static arguments of a call."""
 
     softmax: Softmax
     line: DeviceLine
     backend: BackendNames
 
     def own(self, masks: DividedMasks) -> RingPair:
-        """Of a device's queries to its own keys. The tokens of a device are in order."""
+        """A device's queries and its own keys. The tokens of a device are in order."""
         options = {**masks.of_device(self.line.rank), "backend": self.backend}
         return RingPair(read_of(self.softmax, options), None, None)
 
     def pair(self, masks: DividedMasks, source: Array, area: Rectangle) -> RingPair:
-        """Of a device's queries to another's keys.
+        """A device's queries and another device's keys.
 
-        Causally, the keys are all before the queries. So both are of one segment only if the first
-        query is of it too.
+        With a causal mask, all the keys are before the queries. So a key and a query are of one
+        segment only if the first query is of that segment too.
         """
         rank, options = self.line.rank, {"backend": self.backend}
         if masks.valid is not None:
@@ -113,7 +115,7 @@ class RingCall:
     def each(
         self, masks: DividedMasks, source: Array, tokens: int, step: Step, state: Tree
     ) -> Tree:
-        """The state after a step for each rectangle that is seen of a device's keys."""
+        """The state after `step` has run for each visible rectangle of a device's keys."""
         always, before, after = seen(self.line.order, tokens, causal=self.softmax.causal)
 
         def after_all(rectangles: Sequence[Rectangle], state: Tree) -> Tree:
@@ -133,7 +135,7 @@ class RingCall:
         return lax.cond(source < self.line.rank, *branches, state)
 
     def source(self, distance: Array | int) -> Array:
-        """Whose keys a device has after so many rounds."""
+        """The device whose keys this device has after `distance` rounds."""
         return (self.line.rank - distance) % self.line.devices
 
 
@@ -145,10 +147,10 @@ def _around(ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array) -
 def _forward(
     ring: RingCall, masks: DividedMasks, q: Array, k: Array, v: Array
 ) -> tuple[Array, Tree]:
-    """The output of a device's queries, and what the gradient needs."""
+    """The output of a device's queries, and the residuals that the backward pass needs."""
 
     def attended(distance: Array | int, done: Tree, held: Tree) -> Tree:
-        """`done` (output and log-sum-exp), and the attention to the keys that are held."""
+        """`done` (output and log-sum-exp) merged with the attention to the current keys."""
         source = ring.source(distance)
 
         def step(area: Rectangle, pair: RingPair, done: Tree) -> Tree:
@@ -185,7 +187,7 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
     lse, d_out = finite_or_zero(lse), d_out.astype(lse.dtype)
 
     def pulled(distance: Array | int, d_q: Array, held: Tree) -> tuple[Array, Tree]:
-        """Gradients of the queries, and of the keys and values that are held, added up."""
+        """The gradients of the queries, and of the current keys and values, added up."""
         source, tokens = ring.source(distance), held[:2]
 
         def step(area: Rectangle, pair: RingPair, sums: Tree) -> Tree:
@@ -214,7 +216,7 @@ def _backward(ring: RingCall, saved: Tree, d_out: Array) -> Tree:
         return pulled(distance, d_q, ring.line.passed_on(held))
 
     d_q, held = lax.fori_loop(1, ring.line.devices, round_of, (d_q, held))
-    # Those of the next device's keys are complete, and go to it.
+    # The gradients of the next device's keys are complete, and go to that device.
     d_k, d_v = ring.line.passed_on(held[2:])
     return None, d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 

@@ -1,9 +1,10 @@
-"""LUCID's triangular solve, when its tokens are divided among devices of JAX.
+"""LUCID's triangular solve with tokens divided among the devices of JAX.
 
-The mathematics and the order are those of `torch/solve.py`: blocks are solved one after another by
-the devices that have them, and given to all, which subtract Φ y of their later rows; backward in
-reverse. Here that is a loop over the blocks of the sequence, in which each device loops over its
-blocks that are later, or earlier: their number is known to the device alone.
+The equations and the order are those of `torch/solve.py`. Blocks are solved one after another, each
+by the device that has it, and broadcast; every device subtracts Φ y from its later rows. The
+backward pass goes through the blocks in reverse. Here this is a loop over the blocks of the
+sequence. Inside it, each device loops over its later blocks (its earlier ones in the backward
+pass), whose number differs between devices.
 """
 
 from __future__ import annotations
@@ -35,28 +36,31 @@ SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """Why a solve can not be divided; None where it can."""
+    """The reason why the solve of a leaf can not be divided; None if it can."""
     return refusal_of_solve(leaf, order)
 
 
 def output(piece: DividedPiece) -> Array:
-    """y of a device's tokens."""
+    """The solved values y of a device's tokens."""
     x, leaf = piece.inputs, piece.leaf
-    assert isinstance(leaf, LucidSolve)  # It has been chosen by that.
+    assert isinstance(leaf, LucidSolve)  # `way_of` has checked it.
     blocks = SolveBlocks(leaf, piece.line, piece.backend, x["k"].shape[1], BLOCK)
     out: Array = _solved(blocks, piece.masks, x["k"], x["v"], x.get("lucid_beta"))
     return out
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by each device: a sum over P devices sends 2 (P − 1) / P of what it adds up."""
+    """The bytes that each device sends in the forward pass, by array.
+
+    An all-reduce over P devices sends 2 (P − 1) / P times the bytes of its result.
+    """
     others, k, v = piece.line.devices - 1, piece.inputs["k"], piece.inputs["v"]
     wide = 8 if v.dtype == jnp.float64 else 4
     return {"k": 2 * others * k.size * k.dtype.itemsize, "y": 2 * others * v.size * wide}
 
 
 class _Stacks:
-    """A device's blocks, and how rows see a block that has been given to it."""
+    """The stacks of a device's blocks, and which of their rows see a broadcast block."""
 
     def __init__(
         self, blocks: SolveBlocks, masks: DividedMasks, k: Array, beta: Array | None
@@ -70,7 +74,7 @@ class _Stacks:
         self.softmax, self.shift = attention_of(blocks.leaf, k.shape[-1])
 
     def arguments(self, u: Array, i: Array) -> Arguments:
-        """Those of the solve of block i, with the right sides u."""
+        """The arguments of the solve of block i, with the right-hand sides u."""
         given = self.blocks.of_block({"k": self.k, "v": u, "lucid_beta": self.beta}, i)
         if self.valid is not None:
             given["key_mask"] = self.valid[i]
@@ -79,10 +83,10 @@ class _Stacks:
         return given
 
     def seen(self, number: Array, i: Array, at: int) -> tuple[Array | None, Array | None]:
-        """Which tokens (b, rows) of a block, and of the device's block i, see each other.
+        """Which tokens (b, rows) of a block, and of the device's block i, are of one segment.
 
-        A segment is consecutive: it is the one at the end of the block that faces the other, the
-        last (−1) of a block that is before.
+        Segments are contiguous. So this segment is at the end of the broadcast block that is
+        nearer to block i: `at` is −1, its last token, if the broadcast block comes first.
         """
         if self.segment is None:
             return None, None
@@ -104,11 +108,11 @@ def _solved(
 def _forward(
     blocks: SolveBlocks, masks: DividedMasks, k: Array, v: Array, beta: Array | None
 ) -> tuple[Array, Tree]:
-    """y of a device's rows, and what the gradient needs."""
+    """The solved values of a device's rows, and the residuals of the backward pass."""
     own = _Stacks(blocks, masks, k, beta)
 
     def subtracted(number: Array, given: Tree, u: Array, first: Array, stop: Array) -> Array:
-        """u less Φ y of a block, in the device's blocks from `first` on."""
+        """u minus Φ y of a broadcast block, for the device's blocks `first` … `stop` − 1."""
         keys, values = given
         keys = blocks.unit(keys)
 
@@ -126,7 +130,7 @@ def _forward(
         return lax.fori_loop(first, stop, from_block, u)
 
     def step(number: Array, state: Tree) -> Tree:
-        """Of block `number`, which all have; −1 before the first block."""
+        """One step of the loop, after block `number` was broadcast; −1 before the first."""
         u, y, given = state
         following = number + 1
         is_own = blocks.is_own(following)
@@ -150,7 +154,7 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
     own = _Stacks(blocks, masks, k, beta)
 
     def subtracted(number: Array, given: Tree, sums: Tree, first: Array, stop: Array) -> Tree:
-        """r less Φᵀ g of a block, and the gradients of keys, from the device's earlier blocks."""
+        """r minus Φᵀ g of a broadcast block, and the key gradients, in earlier blocks."""
         keys, of_block = given
         keys = blocks.unit(keys)
 
@@ -172,7 +176,7 @@ def _backward(blocks: SolveBlocks, saved: Tree, d_y: Array) -> Tree:
         return lax.fori_loop(first, stop, from_block, sums)
 
     def step(done: Array, state: Tree) -> Tree:
-        """Of the block before which `done` later ones are; before the last one −1."""
+        """One step in reverse, after the block that `done` blocks follow; −1 before the last."""
         r, d_unit, solved, given = state
         number = blocks.all - 1 - done
         following = number - 1

@@ -1,11 +1,12 @@
-"""The blocks of LUCID's solve on devices of JAX, which run one program.
+"""The blocks of LUCID's solve on the devices of JAX, which all run one program.
 
-All blocks have as many rows: at most BLOCK, and where a part of the layout is no multiple of them,
-it ends with rows that are masked. Arrays are stacks of a device's blocks (blocks, b, rows, …).
+All blocks have equally many rows, at most BLOCK. Where a part of the layout is not a multiple of
+that, its last block ends with masked rows. A device stacks its blocks in one array (blocks, b,
+rows, …).
 
-Each step of the loop has a block that all know (`solve.py`). A device that has the next one
-subtracts from that first, solves it and gives it away, and then all subtract from their other rows.
-A block is given away by a sum over devices, of which others have 0.
+Each step of the loop starts with a block that every device has received (`solve.py`). The device
+that has the next block subtracts from that block first, solves it and broadcasts it. Then all
+subtract from their other rows. A broadcast is a sum over devices, to which the others add 0.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from precondattn.spec.lucid import LucidSolve
 
 @dataclass(frozen=True)
 class SolveBlocks:
-    """What is static in a call."""
+    """The static arguments of a call, and the layout of the blocks."""
 
     leaf: LucidSolve
     line: DeviceLine
     backend: BackendNames
     tokens: int
-    """Of each device"""
+    """The number of tokens of each device"""
     most: int
-    """Rows of a block"""
+    """The most rows of a block"""
 
     @property
     def part(self) -> int:
-        """The tokens of a part of the layout."""
+        """The number of tokens in a part of the layout."""
         return self.line.order.part_of(self.tokens)
 
     @property
     def of_part(self) -> int:
-        """The blocks of a part."""
+        """The number of blocks in a part."""
         return -(-self.part // self.most)
 
     @property
     def rows(self) -> int:
-        """Those of a block."""
+        """The number of rows in a block."""
         return -(-self.part // self.of_part)
 
     @property
     def own(self) -> int:
-        """How many blocks a device has."""
+        """The number of blocks of a device."""
         return self.tokens // self.part * self.of_part
 
     @property
@@ -63,7 +64,7 @@ class SolveBlocks:
     # ------------------------------------------------------------------------------- layout
 
     def stacked(self, x: Array) -> Array:
-        """(b, tokens, …) as (blocks, b, rows, …). Rows that are no tokens repeat the last."""
+        """x (b, tokens, …) as (blocks, b, rows, …). Rows without a token repeat the last one."""
         b, _, *rest = x.shape
         parts = jnp.reshape(x, (b, -1, self.part, *rest))
         more = self.of_part * self.rows - self.part
@@ -71,13 +72,13 @@ class SolveBlocks:
         return jnp.moveaxis(jnp.reshape(parts, (b, self.own, self.rows, *rest)), 1, 0)
 
     def unstacked(self, stack: Array) -> Array:
-        """The tokens of a stack."""
+        """The tokens (b, tokens, …) of a stack (blocks, b, rows, …)."""
         _, b, _, *rest = stack.shape
         parts = jnp.reshape(jnp.moveaxis(stack, 0, 1), (b, -1, self.of_part * self.rows, *rest))
         return jnp.reshape(parts[:, :, : self.part], (b, self.tokens, *rest))
 
     def valid(self, masks: DividedMasks, b: int) -> Array | None:
-        """Which rows of a device are tokens that are not masked (blocks, b, rows); None for all."""
+        """Which rows of a device are unmasked tokens (blocks, b, rows); None if all are."""
         valid = None if masks.valid is None else self.stacked(masks.valid[self.line.rank])
         if self.of_part * self.rows == self.part:
             return valid
@@ -92,7 +93,7 @@ class SolveBlocks:
     # -------------------------------------------------------------------------------- order
 
     def place(self, number: Array) -> tuple[Array, Array]:
-        """The device that has a block, by its number in the sequence, and where it has it."""
+        """The device that has block `number`, and the index of the block in its stack."""
         devices, order = self.line.devices, self.line.order
         part, within = number // self.of_part, number % self.of_part
         count = self.tokens // self.part * devices
@@ -100,7 +101,7 @@ class SolveBlocks:
         return device_of[part], part // devices * self.of_part + within
 
     def earlier(self, number: Array) -> Array:
-        """How many of a device's blocks come before the one of this number."""
+        """The number of this device's blocks before block `number` of the sequence."""
         own, order = jnp.arange(self.own), self.line.order
         part = order.number_of(self.line.rank, own // self.of_part, self.line.devices)
         numbers = part * self.of_part + own % self.of_part
@@ -112,12 +113,12 @@ class SolveBlocks:
     # -------------------------------------------------------------------------------- steps
 
     def of_block(self, x: Arrays, i: Array) -> Arrays:
-        """The arguments of the solve of a device's block, from stacks by name or None."""
+        """The arguments of the solve of this device's block i; x has stacks, or None, by name."""
         given = {name: upcast(stack[i]) for name, stack in x.items() if stack is not None}
         return {**given, "backend": self.backend}
 
     def given_away(self, number: Array, stacks: tuple[Array, ...]) -> tuple[Array, ...]:
-        """A block, from the stacks of the device that has it."""
+        """Block `number`, broadcast from the stacks of the device that has it."""
         device, i = self.place(number)
         is_own = device == self.line.rank
         sent = tuple(jnp.where(is_own, x[i], jnp.zeros_like(x[i])) for x in stacks)
@@ -125,7 +126,7 @@ class SolveBlocks:
         return given
 
     def where_own(self, number: Array, function: Callable[[], Tree]) -> Tree:
-        """function() on the device that has a block; 0 on others, which do not compute it."""
+        """function() on the device that has block `number`; zeros on others, which skip it."""
         shapes = jax.eval_shape(function)
 
         def nothing() -> Tree:
@@ -134,9 +135,9 @@ class SolveBlocks:
         return lax.cond(self.is_own(number), function, nothing)
 
     def _of_device(self, arrays: Tree) -> Tree:
-        """What all devices have, as what each has: a `shard_map` that checks asks for that."""
+        """Replicated arrays, marked as varying, which the checks of `shard_map` require."""
         return lax.pcast(arrays, self.line.axis, to="varying")
 
     def unit(self, k: Array) -> Array:
-        """The keys of the scores."""
+        """The keys from which the scores are computed."""
         return keys_of_scores(self.leaf, k)

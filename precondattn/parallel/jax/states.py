@@ -1,12 +1,13 @@
-"""Recurrences whose tokens are divided among devices of JAX: states are passed on (`states.py`).
+"""Recurrences with tokens divided among the devices of JAX: a scan of states (`states.py`).
 
-In round i of log₂ P a device sends what it knows of the 2^i devices before it, itself among them,
-to the one 2^i after it. The first ones get 0 for T and F: what they have begins with the first
-token, from a state of 0, so that their T is read no more. In the last round nobody's is.
+In round i of log₂ P, a device sends T and F of the last 2^i devices up to itself to the device that
+is 2^i places later. The first devices receive 0 for T and F: what they have starts at the first
+token, from a state of 0, so their T is no longer read. In the last round no T is read.
 
-Forward, a device computes T and F of its tokens, gets the state before them from the scan, and
-computes its outputs from that. Backward, it computes the gradient of that state from its outputs,
-gets the gradient of its last state from the scan in reverse, and computes those of its inputs.
+In the forward pass a device computes T and F of its tokens, gets the state before them from the
+scan, and computes its outputs from that state. In the backward pass it computes the gradient of
+that state from its outputs, gets the gradient of its last state from the scan in reverse, and
+computes the gradients of its inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: TokenOrder, masks: Collection[str]) -> str | None:
-    """Why the states of a leaf have no scan; None where they have."""
+    """The reason why a leaf's states can not be scanned; None if they can."""
     return refusal_of_states(leaf, order)
 
 
@@ -59,7 +60,7 @@ def output(piece: DividedPiece) -> Array:
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by the first device to others, in the scan. No device sends more."""
+    """The bytes that the first device sends in the scan forward; no device sends more."""
     shapes = jax.eval_shape(lambda inputs: piece.leaf.init_cache(**inputs).store, piece.inputs)
     states, transitions = bytes_of_steps(piece.leaf, shapes)
     rounds = (piece.line.devices - 1).bit_length()
@@ -75,13 +76,13 @@ def states_before(
     *,
     is_reversed: bool = False,
 ) -> list[Array]:
-    """S_begin of a device, for each of its states; 0 for the first.
+    """S_begin of this device, for each of its states; 0 for the first device.
 
-    Of packed sequences, it is S_end of the device before, whose last segment may end with it.
+    With packed sequences it is S_end of the device before, whose last segment may end there.
     """
 
     def passed(arrays: Tree, distance: int) -> Tree:
-        """What the device `distance` before this one has, or after it in reverse; or 0."""
+        """Arrays of the device `distance` before this one (after it in reverse); 0 if none."""
         pairs = [(i, i + distance) for i in range(line.devices - distance)]
         if is_reversed:
             pairs = [(to, source) for source, to in pairs]
@@ -106,7 +107,7 @@ def states_before(
 
 @dataclass(frozen=True)
 class _Scan:
-    """What is static in a call."""
+    """The static arguments of a call."""
 
     leaf: Leaf
     line: DeviceLine
@@ -129,7 +130,7 @@ def _forward(
     borders: SegmentBorders | None,
     inputs: Mapping[str, Array],
 ) -> tuple[Array, Tree]:
-    """The output of a device's tokens, from T and F of all, and what the gradient needs."""
+    """The output of a device's tokens, and the residuals of the backward pass."""
     leaf, (continues, is_open) = scan.leaf, _of_device(scan.line, borders)
     steps = {
         key: step._replace(is_open=is_open)
@@ -163,7 +164,7 @@ def _backward(scan: _Scan, saved: Tree, cotangent: Array) -> Tree:
 def _of_device(
     line: DeviceLine, borders: SegmentBorders | None
 ) -> tuple[Array | None, Array | None]:
-    """Whether its first token continues a segment (b,), and whether all its tokens do."""
+    """Whether this device's first token continues a segment (b,), and whether all tokens do."""
     if borders is None:
         return None, None
     return borders.continues[line.rank], borders.is_open[line.rank]

@@ -1,15 +1,16 @@
-"""The layouts that divide tokens: every device keeps its own, and each leaf is divided for itself.
+"""The layouts that divide tokens: a device keeps its tokens, and each leaf is divided separately.
 
-The ways are those of PyTorch (`torch/tokens.py`), each as one program of all devices:
+A leaf is divided in one of these ways, as in PyTorch (`torch/tokens.py`). Each is one program that
+all devices run:
 
-    local   leaves that compute each token by itself, such as norms and feature maps
-    ring    softmax attention: keys and values go around            (`ring.py`)
-    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
-                                                                    (`gathered.py`)
-    solve   LUCID: solved blocks are given to all                   (`solve.py`)
-    scan    recurrences: the states before the tokens               (`states.py`)
+    local     leaves that compute each token alone, such as norms and feature maps (`local.py`)
+    ring      softmax attention: keys and values go around a ring               (`ring.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: every device gathers all
+              keys                                                              (`gathered.py`)
+    solve     LUCID: solved blocks are broadcast                                (`solve.py`)
+    scan      recurrences: a scan gives the state before a device's tokens      (`states.py`)
 
-In half precision, values that are sent are in the call's dtype, and others in float32
+In half precision, values that are sent are in the call's dtype, and the others in float32
 (`half_precision.py`).
 """
 
@@ -61,8 +62,8 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
 
 
 def refusal(call: DividedCall, masks: Collection[str]) -> str | None:
-    """Why a call can not be divided like this; None where it can."""
-    assert call.order is not None  # Of the layouts that divide tokens.
+    """The reason why these layouts can not divide a call; None if they can."""
+    assert call.order is not None  # Only `heads` has none.
     keys = call.sizes.get("s", call.tokens)
     if keys != call.tokens:
         return f"expects as many queries as keys; found {call.tokens} and {keys}"
@@ -77,9 +78,10 @@ def refusal(call: DividedCall, masks: Collection[str]) -> str | None:
 
 
 def check(call: DividedCall, given: DividedArguments, *, is_part: bool) -> None:
-    """Raise what is wrong with the arguments, whole or the parts of a device.
+    """Raise an error for invalid arguments, be they whole or one device's parts.
 
-    Entries of masks are looked at where they are known; else `output` makes the sequence NaN.
+    The entries of masks are checked if they are known. For traced masks, `output` gives NaN for an
+    invalid sequence.
     """
     check_call(call.mechanism, (), given.inputs, {"backend": call.backend})
     like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
@@ -94,7 +96,7 @@ def check(call: DividedCall, given: DividedArguments, *, is_part: bool) -> None:
 
 
 def output(call: DividedCall, given: DividedArguments) -> Array:
-    """The output of a device's tokens, from its part of everything."""
+    """The output of a device's tokens, from its parts of the arguments."""
     whole = {
         name: mask if MASKS[name] is None else lax.all_gather(mask, call.axis, axis=1, tiled=True)
         for name, mask in given.masks.items()
@@ -118,14 +120,14 @@ def output(call: DividedCall, given: DividedArguments) -> Array:
 
 
 def during(call: DividedCall) -> str:
-    """What each device has during the call."""
+    """What each device has in memory during the call, in words."""
     ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
     passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
     return f"its tokens of all heads, {', '.join(passed) or 'nothing of others'}"
 
 
 def bytes_sent(call: DividedCall) -> dict[str, int]:
-    """Forward, by each device to others, by what is sent, for which value of the program."""
+    """The bytes that each device sends forward, by array and value of the program."""
     sent: dict[str, int] = {}
     values: Arrays = dict(call.parts)
     for leaf_call, way, piece in _pieces(call, DividedMasks(None, None, None), values):
@@ -136,23 +138,23 @@ def bytes_sent(call: DividedCall) -> dict[str, int]:
 
 
 def way_of(leaf: LeafProtocol) -> ModuleType | None:
-    """How the tokens of a leaf are divided; None where no way is built."""
+    """The module that divides the tokens of a leaf; None if there is none."""
     way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
     return gathered if way is ring and not goes_around(leaf) else way
 
 
 def _line(call: DividedCall) -> DeviceLine:
-    assert call.order is not None  # Of the layouts that divide tokens.
+    assert call.order is not None  # Only `heads` has none.
     return DeviceLine(call.axis, call.devices, call.order)
 
 
 def _invalid(call: DividedCall, given: DividedArguments) -> Array | None:
-    """Sequences (b,) whose whole masks have entries that can not be, if they are traced.
+    """Which sequences (b,) have invalid entries in traced masks.
 
     Raises
     ------
     TypeError, ValueError
-        for what is known.
+        for invalid entries that are known.
     """
     checks, masks = ValueChecks(call.owner), given.masks
     like, b, tokens = next(iter(given.inputs.values())), call.sizes["b"], call.tokens
@@ -168,7 +170,10 @@ def _invalid(call: DividedCall, given: DividedArguments) -> Array | None:
 def _pieces(
     call: DividedCall, masks: DividedMasks, values: Mapping[str, Array]
 ) -> Iterator[tuple[LeafCall, ModuleType, DividedPiece]]:
-    """The leaf calls in order, with their ways; `values` has all that are computed before."""
+    """The leaf calls in order, with the modules that divide them.
+
+    `values` has the inputs, and the outputs of earlier leaf calls.
+    """
     line = _line(call)
     for leaf_call in call.mechanism.program.calls:
         inputs = {name: values[value] for name, value in leaf_call.arguments}

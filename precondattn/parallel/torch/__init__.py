@@ -1,4 +1,4 @@
-"""Attention to sequences that are divided among the processes of PyTorch."""
+"""Attention over sequences whose tokens are divided among the processes of PyTorch."""
 
 from precondattn.parallel.plan import Plan
 from precondattn.parallel.torch.context_parallel import ContextParallel, context_parallel

@@ -1,7 +1,7 @@
-"""Errors of one process are errors of all, so that none waits for one that has stopped.
+"""An error of one process is raised on all, so that none waits for one that has stopped.
 
-Before every exchange each process says whether it is well, what it calls, and how many tokens it
-has. Where one is not, or calls something else, all raise the same.
+Before every exchange each process sends whether it has an error, what it calls, and how many tokens
+it has. If one process has an error, or the calls differ, all processes raise the same error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from precondattn.backend import UnsupportedError
 from precondattn.parallel.torch.exit import wait_for_gloo
 
 KINDS = (UnsupportedError, TypeError, ValueError, NotImplementedError, RuntimeError)
-"""Of errors: the first that one is an instance of is raised, or else the last."""
+"""The types of errors that are raised again; an error becomes the first that it is an instance
+of, or the last."""
 
 atexit.register(
     wait_for_gloo
-)  # Every call ends with an agreement, and often a program with a call.
+)  # Every call ends with an agreement, and often a program ends with a call.
 
 
 def agreed(
@@ -33,11 +34,11 @@ def agreed(
     numbers: Sequence[int] = (),
     error: Exception | None = None,
 ) -> list[list[int]]:
-    """The `numbers` of every process, which all call the same.
+    """The `numbers` of every process, after a check that all processes make the same call.
 
     Raises
     ------
-    the error of a process that has one, with its rank; a ValueError if they call different things.
+    the error of a process that has one, with its rank; a ValueError if the calls differ.
     """
     digest = int.from_bytes(hashlib.blake2b(called.encode(), digest_size=7).digest(), "big")
     own = torch.tensor([error is None, digest, *numbers], dtype=torch.int64, device=device)

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 WHOLE = ("lengths", "cu_seqlens")
-"""Masks that every process has whole: numbers of a sequence, and not of a token."""
+"""The masks that every process has whole: they have entries per sequence, not per token."""
 
 
 class Bound(NamedTuple):
-    """Inputs and masks by name, as tensors of this process."""
+    """The inputs and masks of a call by name, as tensors of this process."""
 
     patterns: Mapping[str, Pattern]
     inputs: dict[str, Tensor]
     masks: Arrays
     axes: dict[str, HeadAxes]
-    """Of the inputs"""
+    """The time and head axes of each input"""
     tokens: tuple[int, int]
-    """Of queries and of keys, on this process"""
+    """The numbers of queries and of keys on this process"""
     is_distributed: bool
-    """Whether tokens were DTensors"""
+    """Whether the inputs with tokens were DTensors"""
 
     @property
     def with_tokens(self) -> list[str]:
@@ -44,23 +44,23 @@ class Bound(NamedTuple):
     def of_time(self, name: str) -> tuple[int, Axis]:
         """The axis of an input along which its tokens are divided, and its letter."""
         time = self.axes[name].time
-        assert time is not None  # Asked of inputs `with_tokens` alone.
+        assert time is not None  # Only called for inputs `with_tokens`.
         return time, self.patterns[name].axes[time]
 
     def times(self, name: str, tokens: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The sizes of an input along its tokens, on every process."""
+        """The number of tokens of an input on every process."""
         _, axis = self.of_time(name)
         return tuple(axis.multiple * n for n in tokens[axis.letter])
 
     def whole_shape(self, name: str, tokens: Mapping[str, tuple[int, ...]]) -> Shape:
-        """The shape of all tokens of an input."""
+        """The shape of an input with all tokens."""
         shape = list(self.inputs[name].shape)
         if name in self.with_tokens:
             shape[self.of_time(name)[0]] = sum(self.times(name, tokens))
         return tuple(shape)
 
     def __str__(self) -> str:
-        """What must be the same on all processes: all but the number of tokens."""
+        """The properties that must be the same on all processes: all but the number of tokens."""
         said, records = [], torch.is_grad_enabled()
         for name, x in self.inputs.items():
             shape = [str(n) for n in x.shape]
@@ -80,12 +80,12 @@ class Bound(NamedTuple):
 def bind(
     mechanism: Mechanism, mesh: DeviceMesh, arrays: tuple[Tensor, ...], named: Mapping[str, Tensor]
 ) -> Bound:
-    """The arguments of a call.
+    """The arguments of a call, checked.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument.
+        if an argument is invalid; the message names it.
     """
     refuse_divided(str(mechanism), named)
     patterns = mechanism.inputs
@@ -121,13 +121,13 @@ def _part(name: str, x: Tensor, time: int | None, mesh: DeviceMesh) -> Tensor:
         raise ValueError(
             f"{name} must be {expected} on {mesh}; found {tuple(x.placements)} on {x.device_mesh}"
         )
-    # Each process has a term of the gradient of what all have.
+    # Each process has one term of the gradient of an array that all have.
     part: Tensor = x.to_local(grad_placements=[Partial() if time is None else expected])
     return part
 
 
 def _tokens(bound: Bound) -> tuple[int, int]:
-    """The numbers of queries and of keys, in which all inputs and masks agree."""
+    """The numbers of queries and of keys, after a check that all inputs and masks agree."""
     counts: dict[str, tuple[int, str]] = {}
     of_masks = [(n, "s", mask.shape[1]) for n, mask in bound.masks.items() if n not in WHOLE]
     of_inputs = []

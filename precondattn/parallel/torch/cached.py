@@ -1,11 +1,11 @@
-"""Divided calls with a cache: a prefill of divided tokens, and new tokens that all processes have.
+"""Divided calls with a cache: a prefill of divided tokens, and new tokens on all processes.
 
-Leaf by leaf, as `tokens.py` divides them:
+The leaves are divided as in `tokens.py`. What each process keeps depends on the leaf:
 
-    local   nothing is kept                                              (`local_cache.py`)
-    ring    a process keeps the keys and values of its tokens            (`ring_cache.py`)
-    solve   a process keeps the keys and solved values of its tokens     (`solve_cache.py`)
-    scan    all processes have the states after all tokens               (`states_cache.py`)
+    local   nothing                                                      (`local_cache.py`)
+    ring    the keys and values of its tokens                            (`ring_cache.py`)
+    solve   the keys and solved values of its tokens                     (`solve_cache.py`)
+    scan    the states after all tokens                                  (`states_cache.py`)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prefill(
 ) -> tuple[Tensor, DividedCache]:
     """The output of this process's tokens, and the cache of all tokens.
 
-    `begin` has the states before them.
+    `begin` has the states before the first token.
     """
     masks = processes.together(lambda: masks_of(call, processes))
     cache = processes.together(lambda: _empty(call, processes, mesh, capacity, begin))
@@ -90,7 +90,7 @@ def prefill(
     valid = masks.valid_of(rank)
     if valid is not None and KEY_MASK in cache.token_buffers:
         kept[KEY_MASK] = valid
-    assert call.order is not None  # Of the layouts that divide tokens.
+    assert call.order is not None  # Only `heads` has none.
     positions = positions_of(call.order.parts(call.tokens["t"]), rank, processes.device)
     return out, processes.together(lambda: filled(cache, _kept(cache, kept), positions, rank))
 
@@ -112,7 +112,7 @@ def extend(
             values[leaf_call.out] = like_output(step.leaf, step.inputs)
             exchanges = _shapes(past, new, values, number + 1)
             parts.failed(next((of for _, of in exchanges if of is not None), None), error)
-        assert result is not None  # Or there is an error, which `failed` has raised.
+        assert result is not None  # `failed` has raised an error otherwise.
         values[leaf_call.out], of_slots = result
         _keep(kept, mechanism.program.slot_keys[number], of_slots)
     if KEY_MASK in cache.token_buffers:
@@ -129,21 +129,21 @@ def extend(
 def bytes_of_extension(
     new: NewTokens, processes: MeshProcesses, cache: DividedCache
 ) -> dict[str, int]:
-    """By this process to others, by what is sent, for which value of the program."""
+    """The bytes that this process sends in `extend`, by array and value of the program."""
     parts, past = _parts(new, processes), _Past.of_cache(cache, processes.rank)
     shapes = _shapes(past, new, new.inputs)
     return {f"parts for {out}": parts.bytes_sent(shape) for out, shape in shapes if shape}
 
 
 def bytes_of_states(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
-    """By this process to others after a prefill, of the last states."""
+    """The bytes that this process sends after a prefill, of the last states, by array."""
     program, others = call.mechanism.program, processes.devices - 1
     empty = call.mechanism.init_cache(**call.bound.inputs, capacity=1).store
     sent: dict[str, int] = {}
     for leaf_call, keys in zip(program.calls, program.slot_keys, strict=True):
         slots = [slot for slot in leaf_call.leaf.slots() if not slot.kind.has_tokens]
         states = [empty[keys[slot.name]] for slot in slots]
-        if states and processes.rank == others:  # The last one gives them to all.
+        if states and processes.rank == others:  # The last process broadcasts them.
             numbers = sum(state.numel() * state.dtype.itemsize for state in states)
             sent[f"last states for {leaf_call.out}"] = others * numbers
     return sent
@@ -156,8 +156,8 @@ def _empty(
     capacity: int | None,
     begin: Cache | None,
 ) -> DividedCache:
-    """A cache with the numbers of the tokens that a prefill gives, but without them."""
-    assert call.order is not None  # Of the layouts that divide tokens.
+    """The cache of a prefill, with the numbers of tokens set, before the rows are written."""
+    assert call.order is not None  # Only `heads` has none.
     mechanism, b, total = call.mechanism, call.sizes["b"], sum(call.tokens["t"])
     given = call.bound.masks.get("lengths")
     counts = [total] * b if given is None else torch.as_tensor(given).tolist()
@@ -194,7 +194,7 @@ def _empty(
 
 
 def _keep(kept: dict[str, Tensor], keys: Mapping[str, str], of_slots: Mapping[str, Tensor]) -> None:
-    """Add what a leaf keeps; leaves that share a buffer keep the same in it."""
+    """Add what a leaf keeps to `kept`; leaves that share a buffer store the same in it."""
     for slot, tensor in of_slots.items():
         kept.setdefault(keys[slot], tensor)
 
@@ -210,11 +210,11 @@ def _parts(new: NewTokens, processes: MeshProcesses) -> PartExchanges:
 
 
 class _Past(NamedTuple):
-    """What one process has of the tokens before the new ones."""
+    """The cached tokens of one process."""
 
     mechanism: Mechanism
     store: Mapping[str, Tensor]
-    """Without rows that are unused in all sequences"""
+    """The buffers, without rows that are unused in all sequences"""
     rows: int
     seen: Tensor | None
 
@@ -230,7 +230,7 @@ class _Past(NamedTuple):
         return cls(cache.mechanism, store, rows, seen)
 
     def step(self, number: int, new: NewTokens, values: Mapping[str, Tensor]) -> DividedStep:
-        """A call of the program on the new tokens; `values` has all that are computed before."""
+        """Leaf call `number` of the program on the new tokens; `values` has the earlier values."""
         program = self.mechanism.program
         call, keys = program.calls[number], program.slot_keys[number]
         return DividedStep(
@@ -249,7 +249,7 @@ class _Past(NamedTuple):
 def _shapes(
     past: _Past, new: NewTokens, values: Mapping[str, Tensor], first: int = 0
 ) -> Iterator[tuple[str, Shape | None]]:
-    """What each call of the program from the first on exchanges, by its value."""
+    """The shapes that the leaf calls from number `first` on exchange, by output value."""
     known = {name: x.to("meta") for name, x in values.items()}
     calls = past.mechanism.program.calls
     for number in range(first, len(calls)):
@@ -259,7 +259,7 @@ def _shapes(
 
 
 def refusal(mechanism: Mechanism) -> str | None:
-    """Why a divided call can not keep a cache; None where it can."""
+    """The reason why a divided call can not fill a cache; None if it can."""
     for leaf in mechanism.program.leaves:
         way = way_of(leaf)
         if way is not None and way not in CACHED:
@@ -268,7 +268,7 @@ def refusal(mechanism: Mechanism) -> str | None:
 
 
 def cached_way(leaf: LeafProtocol) -> ModuleType:
-    """How a leaf keeps tokens."""
+    """The module that keeps the tokens of a leaf."""
     way = way_of(leaf)
     assert way is not None  # It has been checked.
     return CACHED[way]

@@ -1,4 +1,4 @@
-"""What all layouts know of a call: who takes part, and what they have agreed on."""
+"""A call as all layouts receive it: the processes, and the arguments they have agreed on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MeshProcesses:
-    """Those of a mesh of one dimension, and this one among them."""
+    """The processes of a one-dimensional mesh, and the rank of this one."""
 
     owner: str
     """The name of the call in errors"""
     weak_group: ReferenceType[ProcessGroup]
-    """PyTorch has the group until it is destroyed. What is kept of a call, such as a graph of
-    autograd, must not have it any longer: then its threads would run on until the process ends."""
+    """A weak reference to the group, so that objects that outlive a call, such as a graph of
+    autograd, do not keep a destroyed group and its threads alive until the process ends."""
     rank: int
     devices: int
     device: torch.device
@@ -44,7 +44,7 @@ class MeshProcesses:
         return group
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """function(), unless it is an error on any process, which all raise then."""
+        """The result of function(); if it raises on any process, all processes raise its error."""
         result, error = tried(function)
         self.agree(error)
         return result  # type: ignore[return-value]
@@ -52,12 +52,12 @@ class MeshProcesses:
     def agree(
         self, error: Exception | None, called: str = "", numbers: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Raise the error of any process, on all of them; or the `numbers` of each (`agreed`)."""
+        """The `numbers` of each process (`agreed`); raises the error of any process on all."""
         return agreed(self.owner, self.group, self.device, called, numbers, error)
 
 
 def check_mesh(owner: str, mesh: object, example: str) -> None:
-    """Raise an error for what is no mesh of one dimension, such as the example is."""
+    """Raise an error unless `mesh` is a mesh of one dimension, such as `example`."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"{owner}: mesh must be a DeviceMesh, such as {example}; found {type(mesh).__name__}"
@@ -69,20 +69,20 @@ def check_mesh(owner: str, mesh: object, example: str) -> None:
 
 
 def processes_of(owner: str, mesh: DeviceMesh) -> MeshProcesses:
-    """Those of a mesh of one dimension."""
+    """The processes of a mesh of one dimension, after a check."""
     group, rank = ref(mesh.get_group()), mesh.get_local_rank()
     return MeshProcesses(owner, group, rank, mesh.size(), device_of(mesh))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where tensors are that processes exchange."""
+    """The device of the tensors that processes exchange."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def tried(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """function(), or its error, for a process that takes part in exchanges before all raise it."""
+    """The result of function(), or its error, which is raised after the next exchange."""
     try:
         return function(), None
     except Exception as error:
@@ -95,9 +95,9 @@ class DividedCall(NamedTuple):
     mechanism: Mechanism
     bound: Bound
     tokens: dict[str, tuple[int, ...]]
-    """The numbers of queries `t` and keys `s` of every process"""
+    """The number of queries (key "t") and of keys (key "s") on every process"""
     sizes: dict[str, int]
-    """By letter, for all tokens"""
+    """The size of each dimension letter, with all tokens"""
     backend: BackendNames
     order: TokenOrder | None = None
-    """That of the tokens, in the layouts that divide them"""
+    """The order of the tokens; None in the layout `heads`"""

@@ -1,4 +1,4 @@
-"""Attention to sequences that are divided among the processes of PyTorch."""
+"""Attention over sequences whose tokens are divided among the processes of PyTorch."""
 
 from __future__ import annotations
 
@@ -35,44 +35,46 @@ if TYPE_CHECKING:
 def context_parallel(
     mechanism: Mechanism | str, mesh: DeviceMesh, *, layout: str | None = None
 ) -> ContextParallel:
-    """The mechanism, called by every process of a mesh with its part of the tokens.
+    """The mechanism, to be called by every process of a mesh with its part of the tokens.
 
     Parameters
     ----------
     mechanism : Mechanism or str
-        What to call, or its expression.
+        The mechanism to call, or its expression.
     mesh : DeviceMesh
-        Of one dimension. The tokens of process i come after those of process i − 1, unless the
+        A mesh of one dimension. The tokens of process i follow those of process i − 1, unless the
         layout says otherwise.
     layout : str, optional
         How a call is divided (`precondattn.parallel`): by "heads"; or by tokens, in the order
         "contiguous", "zigzag" or "cyclic[block=B]" (`precondattn.parallel.layouts`). In the last
-        two the tokens of a process are not consecutive. By default "heads" where the processes
-        divide the heads of a call, and else "contiguous": a process has the same tokens in both.
+        two the tokens of a process are not consecutive. The default is "heads" if the number of
+        heads can be divided among the processes, and "contiguous" otherwise. A process has the same
+        tokens in both.
 
     Returns
     -------
     ContextParallel
-        Called as the mechanism. Inputs with tokens are this process's part of them, as tensors, or
-        as DTensors with the placement `Shard` of their tokens. Other inputs, such as weights, are
-        whole on every process; so are `lengths` and `cu_seqlens`. The result is the output of this
-        process's tokens, as a tensor or a DTensor.
+        It is called like the mechanism. Inputs with tokens are given as this process's part, as
+        tensors, or as DTensors with the placement `Shard` along the tokens. Other inputs, such as
+        weights, are whole on every process, and so are `lengths` and `cu_seqlens`. The result is
+        the output of this process's tokens, as a tensor or a DTensor.
 
     Raises
     ------
     TypeError, ValueError
-        if the mesh is none, or has several dimensions, or the layout is unknown. In a call, on all
-        processes alike: if arguments disagree, on one process or between them, a process has no
-        token, or the layout can not divide the heads.
+        if `mesh` is not a DeviceMesh of one dimension, or the layout is unknown. In a call, on all
+        processes: if arguments do not fit each other, on one process or between processes, if a
+        process has no token, or if the layout can not divide the call.
 
     Notes
     -----
-    Gradients of tokens are those of the sum of all processes' losses. Those of weights are each
-    process's term of it, which data parallelism adds up. A second derivative is an error.
+    The gradient of a token is that of the sum of all processes' losses. The gradient of a weight is
+    this process's term of it, and data parallelism adds up the terms. A second derivative raises an
+    error.
 
     Examples
     --------
-    In each of four processes that `torchrun` has started, with q, k and v (b, T / 4, heads, width):
+    In each of four processes started by `torchrun`, with q, k and v (b, T / 4, heads, width):
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))  # doctest: +SKIP
@@ -95,7 +97,7 @@ def context_parallel(
 
 
 class ContextParallel:
-    """A mechanism for parts of sequences; `context_parallel` makes it."""
+    """A mechanism whose tokens are divided among processes; made by `context_parallel`."""
 
     def __init__(
         self, mechanism: Mechanism, mesh: DeviceMesh, layout: str | None, order: TokenOrder | None
@@ -119,40 +121,40 @@ class ContextParallel:
         backend: BackendNames = None,
         **named: Array,
     ) -> tuple[Tensor, DividedCache]:
-        """The output of this process's tokens, and the cache of all tokens, divided.
+        """The output of this process's tokens, and a cache of all tokens that is divided.
 
-        Each process keeps what softmax attention, LASER and LUCID need of its tokens. The states of
-        recurrences after all tokens are given to every process.
+        Each process keeps the rows of its own tokens for softmax attention, LASER and LUCID. Every
+        process gets the states of recurrences after all tokens.
 
         Parameters
         ----------
         *arrays, **named
-            Those of a call: this process's tokens, and `lengths` or `key_mask`. The cache keeps a
-            key mask that is given.
+            The arguments of a call: this process's tokens, and `lengths` or `key_mask`. A given key
+            mask is stored in the cache.
         capacity : int
-            The most tokens of a sequence, of all processes together. Not needed if the cache is a
-            state.
+            The most tokens of a sequence, counted over all processes. It may be omitted if the
+            cache consists of states.
         cache : Cache, optional
-            An ordinary cache, the same on every process, after which the tokens come. It must be of
-            states only.
+            An ordinary cache of earlier tokens, the same on every process. It must consist of
+            states.
 
         Returns
         -------
         tuple
-            The output, as of a call, and a `DividedCache` for `extend` and `redistribute`.
+            The output, as in a call, and a `DividedCache` for `extend` and `redistribute`.
 
         Raises
         ------
         TypeError, ValueError
-            on all processes alike: those of a call; for the layout "heads", packed sequences, and
-            a mechanism that is not causal; for a capacity that is missing or too small; and for a
-            `cache` of tokens, or of another mechanism.
+            on all processes: the errors of a call; for the layout "heads", packed sequences, and a
+            mechanism that is not causal; for a capacity that is missing or too small; and for a
+            `cache` with tokens, or of another mechanism.
 
         Notes
         -----
-        Output and states are differentiable. Gradients of states after all tokens are those of all
-        processes' losses together. That of an initial state is the first process's term of it, 0 on
-        the others.
+        Output and states are differentiable. The gradient of a state after all tokens is that of
+        the sum of all processes' losses. The gradient of an initial state is on the first process,
+        and 0 on the others.
         """
         start = start_torch.CacheStart(self.mechanism, capacity, cache)
         call = self._agreed(arrays, named, backend, start)
@@ -172,26 +174,26 @@ class ContextParallel:
         Parameters
         ----------
         cache : DividedCache
-            From `prefill` or an earlier `extend`. It is not modified unless donated.
+            A cache from `prefill` or an earlier `extend`. It is not modified unless donated.
         *arrays, **named
-            New tokens, the same on every process, as tensors or as DTensors with the placement
-            `Replicate`; and `lengths` or `key_mask` of them. Their shapes are compared between
-            processes, and not their entries.
+            The new tokens, the same on every process, as tensors or as DTensors with the
+            placement `Replicate`; and their `lengths` or `key_mask`. Processes compare the
+            shapes, but not the entries.
         donate : bool
-            Write into the cache's own buffers. The old cache must not be used again; doing so
-            raises.
+            Write into the cache's own buffers. The old cache must not be used again; using it
+            raises an error.
 
         Returns
         -------
         tuple
-            The output, the same on every process, and the cache. A new token is kept by the process
-            that has the fewest tokens of its sequence.
+            The output, the same on every process, and the cache. Each new token is stored by the
+            process that has the fewest tokens of its sequence.
 
         Raises
         ------
         TypeError, ValueError
-            on all processes alike: for bad input, for a cache of another mechanism, mesh or layout,
-            where the capacity is exceeded, and where a gradient would be needed.
+            on all processes: for invalid input, for a cache of another mechanism, mesh or layout,
+            if the capacity is exceeded, and if a gradient would be needed.
         """
         new = self._new_tokens(cache, arrays, named, backend, donate)
         with torch.no_grad():
@@ -201,7 +203,7 @@ class ContextParallel:
         return out, after
 
     def _as_given(self, call: DividedCall, part: Tensor) -> Tensor:
-        """The output, as a DTensor if inputs were."""
+        """The output, as a DTensor if the inputs were DTensors."""
         if not call.bound.is_distributed:
             return part
         pattern = self.mechanism.program.output
@@ -214,9 +216,9 @@ class ContextParallel:
         )
 
     def refusal(self, *arrays: Array, **named: Array) -> str | None:
-        """Why the layout can not divide a call with these arguments; None where it can.
+        """The reason why the layout can not divide a call with these arguments; None if it can.
 
-        All processes ask together.
+        All processes must call this together.
         """
         return self._refusal(self._bound(arrays, named, None))
 
@@ -227,14 +229,16 @@ class ContextParallel:
         cache: DividedCache | None = None,
         **named: Array,
     ) -> Plan:
-        """How a call with these arguments is divided. All processes ask together.
+        """How a call with these arguments is divided, and what this process sends.
+
+        All processes must call this together.
 
         Parameters
         ----------
         verb : {"forward", "prefill"}
-            "prefill" is a call with what it sends for the cache.
+            With "prefill", the bytes include what is sent for the cache.
         cache : DividedCache, optional
-            With a cache, `extend` is explained, and the arrays are the new tokens.
+            If a cache is given, `extend` is explained, and the arrays are the new tokens.
         """
         if verb not in ("forward", "prefill"):
             raise ValueError(
@@ -269,7 +273,7 @@ class ContextParallel:
         backend: BackendNames = None,
         donate: object = False,
     ) -> NewTokens:
-        """The new tokens, after all processes have checked theirs together."""
+        """The new tokens, after all processes have checked their arguments."""
         new, error = None, None
         try:
             if not isinstance(donate, bool):
@@ -291,7 +295,7 @@ class ContextParallel:
         backend: BackendNames,
         start: start_torch.CacheStart | None = None,
     ) -> DividedCall:
-        """The arguments of a call that the layout can divide."""
+        """The call, after a check that the layout can divide it."""
         call = self._bound(arrays, named, backend, start)
         refused = self._refusal(call) if start is None else self._refusal_of_prefill(call)
         if refused is not None:
@@ -299,7 +303,7 @@ class ContextParallel:
         return call
 
     def _way(self, call: DividedCall) -> ModuleType:
-        """How a call is divided that has not been refused."""
+        """The module that divides a call which was not refused."""
         if self.layout is None:
             return tokens_torch if self._refused_by(heads, call) else heads
         return heads if self.order is None else tokens_torch
@@ -321,7 +325,7 @@ class ContextParallel:
         return refused + advice({"contiguous": self._refusal_in_order(call) or of_cache})
 
     def _refusal_in_order(self, call: DividedCall) -> str | None:
-        """The refusal of the layout `contiguous`, which divides what any order of tokens can."""
+        """The refusal of `contiguous`, which divides whatever another order divides."""
         in_order = call._replace(order=TokenOrder("contiguous"))
         return tokens_torch.refusal(self.mechanism, in_order, self.processes)
 
@@ -337,7 +341,7 @@ class ContextParallel:
         backend: BackendNames,
         start: start_torch.CacheStart | None = None,
     ) -> DividedCall:
-        """The arguments, after all processes have checked theirs together."""
+        """The call, after all processes have checked their arguments."""
         bound, error = None, None
         try:
             bound = bind(self.mechanism, self.mesh, arrays, named)

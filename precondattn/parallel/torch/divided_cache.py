@@ -1,13 +1,13 @@
-"""A cache that is divided among processes: who keeps which tokens.
+"""A cache that is divided among processes, and which process keeps which tokens.
 
-What a leaf keeps of a token (its key and value, LUCID's solved value) is a row on one process. That
-is the process which had the token in the prefill. A new token, which all processes have, is kept by
-the one that has the fewest of its sequence, the first of several. So all have equally many in the
-end, also where the tokens of the last process were padding. States have no rows: every process has
-them whole.
+What a leaf stores for a token (its key and value, or LUCID's solved value) is a row on one process.
+For a token of the prefill it is the process that computed it. All processes have the new tokens.
+Each of these is stored by the process that has the fewest tokens of its sequence, and among equals
+by the one with the lowest rank. So the numbers become equal, also if the last process had padding
+in the prefill. States have no rows: every process has them whole.
 
-All know how many tokens each process has. So nothing is sent to decide who keeps a token, and
-nothing is read from a device.
+Every process knows how many tokens each process has. So the choice needs no communication, and no
+value is read from a device.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from precondattn.algebra.mechanism import Mechanism
 
 Counts = tuple[tuple[int, ...], ...]
-"""A number for each process and each sequence."""
+"""A number of tokens for each process and each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class DividedCache:
-    """What one process has of the cache of a divided call: its tokens, and all states.
+    """One process's part of the cache of a divided call: the rows of its tokens, and all states.
 
-    `ContextParallel.prefill` makes it, and `ContextParallel.extend` extends it. It is good for the
-    mechanism, mesh and layout that it was made by; `redistribute` makes an ordinary `Cache` of it.
+    `ContextParallel.prefill` creates it, and `ContextParallel.extend` extends it. It can be used
+    with the mechanism, mesh and layout that created it. `redistribute` makes an ordinary `Cache`.
     """
 
     mechanism: Mechanism
     mesh: DeviceMesh
     layout: str
     part: Cache
-    """The rows of this process's tokens, as the first ones of buffers (b, rows, …); and states"""
+    """The rows of this process's tokens, first in buffers (b, rows, …), and the states"""
     position: Tensor
-    """Where each row is in its sequence, int32 (b, rows)"""
+    """The position of each row in its sequence, int32 (b, rows)"""
     held: Counts
-    """How many tokens each process has of each sequence; none if the cache is a state"""
+    """The number of tokens that each process stores of each sequence; empty for states"""
     lengths: tuple[int, ...]
-    """The number of tokens of each sequence, of all processes together"""
+    """The number of tokens of each sequence, over all processes"""
     capacity: int | None
-    """The most tokens that fit in a sequence; None for a state, which has no limit"""
+    """The most tokens that fit in a sequence; None for states, which have no limit"""
 
     @property
     def length(self) -> Tensor:
@@ -66,28 +66,28 @@ class DividedCache:
 
     @cached_property
     def token_buffers(self) -> list[str]:
-        """The names of those with a row for each token."""
+        """The names of the buffers that have a row for each token."""
         return [name for name, kind in kinds_of(self.part).items() if kind.has_tokens]
 
     def rows_of(self, process: int) -> int:
-        """How many rows of a process are filled, in the sequence where it has most."""
+        """The number of filled rows of a process, in the sequence of which it has most."""
         return max(self.held[process]) if self.held else 0
 
     def __str__(self) -> str:
-        """What is the same on all processes."""
+        """The properties that are the same on all processes."""
         held = f", by process {self.held}, of at most {self.capacity}" if self.held else ""
         return f"a cache of {self.mechanism} with {self.lengths} tokens{held}"
 
 
 class Kept(NamedTuple):
-    """Rows (b, t, …) of new tokens by the name of the buffer, and new states."""
+    """Rows (b, t, …) of new tokens by buffer name, and new states by buffer name."""
 
     rows: Mapping[str, Tensor]
     states: Mapping[str, Tensor]
 
 
 def held_of(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> Counts:
-    """The tokens of each process, where `counts[i]` of sequence i are valid.
+    """The number of tokens on each process, if `counts[i]` tokens of sequence i are valid.
 
     Examples
     --------
@@ -103,15 +103,15 @@ def held_of(parts: Sequence[TokenPart], counts: Sequence[int], devices: int) -> 
 
 
 def rows_needed(capacity: int, held: Sequence[int], devices: int) -> int:
-    """The rows of a process that has `held` tokens of each sequence.
+    """The number of rows for a process that stores `held[i]` tokens of sequence i.
 
-    It gets more only while it has the fewest, and these are never more than the mean.
+    It gets new tokens only while it has the fewest, so never more than the mean.
     """
     return max(*held, -(-capacity // devices))
 
 
 def keepers(held: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Counts]:
-    """Which process keeps each of `counts[i]` new tokens of sequence i; and all numbers then.
+    """The process that stores each of `counts[i]` new tokens of sequence i, and the new numbers.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def keepers(held: Counts, counts: Sequence[int]) -> tuple[list[list[int]], Count
 
 
 def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> DividedCache:
-    """An empty cache with this process's tokens, whose numbers it has, at `positions` (s,)."""
+    """An empty cache filled with this process's tokens, which are at `positions` (s,)."""
     count = cache.part.length
     nothing = torch.zeros_like(count)
     is_full = bool(cache.held) and set(cache.held[rank]) == {positions.shape[0]}
@@ -154,7 +154,7 @@ def filled(cache: DividedCache, kept: Kept, positions: Tensor, rank: int) -> Div
 def extended(
     cache: DividedCache, kept: Kept, counts: Sequence[int], rank: int, *, donate: bool
 ) -> DividedCache:
-    """The cache after new tokens, of which the first `counts[i]` are of sequence i."""
+    """The cache after new tokens, of which the first `counts[i]` of sequence i are valid."""
     old, store = cache.part, {**cache.part.store, **kept.states}
     lengths = tuple(n + new for n, new in zip(cache.lengths, counts, strict=True))
     who, held = keepers(cache.held, counts) if cache.token_buffers else ([], ())

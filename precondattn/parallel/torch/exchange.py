@@ -1,7 +1,7 @@
-"""Tokens for heads and back, between the processes of PyTorch; differentiable.
+"""The exchange of tokens for heads and back between processes, differentiable.
 
-Each of the two exchanges is the transpose of the other: the gradient of one is the other, in which
-a head that several devices have got is a sum.
+Each of the two exchanges is the transpose of the other, so it computes the other's gradient. There
+the gradient of a head that several devices received is their sum.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from precondattn.parallel.torch.call import MeshProcesses
 
 Pieces = list[list[Tensor]]
-"""Of each device, one of each array."""
+"""For each device, a piece of each array."""
 
 
 class Exchange(NamedTuple):
-    """Arrays (b, T_r, heads, …) of this device, and (b, all tokens, heads of r, …)."""
+    """The exchange between arrays (b, T_r, all heads, …) and (b, all tokens, heads of r, …)."""
 
     processes: MeshProcesses
     axes: tuple[HeadAxes, ...]
     times: tuple[tuple[int, ...], ...]
-    """The size of each array along the tokens, on every device."""
+    """The number of tokens of each array on every device."""
     heads: tuple[int, ...]
-    """The number of heads of each array; 1 where all devices get all of it."""
+    """The number of heads of each array; 1 if every device gets the whole array."""
 
     @property
     def devices(self) -> int:
@@ -73,7 +73,7 @@ class Exchange(NamedTuple):
     def _shape(self, i: int, x: Tensor, source: int, *, to_heads: bool) -> Shape:
         """The shape of the piece that a device sends to this one."""
         shape, axes = list(x.shape), self.axes[i]
-        assert axes.time is not None  # Others are not exchanged.
+        assert axes.time is not None  # Arrays without tokens are not exchanged.
         shape[axes.time] = self.times[i][source if to_heads else self.processes.rank]
         if axes.heads is not None:
             of = self.processes.rank if to_heads else source
@@ -82,7 +82,7 @@ class Exchange(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """Heads of one device, and all of them."""
+    """The exchange between one device's heads and all heads."""
 
     exchange: Exchange
 
@@ -106,7 +106,7 @@ class _Heads(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Tokens of one device, and all of them."""
+    """The exchange between one device's tokens and all tokens."""
 
     exchange: Exchange
 
@@ -123,7 +123,7 @@ def _sum(pieces: list[Tensor]) -> Tensor:
 
 
 class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
-    """`Exchange.run`, whose gradient is the exchange back."""
+    """`Exchange.run`, with the reverse exchange as its gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, exchange: Exchange, to_heads: bool, *arrays: Tensor) -> Tensor:
@@ -139,9 +139,9 @@ class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
 def exchanged(
     group: ProcessGroup, rank: int, sent: Pieces, shapes: Sequence[Sequence[Shape]]
 ) -> Pieces:
-    """What every device sends to this one; `sent` is for each device, this one among them.
+    """The pieces that every device sends to this one; `sent` has the pieces for each device.
 
-    One message for each dtype, in bytes.
+    There is one message for each dtype, sent as bytes.
     """
     received: Pieces = [[torch.empty(0)] * len(sent[0]) for _ in sent]
     received[rank] = sent[rank]
@@ -171,7 +171,7 @@ def exchanged(
 
 
 def _sizes(shapes: Sequence[Sequence[Shape]], chosen: list[int], rank: int) -> list[int]:
-    """Elements of the pieces of every other device; 0 for this one."""
+    """The number of elements in the chosen pieces of every device; 0 for this one."""
     return [
         0 if device == rank else sum(prod(of[i]) for i in chosen)
         for device, of in enumerate(shapes)
@@ -179,7 +179,7 @@ def _sizes(shapes: Sequence[Sequence[Shape]], chosen: list[int], rank: int) -> l
 
 
 def gathered(group: ProcessGroup, mask: Tensor, tokens: Sequence[int]) -> Tensor:
-    """A mask of all tokens (b, s), from this device's."""
+    """The mask of all tokens (b, s), gathered from every device's part."""
     shapes = [[(mask.shape[0], n)] for n in tokens]
     pieces = exchanged(group, dist.get_rank(group), [[mask] for _ in tokens], shapes)
     return torch.cat([of[0] for of in pieces], 1)

@@ -1,14 +1,14 @@
-"""A process waits at its exit until gloo's threads have let go of the last exchange.
+"""The exit of a process, which waits until gloo's threads have released the last exchange.
 
-A thread of gloo that has computed an exchange drops the exchange's tensors afterwards. If they have
-Python objects, it needs the interpreter for that. Python up to 3.13 ends a thread that asks for an
-interpreter that is exiting. Here it does so within a destructor of C++, and the process aborts:
-"terminate called without an active exception".
+A thread of gloo releases the tensors of an exchange after it. If they have Python objects, it needs
+the interpreter's lock. Python up to 3.13 ends a thread that asks for the lock of an interpreter
+that is exiting. Here this happens within a C++ destructor, and the process aborts: "terminate
+called without an active exception".
 
-`destroy_process_group` joins these threads only if nothing else has the group, and every DeviceMesh
-has it. A program that drops its meshes afterwards is safe (docs/many_devices.md). For all others
-there is this wait. It is mild: the interpreter is left to the threads for a moment, and no group is
-destroyed, for others may still use it.
+`destroy_process_group` joins these threads only if nothing else refers to the group, and every
+DeviceMesh does. A program that drops its meshes afterwards is safe (docs/many_devices.md). This
+wait is for all others. It only releases the lock for a moment; it destroys no group, because others
+may still use it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import time
 from pathlib import Path
 
 THREADS = Path("/proc/self/task")
-"""Folder of this process's threads, on Linux"""
+"""The folder that lists this process's threads on Linux"""
 NAME = "(pt_gloo_runloop)"
 """PyTorch's name for gloo's threads"""
 LOOK = 0.001
-"""Seconds between two looks, in which the threads have the interpreter"""
+"""Seconds between two checks, during which the threads can take the lock"""
 LOOKS = 3
-"""How many looks must find no thread running: the second and third see one that woke up late"""
+"""How many checks in a row must find no thread running: one of them may wake up late"""
 LONGEST = 5.0
 """Seconds after which the process ends anyway"""
 PAUSE = 0.05
-"""Seconds for the threads where they can not be seen"""
+"""Seconds to wait on systems that do not list threads"""
 
 
 def wait_for_gloo() -> None:
     """Wait until no thread of gloo is running.
 
-    One that waits for other processes is not running, and is not waited for.
+    A thread that waits for other processes is not running.
     """
     if not THREADS.exists():
         time.sleep(PAUSE)
@@ -48,7 +48,7 @@ def wait_for_gloo() -> None:
 
 
 def _states() -> list[str]:
-    """The state of each thread of gloo: R if it is running or ready to, and S if it sleeps."""
+    """The state of each thread of gloo: R if it is running or ready to run, S if it sleeps."""
     found = []
     for thread in THREADS.iterdir():
         try:

@@ -1,11 +1,11 @@
-"""Softmax attention of which a query needs more of the keys than their scores: all are gathered.
+"""Softmax attention in which every process gathers all keys: PaTH, windows, gates and sinks.
 
-Every process gets all keys and what belongs to them, and each part of its queries attends to the
-tokens up to its own last one, as the last tokens of a call. So memory is that of all keys, and work
-is balanced as in a ring. PaTH transports keys through the reflections between query and key; a
-window, a gate or a sink are of the whole sequence too.
+Every process gets all keys and the inputs that belong to them. Each part of its queries is the end
+of a call on all tokens up to its last one. So a process has all keys in memory, and the work is
+balanced as in a ring. PaTH needs this because it transports keys through the reflections between
+query and key. A window, a gate or a sink also depends on the whole sequence.
 
-The gradient of a key is the sum of all processes'.
+The gradient of a key is the sum over all processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """Why keys are not gathered; None where they are."""
+    """The reason why a leaf can not be divided by gathering its keys; None if it can."""
     return refusal_of_leaf(leaf)
 
 
@@ -52,7 +52,7 @@ def output(piece: DividedPiece) -> Tensor:
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by this process to others."""
+    """The bytes that this process sends in the forward pass, by input."""
     others = piece.processes.devices - 1
     return {
         name: others * piece.inputs[name].numel() * piece.inputs[name].dtype.itemsize
@@ -61,7 +61,7 @@ def bytes_sent(piece: DividedPiece) -> dict[str, int]:
 
 
 def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> Tensor:
-    """Some consecutive queries, as the last ones of all tokens up to them."""
+    """The output of consecutive queries: the last ones of a call on all tokens up to them."""
     end = part.first + part.tokens
     inputs = {}
     for name, x in piece.inputs.items():
@@ -75,7 +75,7 @@ def _of_part(piece: DividedPiece, part: TokenPart, whole: dict[str, Tensor]) -> 
 
 
 def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
-    """Those of the first tokens of the sequence."""
+    """The masks of the first `end` tokens of the sequence."""
     masks = piece.masks
     given = {"key_mask": masks.valid, "segment_ids": masks.segment}
     return {
@@ -86,12 +86,12 @@ def _masks_until(piece: DividedPiece, end: int) -> dict[str, Tensor]:
 
 
 def _in_order(piece: DividedPiece, of_processes: Tree) -> Tensor:
-    """Tokens (b, s, …) in the order of the sequence, from those of every process."""
+    """Tokens (b, s, …) in the order of the sequence, from the tokens of every process."""
     return torch.cat([of_processes[part.device][:, part.rows] for part in piece.parts], 1)
 
 
 class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
-    """All tokens of some arrays in the order of the sequence; its gradient is the sum of all."""
+    """All tokens of some arrays in the order of the sequence; the gradient sums over processes."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, piece: DividedPiece, *arrays: Tensor) -> Tensor:
@@ -117,6 +117,6 @@ class _GatheredTokens(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _of_process(piece: DividedPiece, process: int, whole: Tensor) -> Tensor:
-    """A process's tokens, in its order, of all."""
+    """A process's tokens in its order, taken from all tokens."""
     parts = [whole[:, part.first : part.first + part.tokens] for part in piece.own_parts(process)]
     return torch.cat(parts, 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refusal(mechanism: Mechanism, call: DividedCall, processes: MeshProcesses) -> str | None:
-    """Why a call can not be divided like this; None where it can."""
+    """The reason why this layout can not divide a call; None if it can."""
     return heads.refusal(mechanism, call.sizes, processes.devices)
 
 
@@ -36,13 +36,13 @@ def output(call: DividedCall, processes: MeshProcesses) -> Tensor:
 
 
 def during(call: DividedCall, processes: MeshProcesses) -> str:
-    """What a process has during the call."""
+    """What a process has in memory during the call, in words."""
     count = call.sizes[heads_of_output(call.mechanism)] // processes.devices
     return f"all tokens of {count} heads"
 
 
 def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
-    """Forward, by this process to others: of each input, and of the output `out`."""
+    """The bytes that this process sends in the forward pass: of each input, and of `out`."""
     bound, of_out = call.bound, call.mechanism.program.output
     shapes = {name: tuple(bound.inputs[name].shape) for name in bound.with_tokens}
     own = {letter: counts[processes.rank] for letter, counts in call.tokens.items()}
@@ -54,7 +54,7 @@ def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
 
 
 def _exchange(call: DividedCall, processes: MeshProcesses) -> Exchange:
-    """Of all inputs with tokens."""
+    """The exchange of all inputs with tokens."""
     bound, names = call.bound, call.bound.with_tokens
     axes = tuple(bound.axes[name] for name in names)
     times = tuple(bound.times(name, call.tokens) for name in names)
@@ -76,7 +76,7 @@ def _exchange_of_output(call: DividedCall, processes: MeshProcesses) -> Exchange
 
 
 def _weights(bound: Bound, processes: MeshProcesses) -> dict[str, Tensor]:
-    """Inputs without tokens, those of this process's heads."""
+    """The inputs without tokens, restricted to this process's heads."""
     result = {}
     for name, x in bound.inputs.items():
         time, axis = bound.axes[name]

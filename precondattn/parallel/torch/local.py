@@ -1,4 +1,4 @@
-"""Leaves that compute each token by itself: nothing is sent (`tokens.py`)."""
+"""Leaves that compute each token alone; nothing is sent (`tokens.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SENDS_VALUES = False
 
 
 def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """Why a leaf needs all tokens; None where any order of them will do."""
+    """The reason why a leaf needs other tokens; None if it computes each token alone."""
     return refusal_of_leaf(leaf)
 
 

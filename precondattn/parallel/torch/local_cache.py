@@ -1,4 +1,4 @@
-"""Leaves that compute each token by itself have no cache (`cached.py`)."""
+"""Leaves that compute each token alone and have no cache (`cached.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precondattn.parallel.torch.step import DividedStep, Shape
 def prefilled(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of this process's tokens."""
+    """The output of this process's tokens, and no rows."""
     return local.output(piece), {}
 
 

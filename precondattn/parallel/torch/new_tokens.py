@@ -1,4 +1,4 @@
-"""The arguments of `extend` on a divided cache: new tokens, which all processes have whole."""
+"""The arguments of `extend` on a divided cache: new tokens, the same on all processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class NewTokens(NamedTuple):
-    """Inputs and masks of new tokens, the same on all processes."""
+    """The inputs and masks of new tokens, the same on all processes."""
 
     inputs: dict[str, Tensor]
     sizes: dict[str, int]
     counts: tuple[int, ...]
-    """How many of the tokens are valid, in each sequence"""
+    """The number of valid new tokens of each sequence"""
     lengths: Tensor | None
-    """The same (b,); None where all are"""
+    """The number of valid new tokens (b,) as a tensor; None if all are valid"""
     key_mask: Tensor | None
     is_distributed: bool
-    """Whether tokens were DTensors"""
+    """Whether the inputs with tokens were DTensors"""
     backend: BackendNames
 
     @property
     def within(self) -> Tensor | None:
-        """The valid queries (b, t)."""
+        """Which new tokens are valid queries (b, t); None if all are."""
         if self.lengths is None:
             return None
         tokens = torch.arange(self.sizes["t"], device=self.lengths.device)
@@ -48,14 +48,14 @@ class NewTokens(NamedTuple):
 
     @property
     def valid(self) -> Tensor | None:
-        """The valid keys (b, t)."""
+        """Which new tokens are valid keys (b, t); None if all are."""
         within = self.within
         if within is None or self.key_mask is None:
             return self.key_mask if within is None else within
         return within & self.key_mask
 
     def __str__(self) -> str:
-        """What must be the same on all processes: all but the entries of arrays."""
+        """The properties that must be the same on all processes: all but the entries of arrays."""
         of_arrays = [f"{n} {dtype_name(x)} {tuple(x.shape)}" for n, x in self.inputs.items()]
         masked = "" if self.key_mask is None else " with key_mask"
         return f"{'; '.join(of_arrays)}; {self.counts} of the tokens{masked}"
@@ -70,12 +70,12 @@ def bind_new(
     named: Mapping[str, Tensor],
     backend: BackendNames,
 ) -> NewTokens:
-    """The arguments of an extension; `named` are inputs and masks.
+    """The arguments of an extension, checked; `named` has inputs and masks.
 
     Raises
     ------
     TypeError, ValueError
-        naming the argument.
+        if an argument is invalid; the message names it.
     """
     owner = str(mechanism)
     _check_is_of(cache, mechanism, mesh, layout)
@@ -123,7 +123,7 @@ def bind_new(
 
 
 def _check_is_of(cache: object, mechanism: Mechanism, mesh: DeviceMesh, layout: str) -> None:
-    """Raise unless it is a cache that this mechanism, on this mesh, in this layout, has made."""
+    """Raise an error unless this mechanism created the cache on this mesh in this layout."""
     if not isinstance(cache, DividedCache):
         raise TypeError(
             f"{mechanism}: the first argument of extend must be a DividedCache from prefill; "
@@ -150,7 +150,7 @@ def check_not_donated(owner: str, cache: DividedCache) -> None:
 
 
 def _whole(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """An array that all processes have."""
+    """The local tensor of an array that is the same on all processes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; found {type(x).__name__}")
     if not isinstance(x, DTensor):

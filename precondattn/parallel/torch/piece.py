@@ -1,4 +1,4 @@
-"""One leaf call of a divided call: this process's inputs, and what all know of tokens and masks."""
+"""One leaf call of a divided call: this process's inputs, and the masks of all processes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DividedMasks:
-    """Which tokens are valid, and their segments (b, tokens of a process), of every process.
+    """Validity and segments of the tokens (b, tokens of a process) of every process.
 
-    Every process has those of all, for they are small beside keys and values.
+    Every process has the masks of all processes: they are small beside keys and values.
     """
 
     within: tuple[Tensor, ...] | None
-    """The tokens within `lengths`: valid queries"""
+    """Whether a token is within `lengths`, and so a valid query"""
     valid: tuple[Tensor, ...] | None
-    """Valid keys, which `key_mask` does not hide either"""
+    """Whether a token is within `lengths` and not masked by `key_mask`, and so a valid key"""
     segment: tuple[Tensor, ...] | None
 
     def without_padding(
         self, process: int, arrays: Mapping[str, Tensor], patterns: Mapping[str, Pattern]
     ) -> dict[str, Tensor]:
-        """A process's arrays, 0 at padding, so that NaN there does not spread."""
+        """A process's arrays with 0 at padding, so that NaN there does not spread."""
         if self.valid is None:
             return dict(arrays)
         within = None if self.within is None else self.within[process]
@@ -46,9 +46,9 @@ class DividedMasks:
         return None if self.valid is None else self.valid[process]
 
     def of_extension(self, process: int) -> dict[str, Tensor]:
-        """Those of a process's tokens, as an extension of states takes them.
+        """The masks of a process's tokens, as arguments of an extension of states.
 
-        The tokens within `lengths` come first, for they are consecutive.
+        A process's tokens are consecutive, so that the ones within `lengths` come first.
         """
         masks = {}
         if self.within is not None:
@@ -63,7 +63,7 @@ class DividedMasks:
         return None if self.segment is None else self.segment[process]
 
     def of_rows(self, process: int, rows: slice) -> dict[str, Tensor]:
-        """Those of some tokens of a process, as a call of their own takes them."""
+        """The masks of some rows of a process, as arguments of a full call on these tokens."""
         masks = {}
         if self.valid is not None:
             masks["key_mask"] = self.valid[process][:, rows]
@@ -73,42 +73,42 @@ class DividedMasks:
 
 
 class DividedPiece(NamedTuple):
-    """A leaf call that is divided."""
+    """A leaf call whose tokens are divided."""
 
     leaf: Leaf
     inputs: dict[str, Tensor]
-    """By the leaf's own names"""
+    """Tensors by the leaf's input names"""
     parts: tuple[TokenPart, ...]
-    """All parts of the sequence, in its order"""
+    """All parts of the sequence, in the order of the sequence"""
     masks: DividedMasks
     processes: MeshProcesses
     backend: BackendNames
 
     def own_parts(self, process: int) -> list[TokenPart]:
-        """Those of one process, in the order of the sequence."""
+        """The parts of one process, in the order of the sequence."""
         return [part for part in self.parts if part.device == process]
 
     def count(self, process: int) -> int:
-        """The tokens of a process."""
+        """The number of tokens of a process."""
         return sum(part.tokens for part in self.own_parts(process))
 
 
 def masks_of(
     call: DividedCall, processes: MeshProcesses, *, is_planned: bool = False
 ) -> DividedMasks:
-    """The masks of all processes' tokens, after an exchange of those that are of tokens.
+    """The masks of all processes' tokens, after an exchange of masks with an entry per token.
 
-    For a plan they are not exchanged, and there are none.
+    For a plan nothing is exchanged, and all masks are None.
 
     Raises
     ------
     ValueError
-        for lengths or bounds that do not fit the tokens.
+        for `lengths` or `cu_seqlens` that do not fit the tokens.
     """
     given, counts, b = call.bound.masks, call.tokens["s"], call.sizes["b"]
     if not given or is_planned:
         return DividedMasks(None, None, None)
-    assert call.order is not None  # Of the layouts that divide tokens.
+    assert call.order is not None  # Only `heads` has none.
     total, device = sum(counts), processes.device
     parts = call.order.parts(counts)
     of_process = [positions_of(parts, process, device) for process in range(processes.devices)]
@@ -152,10 +152,11 @@ def check_lengths(owner: str, lengths: Tensor, b: int, s: int) -> None:
 
 
 def crossing(segment: Tensor | None, at: int, other: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Of tokens and others all before or all after them: which are of the segment that both have.
+    """Which tokens of two runs, one before the other, are of the one segment that both may have.
 
-    Segments are consecutive, so that it is the one at the end that faces the others: `at` is 0 if
-    they are before, and −1 if they are after. None without segments.
+    Segments are contiguous. So it is the first segment of the first argument if the other tokens
+    come before it (`at` is 0), and its last segment if they come after it (`at` is −1). None
+    without segments.
     """
     if segment is None or other is None:
         return None

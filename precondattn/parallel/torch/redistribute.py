@@ -1,4 +1,4 @@
-"""A cache that is divided among processes, as a whole one of one process, or of all."""
+"""A divided cache gathered into an ordinary one, on one process or on all."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from precondattn.parallel.torch.new_tokens import check_not_donated
 def redistribute(
     cache: DividedCache, *, to: int | None = None, capacity: int | None = None
 ) -> Cache | None:
-    """A divided cache as a whole one, which `Mechanism.extend` takes. All processes ask together.
+    """The ordinary cache of all tokens, for `Mechanism.extend`, from a divided cache.
 
-    So a long prompt is read by many processes, and fewer of them go on.
+    All processes of the mesh must call this together. Many processes can thus read a long prompt,
+    and fewer of them continue.
 
     Parameters
     ----------
     cache : DividedCache
-        From `ContextParallel.prefill` or `extend`. It stays as it is.
+        A cache from `ContextParallel.prefill` or `extend`. It is not modified.
     to : int, optional
-        The process of the mesh that gets the cache; all by default.
+        The rank in the mesh of the process that gets the cache; all processes by default.
     capacity : int, optional
-        That of the result; by default that of the cache.
+        The capacity of the result; by default that of the divided cache.
 
     Returns
     -------
     Cache or None
-        What one process would have made of all tokens; None on a process that does not get it.
+        The cache that one process would have computed from all tokens; None on a process that does
+        not get it.
 
     Raises
     ------
     TypeError, ValueError
-        for what is no divided cache; and on all processes alike, for one that was donated, a
-        process that does not exist, a capacity that is too small, processes that ask for different
-        things, and where a gradient of tokens would be needed.
+        for an argument that is not a divided cache; and on all processes, for a cache that was
+        donated, a rank that does not exist, a capacity that is too small, arguments that differ
+        between processes, and if a gradient with respect to tokens would be needed.
 
     Examples
     --------
-    In each of four processes that `torchrun` has started, with their tokens of a prompt:
+    In each of four processes started by `torchrun`, with their tokens of a prompt:
 
     >>> from precondattn.parallel.torch import context_parallel, redistribute
     >>> attn = context_parallel("lucid", mesh["cp"], layout="zigzag")  # doctest: +SKIP
@@ -89,9 +91,9 @@ def redistribute(
 
 
 def _joined(cache: DividedCache, received: Pieces, capacity: int | None) -> Cache:
-    """The rows of all processes at their positions; `received` has positions and rows of each."""
+    """The cache with all rows in place; `received` has each process's positions and rows."""
     part, most = cache.part, cache.capacity if capacity is None else capacity
-    assert most is not None  # Of a cache with tokens.
+    assert most is not None  # The cache has token buffers.
     no_rows = {n: x[:, :0] if n in cache.token_buffers else x for n, x in part.store.items()}
     whole = grown(holding(part, cache.length, no_rows), most)
     for held, (position, *tensors) in zip(cache.held, received, strict=True):

@@ -1,19 +1,20 @@
-"""Softmax attention to keys and values that go around a ring of processes.
+"""Ring attention between processes: keys and values go around a ring.
 
-    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    or of LASER    o = log Σ_r e^{λ_r − λ + o_r}
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    for LASER    o = log Σ_r e^{λ_r − λ + o_r}
 
-with o_r and λ_r, the log-sum-exp of the scores, of this process's queries and the keys of process
-r. In P − 1 rounds every process gets the keys of the one before it, and adds its queries' attention
-to them: causally, nothing for later tokens. In a layout whose processes have several parts
-(`layouts.py`), o_r and λ_r are those of each part of the queries and the parts of keys before it.
+where o_r is the output of this process's queries over the keys of process r, and λ_r the
+log-sum-exp of the scores. In each of P − 1 rounds every process receives the keys that the process
+before it had, and adds its queries' attention to them. With a causal mask, later tokens add
+nothing. If processes have several parts (`layouts.py`), each part of the queries has its own o_r
+and λ_r, over the parts of keys before it.
 
-A packed segment is consecutive. So of keys that are all before some queries, these can see the
-segment of the first query only, and only queries of that segment see any.
+Packed segments are contiguous. So queries can see earlier keys only of the segment of the first
+query, and only the queries of that segment see any.
 
-Backward, the gradients of each part follow from o and λ of all (`ring_reads.py`). Those of
-the keys go around with them, in float32, and are complete when they are back. So a process has the
-keys of two others at a time, however long the sequence is. Source: ring attention (arXiv
-2310.01889).
+In the backward pass, the gradients of each part follow from o and λ over all keys
+(`ring_reads.py`). The gradients of the keys go around with the keys, in float32, and are complete
+when they are back. A process thus has the keys of two other processes at a time, however long the
+sequence is. Source: ring attention (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SENDS_VALUES = True
 
 
 def refusal(leaf: Leaf, order: TokenOrder) -> str | None:
-    """None: every leaf that `goes_around` can be divided in every order."""
+    """None: every leaf for which `goes_around` is True can be divided in every order."""
     return None
 
 
@@ -56,7 +57,7 @@ def output(piece: DividedPiece) -> Tensor:
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by this process to the next one."""
+    """The bytes that this process sends to the next one in the forward pass, by input."""
     processes = piece.processes
     rank, devices = processes.rank, processes.devices
     around = sum(piece.count((rank - i) % devices) for i in range(devices - 1))
@@ -67,26 +68,27 @@ def bytes_sent(piece: DividedPiece) -> dict[str, int]:
 
 
 class RingPair(NamedTuple):
-    """The attention of some of this process's queries to some of a process's keys."""
+    """The attention of some of this process's queries to some of another process's keys."""
 
     softmax: Softmax
     queries: slice
     keys: slice
     masks: dict[str, Tensor]
     seen_by: Tensor | None
-    """Which of the queries (b, t) see any of the keys; None if all may"""
+    """Which of the queries (b, t) see any of the keys; None if all of them may"""
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """A call, and who takes part."""
+    """A call, and the processes that take part."""
 
     piece: DividedPiece
 
     def pairs(self, source: int) -> Iterator[RingPair]:
-        """Of all parts of this process's queries and of a process's keys.
+        """The pairs of this process's parts of queries with the keys of process `source`.
 
-        Causally there is none with later parts. Parts before, and after, are taken together.
+        With a causal mask there is no pair with later keys. All earlier parts of keys form one
+        pair, and so do all later ones.
         """
         leaf, processes = self.piece.leaf, self.piece.processes
         assert isinstance(leaf, Softmax)
@@ -108,7 +110,7 @@ class RingCall:
     def _between(
         self, softmax: Softmax, queries: slice, source: int, keys: slice, at: int
     ) -> RingPair | None:
-        """Queries and keys all before them (`at` 0) or after them; None if none is visible."""
+        """Queries, and keys before them (`at` 0) or after them; None if no key is visible."""
         masks, rank = self.piece.masks, self.piece.processes.rank
         given = masks.of_rows(source, keys)
         own = masks.segment_of(rank)
@@ -124,7 +126,7 @@ class RingCall:
         return RingPair(softmax, queries, keys, given, seen_by)
 
     def rounds(self, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Whose keys this process has, and arrays (b, keys, …) of that process: its own first."""
+        """For each round, a process and its arrays (b, keys, …); this process comes first."""
         processes = self.piece.processes
         rank, devices = processes.rank, processes.devices
         held = [x.contiguous() for x in arrays]
@@ -135,7 +137,7 @@ class RingCall:
                 held = self.passed_on(held, (source - 1) % devices)
 
     def passed_on(self, held: list[Tensor], source: int) -> list[Tensor]:
-        """What the process before this one has, of the keys of `source`."""
+        """The arrays of the process before this one: keys of process `source`, and the like."""
         processes = self.piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
         if devices == 1:
@@ -154,9 +156,9 @@ class RingCall:
 
 
 class _Around(torch.autograd.Function):  # type: ignore[misc]
-    """The output of this process's queries. A process that has an error passes keys on to the end.
+    """The output of this process's queries. A process with an error passes keys on to the end.
 
-    Half precision goes around, and is computed in float32.
+    Half precision is sent as it is, and computed in float32.
     """
 
     @staticmethod
@@ -183,7 +185,7 @@ class _Around(torch.autograd.Function):  # type: ignore[misc]
         for source, held in ring.rounds(k, v, *zeros):
             if error is None:
                 _, error = tried(partial(_pull, ring, source, given, held, d_q))
-        # Those of the next process's keys are complete, and go to it.
+        # The gradients of the next process's keys are complete, and go to that process.
         home = ring.passed_on(held[2:], ring.piece.processes.rank)
         ring.piece.processes.agree(error)
         return (None, d_q.to(q.dtype), *(d.to(x.dtype) for d, x in zip(home, (k, v), strict=True)))
@@ -197,7 +199,7 @@ def _attend(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Add the attention to a process's keys to what is done, by the first token of its part."""
+    """Merge the attention to a process's keys into `done`, by the first token of a query part."""
     for softmax, of_q, of_k, masks, seen_by in ring.pairs(source):
         tokens = [upcast(x) for x in (q[:, of_q], keys[:, of_k], values[:, of_k])]
         read = read_of(softmax, {**masks, "backend": ring.piece.backend})

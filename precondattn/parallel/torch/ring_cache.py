@@ -1,9 +1,9 @@
-"""Softmax attention and LASER with keys that are kept by all processes (`ring.py`).
+"""Softmax attention and LASER with cached keys on all processes (`ring.py`).
 
-    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    or of LASER    o = log Σ_r e^{λ_r − λ + o_r}
+    λ = log Σ_r e^{λ_r},    o = Σ_r e^{λ_r − λ} o_r,    for LASER    o = log Σ_r e^{λ_r − λ + o_r}
 
-with o_r and λ_r of the new queries and the keys of process r, all of which are before them; and one
-part more, of the new tokens among themselves, which every process computes.
+where o_r and λ_r are computed from the new queries and the cached keys of process r. One more part
+is the attention of the new tokens among themselves, which every process computes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from precondattn.spec.softmax import Softmax
 def prefilled(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of this process's tokens, and their rows by slot."""
+    """The output of this process's tokens, and their rows by slot name."""
     return ring.output(piece), {"key": piece.inputs["k"], "value": piece.inputs["v"]}
 
 
 def part_shape(step: DividedStep) -> Shape:
-    """o_r and λ_r (b, t, h, e + 1)."""
+    """The shape of o_r and λ_r in one tensor (b, t, h, e + 1)."""
     return (*step.inputs["q"].shape[:3], step.inputs["v"].shape[-1] + 1)
 
 
 def part(step: DividedStep) -> Tensor:
-    """Those of this process's keys."""
+    """o_r and λ_r over this process's keys."""
     leaf, q = _softmax(step), upcast(step.inputs["q"])
     if not step.rows:
         empty = q.new_zeros(part_shape(step))
@@ -48,8 +48,8 @@ def part(step: DividedStep) -> Tensor:
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of the new tokens, and their rows by slot."""
-    assert parts is not None  # There is a `part_shape`.
+    """The output of the new tokens, and their rows by slot name."""
+    assert parts is not None  # `part_shape` is not None.
     q, k, v = (step.inputs[name] for name in "qkv")
     read = read_of(_softmax(step), step.of_new())
     whole = read.attend(upcast(q), upcast(k), upcast(v))

@@ -1,7 +1,7 @@
 """A prefix scan of states along the processes of PyTorch, in log₂ P rounds (`states.py`).
 
-In round i a process sends what it knows of the 2^i processes before it, itself among them, to the
-one 2^i after it: Hillis and Steele 1986, Data parallel algorithms.
+In round i a process sends T and F of the last 2^i processes up to itself to the process that is 2^i
+places later: Hillis and Steele 1986, Data parallel algorithms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn.parallel.states import SegmentBorders, StateMap
 
 
 class ProcessLine(NamedTuple):
-    """Those of a group, in their order or in reverse."""
+    """The processes of a group, in their order or in reverse."""
 
     group: ProcessGroup
     rank: int
@@ -30,12 +30,15 @@ class ProcessLine(NamedTuple):
         return self.devices - 1 - self.rank if self.is_reversed else self.rank
 
     def rank_at(self, place: int) -> int:
-        """The rank of a process among all of the program."""
+        """The global rank of the process at this place of the line."""
         rank = self.devices - 1 - place if self.is_reversed else place
         return int(dist.get_global_rank(self.group, rank))
 
     def passed(self, tensors: list[Tensor], distance: int) -> list[Tensor] | None:
-        """What the process `distance` before this one passes on, which all do at once."""
+        """The tensors of the process `distance` places before this one; None if there is none.
+
+        Every process sends its `tensors` at the same time.
+        """
         to, source = self.place + distance, self.place - distance
         received = [torch.empty_like(x) for x in tensors] if source >= 0 else None
         operations = []
@@ -54,9 +57,9 @@ class ProcessLine(NamedTuple):
 def states_before(
     line: ProcessLine, steps: Sequence[StateMap], borders: SegmentBorders | None = None
 ) -> list[Tensor] | None:
-    """S_begin of this process, for each of its states; None for the first, whose states are 0.
+    """S_begin of this process, for each of its states; None for the first process (zeros).
 
-    Of packed sequences, it is S_end of the process before, whose last segment may end with it.
+    With packed sequences it is S_end of the process before, whose last segment may end there.
     """
     distance = 1
     while distance < line.devices:
@@ -81,7 +84,7 @@ def states_before(
 
 
 def tensors_sent(line: ProcessLine) -> tuple[int, int]:
-    """How many transitions and how many states this process sends."""
+    """The numbers of transitions T and of states F that this process sends."""
     rounds, distance = 0, 1
     while distance < line.devices:
         rounds += line.place + distance < line.devices

@@ -1,4 +1,4 @@
-"""LUCID's triangular solve, when its tokens are divided among processes.
+"""LUCID's triangular solve with tokens divided among processes.
 
     E y = diag(β) v,    E = I + diag(β) stril(Φ)        (`spec/lucid.py`)
 
@@ -6,29 +6,29 @@ Rows are solved in blocks J, one after another in the order of the sequence:
 
     u_J = v_J − Σ_{earlier I} Φ_JI y_I,    y_J = (I + diag(β_J) stril(Φ_JJ))⁻¹ diag(β_J) u_J
 
-The process that has block J solves it, and gives k_J and y_J to all, each of which subtracts Φ y_J
-from its later rows (`solve_blocks.py`). The exchange and the short solve are hidden behind
-that where blocks go around the processes (`cyclic`).
+The process that has block J solves it and broadcasts k_J and y_J. Every process then subtracts
+Φ y_J from its later rows (`solve_blocks.py`). In the layout `cyclic`, the next solve and broadcast
+overlap with this subtraction.
 
-Φ y_J is softmax attention without its division: with the output o and log-sum-exp λ of rows that
-attend to the keys of J,
+Φ y_J is softmax attention without normalisation: for rows that attend to the keys of J with output
+o and log-sum-exp λ,
 
     Φ y_J = e^{λ − s d} o,
 
-which is bounded as Φ is, and which every backend computes. A packed segment is consecutive: later
-rows can see the last segment of J only.
+which is bounded like Φ, and which every backend can compute. Packed segments are contiguous, so
+later rows can see only the last segment of J.
 
-Backward, in reverse order, with r = dy at first:
+The backward pass goes through the blocks in reverse order, and starts with r = dy:
 
     g_J = du_J,    and for earlier columns I:    r_I −= Φ_JIᵀ g_J
 
-where g_J, and the gradients of k_J and β_J within the block, are those of the block's solve for the
-cotangent r_J. Its owner gives k_J and g_J to all, each of which attends from J to its earlier
-columns, and pulls back e^{S − s d} y for the cotangent −g_J (`part_vjp`): to r, to its own keys,
-and to k_J, whose parts the owner adds up. dv = g.
+g_J, and the gradients of k_J and β_J within the block, are the gradients of the block's solve for
+the cotangent r_J. The owner broadcasts k_J and g_J. Every process attends from J to its earlier
+columns, and computes the gradients of e^{S − s d} y for the cotangent −g_J (`part_vjp`): of r, of
+its own keys, and of k_J, which the owner adds up over processes. Finally dv = g.
 
-Bytes: forward k and y of a process's tokens go to all others; backward k and g, and the gradients
-of k come back. y, g and gradients are float32 or wider.
+Bytes: in the forward pass, k and y of a process's tokens go to all others. In the backward pass, k
+and g do, and the gradients of k come back. y, g and gradients are float32 or wider.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ SENDS_VALUES = True
 
 
 def output(piece: DividedPiece) -> Tensor:
-    """y of this process's tokens."""
+    """The solved values y of this process's tokens."""
     x = piece.inputs
     out: Tensor = _Solved.apply(SolveBlocks(piece), x["k"], x["v"], x.get("lucid_beta"))
     return out
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by this process to all others."""
+    """The bytes that this process sends in the forward pass, by array."""
     others = piece.processes.devices - 1
     k, v = piece.inputs["k"], piece.inputs["v"]
     wide = 8 if v.dtype == torch.float64 else 4
@@ -69,7 +69,7 @@ def bytes_sent(piece: DividedPiece) -> dict[str, int]:
 
 
 class _Solved(torch.autograd.Function):  # type: ignore[misc]
-    """y of this process's rows. A process that has an error takes part to the end."""
+    """y of this process's rows. A process with an error takes part in all exchanges."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""The blocks in which LUCID is solved, and the order in which processes solve them.
+"""The blocks of LUCID's solve, and the order in which processes solve them.
 
-The process that has a block solves it and gives it to all, which subtract it from the rest of their
-rows. The owner of the next block subtracts from that first, solves it, and gives it away while all
-subtract from their other rows (`solve.py`).
+The process that has a block solves it and broadcasts it, and all subtract Φ y from their remaining
+rows. The owner of the next block subtracts from that block first, solves it, and broadcasts it
+while all subtract from their other rows (`solve.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from precondattn.spec.lucid import LucidSolve
 
 @dataclass(frozen=True)
 class SolveBlocks:
-    """The blocks of a solve, and what is done between them."""
+    """The blocks of a solve, and the exchanges between them."""
 
     piece: DividedPiece
 
     @cached_property
     def all(self) -> tuple[TokenPart, ...]:
-        """In the order of the sequence."""
+        """All blocks, in the order of the sequence."""
         return tuple(
             TokenPart(part.device, slice(start, min(start + BLOCK, part.rows.stop)), first)
             for part in self.piece.parts
@@ -53,7 +53,7 @@ class SolveBlocks:
 
     @cached_property
     def own(self) -> tuple[TokenPart, ...]:
-        """Those of this process."""
+        """The blocks of this process."""
         return tuple(block for block in self.all if block.device == self.rank)
 
     def later(self, block: TokenPart) -> slice:
@@ -68,11 +68,11 @@ class SolveBlocks:
         return slice(0, next(stops, 0))
 
     def unit(self, k: Tensor) -> Tensor:
-        """The keys of the scores."""
+        """The keys from which the scores are computed."""
         return keys_of_scores(self.leaf, k)
 
     def of_block(self, block: TokenPart, k: Tensor, u: Tensor, beta: Tensor | None) -> Arrays:
-        """The arguments of the block's own solve."""
+        """The arguments of the solve of one block, with the right-hand sides u."""
         rows = block.rows
         given = {"k": upcast(k[:, rows]), "v": u[:, rows]}
         if beta is not None:
@@ -96,7 +96,7 @@ class SolveBlocks:
         return tokens, others, any_visible
 
     def given_away(self, block: TokenPart, arrays: Sequence[Tensor]) -> tuple[list[Tensor], Tree]:
-        """The owner's rows of the block, on all processes, and what to wait for."""
+        """The owner's rows of the block on all processes, and the work handle to wait for."""
         processes = self.piece.processes
         group, rank, devices = processes.group, processes.rank, processes.devices
         if block.device == rank:
@@ -110,7 +110,7 @@ class SolveBlocks:
 
 
 class Failed:
-    """The first error of this process."""
+    """A place for the first error of this process."""
 
     error: Exception | None = None
 
@@ -129,9 +129,10 @@ def in_order(
     failed: Failed,
     collect: Callable[[TokenPart, Tensor], None] | None = None,
 ) -> None:
-    """Solve the blocks, give each to all, and subtract it from the rest of the rows.
+    """Solve the blocks, broadcast each, and subtract its product from the remaining rows.
 
-    A process that has the next block does that first, and gives it away before it does the others.
+    The process that has the next block subtracts from that block first, and broadcasts it before it
+    subtracts from its other rows.
     """
     if order[0].device == blocks.rank:
         failed.run(lambda: solve(order[0]))
@@ -146,7 +147,7 @@ def in_order(
                 first = following.rows
                 failed.run(lambda: subtract(block, keys, values, first))  # noqa: B023
                 failed.run(lambda: solve(following))  # noqa: B023
-                # Its rows are the first or the last of the rest.
+                # The rows of the next block are the first or the last of the rest.
                 rows = (
                     slice(first.stop, rows.stop)
                     if first.start == rows.start
@@ -159,7 +160,7 @@ def in_order(
 
 
 def added(blocks: SolveBlocks, block: TokenPart, x: Tensor) -> Tensor:
-    """The sum of all processes' x, on the process that has the block."""
+    """The sum of x over all processes, on the process that has the block."""
     processes = blocks.piece.processes
     group, devices = processes.group, processes.devices
     if devices > 1:

@@ -1,10 +1,10 @@
-"""LUCID's solve with solved values that are kept by all processes (`solve.py`).
+"""LUCID's solve with cached solved values on all processes (`solve.py`).
 
     y_t = β_t (v_t − Σ_r Σ_{j of r} Φ_tj y_j − Σ_{new j < t} Φ_tj y_j)
 
-The sum of process r is softmax attention of the new keys to its own, without the division:
-e^{λ − s d} o, with output o and log-sum-exp λ. One exchange adds them up, and every process solves
-the new tokens among themselves.
+The sum over process r's tokens is softmax attention of the new keys to its cached keys, without
+normalisation: e^{λ − s d} o, with output o and log-sum-exp λ. One exchange adds up the sums, and
+every process solves the system of the new tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from precondattn.spec.rms_norm import rms, rms_norm
 def prefilled(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """y of this process's tokens, and their rows by slot."""
+    """y of this process's tokens, and their rows by slot name."""
     y = solve.output(piece)
     assert isinstance(piece.leaf, LucidSolve)
     return y, _rows(piece.leaf, piece.inputs["k"], y)
 
 
 def part_shape(step: DividedStep) -> Shape:
-    """A sum for each new value (b, t, n, e)."""
+    """The shape of the sums, one for each new value (b, t, n, e)."""
     return tuple(step.inputs["v"].shape)
 
 
 def part(step: DividedStep) -> Tensor:
-    """Σ Φ y over this process's rows."""
+    """The sum of Φ y over this process's rows."""
     leaf, k = _leaf(step), upcast(step.inputs["k"])
     if not step.rows:
         return torch.zeros(part_shape(step), dtype=k.dtype, device=k.device)
@@ -54,8 +54,8 @@ def part(step: DividedStep) -> Tensor:
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """y of the new tokens, and their rows by slot."""
-    assert parts is not None  # There is a `part_shape`.
+    """y of the new tokens, and their rows by slot name."""
+    assert parts is not None  # `part_shape` is not None.
     given = {name: upcast(x) for name, x in step.inputs.items()}
     given["v"] = given["v"] - parts.sum(0)
     y = step.leaf(**given, **step.of_new()).to(step.inputs["v"].dtype)

@@ -1,4 +1,4 @@
-"""What a prefill needs besides the arguments of a call: a capacity, and at will a cache before."""
+"""The arguments of a prefill besides those of a call: a capacity, and a cache of earlier tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CacheStart(NamedTuple):
-    """How a divided cache begins."""
+    """The capacity of a divided cache, and the cache that it continues."""
 
     mechanism: Mechanism
     capacity: int | None
@@ -31,12 +31,12 @@ class CacheStart(NamedTuple):
     """An ordinary cache of states, or None"""
 
     def check(self, order: TokenOrder | None, bound: Bound) -> None:
-        """Raise for what a cache can not be of, by this process's arguments.
+        """Raise an error if this process's arguments do not allow a cache.
 
         Raises
         ------
         TypeError, ValueError
-            naming the argument.
+            if an argument is invalid; the message names it.
         """
         if order is None:
             raise ValueError(
@@ -85,7 +85,7 @@ class CacheStart(NamedTuple):
             raise ValueError("the cache's length is negative: a sequence of it is invalid")
 
     def __str__(self) -> str:
-        """What must be the same on all processes."""
+        """The properties that must be the same on all processes."""
         if self.cache is None:
             return f"with a cache for {self.capacity} tokens"
         records = torch.is_grad_enabled()

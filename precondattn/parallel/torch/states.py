@@ -1,13 +1,14 @@
-"""Recurrences whose tokens are divided among processes: states are passed on (`states.py`).
+"""Recurrences with tokens divided among processes: a scan of states (`states.py`).
 
-Forward, a process computes T and F of its tokens, gets the state before them from a scan, and
-computes its outputs from that: up to three times the work of a call for the delta rule, and twice
-for others. Backward, it computes the gradient of that state from its outputs, gets the gradient of
-its last state from the scan in reverse, and computes those of its inputs.
+In the forward pass a process computes T and F of its tokens, gets the state before them from a
+scan, and computes its outputs from that state. This is up to three times the work of a call for the
+delta rule, and twice for others. In the backward pass it computes the gradient of that state from
+its outputs, gets the gradient of its last state from the scan in reverse, and computes the
+gradients of its inputs.
 
-A sequence may begin with a state S_0 that all processes have: the F of the first one is T S_0 + F
-then. Its last state, of the last process, may be given to all. The gradient of that is the sum of
-all processes' gradients, and that of S_0 is a term of the first process.
+A sequence may begin with a state S_0 that all processes have. The first process then uses T S_0 + F
+in place of F. The last process may broadcast the last state. The gradient of the last state is the
+sum of all processes' gradients. The gradient of S_0 is on the first process, and 0 on the others.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def output(piece: DividedPiece) -> Tensor:
 def scanned(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None = None, *, with_end: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of this process's tokens, and the states after all tokens, on every process.
+    """The output of this process's tokens, and on every process the states after all tokens.
 
-    `begin` has the states before the first token, by their names in the leaf's cache. Without
-    `with_end` no states are given away, and none are returned.
+    `begin` has the states before the first token, by their names in the leaf's cache. If `with_end`
+    is False, no states are broadcast or returned.
     """
     leaf, processes = piece.leaf, piece.processes
     masks = piece.masks.of_extension(processes.rank)
@@ -71,7 +72,7 @@ def scanned(
 
 
 def bytes_sent(piece: DividedPiece) -> dict[str, int]:
-    """Forward, by this process to others, in the scan."""
+    """The bytes that this process sends in the scan of the forward pass, by array."""
     cache = piece.leaf.init_cache(**piece.inputs)
     states, transitions = bytes_of_steps(piece.leaf, cache.store)
     count_of_transitions, count = tensors_sent(line_of(piece))
@@ -80,7 +81,7 @@ def bytes_sent(piece: DividedPiece) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Scan:
-    """What a call and its gradient need besides tensors that are differentiated."""
+    """The arguments of a call and its gradient that are not differentiated."""
 
     piece: DividedPiece
     steps: dict[str, StateMap]
@@ -95,7 +96,7 @@ class _Scan:
 
     @property
     def last(self) -> int:
-        """The last process, by its rank among all of the program."""
+        """The global rank of the last process."""
         processes = self.piece.processes
         group, devices = processes.group, processes.devices
         return int(dist.get_global_rank(group, devices - 1))
@@ -105,19 +106,19 @@ class _Scan:
         return self.piece.processes.rank == self.piece.processes.devices - 1
 
     def states_before(self, steps: Sequence[StateMap], *, is_reversed: bool) -> list[Tensor] | None:
-        """Those of the process before, or in reverse the gradients of those after this one's."""
+        """The states before this process's tokens; in reverse, the gradients of its last ones."""
         line = line_of(self.piece)._replace(is_reversed=is_reversed)
         return states_before(line, steps, self.borders)
 
     def of_segment(self, state: Tensor) -> Tensor:
-        """A state before this process's tokens, or its gradient: 0 where a segment begins there."""
+        """A state before this process's tokens, or its gradient; 0 if a segment begins there."""
         borders = self.borders
         return kept(
             state, None if borders is None else borders.continues[self.piece.processes.rank]
         )
 
     def given_to_all(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the last process."""
+        """The states of the last process, on every process."""
         processes = self.piece.processes
         group, devices = processes.group, processes.devices
         given = [x.contiguous() if self.is_last else torch.empty_like(x) for x in states]
@@ -126,7 +127,7 @@ class _Scan:
         return given
 
     def added_up(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """The sums of all processes' gradients of the last states, on the last process."""
+        """The gradients of the last states, summed over processes, on the last process."""
         processes = self.piece.processes
         group, devices = processes.group, processes.devices
         sums = [x.clone(memory_format=torch.contiguous_format) for x in gradients]
@@ -136,7 +137,7 @@ class _Scan:
 
 
 class _Scanned(torch.autograd.Function):  # type: ignore[misc]
-    """The output of this process's tokens, from T and F of all; and the last states."""
+    """The output of this process's tokens and the last states, as an autograd function."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, scan: _Scan, *arrays: Tensor) -> Tensor:
@@ -182,6 +183,6 @@ class _Scanned(torch.autograd.Function):  # type: ignore[misc]
 
 
 def line_of(piece: DividedPiece) -> ProcessLine:
-    """The processes, in their order."""
+    """The processes of a leaf call, in their order."""
     processes = piece.processes
     return ProcessLine(processes.group, processes.rank, processes.devices)

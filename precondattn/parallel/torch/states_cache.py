@@ -1,4 +1,4 @@
-"""Recurrences whose states every process has: each computes the new tokens (`states.py`)."""
+"""Recurrences whose states every process has; each computes all new tokens (`states.py`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def prefilled(
     piece: DividedPiece, begin: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of this process's tokens, and the states after all tokens, by slot.
+    """The output of this process's tokens, and the states after all tokens by slot name.
 
-    `begin` has those before the first token.
+    `begin` has the states before the first token.
     """
     keys = _keys(piece.leaf)
     first = None if begin is None else {keys[slot]: state for slot, state in begin.items()}
@@ -35,7 +35,7 @@ def part_shape(step: DividedStep) -> Shape | None:
 
 
 def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of the new tokens, and the states after them, by slot."""
+    """The output of the new tokens, and the states after them by slot name."""
     keys = _keys(step.leaf)
     cache = step.leaf.init_cache(**step.inputs)
     cache = with_states(cache, {key: step.past[slot] for slot, key in keys.items()})
@@ -50,6 +50,6 @@ def stepped(step: DividedStep, parts: Tensor | None) -> tuple[Tensor, dict[str, 
 
 
 def _keys(leaf: Leaf) -> Mapping[str, str]:
-    """The names of its states in a cache of its own, by slot."""
+    """The names of a leaf's states in its own cache, by slot name."""
     (keys,) = leaf.program.slot_keys
     return keys

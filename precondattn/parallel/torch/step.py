@@ -1,10 +1,10 @@
-"""One leaf call on new tokens that all processes have, after tokens that are divided.
+"""One leaf call on new tokens that all processes have, after cached tokens that are divided.
 
-A leaf that reads cached tokens computes a part from those of this process, a tensor of a size that
-does not depend on their number. All parts are given to all processes in one exchange, and each puts
-them together, in the same order: so all have the same output, to the bit.
+A leaf that reads cached tokens computes a part from this process's tokens. The size of this tensor
+does not depend on the number of tokens. One all-gather gives every process all parts, and each
+merges them in the same order. So all have the same output, bit by bit.
 
-A message has one more number, which is 1 if its process has an error: all raise it then.
+A message has one more number, which is 1 if its process has an error. Then all processes raise it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class DividedStep(NamedTuple):
 
     leaf: Leaf
     inputs: Mapping[str, Tensor]
-    """By the leaf's own names, the same on all processes"""
+    """The new tokens by the leaf's input names, the same on all processes"""
     past: Mapping[str, Tensor]
-    """This process's rows (b, rows, …) by slot, without unused ones; and states"""
+    """This process's rows (b, rows, …) by slot name, without unused ones; and states"""
     rows: int
     seen: Tensor | None
-    """Which of the rows are those of tokens (b, rows), and not masked; None if all are"""
+    """Which of the rows (b, rows) have an unmasked token; None if all have"""
     lengths: Tensor | None
     """The number of valid new tokens (b,)"""
     key_mask: Tensor | None
     """Which new tokens are not masked (b, t)"""
     valid: Tensor | None
-    """Both: the new tokens that are keys (b, t)"""
+    """Which new tokens are valid keys, by `lengths` and `key_mask` (b, t)"""
     backend: BackendNames
 
     def of_past(self) -> Arrays:
-        """The options of a call whose keys are this process's rows."""
+        """The options of a call whose keys are this process's cached rows."""
         return {"backend": self.backend} | ({} if self.seen is None else {"key_mask": self.seen})
 
     def of_new(self) -> Arrays:
@@ -65,23 +65,23 @@ class PartExchanges:
     """float32 or wider"""
 
     def of_all(self, shape: Shape, compute: Callable[[], Tensor]) -> Tensor:
-        """The parts of all processes (P, *shape), of which this one computes its own.
+        """The parts of all processes (P, *shape); `compute` gives this process's part.
 
         Raises
         ------
-        The error of any process, on all of them.
+        The error of any process, on all processes.
         """
         part, error = tried(compute)
         return self._exchanged(shape, part, error)
 
     def failed(self, shape: Shape | None, error: Exception) -> None:
-        """Raise the error of this process, on all, in the exchange of parts that they wait in."""
+        """Raise this process's error on all processes, in the exchange that they wait for."""
         if shape is not None:
             self._exchanged(shape, None, error)
         self.processes.agree(error)
 
     def bytes_sent(self, shape: Shape) -> int:
-        """By this process to all others, in one exchange."""
+        """The bytes that this process sends in one exchange."""
         sent: int = (self.processes.devices - 1) * (prod(shape) + 1) * self.dtype.itemsize
         return sent
 

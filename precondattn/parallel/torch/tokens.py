@@ -1,17 +1,17 @@
-"""The layouts that divide tokens: every process keeps its own, and each leaf is divided for itself.
+"""The layouts that divide tokens: a process keeps its tokens, and each leaf is divided separately.
 
-A composition is its program, a list of leaf calls, and each leaf has a way along time:
+A composition is a program, which is a list of leaf calls. A leaf is divided in one of these ways:
 
-    local   leaves that compute each token by itself, such as norms and feature maps
-    ring    softmax attention: keys and values go around            (`ring.py`)
-    gathered  PaTH, and softmax attention with a window, gate or sink: all get all keys
-                                                                    (`gathered.py`)
-    solve   LUCID: solved blocks are given to all                   (`solve.py`)
-    scan    recurrences: the states before the tokens               (`states.py`)
+    local     leaves that compute each token alone, such as norms and feature maps (`local.py`)
+    ring      softmax attention: keys and values go around a ring               (`ring.py`)
+    gathered  PaTH, and softmax attention with a window, gate or sink: every process gathers all
+              keys                                                              (`gathered.py`)
+    solve     LUCID: solved blocks are broadcast                                (`solve.py`)
+    scan      recurrences: a scan gives the state before a process's tokens     (`states.py`)
 
-All have the order of tokens of the layout. A scan needs consecutive tokens.
+All of them use the layout's order of tokens. A scan needs consecutive tokens on each process.
 
-In half precision, values that are sent are in the call's dtype, and others in float32
+In half precision, values that are sent are in the call's dtype, and the others in float32
 (`half_precision.py`).
 """
 
@@ -56,13 +56,13 @@ WAYS: Mapping[type[Leaf], ModuleType] = {
 
 
 def refusal(mechanism: Mechanism, call: DividedCall, processes: MeshProcesses) -> str | None:
-    """Why a call can not be divided like this; None where it can."""
+    """The reason why these layouts can not divide a call; None if they can."""
     if call.tokens["t"] != call.tokens["s"]:
         return (
             f"expects as many queries as keys on every process; found {call.tokens['t']} and "
             f"{call.tokens['s']}"
         )
-    assert call.order is not None  # Of the layouts that divide tokens.
+    assert call.order is not None  # Only `heads` has none.
     for leaf in mechanism.program.leaves:
         way = way_of(leaf)
         if way is None:
@@ -89,9 +89,10 @@ def computed(
     masks: DividedMasks,
     output_of: Callable[[int, ModuleType, DividedPiece], Tensor],
 ) -> Tensor:
-    """The output of this process's tokens, where `output_of` computes that of each leaf call.
+    """The output of this process's tokens; `output_of` computes the output of each leaf call.
 
-    It is given the number of the call in the program, and its way.
+    Its arguments are the number of the leaf call in the program, the module that divides it, and
+    the leaf call's arguments.
     """
     rank, program = processes.rank, call.mechanism.program
     values = masks.without_padding(rank, call.bound.inputs, call.bound.patterns)
@@ -108,7 +109,7 @@ def computed(
 
 
 def during(call: DividedCall, processes: MeshProcesses) -> str:
-    """What a process has during the call."""
+    """What a process has in memory during the call, in words."""
     count = call.tokens["t"][processes.rank]
     ways = [way_of(leaf) for leaf in call.mechanism.program.leaves]
     passed = dict.fromkeys(way.PASSED for way in ways if way is not None and way.PASSED)
@@ -116,7 +117,7 @@ def during(call: DividedCall, processes: MeshProcesses) -> str:
 
 
 def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
-    """Forward, by this process to others, by what is sent, for which value of the program."""
+    """The bytes that this process sends forward, by array and value of the program."""
     sent: dict[str, int] = {}
     masks = masks_of(call, processes, is_planned=True)
     values = {name: x.to("meta") for name, x in call.bound.inputs.items()}
@@ -130,8 +131,11 @@ def bytes_sent(call: DividedCall, processes: MeshProcesses) -> dict[str, int]:
 def _pieces(
     call: DividedCall, processes: MeshProcesses, masks: DividedMasks, values: Mapping[str, Tensor]
 ) -> Iterator[tuple[LeafCall, ModuleType, DividedPiece]]:
-    """The leaf calls in order, with their ways; `values` has all that are computed before."""
-    assert call.order is not None  # Of the layouts that divide tokens.
+    """The leaf calls in order, with the modules that divide them.
+
+    `values` has the inputs, and the outputs of earlier leaf calls.
+    """
+    assert call.order is not None  # Only `heads` has none.
     parts = call.order.parts(call.tokens["t"])
     for leaf_call in call.mechanism.program.calls:
         inputs = {name: values[value] for name, value in leaf_call.arguments}
@@ -145,7 +149,7 @@ def _pieces(
 
 
 def _dtype(inputs: Mapping[str, Tensor]) -> torch.dtype:
-    """That of a call, and of its output."""
+    """The dtype of a call and of its output, given its inputs."""
     return inputs.get("v", next(iter(inputs.values()))).dtype
 
 
@@ -157,6 +161,6 @@ def like_output(leaf: LeafProtocol, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def way_of(leaf: LeafProtocol) -> ModuleType | None:
-    """How the tokens of a leaf are divided; None where no way is built."""
+    """The module that divides the tokens of a leaf; None if there is none."""
     way = next((way for kind, way in WAYS.items() if isinstance(leaf, kind)), None)
     return gathered if way is ring and not goes_around(leaf) else way

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = None) -> nn.Module:
-    """Compute the recurrences of a model's linear layers by this library, from now on.
+    """Make this library compute the recurrences of a model's linear layers.
 
-    Weights, convolutions, caches and outputs stay those of Transformers; the outputs are equal up
-    to rounding, 1e-5 in float32. Tokens after padding in the middle of a sequence are refused, as
-    after a prompt that is padded at the right: Transformers' caches give wrong logits for them.
+    Weights, convolutions and caches stay those of Transformers. The outputs are equal up to
+    rounding, 1e-5 in float32. Tokens that follow padding in the middle of a sequence raise an
+    error, for example after a prompt that is padded on the right, because Transformers' caches give
+    wrong logits for them.
 
     Parameters
     ----------
@@ -32,7 +33,7 @@ def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = No
         hybrids, Zamba-2), or one of flash-linear-attention's (GLA, HGRN2, GatedDeltaNet, DeltaNet,
         KDA, RetNet, GSA, LinearAttention). It is changed in place; others of its class are not.
     backend : str or tuple of str, optional
-        As in every call of a mechanism; all installed ones by default.
+        The backends to use, as in a call of a mechanism; all installed ones by default.
 
     Returns
     -------
@@ -42,7 +43,7 @@ def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = No
     Raises
     ------
     TypeError, ValueError
-        for a model without such layers, one with gates of `add_ccq`, and layers of
+        for a model without such layers, for a model changed by `add_ccq`, and for layers of
         flash-linear-attention with another recurrence.
 
     Examples
@@ -66,7 +67,7 @@ def use_backend_for(model: nn.Module, backend: str | tuple[str, ...] | None = No
 
 
 def restore_backend_for(model: nn.Module) -> nn.Module:
-    """Give the linear layers of a model Transformers' own functions back, without gates of ccq."""
+    """Restore Transformers' own functions in a model's linear layers, and remove gates of CCQ."""
     if is_of_fla(model):
         return restore_fla(model)
     for layer, _ in [*linear_layers(model)]:

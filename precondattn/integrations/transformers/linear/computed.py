@@ -26,27 +26,27 @@ LayerClass = Any
 Forward = Callable[..., Any]
 """A method of a layer, or a function that it calls."""
 Functions = dict[str, Forward]
-"""By the names that a layer calls them by."""
+"""Functions by the names with which a layer calls them."""
 Maker = Callable[[BackendNames], Functions]
-"""From a backend to the functions."""
+"""A function from a backend to the functions that a layer calls."""
 METHODS = ("forward", "step")
 """The methods of a layer that call functions."""
 Around = Callable[[Forward], Forward]
-"""From a forward to one with something around it."""
+"""A function that wraps the forward method of a layer."""
 
 
 def compute_by(
     layer: nn.Module, maker: Maker, backend: BackendNames, around: Around | None = None
 ) -> None:
-    """Let a layer call the functions that `maker(backend)` has, in place of those of these names.
+    """Make a layer call the functions of `maker(backend)` in place of those with the same names.
 
-    `maker` and `around` are functions of a module: a saved layer has their names.
+    `maker` and `around` must be module-level functions, because a saved layer stores their names.
     """
     _set_class(layer, _computed(class_of(layer), maker, backend, around))
 
 
 def restore(layer: nn.Module) -> None:
-    """Give a layer the class back that Transformers made it of."""
+    """Restore the class of a layer in Transformers."""
     _set_class(layer, class_of(layer))
 
 
@@ -67,7 +67,7 @@ def _nothing() -> None: ...
 def _computed(
     base: LayerClass, maker: Maker, backend: BackendNames, around: Around | None
 ) -> LayerClass:
-    """The subclass, the same one for all layers with the same functions: it is compiled once."""
+    """The subclass, one for all layers with the same functions, so that it is compiled once."""
     values = maker(backend)
     methods = {
         name: _calling(getattr(base, name), values)
@@ -78,7 +78,7 @@ def _computed(
         methods["forward"] = around(methods["forward"])
 
     def reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
-        """How the layer is pickled and copied: no module has its class by name."""
+        """The rule for pickling and copying a layer, whose class is not in a module."""
         parts = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
         return (_empty, (base, maker, backend, around), *parts[2:])
 
@@ -93,7 +93,7 @@ def _computed(
 
 
 def _calling(decorated: Forward, values: Functions) -> Forward:
-    """A method in which these names have other values."""
+    """A method in which the names in `values` have these values."""
     own: Forward = inspect.unwrap(decorated)
     names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
     method: Forward = FunctionType(

@@ -1,4 +1,4 @@
-"""CCQ around the gated delta layers of a model: its queries are contracted before they are read.
+"""CCQ around the gated delta layers of a model, which contracts their queries.
 
     λ = σ(w·q̄ + b) for each head,      o = ccq(gated_delta)(q, k, v, g, β, λ)
 
@@ -30,11 +30,11 @@ from precondattn.spec.delta import GatedDelta
 
 CONDITIONED = CCQ(GatedDelta())
 _GATE: ContextVar[Gate] = ContextVar("contraction_gate")
-"""The gate of the layer whose forward is running: the functions in it are not given the layer."""
+"""The gate of the layer whose forward is running; functions called in it do not get the layer."""
 
 
 class Gate(nn.Module):
-    """λ = σ(w·q̄ + b) for each head."""
+    """The gate λ = σ(w·q̄ + b) of each head."""
 
     def __init__(self, heads: int, width: int, first: float, like: Tensor) -> None:
         super().__init__()
@@ -43,24 +43,24 @@ class Gate(nn.Module):
         self.bias = nn.Parameter(torch.full((heads,), math.log(first / (1 - first)), **kind))
 
     def forward(self, q: Tensor) -> Tensor:
-        """λ (b, t, h) in float32, from q (b, t, h, d)."""
+        """The strengths λ (b, t, h) in float32, from q (b, t, h, d)."""
         gate: Tensor = ContractionGate()(q, weight=self.weight.float(), bias=self.bias.float())
         return gate
 
 
 def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames = None) -> nn.Module:
-    """Put `ccq` around the gated delta layers of a model; its outputs hardly change at first.
+    """Put `ccq` around the gated delta layers of a model, with initially small changes of outputs.
 
-    Each layer gets two parameters more, `contraction_gate.weight` (h, d) and
-    `contraction_gate.bias` (h), to be trained with the others. They are in the `state_dict`: to
-    load a saved model, call `add_ccq` before the weights are loaded.
+    Each layer gets two more parameters, `contraction_gate.weight` (h, d) and
+    `contraction_gate.bias` (h), which are trained with the others. They are in the `state_dict`: to
+    load a saved model, call `add_ccq` before loading the weights.
 
     Parameters
     ----------
     model : PreTrainedModel
-        With gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid). It is changed in place.
+        A model with gated delta layers (Qwen3-Next, Qwen3.5, OLMo-hybrid), changed in place.
     contraction : float
-        The first λ of every token and head, in (0, 1).
+        The initial λ of every token and head, in (0, 1).
     backend : str or tuple of str, optional
         As in `use_backend_for`.
 
@@ -72,8 +72,8 @@ def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames =
     Raises
     ------
     TypeError, ValueError
-        for a model whose linear layers are others, and for a contraction out of range. The
-        model is then unchanged.
+        for a model with other linear layers, and for a contraction out of range. The model is then
+        unchanged.
     """
     if not isinstance(contraction, float) or not 0 < contraction < 1:
         raise ValueError(f"contraction must be between 0 and 1; found {contraction!r}")
@@ -92,7 +92,7 @@ def add_ccq(model: nn.Module, contraction: float = 0.01, backend: BackendNames =
 
 
 def functions(backend: BackendNames) -> Functions:
-    """What to call in place of Transformers' gated delta rule."""
+    """The functions that replace Transformers' gated delta rule."""
 
     def compute(
         inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
@@ -117,7 +117,7 @@ def functions(backend: BackendNames) -> Functions:
 
 
 def _with_gate(forward: Forward) -> Forward:
-    """The forward of a layer, with its gate at hand."""
+    """The forward of a layer, with its gate set in the context."""
     forward = checked(forward)
 
     def gated(self: nn.Module, *args: Given, **kwargs: Given) -> Tree:

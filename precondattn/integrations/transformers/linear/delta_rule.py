@@ -21,12 +21,12 @@ from precondattn.integrations.transformers.linear.packed import refuse_packed
 from precondattn.integrations.transformers.linear.states import computed_from
 
 Compute = Callable[[dict[str, Tensor], bool, Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""From inputs in float32, whether q and k are still to be normalised, the state before them and
-whether that after them is wanted, to the output and the state."""
+"""A function of inputs in float32, whether to normalise q and k, the old state, and whether to
+return the new state, which returns the output and the new state or None."""
 
 
 def computed_by(rule: Mechanism, names: tuple[str, ...], backend: BackendNames) -> Functions:
-    """What to call in place of Transformers' functions of these names."""
+    """The functions that replace Transformers' functions of these names."""
 
     def compute(
         inputs: dict[str, Tensor], normalise: bool, state: Tensor | None, returns_state: bool
@@ -64,7 +64,7 @@ def called_as_by_transformers(compute: Compute, names: tuple[str, ...]) -> Funct
 
 
 def _both_unit_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """L2(q) and L2(k). Those of one token are normalised together: half as many calls."""
+    """L2(q) and L2(k); for one token they are normalised together, with half as many calls."""
     if q.shape[1] > 1:
         return unit_rows(q), unit_rows(k)
     q, k = unit_rows(torch.cat((q, k), 1)).split(1, 1)
@@ -72,5 +72,5 @@ def _both_unit_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes it."""
+    """The normalised rows L2(x) = x / √(‖x‖² + 10⁻⁶), as Transformers computes them."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

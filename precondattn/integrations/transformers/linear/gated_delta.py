@@ -12,5 +12,5 @@ CHUNKS, STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule
 
 
 def functions(backend: BackendNames) -> Functions:
-    """What to call in place of both functions."""
+    """The functions that replace both functions."""
     return computed_by(GatedDelta(), (CHUNKS, STEP), backend)

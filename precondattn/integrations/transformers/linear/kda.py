@@ -12,5 +12,5 @@ CHUNKS, STEP = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
 
 
 def functions(backend: BackendNames) -> Functions:
-    """What to call in place of both functions."""
+    """The functions that replace both functions."""
     return computed_by(KDA(), (CHUNKS, STEP), backend)

@@ -27,7 +27,7 @@ RULE = SSD()
 
 
 def functions(backend: BackendNames) -> Functions:
-    """What to call in place of both functions."""
+    """The functions that replace both functions."""
 
     def run(
         x: Tensor,
@@ -82,7 +82,7 @@ def functions(backend: BackendNames) -> Functions:
         z: Tensor | None = None,
         **kwargs: Given,
     ) -> Tensor:
-        """One token. Step sizes, A, D and the bias are expanded over the axes of the state."""
+        """The output of one token; Δ, A, D and the bias are expanded over the state's axes."""
         refuse_packed(kwargs)
         own_bias = None if dt_bias is None else dt_bias[:, 0]
         y, after = run(
@@ -107,7 +107,7 @@ def _is_in_place(after: Tensor, state: Tensor) -> bool:
 
 
 def step_size(dt: Tensor, bias: Tensor | None, has_softplus: bool) -> Tensor:
-    """Δ = softplus(dt + bias) in float32, or without softplus or bias."""
+    """The step size Δ = softplus(dt + bias) in float32; softplus and bias are optional."""
     size = dt.float()
     if bias is not None:
         size = size + bias.float()

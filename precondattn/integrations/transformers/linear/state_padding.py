@@ -1,4 +1,4 @@
-"""Padding that a state has read, which Transformers' caches of linear layers do not undo.
+"""Refusing tokens after padding, for which Transformers' caches of linear layers are wrong.
 
 A layer sets the rows of padding to 0, but its state decays over them, and the rows before its next
 convolution are those of padding. Before the first token of a sequence this changes nothing. After a
@@ -22,7 +22,7 @@ from precondattn.given import Given
 from precondattn.integrations.transformers.linear.computed import Forward
 
 NAME = "precondattn_padding"
-"""The attribute of a layer's cache."""
+"""The attribute of a layer's cache with the record."""
 
 UNTOLD = (
     "attention_mask: a sequence has only had padding, and Transformers does not tell a linear "
@@ -37,17 +37,17 @@ AFTER = (
 
 @dataclass
 class Padding:
-    """What the sequences (b,) of a cache have read."""
+    """The record of what the sequences (b,) of a cache have read."""
 
     has_tokens: Tensor
-    """Whether there was a token that is no padding."""
+    """Whether a sequence had a token that is not padding."""
     is_after: Tensor
-    """Whether there was padding after such a token."""
+    """Whether a sequence had padding after such a token."""
     is_harmless: bool
-    """Whether all have tokens, and none has padding after them. Compiled code does not know."""
+    """Whether all sequences have tokens and none has padding after them; False if compiled."""
 
     def write(self, has_tokens: Tensor, is_after: Tensor) -> None:
-        """Put new entries in the place of the old ones, where a CUDA graph reads them."""
+        """Write new entries in place, where a CUDA graph reads them."""
         self.has_tokens.copy_(has_tokens)
         self.is_after.copy_(is_after)
         self.is_harmless = not _is_compiled() and bool((has_tokens & ~is_after).all())
@@ -104,7 +104,7 @@ def _check(layer: nn.Module, x: Tensor, mask: Tensor | None) -> None:
 
 
 def _noted(x: Tensor, *, has_tokens: bool) -> Padding:
-    """Of sequences x (b, t, width) that have only had tokens, or nothing."""
+    """The record for sequences x (b, t, width) that have had only tokens, or nothing."""
     both = torch.full((x.shape[0],), has_tokens, device=x.device), x.new_zeros(x.shape[0]).bool()
     if not _is_compiled():
         for tensor in both:

@@ -1,4 +1,4 @@
-"""A mechanism of the linear family, computed from states that a model holds to the next."""
+"""A call of a mechanism of the linear family on states that a model stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def computed_from(
     returns_states: bool,
     backend: BackendNames,
 ) -> tuple[Tensor, States | None]:
-    """The output, and the states after it if they are wanted.
+    """The output, and the states after the tokens if `returns_states` is set.
 
     Without gradients the states are computed in their own memory: a model puts the new ones in
     their place in any case.
@@ -72,7 +72,7 @@ def _one_token(
 
 
 def _holding(mechanism: Mechanism, states: States) -> Cache:
-    """A cache of the mechanism with these states, the only ones that it has."""
+    """A cache of the mechanism with these states, which are all of its states."""
     store = dict(zip(mechanism.program.slots, (x.float() for x in states), strict=True))
     length = torch.zeros(states[0].shape[0], dtype=torch.int32, device=states[0].device)
     return Cache(length, store, {name: {KIND: ()} for name in store})

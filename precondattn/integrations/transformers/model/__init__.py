@@ -1,4 +1,4 @@
-"""A model of its own for Transformers, registered with its Auto classes."""
+"""A model class for Transformers, registered with its Auto classes."""
 
 from precondattn.integrations.transformers.interface import (
     AutoConfig,

@@ -19,7 +19,7 @@ from precondattn.integrations.transformers.model.drafts import DraftRecording, E
 from precondattn.layers.torch import Attention
 
 ROOM = 32
-"""Tokens for which a new cache has room, beyond those that it is made for."""
+"""The additional tokens for which a new cache has room."""
 
 
 class LayerCache(CacheLayerMixin):
@@ -34,11 +34,11 @@ class LayerCache(CacheLayerMixin):
         self.capacity = capacity
         self.held: Cache | None = None
         self.seen = 0
-        """The number of columns, with those of padding."""
+        """The number of columns, including padding."""
         self.recording: DraftRecording | None = None
-        """Calls that `crop` may take back; None before `activate_past_recording`."""
+        """The recorded calls that `crop` may undo; None before `activate_past_recording`."""
         self.kept = 0
-        """Of so many of the last columns the cache has the states before them."""
+        """The number of last columns for which the cache has the states before them."""
 
     def room_for(self, attention: Attention, batch: int, count: int) -> Cache:
         """The layer's cache, with room for `count` more tokens of `batch` sequences."""
@@ -63,7 +63,7 @@ class LayerCache(CacheLayerMixin):
         return True
 
     def drafts(self, cache: Cache, count: int) -> int:
-        """Of how many of `count` drafts the states before them are kept: of all, or of none."""
+        """The number of drafts for which states are kept: `count`, or 0."""
         is_wanted = self.recording is not None and not cache.can_crop
         return count if is_wanted and not without_way_back(cache) else 0
 
@@ -144,9 +144,9 @@ class PrecondattnCache(HFCache):
     Parameters
     ----------
     config : PrecondattnConfig
-        Of the model.
+        The configuration of the model.
     capacity : int, optional
-        The greatest number of tokens, whose memory is taken at once. Without it the cache grows.
+        The largest number of tokens, whose memory is allocated at once. By default the cache grows.
 
     Examples
     --------
@@ -168,26 +168,26 @@ class PrecondattnCache(HFCache):
             raise ValueError(f"capacity must be a whole number, 1 or above; found {capacity!r}")
         super().__init__(layers=[LayerCache(capacity) for _ in range(config.num_hidden_layers)])
         self.valid: Tensor | None = None
-        """(b, seen), False for padding; None without padding."""
+        """False for padding (b, seen); None without padding."""
         self.drafts = 0
-        """How many of the next tokens are drafts, of which `crop` may remove any number."""
+        """The number of drafts among the next tokens, of which `crop` may remove any number."""
 
     def reset(self) -> None:
         super().reset()
         self.valid = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes sequence `beam_idx[i]`."""
+        """Replace sequence i by sequence `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, beam_idx.to(self.valid.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences `indices`."""
+        """Keep only the sequences `indices`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times."""
         held = self.layers[0].held
         if held is not None:
             batch = torch.arange(held.length.shape[0], device=held.length.device)

@@ -33,18 +33,18 @@ class PrecondattnConfig(PreTrainedConfig):
     Parameters
     ----------
     mechanism : str or Mechanism, optional
-        Of every layer, such as `"ccq(gated_delta)"`, with its options in the text
+        The mechanism of every layer, such as `"ccq(gated_delta)"`, with options in the text
         (`"lucid[scale=5]"`); `"softmax"` by default.
     layer_types : list of str or Mechanism, optional
-        In place of `mechanism`, that of each layer: `["gla", "gla", "lucid"]`.
+        The mechanism of each layer, in place of `mechanism`: `["gla", "gla", "lucid"]`.
     num_hidden_layers : int, optional
         The number of layers; 6 by default, or the length of `layer_types`.
     vocab_size, hidden_size, num_attention_heads : int
-        The number of tokens, the width of the hidden states, the query heads of every layer.
+        The size of the vocabulary, the width of the hidden states, and the number of query heads.
     intermediate_size : int, optional
         The inner width of the MLPs, with the default of `Block`.
     mlp : {"gated", "plain"}
-        Gated MLPs, or plain ones of two layers, as in `Block`.
+        The kind of MLP, as in `Block`.
     num_key_value_heads, num_value_heads, head_dim, value_head_dim, num_slots : int, optional
         `kv_heads`, `value_heads`, `head_dim`, `value_dim` and `slots` of every layer's `Attention`.
     recipes : dict, optional
@@ -60,7 +60,7 @@ class PrecondattnConfig(PreTrainedConfig):
         The standard deviation of the embedding, and of a head that is not tied to it. The other
         weights start as their recipes say.
     tie_word_embeddings : bool
-        Whether the embedding is the head too.
+        Whether the embedding is also the output matrix.
 
     Raises
     ------
@@ -139,5 +139,5 @@ class PrecondattnConfig(PreTrainedConfig):
         return super().from_dict({"recipes_version": 1, **config_dict}, **kwargs)
 
     def validate_layer_type(self) -> None:
-        """In place of Transformers' list of its own layer types."""
+        """Skip Transformers' check, which knows only its own layer types."""
         check_layers(self)

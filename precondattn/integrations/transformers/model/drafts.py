@@ -1,4 +1,4 @@
-"""Tokens that are taken back from a cache that can not be cropped: a state, a window.
+"""Removing tokens from a cache that can not be cropped: a state, or a window.
 
 Drafts are verified by one call, and then the wrong ones are removed. Where the drafts are known and
 the cache is a state, the call keeps the states before each of them. Otherwise the cache before each
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from precondattn.cache import Cache
 
 Extend = Callable[[Cache, int], Cache]
-"""From a cache to the same with the first tokens of a call, of which it is given the number."""
+"""A function that extends a cache by the given number of a call's first tokens."""
 
 
 class LayerCall(NamedTuple):
@@ -22,12 +22,12 @@ class LayerCall(NamedTuple):
 
     before: Cache
     seen: int
-    """The number of columns before it."""
+    """The number of columns before the call."""
     extend: Extend
 
 
 class DraftRecording:
-    """The calls since the last `crop`."""
+    """The recorded calls since the last `crop`."""
 
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []

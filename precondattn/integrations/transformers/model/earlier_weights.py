@@ -1,4 +1,4 @@
-"""Folders of `save_pretrained` from before linear maps were modules of their own.
+"""Reading folders of `save_pretrained` from before linear maps were separate modules.
 
 `from_pretrained` converts weights as it reads them, by rules for parts of their names. Ours are
 those of the model's layers: `attention.inputs.q.weight` is `attention.q_proj.weight` now, with
@@ -15,12 +15,12 @@ from precondattn.layers.torch.module import Declared
 
 
 class Converted(ConversionOps):
-    """One weight from before, as its layer stores it now."""
+    """The conversion of one earlier weight to the present storage of its layer."""
 
     def convert(
         self, input_dict: Given, source_patterns: Given, target_patterns: Given, **given: Given
     ) -> Given:
-        """The weight by its new name."""
+        """The converted weight by its new name."""
         (tensors,) = input_dict.values()
         name = given["full_layer_name"]
         for path, module in given["model"].named_modules():
@@ -32,12 +32,12 @@ class Converted(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Not for saving: a model is saved by its names of now."""
+        """No reverse operation: a model is saved with its present names."""
         raise NotImplementedError("weights are not saved by their earlier names")
 
 
 def converters(model: nn.Module) -> list[Given]:
-    """A rule for each part of a name that has changed, the same for all layers."""
+    """The rules, one for each changed part of a name, which all layers share."""
     changed: dict[str, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, Declared):

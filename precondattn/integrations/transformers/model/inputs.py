@@ -1,4 +1,4 @@
-"""Checks of what a model is called with, and the mask of the new tokens."""
+"""Checks of the arguments of a model's call, and the mask of the new tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from precondattn.integrations.transformers.masks import check_own_pattern
 from precondattn.integrations.transformers.model.cache import PrecondattnCache
 
 RECORDED = ("output_hidden_states",)
-"""Arguments that Transformers' own decorators read."""
+"""The arguments that Transformers' own decorators read."""
 WITHOUT_EFFECT = ("output_attentions", "is_causal", "debug_io")
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-"""Arguments of Transformers' loss function."""
+"""The arguments of Transformers' loss function."""
 
 
 def check_arguments(given: Mapping[str, Given], allowed: tuple[str, ...]) -> None:
-    """Raise an error for arguments that would change nothing."""
+    """Raise an error for arguments that would have no effect."""
     if given.get("output_attentions"):
         raise ValueError(
             "output_attentions: the weights of attention are never computed; found True"
@@ -75,7 +75,7 @@ def mask_of_new(attention_mask: Given, batch: int, count: int, cache: Given) -> 
 def pairs_of_new(
     attention_mask: Given, batch: int, count: int, cache: Given, layers: nn.ModuleList
 ) -> Tensor | None:
-    """A mask of pairs (b or 1, heads or 1, t, cached + t); None for one of padding, or none."""
+    """The mask of pairs (b or 1, heads or 1, t, cached + t); None if there is only padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         return None
     if attention_mask.dtype != torch.bool:
@@ -104,7 +104,7 @@ def pairs_of_new(
 
 
 def check_positions(positions: Given, mask: Given, cache: Given) -> None:
-    """Raise an error for several texts in one row, which positions that start again tell."""
+    """Raise an error for several texts in one row, whose positions start again."""
     if positions is None or mask is not None or torch.compiler.is_compiling():
         return
     if positions.ndim != 2:

@@ -1,4 +1,4 @@
-"""From a configuration to the arguments of each layer's `Attention`, checked before any work."""
+"""The arguments of each layer's `Attention`, checked, from a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARGUMENTS = ("heads", *SIZES, "recipes")
 
 
 def mechanism_text(mechanism: Given) -> str:
-    """A mechanism as the text that a configuration stores.
+    """The text of a mechanism that a configuration stores.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def layer_arguments(config: HFConfig) -> list[JsonObject]:
 
 
 def check_layers(config: HFConfig) -> None:
-    """Raise the error that making the layers would raise."""
+    """Raise the error that constructing the layers would raise."""
     check_mlp(config.mlp)
     if config.recipes_version not in (1, 2):
         raise ValueError(f"recipes_version must be 1 or 2; found {config.recipes_version!r}")

@@ -205,7 +205,7 @@ class PrecondattnModel(PrecondattnPreTrainedModel):
 
 
 class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
-    """A language model of attention layers, with all that Transformers has for one.
+    """A language model of attention layers that works with Transformers' tools, such as `generate`.
 
     Parameters
     ----------
@@ -254,23 +254,24 @@ class PrecondattnForCausalLM(PrecondattnPreTrainedModel, GenerationMixin):
         ----------
         input_ids : integer tensor (b, t)
         attention_mask : tensor of integers or booleans (b, cached + t), optional
-            0 for padding, at any place. Or a boolean mask of pairs (b or 1, heads or 1, t,
-            cached + t), True where a token may attend to another, for softmax and what is around
+            0 for padding, which may be anywhere. Or a boolean mask of pairs (b or 1, heads or 1, t,
+            cached + t), True where a token may attend to another, for softmax and mechanisms around
             it. It restricts causality and windows, and does not replace them.
         position_ids : integer tensor (b, t) or (1, t), optional
-            For rotations; by default the valid tokens are counted.
+            The positions for rotary embeddings; by default valid tokens are counted.
         past_key_values : PrecondattnCache, optional
-            From an earlier call; it is updated in place.
+            The cache from an earlier call, which is updated in place.
         inputs_embeds : tensor (b, t, width), optional
-            In place of `input_ids`.
+            Embeddings in place of `input_ids`.
         labels : integer tensor (b, t), optional
-            The tokens themselves, −100 where there is no loss.
+            The tokens themselves, with −100 for tokens without a loss.
         use_cache : bool, optional
-            Whether a cache is made; that of the configuration by default, without gradients only.
+            Whether a cache is created. By default as in the configuration, but only without
+            gradients.
         logits_to_keep : int or tensor
-            Logits of the last tokens only, or of these; 0 for all.
+            The number of last tokens, or the indices of the tokens, that get logits; 0 for all.
         prefix : integer tensor (b,), optional
-            Every token sees the first `prefix` valid tokens of its sequence, as in `Attention`.
+            The number of first valid tokens that all tokens of a sequence see, as in `Attention`.
         """
         check_arguments(kwargs, () if labels is None else LOSS)
         if isinstance(past_key_values, PrecondattnCache):

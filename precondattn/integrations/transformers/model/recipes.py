@@ -16,7 +16,7 @@ RECIPES: dict[str, type[Recipe]] = {
     for name, value in vars(known).items()
     if isinstance(value, type) and issubclass(value, Recipe)
 }
-"""The recipes that a configuration can name. A file never names code of anybody else."""
+"""The recipes that a configuration can name. Files can not name other code."""
 
 
 def to_json(recipes: Given) -> dict[str, JsonObject] | None:
@@ -35,7 +35,7 @@ def to_json(recipes: Given) -> dict[str, JsonObject] | None:
 
 
 def from_json(recipes: Mapping[str, Mapping[str, Json]] | None) -> dict[str, Recipe] | None:
-    """The recipes of `to_json`."""
+    """The recipes from the JSON of `to_json`."""
     if recipes is None:
         return None
     return {name: _recipe_of(name, described) for name, described in recipes.items()}

@@ -46,7 +46,7 @@ def delta_inputs(
 
 
 def unit_rows_of(x: Tensor) -> Tensor:
-    """In float32, and then in the dtype of x, which is that of the output."""
+    """L2(x), computed in float32 and returned in the dtype of x."""
     return unit_rows(x.float()).to(x.dtype)
 
 

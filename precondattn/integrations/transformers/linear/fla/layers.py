@@ -1,4 +1,4 @@
-"""The modules of a model of flash-linear-attention, and what to call in place of their kernels."""
+"""The modules of flash-linear-attention's models, and the functions that replace their kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KERNELS: Functions = {
     "swiglu": modules.swiglu,
     "swiglu_linear": modules.swiglu_linear,
 }
-"""Kernels besides the recurrences, in plain PyTorch."""
+"""The functions that replace kernels other than recurrences, in plain PyTorch."""
 SERVED = (
     "GatedLinearAttention",
     "HGRN2Attention",
@@ -50,7 +50,7 @@ LEFT = "Attention"
 
 
 def on_cpu(backend: BackendNames) -> Functions:
-    """What to call in place of all kernels."""
+    """The functions that replace all kernels."""
     return {**KERNELS, **recurrences(backend)}
 
 
@@ -87,7 +87,7 @@ def restore_fla(model: nn.Module) -> nn.Module:
 
 
 def modules_of_fla(model: nn.Module) -> Iterator[tuple[nn.Module, Maker]]:
-    """The modules to change, each with what its kernels are replaced by.
+    """The modules to change, each with the function that makes its replacements.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def modules_of_fla(model: nn.Module) -> Iterator[tuple[nn.Module, Maker]]:
 
 
 def _refuse_other(module: nn.Module) -> None:
-    """Raise for a layer of flash-linear-attention with another recurrence."""
+    """Raise an error for a layer of flash-linear-attention with another recurrence."""
     cls = class_of(module)
     if not cls.__module__.startswith("fla.layers.") or cls.__name__ in (*SERVED, LEFT):
         return

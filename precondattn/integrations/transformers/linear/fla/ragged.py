@@ -1,4 +1,4 @@
-"""Sequences of several lengths, one after the other in one row, and as rows of a batch.
+"""Sequences of several lengths: packed in one row, and as rows of a padded batch.
 
 flash-linear-attention removes padding: its layers compute with x (1, total, …), where the sequence
 n has the tokens from `cu_seqlens[n]` to `cu_seqlens[n + 1]`.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def valid_slots(cu_seqlens: Tensor) -> Tensor:
-    """Which slots (n, longest) of a batch of these sequences have a token: the first ones."""
+    """Which slots (n, longest) of a batch of these sequences have a token."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max())
     return torch.arange(longest, device=cu_seqlens.device) < lengths[:, None]

@@ -48,14 +48,14 @@ NAMES = {
         "parallel_retention",
     ),
 }
-"""The functions of flash-linear-attention, by recurrence. By hand: they are not ours, and each has
-arguments of its own."""
+"""The functions of flash-linear-attention by recurrence, listed by hand because their arguments
+differ."""
 PREPARED = (*signature(delta_inputs).parameters,)[5:]
 """The arguments of both gated delta rules that say how q, k, g and beta are made first."""
 
 
 def recurrences(backend: BackendNames) -> Functions:
-    """What to call in place of these functions."""
+    """The functions that replace these functions."""
 
     def run(
         mechanism: Mechanism,
@@ -127,8 +127,8 @@ def recurrences(backend: BackendNames) -> Functions:
     def retention(
         q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **others: Given
     ) -> Tree:
-        """SSD with log γ for a decay, because a missing token must not decay the state."""
-        scale = q.shape[-1] ** -0.5 if scale is None else scale  # That of SSD is 1.
+        """SSD with the decay log γ, because a missing token must not decay the state."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale  # The scale of SSD is 1.
         heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
         g = torch.log1p(-torch.exp2(-5 - heads)).expand(q.shape[:3])
         return one_state(SSD(), {"q": q, "k": k, "v": v, "g": g}, scale=scale, **others)
@@ -197,7 +197,7 @@ def _turned(state: Tensor | None, is_value_first: bool) -> Tensor | None:
 
 
 def _refuse(others: dict[str, Given]) -> None:
-    """Raise for an argument that is set and that no mechanism has; some say how, and not what."""
+    """Raise an error for a set argument that is not supported, except hints for kernels."""
     for name in ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "checkpoint_level", "safe_gate"):
         others.pop(name, None)
     for name, value in others.items():
