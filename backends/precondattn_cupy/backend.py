@@ -24,10 +24,10 @@ from precondattn.spec.read import MEAN
 from precondattn_cupy.launch import is_simulated
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""The default; kernels may declare their own `dtypes`."""
+"""The supported dtypes of a kernel that does not declare `dtypes`."""
 
 LEAST_CAPABILITY = 80
-"""8.0: tensor cores that take bfloat16."""
+"""Compute capability 8.0, the first whose tensor cores multiply bfloat16."""
 
 KEYS: tuple[Erase, ...] = ("written key", "own key")
 DECAYED = (
@@ -123,7 +123,7 @@ def _capability() -> int | None:
 
 @contextmanager
 def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Kernels are launched on the device of the inputs."""
+    """A context that launches kernels on the device of the inputs."""
     first = next(iter(inputs.values()))
     if library_of(first) != "cupy":
         yield

@@ -1,4 +1,4 @@
-"""Tiles of every kernel: data. Whatever the tiles, a kernel computes the same.
+"""The tile sizes of every kernel. Whatever the tiles, a kernel computes the same.
 
 A kernel is looked up with the larger of its padded widths of keys and values, and whether its
 products have 16-bit factors. The numbers were chosen to compile for compute capability 8.0 and
@@ -18,12 +18,12 @@ WIDTHS = (16, 32, 64, 128, 256, 512)
 
 
 class Configuration(NamedTuple):
-    """How a kernel is tiled."""
+    """The tile sizes of a kernel."""
 
     rows: int
-    """Tokens of a block's own tile: 16 for each of its warps."""
+    """Tokens of the tile that a block computes (BLOCK_M of flash attention): 16 for each warp."""
     columns: int = 16
-    """Tokens of the tiles that it iterates over."""
+    """Tokens of each tile that the block loops over (BLOCK_N)."""
 
     @property
     def threads(self) -> int:

@@ -1,4 +1,4 @@
-"""From a kernel's name and its arguments to a launch.
+"""Launches of kernels, by name and arguments.
 
     launch("unit_rows", "unit_rows<float>", (rows,), 128, (o, y, 96, 64, 1e-6))
 
@@ -33,7 +33,7 @@ STATIC_LIMIT = 48 << 10
 """Bytes of dynamic shared memory that a kernel may use without an attribute."""
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 SIMULATE = "PRECONDATTN_CUPY_SIMULATE"
-"""Environment variable: 1 runs kernels in the simulator, on NumPy arrays."""
+"""The environment variable that, if 1, runs kernels in the simulator, on NumPy arrays."""
 
 
 class CudaLaunch(NamedTuple):
@@ -41,7 +41,7 @@ class CudaLaunch(NamedTuple):
 
     file: str
     kernel: str
-    """The name expression: "unit_rows<float>"."""
+    """The name expression, such as "unit_rows<float>"."""
     grid: tuple[int, ...]
     threads: int
     shared_bytes: int
@@ -57,7 +57,7 @@ def is_simulated() -> bool:
 
 @contextmanager
 def recorded() -> Iterator[list[CudaLaunch]]:
-    """Launches in this context are recorded, and not executed."""
+    """A context in which launches are recorded and not executed."""
     result: list[CudaLaunch] = []
     before = _recorded.set(result)
     try:
@@ -67,7 +67,7 @@ def recorded() -> Iterator[list[CudaLaunch]]:
 
 
 Argument = Any
-"""What a kernel takes: an array, a number, or None."""
+"""An argument of a kernel: an array, a number, or None."""
 
 Kernel = Any
 """A function of a compiled or a simulated module."""
@@ -134,7 +134,7 @@ def _value(kernel: str, argument: Argument, simulated: bool) -> Argument:
 
 @functools.cache
 def _compiled(file: str, kernel: str, device: int, precise: bool) -> Kernel:
-    """A module contains one kernel, so that only called kernels are compiled."""
+    """A compiled kernel. A module has one kernel, so that only called kernels are compiled."""
     import cupy
 
     module = cupy.RawModule(
@@ -155,7 +155,7 @@ def _simulated(file: str, kernel: str, precise: bool) -> Kernel:
 
 
 def _defined(precise: bool) -> tuple[str, ...]:
-    """The option of a compiler for precise kernels."""
+    """The compiler's option for precise kernels."""
     return ("-DPRECONDATTN_PRECISE",) if precise else ()
 
 

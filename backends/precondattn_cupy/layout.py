@@ -66,7 +66,7 @@ def masks_of(frame: Frame, b: int, t: int) -> KernelMasks:
 
 
 def bytes_of(valid: Array | None, b: int) -> Array | None:
-    """(b, t), one byte per token, from a mask for each sequence or for all."""
+    """A mask of each sequence, or of all, as one byte per token (b, t)."""
     if valid is None:
         return None
     xp = namespace(valid)

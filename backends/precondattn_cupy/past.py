@@ -1,4 +1,4 @@
-"""The part of a cache that a step reads, and the number of processors that share the work."""
+"""The part of a cache that a step reads, and the number of multiprocessors that share the work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FilledSlots(NamedTuple):
 
 
 def past_of(frame: Frame, b: int, capacity: int) -> FilledSlots:
-    """From the frame of one new token after `capacity` slots."""
+    """The filled slots for the frame of one new token after `capacity` slots."""
     if frame.held is not None:
         return FilledSlots(frame.held, None, None, None)
     valid = frame.k_valid

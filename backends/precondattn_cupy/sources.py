@@ -1,7 +1,7 @@
 """The CUDA sources, with their includes expanded.
 
-CuPy caches compiled code by the text that it is passed. An included header would not be part of
-that text, and changes of it would go unnoticed.
+CuPy caches compiled code by its source text. An included header is not part of that text, so a
+changed header would not be compiled.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class UnitRowsKernels:
     def step(
         self, leaf: UnitRows, past: Mapping[str, Array], x: Mapping[str, Array], frame: Frame
     ) -> tuple[Array, Updates]:
-        """New tokens do not depend on cached ones."""
+        """The forward pass of the new tokens, which do not depend on cached ones."""
         return self.forward(leaf, x, frame)[0], {}
 
     def residual_shapes(

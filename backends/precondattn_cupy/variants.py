@@ -34,7 +34,7 @@ Shipped = tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...]
 CALLS: Shipped = (
     ("unit_rows", WIDE, ((64, 64),)),
     ("unit_rows[detach=false]", WIDE, ((64, 64),)),
-    # In float16 a smaller eps has no gradient.
+    # A smaller eps would give no gradient in float16.
     (f"unit_rows[eps={LEAST_EPS}]", ("float16",), ((64, 64),)),
     (f"unit_rows[eps={LEAST_EPS},detach=false]", ("float16",), ((64, 64),)),
     ("lucid_solve[beta=true]", ALL, ((16, 16), (32, 32), (64, 64), (128, 128), (256, 128))),
@@ -93,7 +93,7 @@ def _variant(launch: CudaLaunch, spill_limit: int) -> Variant:
 def launches(
     expression: str, dtype: str, d: int, e: int, is_step: bool = False, shared: int = 1
 ) -> list[CudaLaunch]:
-    """What a call with its gradient, or a step, launches."""
+    """The launches of a call with its gradient, or of a step."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     leaf = mechanism.program.leaves[0]
@@ -105,7 +105,7 @@ def launches(
     sizes |= {"t": 1, "s": 1} if is_step else {"t": TOKENS, "s": TOKENS}
     x = {name: _zeros(pattern.shape(sizes), dtype) for name, pattern in inputs.items()}
     backend = Cupy()
-    # Nothing is computed: outputs hold whatever was in memory.
+    # Launches are only recorded, so outputs are uninitialised memory.
     with recorded() as recorded_launches, np.errstate(all="ignore"):
         if is_step:
             past = {

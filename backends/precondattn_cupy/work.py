@@ -26,7 +26,7 @@ class TiledSize(roof.Size):
 
 
 def lucid_systems(size: TiledSize) -> KernelWork:
-    """Tiles of L on and below the diagonals of super-blocks; the programs above return at once.
+    """Tiles of L on and below the diagonals of super-blocks; programs above them return at once.
 
     The inverses of the diagonal tiles are products of float32 and not counted.
     """

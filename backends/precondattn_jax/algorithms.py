@@ -42,7 +42,10 @@ class MesaInLoops(AlgorithmInLoops[pa.MesaQuery], MesaQueryAlgorithm):
 
 
 class OfOneSequence(AlgorithmInLoops[LeafProtocol]):
-    """A packed call has a loop whose length is known at run time only."""
+    """Algorithms of leaves that sum over all tokens, for calls that are not packed.
+
+    A packed call would need a loop whose length is known at run time only.
+    """
 
     def output(self, x: Arrays, frame: Frame) -> Array:
         is_packed = frame.k_segment is not None
@@ -82,5 +85,5 @@ ALGORITHMS: dict[type | Recurrences, type[AnyAlgorithm]] = {
     **dict.fromkeys((pa.PreconditionedKey, pa.ConditionedQuery), RecurrenceInLoops),
     **dict.fromkeys(TOKEN_WISE, TokenWiseInLoops),
 }
-"""The table is not derived from that of `portable`: what this backend claims, its own algorithms
-compute. They share the recurrences, whose chunks have the same equations."""
+"""The algorithm of each leaf. Entries are not inherited from `portable`: this backend supports what
+its own algorithms compute. Only the equations of the recurrences' chunks are shared."""

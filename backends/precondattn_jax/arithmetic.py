@@ -1,4 +1,4 @@
-"""Products in full precision, and zeros that a loop can carry.
+"""Products in full precision, and zeros for the carry of a loop.
 
 By default, JAX multiplies float32 with fewer bits on accelerators. Here all bits are requested,
 unless the user has set `jax.default_matmul_precision`.
@@ -24,7 +24,7 @@ def precision() -> lax.Precision | None:
 
 
 def full_precision() -> AbstractContextManager[object]:
-    """The same for all products within it."""
+    """A context in which all products have that precision."""
     return nullcontext() if precision() is None else jax.default_matmul_precision("highest")
 
 

@@ -1,7 +1,7 @@
 """Softmax attention as an algorithm of the backend: full calls in tiles, and steps.
 
-A step reads the tiles of new queries with the cache, then those with the new tokens, by the same
-read, whose state is merged from tile to tile. Cached keys and values are read once.
+A step is online softmax too: over the tiles of new queries with cached keys, and then with the new
+keys. Cached keys and values are read once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AttentionBlocks(SteppingAsDefined[SoftmaxAttention], attention.AttentionBl
         return step.output(), step.updates()
 
     def _step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        """Of `Softmax` without a forget gate."""
+        """A step of `Softmax` without a forget gate."""
         leaf, capacity = self.leaf, past["key"].shape[1]
         updates: Updates = {"key": Append(x["k"]), "value": Append(x["v"])}
         bias: Array | None = None

@@ -1,4 +1,4 @@
-"""Reads, writes and their gradients for groups of chunks: the states between them.
+"""The states between chunks, for groups of chunks: reads, writes and their gradients.
 
     additive:    S ← total ∘ S + (writing ∘ K)ᵀ V
     delta rule:  U = M (β ∘ (V − reading ∘ E S)),    S ← total ∘ S + (writing ∘ K)ᵀ U
@@ -76,7 +76,7 @@ class ChannelDecay(channel_decay.ChannelDecay):
         return jnp.reshape(whole, (chunks, heads, size * r, size))
 
     def read(self, a: Array, y: Array, r: int) -> Array:
-        rows = jnp.repeat(y[:, :, :, None], r, axis=3)  # The scores are linear in them.
+        rows = jnp.repeat(y[:, :, :, None], r, axis=3)  # Any rows: scores are linear in them.
         return jax.vjp(lambda x: self.scores(x, y), rows)[1](a)[0]
 
     def gradients(self, a: Array, x: Array, y: Array) -> tuple[Array, Array, Array]:

@@ -1,9 +1,9 @@
 """The recurrence in chunks of tokens as products of matrices, in a loop over groups of chunks.
 
 No loop runs over the tokens of a chunk; only the state is passed from chunk to chunk. A step of the
-loop processes as many chunks as fit a cache, and computes everything but the state at once. The
-gradient stores the state before every group, and recomputes those within it. Mesa's query
-reads the chunks in conjugate gradients (the equations are in `precondattn_portable`).
+loop processes as many chunks as fit a CPU's cache, and computes everything but the state at once.
+The gradient stores the state before every group, and recomputes those within it. Conjugate
+gradients for Mesa's query read the chunks repeatedly. The equations are in `precondattn_portable`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Chunkwise(AllTokens):
     def reread(
         self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
     ) -> tuple[Array, Array]:
-        """function(read, *arrays) of a group of chunks at a time, and the final state.
+        """function(read, *arrays) for one group of chunks after another, and the final state.
 
-        `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
-        outputs of queries q in the layout of the group, (c, n, C, r, w).
+        `arrays` belong to the queries' tokens, and x has no queries. read(q) returns the outputs of
+        queries q in the layout of the group, (c, n, C, r, w).
         """
         work = ChunkWork(x._replace(q=arrays[0]))
 
@@ -69,7 +69,7 @@ class Chunkwise(AllTokens):
             chunks, *parts = given
             group = group_of(x, chunks)
             states = group.states(state)
-            group.read(parts[0], states)  # So that what it keeps is not traced within a loop.
+            group.read(parts[0], states)  # Fills the group's cached arrays outside the inner loop.
             return states[-1], function(lambda q: group.read(q, states), *parts)
 
         given = (work.written, *map(work.chunks, arrays))
@@ -107,7 +107,7 @@ class ChunkWork:
         return jnp.reshape(x, (self.groups, self.together, self.b * self.m, self.size, *rest))
 
     def tokens(self, x: Array) -> Array:
-        """The transpose of `chunks`: (b, m, s, …)."""
+        """Chunks as tokens (b, m, s, …), the reverse of `chunks`."""
         rest = x.shape[4:]
         x = jnp.reshape(x, (self.groups, self.together, self.b, self.m, self.size, *rest))
         x = jnp.moveaxis(x, (0, 1), (2, 3))
@@ -117,11 +117,11 @@ class ChunkWork:
         return self.tokens(x)[:, :, self.s - self.t :]
 
     def joined(self, state: Array) -> Array:
-        """(b, m, d, e) to (n, d, e)."""
+        """States (b, m, d, e) as (n, d, e)."""
         state = jnp.reshape(state, (self.b * self.m, *state.shape[2:]))
         return state + zeros(state.shape, self.x.k)
 
-    # Bodies of the loops.
+    # The bodies of the loops.
 
     def read(self, state: Array, given: tuple[WrittenChunks, Array]) -> tuple[Array, Array]:
         """The state after a group, and the outputs within it."""
@@ -148,7 +148,7 @@ def solved(
 ) -> Array:
     """q* of queries (…, d), differentiable: a linear solve with a symmetric matrix.
 
-    A query whose residual is not reached is NaN.
+    A query whose residual stays too large is NaN.
     """
     diagonal = lax.stop_gradient(diagonal)
 
@@ -172,7 +172,7 @@ def solved(
 
 
 class SolvingChunkwise(Solving, Chunkwise):
-    """The recurrence in chunks, which are read as often as the iteration needs."""
+    """The recurrence in chunks, with a read of each group for every iteration."""
 
     ops = JAX
     by = staticmethod(solved)

@@ -4,8 +4,8 @@ Memory stays linear in the number of tokens. Blocked algorithms run in the loops
 a solve is differentiated as a solve (`lower_system.py`). Leaves whose definition is linear in
 memory are computed by it, and so are packed calls of leaves that sum over whole sequences.
 
-A step of few new tokens bounds its memory to a few times the cache. By the definition of a cache,
-any split of a sequence gives the same output.
+A step is split into steps of few new tokens, which bounds its memory to a few times the cache. Any
+split of a sequence gives the same output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TOKENS = 64
 """New tokens per step."""
 
 Step = Callable[[Arrays, Arrays, Frame], tuple[Array, Updates]]
-"""From old buffers, new inputs and their frame: the output, and the update of every slot."""
+"""A function (old buffers, new inputs, frame) that returns the output and the slots' updates."""
 
 
 class AlgorithmInLoops(Algorithm[L]):
-    """An algorithm whose operations can all be differentiated, if its loops can."""
+    """An algorithm that JAX can differentiate as soon as its loops are differentiable."""
 
     loops: Loops = PLAIN
 
@@ -52,13 +52,13 @@ class AlgorithmInLoops(Algorithm[L]):
 
 
 class SteppingAsDefined(AlgorithmInLoops[L]):
-    """An algorithm whose step is the leaf's own, or has its derivative."""
+    """An algorithm whose step, or at least its derivative, is that of the leaf's definition."""
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         return self.few_tokens_at_a_time(self.leaf.step, upcast_all(past), x, frame)
 
     def with_derivative_of_the_definition(self, step: Step) -> Step:
-        """A step with the derivative of the leaf's own, in any mode."""
+        """A step with the derivative of the definition's step, in forward and reverse mode."""
 
         def derivative(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
             past, x, frame = primals
@@ -82,7 +82,7 @@ class SteppingAsDefined(AlgorithmInLoops[L]):
         past = upcast_all(past)
         count = -(-t // TOKENS)
         capacity = frame.k_position.shape[1] - t
-        assert frame.k_valid is not None  # A cache has slots that are not filled.
+        assert frame.k_valid is not None  # It marks the empty slots of a cache.
         slot_valid, new_valid = frame.k_valid[:, :capacity], frame.k_valid[:, capacity:]
         slots, length = frame.k_position[:, :capacity], frame.q_position[:, 0]
         q_valid = jnp.ones_like(new_valid) if frame.q_valid is None else frame.q_valid
@@ -115,7 +115,7 @@ class SteppingAsDefined(AlgorithmInLoops[L]):
 
 
 def _parts_of_pairs(pairs: Array, capacity: int, count: int) -> Array:
-    """For each part its rows (count, b, h, TOKENS, c + TOKENS), of slots and its own tokens."""
+    """The rows of each part (count, b, h, TOKENS, c + TOKENS), for slots and the part's tokens."""
     rows = _parts(pairs, 2, count)
     new = padded(rows[..., capacity:], 0, count * TOKENS - (rows.shape[4] - capacity), 4)
     own = [new[i, ..., i * TOKENS : (i + 1) * TOKENS] for i in range(count)]

@@ -47,7 +47,7 @@ class Tiles(BlockedCall[pa.DeltaFormer]):
         self.mask = Mask(frame.among_keys(blocks.s), blocks, strict=True, of_queries=True)
         self.scores = DotScores(blocks, blocks.stacked(q[:, :, None]), k)
         self.own = row_sum(blocks.of_keys(q) * k)
-        """S_tt (b, h, s, 1), −∞ where the token's own key is masked"""
+        """S_tt (b, h, s, 1), −∞ if key t is masked"""
         valid = self.mask.k_valid
         if valid is not None:
             self.own = jnp.where(valid[:, None, :, None], self.own, -math.inf)
@@ -76,7 +76,7 @@ class Tiles(BlockedCall[pa.DeltaFormer]):
 
         def log_totals_of(a: Array) -> tuple[Array, Array]:
             """λ, 0 without keys, and whether there are keys."""
-            values = blocks.take(self.beta, a)  # Any of width 1: the sum of weights is wanted.
+            values = blocks.take(self.beta, a)  # Any array of width 1: only weights are summed.
 
             def add(state: MeanState, tile: Array, j: Array) -> MeanState:
                 return read.add(state, self.mask.apply(tile, a, j), values)
@@ -159,7 +159,7 @@ class DeltaFormerBlocks(SteppingAsDefined[pa.DeltaFormer], deltaformer.DeltaForm
                 array = jnp.where(frame.k_valid[:, :, None, None], array, value)
             return blocks.of_keys(heads_first(array), value=value)
 
-        # u of a padded token is read by none.
+        # No token reads u of a padded token.
         w, o, d_o = (of_tokens(array) for array in (residuals[0], out, cotangent))
         log_totals = of_tokens(residuals[1][..., None], -math.inf)
         u = tiles.v - tiles.beta * w

@@ -1,9 +1,10 @@
-"""What distances add to the scores of any tile (`precondattn/spec/distance.py`).
+"""Biases by distance (ALiBi, tables) for any tile (`precondattn/spec/distance.py`).
 
-A tile of block a with the keys of block j adds a Toeplitz matrix of C rows and columns
-(`precondattn_portable/distance.py`). Its numbers f are 2 C of those for all j − i of the call, from
-number C (j − a + m) on, where block 0 is at most m blocks before that of a query. They are computed
-once for each head, and so is the gradient of the slopes or of the table, from that of f.
+The bias of block a with the keys of block j is a Toeplitz matrix of C rows and columns
+(`precondattn_portable/distance.py`). Its numbers are 2 C of the array f, which has a number for
+each j − i of the call: those from C (j − a + m) on, where block 0 is at most m blocks before that
+of a query. f is computed once for each head, and so is the gradient of the slopes or of the table,
+from that of f.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from precondattn_portable.distance import toeplitz, toeplitz_vjp
 
 
 class ByDistance:
-    """What is added for n key heads, of slopes or a table."""
+    """The bias of n key heads, from slopes or a table."""
 
     def __init__(self, leaf: SoftmaxAttention, x: Arrays, blocks: QueryBlocks, n: int) -> None:
         self.leaf, self.x, self.blocks = leaf, x, blocks
@@ -39,7 +40,7 @@ class ByDistance:
         return lax.dynamic_slice_in_dim(f, self._start(a, j), 2 * self.blocks.size, 2)
 
     def add_to(self, tile: Array, a: Array, j: Array, *, diagonal: bool) -> Array:
-        """Scores (b, n, r, C, C) plus what their distance adds."""
+        """Scores (b, n, r, C, C) plus the bias of their distances."""
         return tile + toeplitz(self._numbers(self.f, a, j), self.blocks.size)
 
     def sums(self) -> Array:

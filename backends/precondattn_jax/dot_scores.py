@@ -24,7 +24,7 @@ Pulled = tuple[Sums, Array]
 """The sums, and the gradient of the queries."""
 
 Step = Callable[[Tree, Array, Array], Tree]
-"""Of a state, a tile and its block of keys, to the next state."""
+"""A function of a state, a tile and its block of keys, to the next state."""
 
 
 class DotScores:
@@ -59,7 +59,7 @@ class DotScores:
 
         return loops.counted(self.blocks.keys, stop - first, add, state)
 
-    # Backward: the preceding tiles, first one first, then the tile on the diagonal.
+    # Backward: the preceding tiles, from the first on, then the tile on the diagonal.
 
     def sums(self) -> Sums:
         return {"k": zeros(self.k.shape, self.k)}
@@ -77,7 +77,7 @@ class DotScores:
         return sums | {"k": d_k}, y + product(d_tile, self.blocks.take(self.k, j))
 
     def pulled_diagonal(self, sums: Sums, a: Array, y: Array, d_diagonal: Array) -> Pulled:
-        """The same for the tile on the diagonal: the sums, and dq of the block."""
+        """Gradients from the tile on the diagonal's: the sums, and dq of the block."""
         return self.pulled(sums, self.start(a), y, a, d_diagonal)
 
     def gradients(self, sums: Sums) -> Sums:
@@ -86,9 +86,9 @@ class DotScores:
 
 
 class CappedScores(DotScores):
-    """The same, soft-capped (`spec/soft_cap.py`): S ← c tanh(S / c), dS ← dS ∘ (1 − tanh²(S / c)).
+    """Scores with a soft cap (`spec/soft_cap.py`): S ← c tanh(S / c), dS ← dS ∘ (1 − tanh²(S / c)).
 
-    The gradient computes a tile's scores again: XLA finds that it has them.
+    The gradient is written with a tile's scores computed again, which XLA merges with the first.
     """
 
     def __init__(self, blocks: QueryBlocks, q: Array, k: Array, cap: float) -> None:

@@ -1,4 +1,4 @@
-"""The decay of scores by a forget gate, for any tile:  D_ij = Σ_{j<τ≤i} g_τ.
+"""The decay of scores by a forget gate (FoX), for any tile:  D_ij = Σ_{j<τ≤i} g_τ.
 
 For a query of block a and a key of an earlier block c,
 

@@ -1,13 +1,14 @@
 """Softmax attention on packed sequences: several blocks of queries at once.
 
 A block of queries in a short segment has one or two tiles, which are too few for a loop of its own.
-So G neighbouring blocks a … a + G − 1 form a group, and its tiles with the keys at one distance,
+So G neighbouring blocks a … a + G − 1 form a group, and its tiles with the blocks of keys at a
+distance of o blocks,
 
     S = (S_{a, a+o}, S_{a+1, a+1+o}, …, S_{a+G−1, a+G−1+o}),
 
 are one product, of G times as many sequences. These keys are G neighbouring blocks too. The group's
-loop over the distances o ends where none of its blocks attends to more keys; what a block does not
-attend to is masked.
+loop over the distances o ends when none of its blocks attends to more keys; pairs outside a
+segment are masked.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def has_groups(leaf: SoftmaxAttention, frame: Frame) -> bool:
 
 
 class BlockGroup(NamedTuple):
-    """What belongs to a group of blocks, or, with one more axis in front, to each group."""
+    """The arrays of a group of blocks, or, with one more axis in front, of all groups."""
 
     first: Array
     """a, the first of its blocks"""
     behind: Array
-    """The largest number of blocks before its own that one of them attends to."""
+    """The largest distance o, over its blocks, of a block of keys before that is attended to"""
     ahead: Array
-    """The same after its own."""
+    """The largest distance o of a block of keys after"""
     run: Array
     """The segment (G b, C) of each query, by its number in the sequence."""
     q: Array
@@ -140,7 +141,7 @@ class GroupedAttention(TiledAttention):
         visible = group.run[:, :, None] == self._at(self.run, group.first + o)[:, None, :]
         token = jnp.arange(size)
         distance = token[:, None] - token[None, :] - o * size
-        if self.leaf.causal and isinstance(o, int):  # Those that a loop counts are before 0.
+        if self.leaf.causal and isinstance(o, int):  # It is 0; in loops o is traced and below 0.
             visible &= distance >= 0
         if self.leaf.window is not None:
             visible &= jnp.abs(distance) < self.leaf.window

@@ -1,13 +1,13 @@
-"""How the work is tiled: heads before time, and blocks of tokens, shared by queries and keys.
+"""The tiling: heads before time, and blocks of tokens, shared by queries and keys.
 
 Block a has the key positions a C … a C + C − 1. Queries are aligned to the positions of their keys;
 where there are fewer queries than keys, zeros are prepended up to the start of a block. A tile is
 the scores of a block of queries with a block of keys. Loops iterate over tiles, and only a few
 tiles are in memory at a time.
 
-A program that is exported for any number of tokens (`jax.export`) has symbols for sizes, which can
-not be compared. Its blocks have a size that does not depend on them, and its loops as many steps as
-the symbols say when it runs.
+A program that is exported for any number of tokens (`jax.export`) has symbolic sizes, which can not
+be compared. Its block size does not depend on them, and the length of its loops is computed when it
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 256
 """Tokens of a block: large products, and little waste above the diagonal."""
 
 FEWEST = 128
-"""The same where there are many heads, and in packed calls, whose segments may be short."""
+"""Tokens of a block if there are many heads, and in packed calls, whose segments may be short."""
 
 REFLECTIONS = 128
 """Tokens of a block of reflections; the cost of its matrices grows with its length."""
@@ -35,13 +35,13 @@ TILE = 2**20
 """Approximate number of elements in the tiles of all heads: 4 MiB in float32."""
 
 GROUPED = 2**17
-"""The same for a group of blocks of packed sequences, whose tiles then stay in a CPU's cache."""
+"""Approximate number of elements in the tiles of a group of blocks, which fit a CPU's cache."""
 
 
 def block_size(tokens: int, heads: int, most: int | None = None, *, packed: bool = False) -> int:
     """Tokens of a block, such that blocks have about equal lengths.
 
-    For a symbolic number of tokens or heads it is the size where there are many heads.
+    For a symbolic number of tokens or heads it is `FEWEST`.
     """
     if not is_known(tokens, heads):
         return most or FEWEST

@@ -1,8 +1,8 @@
-"""Loops over tiles, in two kinds: those of a plain call, and those that JAX can differentiate.
+"""Loops over tiles, of two kinds: plain loops, and loops that JAX can differentiate.
 
-A plain loop ends at a number of steps that is known at run time. JAX has no reverse mode of it. A
-differentiable loop has a fixed number of steps, skips those that are too many, and keeps nothing of
-a step but what it begins with: the step is computed again when it is differentiated.
+The number of steps of a plain loop is known at run time only, so JAX has no reverse mode of it. A
+differentiable loop has a fixed number of steps, and skips those that are too many. It stores the
+inputs of each step only, and recomputes the step when it is differentiated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Step = Callable[[Array, Any], Any]
 """A function of the number of a step and of a state, to the next state."""
 
 again = partial(jax.checkpoint, prevent_cse=False)
-"""A function whose results within are not kept for its derivative, but computed again. In a loop
-there is nothing that the compiler could join with it."""
+"""A function whose intermediate results are recomputed for its derivative. `prevent_cse` is not
+needed in a loop, where the compiler can not merge the second computation with the first."""
 
 
 class Loops:
@@ -47,8 +47,8 @@ class DifferentiableLoops(Loops):
     """Loops that JAX can differentiate any number of times, in any mode."""
 
     def counted(self, most: int, count: Array, step: Step, state: Tree) -> Tree:
-        # The whole choice is computed again, not the step within it: a choice returns what its
-        # derivative needs, and would return copies of all that such a step begins with.
+        # The whole `cond` is recomputed, not the step within it: a `cond` returns the residuals
+        # of its derivative, and would return copies of all inputs of the step.
         @again
         def next_state(state: Tree, i: Array) -> tuple[Tree, None]:
             return lax.cond(i < count, step, lambda _, state: state, i, state), None
@@ -74,10 +74,10 @@ def refined(
     left_of: Callable[[Tree], Residual],
     residual: Callable[[Array], tuple[Array, Residual]],
 ) -> Array:
-    """A⁻¹ right by an iteration, which is begun again for what is left of its result.
+    """A⁻¹ right by an iteration that is restarted from the residual of its result.
 
-    There are at most `most` steps search ← advanced(search), of which `left_of` is what the
-    iteration itself says is left; `left` is that at first. NaN where too much is left in the end.
+    There are at most `most` steps search ← advanced(search). `left_of` is the residual according to
+    the iteration's recurrence, and `left` the first one. NaN where the final residual is too large.
     """
 
     def is_open(carry: Tree) -> Array:

@@ -61,12 +61,12 @@ class LowerRows:
 
 
 class LowerSystem(Protocol):
-    """E of a call."""
+    """The matrix E of a call."""
 
     blocks: QueryBlocks
 
     def rows(self, a: Array) -> LowerRows:
-        """Those of block a."""
+        """The rows of block a."""
 
 
 def products(system: LowerSystem, y: Array) -> Array:
@@ -85,7 +85,7 @@ def products(system: LowerSystem, y: Array) -> Array:
 
 
 def solved(system: LowerSystem, constant: LowerSystem, right: Array) -> Array:
-    """E⁻¹ right (b, n, s, e); `constant` is the same system, of arrays without a derivative."""
+    """E⁻¹ right (b, n, s, e); `constant` is the same system, whose arrays have no derivative."""
 
     def times(y: Array) -> Array:
         strength, diagonal = (_of_all(system, name) for name in ("strength", "diagonal"))
@@ -100,7 +100,7 @@ def solved(system: LowerSystem, constant: LowerSystem, right: Array) -> Array:
 
 
 def _of_all(system: LowerSystem, name: str) -> Array | float:
-    """The numbers of that name of all rows."""
+    """The attribute of that name, for the rows of all blocks."""
     rows = system.blocks.rows
     first = getattr(system.rows(rows[0]), name)
     if isinstance(first, float):

@@ -1,7 +1,7 @@
 """LUCID's solve as an algorithm of the backend: full calls, their gradients, and steps.
 
-The gradient is a transposed solve, with its tiles recomputed: from the last block to the first,
-with R = dy,
+The system is in `lucid_system.py`. The gradient is a transposed solve, which recomputes the tiles
+of Φ: from the last block to the first, with R = dy,
 
     X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
     dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
@@ -111,7 +111,7 @@ class LucidSolveBlocks(SteppingAsDefined[pa.LucidSolve]):
         return self.with_derivative_of_the_definition(self._step)(past, x, frame)
 
     def _step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        """With the dot product and a unit diagonal."""
+        """A step with the dot product and a unit diagonal."""
         leaf, (b, t, n, d) = self.leaf, x["k"].shape
         scale, updates = leaf.scale_for(d), dict[str, Append](key=Append(x["k"]))
         k = x["k"]

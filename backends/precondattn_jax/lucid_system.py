@@ -27,7 +27,7 @@ from precondattn_jax.transported_scores import scores_of
 
 
 class RowMaxima(NamedTuple):
-    """Of some rows, or of the rows of each block."""
+    """Row maxima of the scores, for some rows or for the rows of each block."""
 
     value: Array
     """m_i = max_{j≤i} of the scores (b, n, C, 1)"""
@@ -39,7 +39,7 @@ class LucidSystem(BlockedCall[pa.LucidSolve]):
     """The system of a full call of `LucidSolve`."""
 
     maxima: RowMaxima | None = None
-    """Those of each block, where they are known already."""
+    """The row maxima of each block, if they are known already"""
 
     def __init__(self, leaf: pa.LucidSolve, x: Arrays, frame: Frame) -> None:
         most = None if leaf.metric == DOT else REFLECTIONS
@@ -58,7 +58,7 @@ class LucidSystem(BlockedCall[pa.LucidSolve]):
             valid = blocks.of_keys(frame.k_valid, axis=1)
             self.beta = jnp.where(valid[:, None, :, None], one, 0.0)
         frame = frame.among_keys(blocks.s)
-        # Padding has β = 0. Its scores could enter only a maximum.
+        # Padding has β = 0. Its scores can matter only for a row maximum.
         keys = frame.k_valid if leaf.normalize == "rows" else None
         frame = frame.replaced(q_valid=None, k_valid=keys)
         self.mask = Mask(frame, blocks, window=leaf.window, strict=True)
@@ -72,7 +72,7 @@ class LucidSystem(BlockedCall[pa.LucidSolve]):
         return self.tokens(substituted(self, right))
 
     def differentiable(self) -> Array:
-        """The same, which JAX can differentiate any number of times."""
+        """y (b, s, n, e), which JAX can differentiate any number of times."""
         leaf, rows = self.leaf, self.blocks.rows
         constant = LucidSystem(leaf, lax.stop_gradient(self.x), self.frame)
         right = self.v if self.beta is None else self.beta * self.v
@@ -80,8 +80,8 @@ class LucidSystem(BlockedCall[pa.LucidSolve]):
             maxima = lax.map(lambda a: constant.rows(a).maxima, rows)
             self.maxima = constant.maxima = maxima
             if not leaf.detach_max:
-                # A row is divided by the exponential of its maximum, which has a derivative. To
-                # multiply the right-hand side by it is the same.
+                # A row is divided by the exponential of its maximum, which has a derivative.
+                # Multiplying the right-hand side by it is equivalent.
                 scores = DIFFERENTIABLE.each(lambda a: self.rows(a).score_at(maxima.first[a]), rows)
                 right = right * jnp.exp(joined(scores - lax.stop_gradient(scores)))
         return self.tokens(solved(self, constant, right))
@@ -109,7 +109,7 @@ class LucidRows(LowerRows):
             self.maxima = self._maxima(own) if known is None else RowMaxima(*(x[a] for x in known))
             self.shift = self.maxima.value
         shifted = own - self.shift
-        if system.beta is not None:  # It is not an input, but 1 or, at padding, 0.
+        if system.beta is not None:  # β is 0 at padding, whose diagonal then has to be 1.
             shifted = jnp.where(self.strength > 0, shifted, 0.0)
         self.diagonal = jnp.exp(shifted)
 
@@ -118,7 +118,7 @@ class LucidRows(LowerRows):
         return self.mask.apply(weights, self.a, j, diagonal=diagonal, otherwise=0.0)
 
     def _maxima(self, own: Array) -> RowMaxima:
-        """Those of the scores, of which `own` are S_ii."""
+        """The row maxima of the scores; `own` is the diagonal S_ii."""
         a, size = self.a, self.scores.blocks.size
 
         def add(so_far: RowMaxima, tile: Array, j: Array, *, diagonal: bool = False) -> RowMaxima:

@@ -70,12 +70,12 @@ class Mask:
 
     @property
     def has_diagonal(self) -> bool:
-        """Whether no query attends to keys after it, and the tile with its own block is apart."""
+        """Whether no query attends to later keys; the tile of its own block is then separate."""
         return self.causal and self.q_prefix is None
 
     def _marked(self) -> tuple[Array, Array]:
-        """For each block of queries the first block that an attn_mask leaves, and the last one's
-        number plus one."""
+        """The first block of keys that an attn_mask leaves to each block of queries, and the last
+        plus one."""
         blocks, whole = self.blocks, jnp.any(self.pairs, axis=(0, 1, 2))
         tiles = jnp.reshape(whole, (blocks.count, blocks.size, blocks.keys, blocks.size))
         seen = jnp.any(tiles, axis=(1, 3))
@@ -84,7 +84,7 @@ class Mask:
         return low, jnp.max(jnp.where(seen, block + 1, 0), axis=1)
 
     def ranges(self, a: Array) -> list[tuple[Array, Array]]:
-        """Where the blocks of keys begin and end that block a attends to, but for a diagonal."""
+        """The ranges (begin, end) of blocks of keys for block a, without a separate diagonal."""
         first, stop = self.first(a), a if self.has_diagonal else self.stop(a)
         ranges = [(first, stop)]
         if self.q_prefix is not None:

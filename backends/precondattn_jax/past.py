@@ -27,14 +27,14 @@ class BufferedPast:
     def __init__(
         self, frame: Frame, capacity: int, heads: int, window: int | None, end: Array | None = None
     ) -> None:
-        assert frame.k_valid is not None  # A cache has slots that are not filled.
+        assert frame.k_valid is not None  # It marks the empty slots of a cache.
         self.capacity, self.window, self.valid = capacity, window, frame.k_valid[:, :capacity]
         if end is not None:
             self.valid = self.valid & (jnp.arange(capacity) < end)
         self.size = min(block_size(capacity, heads), capacity)
         length, self.prefix = frame.q_position[:, 0], None
         if window is not None and frame.q_prefix is not None:
-            self.prefix = frame.q_prefix[:, :1]  # The same for all tokens of a sequence.
+            self.prefix = frame.q_prefix[:, :1]  # All tokens of a sequence have one prefix.
         filled = jnp.clip(jnp.max(length), 0, capacity)
         self.first, self.stop = jnp.zeros_like(filled), (filled + self.size - 1) // self.size
         if (
@@ -53,7 +53,7 @@ class BufferedPast:
         return upcast(heads_first(result))
 
     def visible(self, j: Array, position: Array) -> Array:
-        """(b, 1, 1, 1 or rows, C), of rows at positions (b, rows)."""
+        """Which slots of block j rows at `position` (b, rows) see: (b, 1, 1, 1 or rows, C)."""
         slot = self.start(j) + jnp.arange(self.size)
         visible = lax.dynamic_slice_in_dim(self.valid, self.start(j), self.size, 1)
         visible = (visible & (slot >= j * self.size))[:, None, :]

@@ -1,4 +1,4 @@
-"""Reading tiles in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
+"""LASER's read of tiles, a log-mean-exp:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
 
 Where all values of each channel are within R of each other, it is computed as a mean of e^{v − ν}:
 
@@ -49,7 +49,7 @@ def is_narrow(v: Array) -> Array:
 
 
 class LogMeanExpRead:
-    """For all values; tiles as in `MeanRead`."""
+    """The log-mean-exp of the values (b, n, s, e); tiles as in `MeanRead`."""
 
     def start(self, shape: tuple[int, ...], v: Array) -> LogState:
         largest, total, _ = MeanRead().start(shape, v)

@@ -1,4 +1,4 @@
-"""Reading tiles by mean:  o = Σ_j e^{S_ij} v_j / Σ_j e^{S_ij}, summed tile by tile.
+"""Online softmax (flash attention):  o = Σ_j e^{S_ij} v_j / Σ_j e^{S_ij}, summed tile by tile.
 
     m' = max(m, max_J S),    l ← e^{m − m'} l + Σ_J e^{S − m'},    a ← e^{m − m'} a + e^{S − m'} v_J
 
@@ -81,7 +81,7 @@ class MeanRead:
 
 
 class MeanAndLogSumRead(MeanRead):
-    """The same, with λ in the last channel of the output. That of the values is not read."""
+    """The mean, and λ in the last channel of the output; the last channel of v is not read."""
 
     def start(self, shape: tuple[int, ...], v: Array) -> MeanState:
         return super().start((*shape[:-1], shape[-1] - 1), v)

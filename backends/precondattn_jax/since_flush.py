@@ -52,8 +52,8 @@ class SinceFlush:
         return jnp.take_along_axis(x, column, axis=-1)
 
     def visible(self, window: int | None) -> Array:
-        """Which of them each new token attends to: (b, 1, t, pending_capacity + t)."""
-        assert self.frame.k_valid is not None  # A cache has slots that are not filled.
+        """The tokens that each new token attends to: (b, 1, t, pending_capacity + t)."""
+        assert self.frame.k_valid is not None  # It marks the empty slots of a cache.
         past, new = self.frame.k_valid[:, : self.capacity], self.frame.k_valid[:, self.capacity :]
         valid = self.of_cache(past, new)
         new_frame = Frame(self.frame.q_position, self.position, None, valid)

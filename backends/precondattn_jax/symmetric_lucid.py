@@ -2,10 +2,10 @@
 
     (Φ + ρ I) y = v,    z_a += Φ_aj x_j    (j ≤ a),    z_j += Φ_ajᵀ x_a    (j < a)
 
-The iteration and its restarts are loops of the compiled call. A column whose residual is not
-reached is NaN. A derivative of y is another solve, with the derivative of the product on the
-right-hand side. Only the product is differentiated: row by row of blocks, without the symmetry that
-saves half of it.
+The iteration and its restarts are loops of the compiled call. A column whose residual stays too
+large is NaN. A derivative of y is another solve, with the derivative of the product on the
+right-hand side. So only the product is differentiated, in a form that computes one row of blocks
+after another and does not use the symmetry, which would halve the work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
         return where_valid(heads_first(x), self.frame)
 
     def tile(self, a: Array, j: Array) -> Array:
-        """Φ of a tile (b, n, C, C), with whatever its diagonal is."""
+        """Φ of a tile (b, n, C, C), without a fixed diagonal."""
         rows = self.blocks.take(self.unit, a) * self.scale
         scores = product_with_transposed(rows, self.blocks.take(self.unit, j))
         return self.mask.apply(jnp.exp(scores - self.shift), a, j, otherwise=0.0)
@@ -109,7 +109,7 @@ class Similarities(BlockedCall[pa.SymmetricLucidSolve]):
     def solved(self, right: Array) -> Array:
         """(Φ + ρ I)⁻¹ right (b, n, s, e)."""
         leaf, (b, n, s, _) = self.leaf, right.shape
-        may_be_small = is_known(b, n, s)  # Those of a symbolic size are not factorized.
+        may_be_small = is_known(b, n, s)  # Systems of a symbolic size are not factorized.
         if may_be_small and s <= symmetric_lucid.DIRECT and b * n * s * s <= FACTORIZED:
             with full_precision():
                 similarities = leaf.similarities(self.unit[:, :, :s], self.frame)

@@ -1,11 +1,12 @@
-"""Softmax attention, one tile of scores at a time, for every metric and read.
+"""Softmax attention in tiles, as flash attention, for every metric and read.
 
     forward:   S = s ⟨q, k⟩ (capped) + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
     backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Residuals: λ, the logarithm of each row's sum of weights, a sink's included. The outer loop iterates
-over blocks of queries, the inner loop over the tiles they attend to: forward from the nearest to
-the first, backward from the first to the nearest.
+The metric is the dot product or PaTH's. The read is what is computed from S and v: the weighted
+mean, or LASER's log-mean-exp. Residuals: λ, the log-sum-exp of each row, which includes a sink. The
+outer loop iterates over blocks of queries, the inner loop over the tiles they attend to: forward
+from the nearest to the first, backward from the first to the nearest.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         after = ((0, 0), (0, 0), (0, blocks.after), (0, 0))
         self.v = jnp.pad(heads_first(x["v"]), after, mode="edge")
         self.added: dict[str, ForgetGate | Bias | ByDistance] = {}
-        """What is added to the scores of tiles, by the name of its input."""
+        """The terms that are added to the scores of tiles, by the names of their inputs"""
         if leaf.forget != "none":
             g = self.of_keys("g")
             g = jnp.reshape(g, (self.b, self.n, self.r, g.shape[-1]))
@@ -221,12 +222,12 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         d_o = zero_padding(cotangent, self.frame)
         of_nothing = self.x["sink"] if self.leaf.sink else 0
         is_empty = (log_total == of_nothing)[..., None] & jnp.all(out == 0, axis=-1, keepdims=True)
-        # A norm applied to a row without visible keys divides by almost 0.
+        # A norm after the attention divides by almost 0 in rows without visible keys.
         d_o = jnp.where(is_empty & ~jnp.isfinite(d_o), 0.0, d_o)
         if self.frame.q_valid is not None:
-            # The output of a padded query is 0, not that of its scores. It has no weights.
+            # The output of a padded query is 0, whatever its scores are, so its weights are 0.
             log_total = jnp.where(self.frame.q_valid[:, :, None], log_total, math.inf)
-        # Rows before the first query have no weights.
+        # Rows before the first query have weights of 0.
         log_totals = self.stacked(log_total[..., None], math.inf)
         rows = ReadRows(log_totals, self.stacked(out), self.stacked(d_o))
         if self.leaf.read == LOG_MEAN_EXP:
@@ -260,7 +261,7 @@ class TiledAttention(BlockedCall[SoftmaxAttention]):
         """Gradient through the mean A e^{v − ν} = e^{o − ν}, whose own gradient is g."""
         shift = jnp.max(v, axis=2, keepdims=True)
         weights = jnp.exp(v - shift)
-        # Only in rows without weights is o − ν not between −R and 0.
+        # o − ν is between −R and 0, except in rows without weights.
         below = jnp.clip(rows.o - shift, -RANGE[dtype_name(v)], 0.0)
         g = rows.d_o * jnp.exp(-below)
         result = self._pulled(MeanRead(), weights, ReadRows(rows.log_total, jnp.exp(below), g))

@@ -41,7 +41,7 @@ class BlockReflections(NamedTuple):
 
 
 def reflections(k: Array, w: Array, beta: Array) -> BlockReflections:
-    """Those of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
+    """The matrices of one block: k and w (b, n, C, d), beta (b, n, C, 1)."""
     scaled = beta * w
     m = unit_lower_inverse(jnp.tril(product_with_transposed(scaled, w), k=-1))
     zr = product(m, jnp.tril(product_with_transposed(scaled, k), k=-1))

@@ -12,7 +12,7 @@ At a flush, with w' the directions up to it and zeros for the others,
 
     K ← K − (K (Z w)ᵀ) w',    k ← k − (Z R)ᵀ w'.
 
-Everything is products, including the inverse in Z.
+All of it is computed by products, also the inverse in Z.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TransportedStep:
         rows = jnp.reshape(q, (b, n, -1, d))
         k, w = heads_first(self.k), heads_first(self.w)
         v = heads_first(since.of_cache(self.past["value"], self.x["v"]))
-        # (b, n or 1, r or 1, t, c + t): a few times the cache, since new tokens are few.
+        # Its shape is (b, n or 1, r or 1, t, c + t), a few times the cache, as new tokens are few.
         score_bias: Array | None = None
         if self.decay is not None:
             score_bias = grouped_bias(leaf._gate_scale(d) * self.decay, n)

@@ -1,10 +1,10 @@
-"""Windowed attention: the grid is cut into windows by reshaping, and all are one batch.
+"""Windowed attention (Swin): the grid is divided into windows by reshaping, all in one batch.
 
-    (b, s, h, ·)  →  grid (b, R, C, h, ·), filled up to whole windows and rolled by the shift
+    (b, s, h, ·)  →  grid (b, R, C, h, ·), padded to whole windows and rolled by the shift
                   →  (b windows, h, w, ·)
 
-What `precondattn_portable.windows` lists in NumPy's arrays is computed from iotas here: JAX does
-not partition functions that contain arrays.
+The indices that `precondattn_portable.windows` has in NumPy arrays are computed from iotas here,
+because JAX does not partition functions that contain constant arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from precondattn_portable.windows import WindowPart
 
 
 class TokenGrid:
-    """A grid of s tokens, of which the last row may be cut short, and its windows."""
+    """A grid of s tokens, whose last row may be incomplete, and its windows."""
 
     def __init__(self, windows: GridWindows, s: int) -> None:
         self.windows, self.s = windows, s
@@ -38,7 +38,7 @@ class TokenGrid:
         self.shape = (s,) if columns is None else (-(-s // columns), columns)
         pairs = zip(self.shape, windows.size, strict=True)
         self.whole = tuple(-(-n // w) * w for n, w in pairs)
-        """Filled up to whole windows."""
+        """The grid's size, padded to whole windows"""
         self.axes = tuple(range(1, 1 + len(self.whole)))
 
     def cut(self, x: Array) -> Array:
@@ -69,7 +69,7 @@ class TokenGrid:
         return tuple(side for n, w in pairs for side in (n // w, w))
 
     def _order(self) -> tuple[int, ...]:
-        """The axes of a grid in windows: which window, and where in it."""
+        """The order of axes in which a window's number comes before the place in the window."""
         last = 2 * len(self.whole) + 1
         return (0, *range(1, last, 2), *range(2, last, 2))
 
@@ -98,7 +98,7 @@ class GridCall(WindowedCall):
         return TokenGrid(self.leaf.windows, self.x["k"].shape[1])
 
     def windows(self, together: int) -> Iterator[GatheredWindows]:
-        part = cast("WindowPart", None)  # All windows are one, and nothing reads it.
+        part = cast("WindowPart", None)  # There is a single part, which nothing reads.
         yield self.some(part)
 
     def gathered(self, x: Array, part: WindowPart | None = None) -> Array:

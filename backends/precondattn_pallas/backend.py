@@ -1,11 +1,10 @@
 """The Pallas backend: which leaves are computed by which kernels.
 
 On a GPU: LUCID's solve, a step of LUCID, softmax attention, also in windows, LASER and recurrences
-in chunks. On a
-TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither, JAX
-interprets the kernels on a CPU, for checking only: the backend then supports arrays on a CPU, and
-runs only if it is requested by name. It interprets a GPU's kernels, or a TPU's if the environment
-has PRECONDATTN_PALLAS_INTERPRET=tpu.
+in chunks. On a TPU: LUCID's solve and the recurrences, by separate kernels. Where there is neither,
+JAX interprets the kernels on a CPU, for checking only: the backend then supports arrays on a CPU,
+and runs only if it is requested by name. It interprets a GPU's kernels, or a TPU's if the
+environment has PRECONDATTN_PALLAS_INTERPRET=tpu.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 CUDA, TPU = "cuda", "tpu"
 DTYPES = {CUDA: ("float32", "bfloat16", "float16"), TPU: ("float32", "bfloat16")}
-"""By the device that kernels are for."""
+"""The supported dtypes of each kind of device."""
 
 INTERPRETED = "PRECONDATTN_PALLAS_INTERPRET"
 """The environment variable that names the device whose kernels a CPU interprets."""
@@ -90,11 +89,11 @@ KERNELS: dict[str, KernelTable] = {
         ),
     },
 }
-"""By the device that kernels are for."""
+"""The table of kernels of each kind of device."""
 
 
 _described: ContextVar[str | None] = ContextVar("described", default=None)
-"""A device that need not be here: plans are only explained."""
+"""A device to explain plans for, which this machine need not have."""
 
 
 @cache
@@ -123,7 +122,7 @@ def is_interpreting() -> bool:
 
 
 def target() -> str:
-    """The device that kernels are for, also where they are interpreted."""
+    """The device that the kernels are for, "cuda" or "tpu", also if they are interpreted."""
     return _interpreted() if is_interpreting() else _described.get() or _device()
 
 

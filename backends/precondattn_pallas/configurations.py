@@ -1,4 +1,4 @@
-"""Tile sizes, warps and stages of every kernel: data.
+"""Tile sizes, warps and stages of every kernel.
 
 A kernel is looked up with the width of its inputs and whether its products have 16-bit factors. The
 numbers were chosen to compile for compute capabilities 8.0 and 9.0 without spilling; none has been
@@ -13,12 +13,12 @@ from precondattn.kernel_backend.configurations import Configurations
 
 
 class Configuration(NamedTuple):
-    """How a kernel is tiled and launched."""
+    """The tile sizes, warps and stages of a kernel."""
 
     rows: int
-    """Tokens of a program's own tile."""
+    """Tokens of the tile that a program computes (BLOCK_M of flash attention)."""
     columns: int
-    """Tokens of the tiles that it iterates over."""
+    """Tokens of each tile that the program loops over (BLOCK_N)."""
     warps: int = 4
     stages: int = 2
 
@@ -107,7 +107,7 @@ declare(
     half={128: Configuration(16, 64, 4, 2), 256: Configuration(16, 32, 4, 2)},
     full={128: Configuration(16, 32, 4, 2), 256: Configuration(16, 32, 8, 1)},
 )
-# All kernels of a recurrence have the same number of rows: the tokens of a chunk.
+# `rows` is the chunk size: the same for all kernels of a recurrence.
 declare(
     "chunk_states",
     half={128: Configuration(64, 32, 4, 2), 256: Configuration(64, 32, 8, 1)},
@@ -144,7 +144,7 @@ declare(
     half={256: Configuration(64, 32, 4, 1)},
     full={256: Configuration(64, 32, 8, 1)},
 )
-# With a decay for each channel: tiles have 16 tokens.
+# Kernels for a decay per channel, whose tiles have 16 tokens.
 declare(
     "channel_delta_keys",
     half={256: Configuration(64, 32, 8, 1)},

@@ -1,4 +1,4 @@
-"""Launching a kernel: named input and output arrays, each with the block that a program accesses.
+"""Launches of kernels: named input and output arrays, each with the block that a program accesses.
 
 A kernel is a function of two dictionaries of references, its inputs and its outputs, and of
 constants by name. Arrays are padded to whole tiles in advance, so that no block is partial.
@@ -27,10 +27,10 @@ Reference = Any
 References = Mapping[str, Reference]
 
 Constant = Any
-"""A number, a size, or how products are computed: a kernel is compiled for it."""
+"""A compile-time constant of a kernel: a number, a size, or the precision of products."""
 
 Interpret = Any
-"""Whether JAX interprets kernels; for a TPU's also the `InterpretParams` of its interpreter."""
+"""Whether JAX interprets kernels; for a TPU, possibly the `InterpretParams` of its interpreter."""
 
 
 def launch(
@@ -47,8 +47,8 @@ def launch(
 ) -> Arrays:
     """Launch the kernel; outputs are declared as shapes with dtypes.
 
-    `overwrites` names an input whose memory becomes the output of that name; what no program writes
-    keeps its old content.
+    `overwrites` names an input whose memory becomes the output of that name; elements that no
+    program writes keep the input's values.
     """
     names = sorted(inputs), sorted(outputs)
     aliases = {names[0].index(overwrites): names[1].index(overwrites)} if overwrites else {}
@@ -72,7 +72,7 @@ def shape_of(shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
 
 
 def divide(number: Array, by: int) -> Array:
-    """An index divided, rounded down."""
+    """The quotient of an index, rounded down."""
     return lax.div(number, jnp.int32(by))
 
 

@@ -1,4 +1,4 @@
-"""Methods of a runner on several devices: each computes its own sequences and heads."""
+"""A runner's methods on several devices, of which each computes its own sequences and heads."""
 
 from __future__ import annotations
 

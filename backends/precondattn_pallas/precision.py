@@ -1,4 +1,4 @@
-"""How products are computed: the dtype of their factors, and how float32 factors are multiplied."""
+"""The precision of products: the dtype of factors, and how float32 factors are multiplied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from precondattn.arrays import Array, DType
 from precondattn.kernel_backend.precise import is_precise
 
 LOG2_E = math.log2(math.e)
-"""Kernels take exponentials to the base 2, of scores times this."""
+"""The factor for scores of which kernels compute exponentials to base 2."""
 
 TF32_ALLOWED = ("default", "fastest", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 """Settings of `jax_default_matmul_precision` that are no more exact than tf32. Without a setting, a
@@ -21,7 +21,7 @@ float32 product has float32's accuracy, unlike JAX's own on a GPU."""
 
 
 class Multiplies(Protocol):
-    """What multiplies tiles, on a GPU or on a TPU."""
+    """An object that multiplies tiles, on a GPU or on a TPU."""
 
     def dot(self, a: Array, b: Array, *, left: bool = False, right: bool = False) -> Array: ...
     @property
@@ -29,10 +29,10 @@ class Multiplies(Protocol):
 
 
 class Products(NamedTuple):
-    """How a kernel multiplies tiles."""
+    """The products of tiles in a kernel, and their precision."""
 
     interpret: bool
-    """Whether it is interpreted, on a CPU, with 16-bit factors multiplied in float32."""
+    """Whether kernels are interpreted on a CPU, where 16-bit factors are multiplied in float32."""
     tf32: bool
     """Whether float32 factors may lose their last 13 bits; else each is split into three."""
 
@@ -64,12 +64,12 @@ class Products(NamedTuple):
 
     @property
     def exact(self) -> Products:
-        """The same, with factors that lose no bits."""
+        """The products without tf32: factors lose no bits."""
         return self._replace(tf32=False)
 
 
 def attention_products(dtype: DType, *, interpret: bool) -> tuple[Products, bool]:
-    """Those of attention to values of this dtype, and whether its gradient rounds dS."""
+    """The products of attention for values of this dtype, and whether its gradient rounds dS."""
     multiplied = products(dtype, interpret=interpret)
     if jnp.dtype(dtype).itemsize == 2:
         multiplied = multiplied._replace(tf32=True)  # P has at most 16 bits.
@@ -83,7 +83,7 @@ def _tf32(x: Array) -> Array:
 
 
 def products(dtype: DType, *, interpret: bool) -> Products:
-    """For inputs of this dtype.
+    """The products of a kernel for inputs of this dtype.
 
     tf32 has no fewer bits than either 16-bit dtype. Tensor cores do not round to them: where sums
     cancel, a precise kernel in float16 takes three products.

@@ -21,7 +21,7 @@ from precondattn_pallas.backend import CUDA, kernels_of
 
 SWIN = "windowed[size=7,shift=3,grid=64/64,bias=true]"
 
-# By hand: a variant is a whole call, and one recurrence stands for all that have its kernels.
+# Listed by hand: a variant is a whole call, and one recurrence stands for all with its kernels.
 CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("lucid_solve[beta=true]", ("bfloat16",), ((256, 256), (128, 128), (64, 64))),
     ("lucid_solve", ("float32",), ((256, 256), (128, 128), (64, 64))),
@@ -54,10 +54,10 @@ TPU_CALLS: tuple[tuple[str, tuple[str, ...], tuple[tuple[int, int], ...]], ...] 
         for name in ("gated_delta", "ssd")
     ),
 )
-"""The same for a TPU, where widths are padded to multiples of 128 first."""
+"""Calls for a TPU, where widths are first padded to multiples of 128."""
 
 STEPS = (("lucid[beta=true]", ("bfloat16", "float32"), ((256, 256), (128, 128))),)
-"""The same for steps by one token."""
+"""Steps by one token, with dtypes and widths."""
 
 TOKENS, HEADS, KEY_HEADS, BATCH, SLOTS = 4096, 16, 4, 2, 64
 WIDE_SPILLS = 1024

@@ -1,4 +1,4 @@
-"""The interface of an algorithm: how a backend computes a leaf of one type.
+"""The interface of an algorithm, which computes leaves of one class.
 
 Inputs are float32 or float64 in the user's layout, (b, t, h, d). An algorithm modifies none of
 them.
@@ -22,10 +22,10 @@ L = TypeVar("L")
 
 
 class Algorithm(Generic[L]):
-    """How `leaf` is computed. `ops` is the arithmetic of the arrays' library."""
+    """A computation of `leaf`. `ops` is the arithmetic of the arrays' library."""
 
     name = ""
-    """What `explain` calls it."""
+    """The name that `explain` prints."""
 
     def __init__(self, ops: Arithmetic, leaf: L) -> None:
         self.ops, self.leaf = ops, leaf
@@ -82,7 +82,7 @@ does not depend on array entries."""
 
 
 class AsDefined(Algorithm[LeafProtocol]):
-    """The leaf's own methods."""
+    """The leaf's definition, by its own methods."""
 
     name = "as defined"
 

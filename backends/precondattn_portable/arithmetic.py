@@ -1,8 +1,8 @@
 """Products, exponentials and the few other operations that dominate the run time.
 
-The array-API standard has no `out=` and allocates every result. Libraries with `out=` save the
-allocation, so the algorithms say where a result may be written: "in x" stands for "in x where the
-library can". They always use the returned array, which may or may not be that one.
+The array-API standard has no `out=` and allocates every result. Libraries with `out=` avoid the
+allocation, so the algorithms pass an array to which a result may be written: "in x" below means "in
+x if the library supports it". They always use the returned array, which may or may not be x.
 
 Arrays have heads before time, (b, n, rows, columns); the last two axes are matrices.
 """
@@ -19,13 +19,13 @@ from precondattn.spec.l2_norm import l2_norm, length
 
 
 class Scratch:
-    """Workspace that is reused for each result. In this base class there is none.
+    """Workspace for temporary results that reuses memory. This base class has no memory.
 
     Allocating memory costs about as much as filling it.
     """
 
     def shaped(self, shape: tuple[int, ...], name: str = "") -> Array | None:
-        """Workspace of this shape; it overwrites the previous result of the same name."""
+        """Workspace of this shape, which overwrites the previous one of the same name."""
         return None
 
 
@@ -50,7 +50,7 @@ class Arithmetic:
     """Whether `array[index] = update` is allowed."""
 
     add = staticmethod(operator.add)
-    """x + y, in x; y broadcasts to x, as it does in the next three."""
+    """x + y, in x; y broadcasts to x, as in the next three operations."""
     subtract = staticmethod(operator.sub)
     multiply = staticmethod(operator.mul)
     divide = staticmethod(operator.truediv)
@@ -144,15 +144,15 @@ class Arithmetic:
         return self.multiply(self.subtract(d_weights, mean), weights)
 
     def keep(self, x: Array, where: Array, otherwise: float) -> Array:
-        """x where `where` holds, else `otherwise`; in x."""
+        """x where `where` is true, else `otherwise`; in x."""
         return namespace(x).where(where, x, otherwise)
 
     def solve_unit_lower(
         self, strict: Array, right: Array, *, transposed: bool = False
     ) -> Array | None:
-        """(I + strict)⁻¹ right by the library's triangular solver; None where it has none.
+        """(I + strict)⁻¹ right by the library's triangular solver; None if the library has none.
 
-        Or of the transposed matrix, (I + strictᵀ)⁻¹ right.
+        With the transposed matrix it is (I + strictᵀ)⁻¹ right.
         """
         return None
 
@@ -249,7 +249,7 @@ def changed_at(
 
 
 def stored(array: Array, where: Index, view: Array, result: Array) -> Array:
-    """array[where] = result, where it is not in `view`, which is array[where], already."""
+    """array[where] = result, unless `result` is already in `view`, which is array[where]."""
     if result is not view:
         array[where] = result
     return result

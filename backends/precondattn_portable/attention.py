@@ -3,7 +3,9 @@
     forward:   S = s ⟨q, k⟩ (capped) + decay + bias, −∞ at masked pairs;  read S (`read_mean.py`, …)
     backward:  recompute S from q and k;  dS from the read;  then through bias, decay and scores.
 
-Residuals: λ, the logarithm of each row's sum of weights, a sink's included.
+The metric is the dot product or PaTH's. The read is what is computed from S and v: the weighted
+mean, or LASER's log-mean-exp. A row block has a block of queries and all keys that they attend to.
+Residuals: λ, the log-sum-exp of each row, which includes a sink.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class AttentionView(NamedTuple):
     bias: Array | None
     """(b or 1, n or 1, r or 1, t, s)"""
     distance: Array | None
-    """What distances add (n, r, t + s); not in a step"""
+    """The bias for each distance (n, r, t + s); not in a step"""
 
     def group(self, part: Part) -> AttentionView:
         """Some sequences and some key heads."""
@@ -110,7 +112,7 @@ class AttentionView(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Some heads, and what computes their scores and reads."""
+    """Some heads, and the objects that compute their scores and reads."""
 
     part: Part
     view: AttentionView
@@ -118,7 +120,7 @@ class HeadGroup(NamedTuple):
     scores: Scores
     read: MeanRead | LogMeanExpRead
     workspaces: list[Scratch]
-    """For row blocks, and for their gradients."""
+    """The workspaces of row blocks and of their gradients."""
     size: int
     """Queries of a tile"""
 
@@ -140,7 +142,7 @@ READS: dict[Read, type[MeanRead | LogMeanExpRead]] = {
     LOG_MEAN_EXP: LogMeanExpRead,
     MEAN_AND_LOG_SUM: MeanAndLogSumRead,
 }
-"""By the leaf's read, where it is not the mean alone."""
+"""The classes of all reads but the mean."""
 
 
 class AttentionBlocks(Algorithm[SoftmaxAttention]):
@@ -166,7 +168,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return AttentionView(q, k, v, w, beta, g, sink, bias, None)
 
     def _full_view(self, x: Arrays) -> AttentionView:
-        """The same, of a full call."""
+        """The reordered arrays of a full call, with the bias of distances."""
         is_added = self.leaf.distance != "none"
         return self._view(x)._replace(
             distance=by_position_ahead(self.leaf, x) if is_added else None
@@ -226,9 +228,9 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return s - t
 
     def _parts(self, x: Arrays, frame: Frame) -> list[PartOfQueries]:
-        """The parts of a call with a prefix beside a window; none where it is computed whole.
+        """The parts of a call with a prefix and a window; empty if the call is computed as one.
 
-        What distances add is looked up by a key's place among all keys.
+        It is computed as one if there are distances, whose bias is indexed by a key's position.
         """
         leaf, t, s = self.leaf, x["q"].shape[1], x["k"].shape[1]
         if frame.q_prefix is None or leaf.window is None or leaf.distance != "none":
@@ -262,7 +264,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         ops, leaf = self.ops, self.leaf
         logs, cotangent, n = residuals[0], zero_padding(cotangent, frame), x["k"].shape[2]
         if frame.q_valid is not None:
-            # Padded queries have weights e^{S − λ} of 0: their output is not that of their scores.
+            # Weights of padded queries are 0, as their output is 0, whatever their scores are.
             logs = namespace(logs).where(frame.q_valid[:, :, None], logs, math.inf)
         x, frame, missing = _aligned(leaf, x, frame)
         view = self._full_view(x)
@@ -282,7 +284,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
             of_group = {**group.scores.gradients(), "v": group.read.finish()}
             for name, array in of_group.items():
                 like = getattr(view, name)
-                if array.shape == like.shape:  # Of all heads: not copied
+                if array.shape == like.shape:  # It has all heads and is not copied.
                     d[name] = array
                     continue
                 if name not in d:
@@ -296,7 +298,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return gradients
 
     def _gradients(self, x: Arrays, d: Arrays, missing: int) -> Arrays:
-        """Gradients by input, from those of the view."""
+        """The gradients of the inputs, from those of the view."""
         d_q = ungrouped(d["q"])[:, missing:, ...] * self.leaf.scale_for(x["k"].shape[3])
         gradients = {"q": d_q}
         for name in ("k", "v", "w", "beta"):
@@ -357,11 +359,11 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         return ungrouped(o), {"key": Append(x["k"]), "value": Append(x["v"])}
 
     def _step_of_one_token(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
-        """A step of one token after `held` visible tokens in every sequence.
+        """A step of one token, if all sequences have equally many cached tokens, all visible.
 
             S = s q Kᵀ,    o = softmax([S, s q·k]) [V; v],    or softmax(S) V with k, v in the cache
 
-        Cached keys and values are read where they are; nothing of their size is written.
+        Cached keys and values are read in place; no array of their size is written.
         """
         ops, leaf = self.ops, self.leaf
         xp, (b, _, n, d), held = namespace(x["k"]), x["k"].shape, frame.held
@@ -370,7 +372,7 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
         q = queries_by_key_head(x["q"], n) * leaf.scale_for(d)
         keys, values = past["key"], past["value"]
         if frame.may_overwrite and self.ops.writes:
-            # First written behind those held, then one of them.
+            # The new key and value are written to the next slots, and then read with the others.
             keys[:, held : held + 1], values[:, held : held + 1] = x["k"], x["v"]
             weights = ops.softmax(ops.product(q, past_columns(keys, held + 1, first)))
             o = ops.product(weights, past_heads(values, held + 1, first))
@@ -391,17 +393,17 @@ class AttentionBlocks(Algorithm[SoftmaxAttention]):
 
 
 class OfSomeKeys(AttentionBlocks):
-    """The same for some of the keys of sequences, whose positions are read from the frame."""
+    """Algorithm for a subset of the keys, whose positions are read from the frame."""
 
     def _offset(self, t: int, s: int) -> int | None:
         return None
 
 
 def _without_overflow(cotangent: Array, out: Array, log_total: Array, sink: Array | None) -> Array:
-    """The cotangent, 0 where it is infinite for rows without visible keys.
+    """The cotangent, with non-finite entries set to 0 in rows without visible keys.
 
-    Their output is 0, and their λ is 0 or the sink. A norm applied to such a row divides by almost
-    0, and the result overflows in half precision.
+    The output of such a row is 0, and its λ is 0 or the sink. A norm after the attention divides by
+    almost 0 there, and its gradient overflows in half precision.
     """
     xp = namespace(cotangent)
     of_nothing = 0 if sink is None else sink[..., None, None]
@@ -421,7 +423,7 @@ def _aligned(leaf: SoftmaxAttention, x: Arrays, frame: Frame) -> tuple[Arrays, F
     x = {**x, "q": padded(x["q"], missing, 0, axis=1)}
     if leaf.bias:
         x["bias"] = padded(x["bias"], missing, 0)
-    # In `among_keys` a masked key attends to nothing, but a query with a masked key does.
+    # `among_keys` masks the queries of masked keys, which here still attend to other keys.
     q_valid = frame.q_valid
     if q_valid is not None:
         q_valid = padded(q_valid, missing, 0, axis=1)

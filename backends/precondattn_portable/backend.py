@@ -80,10 +80,10 @@ def algorithm_at(place: str) -> type[AnyAlgorithm]:
 
 
 class Portable(Backend):
-    """Blocked algorithms, linear in memory, for array-API libraries without their own backend.
+    """Blocked algorithms, linear in memory, for array-API libraries without another backend.
 
-    In half precision, outputs are in float32 as the reference's are: the gradient and the next
-    piece need them so, and the core rounds the last one.
+    For inputs in half precision, outputs are float32, as the reference's are: the gradient and the
+    next piece read them unrounded, and the core rounds the last one.
     """
 
     name = "portable"
@@ -100,7 +100,7 @@ class Portable(Backend):
     algorithms: Algorithms = ALGORITHMS
 
     def algorithm_class(self, leaf: Piece | LeafProtocol) -> type[AnyAlgorithm] | None:
-        """What computes a leaf, or groups of leaves; None where this backend has nothing."""
+        """The class that computes a leaf, or a group of leaves; None if this backend has none."""
         place = entry_of(self.algorithms, cast("LeafProtocol", leaf))
         return None if place is None else algorithm_at(place)
 
@@ -154,10 +154,10 @@ def _computes_together(program: Program, request: Request) -> bool:
 
 
 class AlgorithmRunner(LeafRunner):
-    """Runs a leaf or group by an algorithm, its `methods`."""
+    """A runner that calls an algorithm, its `methods`."""
 
     def residuals_from_lse(self, lse: Array) -> Residuals | None:
-        # LASER divides by the output of these keys alone, which that of all may underflow.
+        # LASER's gradient divides by the output of these keys alone, which may underflow.
         is_mean = type(self.piece) is pa.Softmax and self.piece.read == MEAN
         return (lse,) if is_mean else None
 

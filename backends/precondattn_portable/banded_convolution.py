@@ -2,13 +2,13 @@
 
     y_i = Σ_a w_a x_{i + a − left}        (0 where there is no such token)
 
-A block of L tokens of y reads a window of L + c − 1 tokens of x, under the matrix with w_a at
-(i, i + a). Written without its last L entries, a row with L + c entries after another, the matrix
-has w in its first c columns:
+A block of L tokens of y is the product of a band matrix, with w_a at (i, i + a), and a window of
+L + c − 1 tokens of x. The band matrix is made by reshaping a matrix that has w in its first c
+columns, and 0 in the others:
 
-    (L, L + c)  →  flat, less the last L entries  →  (L, L + c − 1)
+    (L, L + c)  →  flat, without the last L entries  →  (L, L + c − 1)
 
-The gradient of w sums the diagonals of dy xᵀ, which the same steps backward make columns.
+The gradient of w sums the diagonals of dy xᵀ. The reverse reshaping turns diagonals into columns.
 
 Libraries have convolutions of their own. With heads as channels they are slower, and PyTorch's
 gradient of w is wrong in float32 on a CPU (PyTorch 2.13: by up to 0.3 of it with 63 weights).
@@ -22,7 +22,7 @@ from precondattn_portable.arithmetic import Arithmetic
 from precondattn_portable.layout import padded
 
 TOKENS = 64
-"""Of a block, where there are so many, and no more weights."""
+"""Tokens of a block, if the sequence has so many, and if there are no more weights than this."""
 
 
 def convolved(ops: Arithmetic, v: Array, weight: Array) -> Array:
@@ -64,7 +64,7 @@ def _blocks(x: Array, size: int) -> Array:
 
 
 def _windows(x: Array, c: int, left: int) -> Array:
-    """What each block of y reads, (b, h, blocks, size + c − 1, e)."""
+    """The window of tokens that each block of y reads (b, h, blocks, size + c − 1, e)."""
     size, t = _size(x.shape[2], c), x.shape[2]
     after = (-(-t // size) + 1) * size - t - left
     blocks = _blocks(padded(x, left, after), size)

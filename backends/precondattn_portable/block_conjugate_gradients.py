@@ -2,17 +2,17 @@
 
     A X = B,    A symmetric positive definite,    B = Q C (QR),    S = Q,
 
-and then, until each column of C, which is as long as that of the residual, is short,
+and then, until every column of C (its norm is that of the residual's column) is small enough,
 
     Ξ = (Sᵀ A S)⁻¹,    X += S Ξ C,    Q ζ = Q − A S Ξ (QR),    S = Q + S ζᵀ,    C = ζ C.
 
-Every column is minimised over the directions of all columns. So e columns need far fewer products
-with A than e solves of their own, above all where A has a few large eigenvalues: for the clustered
-keys of LUCID, 42 products instead of 289. Q and S keep full rank where columns depend on each other
-or are 0, for a QR completes Q.
+Every column is minimised over the search directions of all columns. So e columns need far fewer
+products with A than e separate solves, above all if A has a few large eigenvalues: for the
+clustered keys of LUCID, 42 products instead of 289. Q and S keep full rank where columns are
+linearly dependent or 0, because QR completes Q.
 
-The residual of the recurrence drifts from B − A X by rounding. So that is computed at the end, and
-solved for in turn where it is not small enough,
+Rounding makes the recurrence's residual drift from B − A X. So B − A X is computed at the end, and
+the iteration is restarted from it (iterative refinement) unless
 
     ‖b − A x‖ ≤ τ ‖b‖ + 4 ε ‖A‖_∞ ‖x‖    for each column.
 
@@ -34,27 +34,27 @@ Product = Callable[[Array], Array]
 
 
 class Residual(NamedTuple):
-    """What is left of each column, and what may be left (b, n, 1, e)."""
+    """The norm of each column's residual, and the largest norm allowed (b, n, 1, e)."""
 
     length: Array
     allowed: Array
 
     def is_large(self) -> Array:
-        """Columns to continue with. NaN is not among them: more steps would not change it."""
+        """The columns to iterate on; none with NaN, which more steps would not change."""
         return self.length > self.allowed
 
     def is_small(self) -> Array:
         return self.length <= self.allowed
 
     def worst(self, of_right: Array) -> float:
-        """The largest share of the right side's lengths that is left."""
+        """The largest residual, relative to the norm of its right side."""
         xp = namespace(of_right)
         share = self.length / xp.where(of_right > 0, of_right, 1.0)
         return float(xp.max(xp.where(self.is_large(), share, 0.0)))
 
 
 class Directions(NamedTuple):
-    """The iteration: X, Q, S and C."""
+    """The state of the iteration: X, Q, S and C."""
 
     x: Array
     q: Array
@@ -67,7 +67,7 @@ class Directions(NamedTuple):
         return cls(right * 0, q, q, c)
 
     def advanced(self, ops: Arithmetic, times: Product) -> Directions:
-        """After one more product with A."""
+        """The state after one more product with A."""
         xp, image = namespace(self.s), times(self.s)
         gram = ops.product(transpose(self.s), image)
         inverse = solve_positive(0.5 * (gram + transpose(gram)), identity_like(gram) + 0.0 * gram)

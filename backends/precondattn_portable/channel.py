@@ -1,4 +1,4 @@
-"""Channel attention: all sums over tokens are d × d matrices, made by one product each.
+"""Channel attention (DaViT): each sum over tokens is one product, a d × d matrix.
 
 A = softmax(s qᵀ k),    o = v Aᵀ
 dL = s A ∘ (dA − rowsum(dA ∘ A)) with dA = doᵀ v:    dq = k dLᵀ,  dk = q dL,  dv = do A

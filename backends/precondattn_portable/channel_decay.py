@@ -1,4 +1,4 @@
-"""The decay between the tokens of a chunk, with one decay for each channel.
+"""Products of pairs of tokens in a chunk, with one decay for each channel (GLA, KDA).
 
     F(A, x, y) = Σ_{i≥j,c} A_ij x_ic y_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}.
 
@@ -34,13 +34,13 @@ FIRST, SECOND = (ALL, ALL, ALL, 0, ...), (ALL, ALL, ALL, 1, ...)
 
 
 class HalvedDecay(NamedTuple):
-    """The decay of tokens from the middle of their block, or until it."""
+    """The decay between each token and the middle of its block."""
 
     half: int
     since: Array
-    """For the second half of each block (c, n, blocks, half, w)."""
+    """The decay from the middle to tokens of the second half (c, n, blocks, half, w)."""
     until: Array
-    """For the first half."""
+    """The decay from tokens of the first half to the middle."""
 
 
 class ChannelDecay(ChunkDecay):
@@ -52,7 +52,7 @@ class ChannelDecay(ChunkDecay):
 
     @cached_property
     def halvings(self) -> list[HalvedDecay]:
-        """For half blocks of 1, 2, 4 … tokens."""
+        """The decays of blocks with halves of 1, 2, 4 … tokens."""
         xp = namespace(self.g)
         result = []
         since, until = self.g, xp.zeros_like(self.g)

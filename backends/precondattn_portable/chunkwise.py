@@ -47,8 +47,8 @@ GroupKind = Callable[[Arithmetic, WrittenChunks], ChunkGroup]
 class Chunkwise:
     """A `Form` of the recurrence (`precondattn.spec.recurrence`).
 
-    With `kept_after`, numbers of chunks, the final states are those after each of them too, as of
-    so many more sequences (b (n + 1), m, d, e): those of a sequence are next to each other.
+    `kept_after` has n numbers of chunks. The states after these chunks are returned with the final
+    states, as (b (n + 1), m, d, e), where the states of one sequence are adjacent.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Chunkwise:
     def reread(
         self, x: Stream, state: Array, function: Callable[..., Array], *arrays: Array
     ) -> tuple[Array, Array]:
-        """function(read, *arrays) of a group of chunks at a time, and the final state.
+        """function(read, *arrays) for one group of chunks after another, and the final state.
 
-        `arrays` belong to the queries' tokens, of which x has none of its own, and read(q) are the
-        outputs of queries q in the layout of the group, (c, n, C, r, w).
+        `arrays` belong to the queries' tokens, and x has no queries. read(q) returns the outputs of
+        queries q in the layout of the group, (c, n, C, r, w).
         """
         work = self.work(x._replace(q=arrays[0]))
         last, out = _joined(state), None
@@ -173,10 +173,10 @@ def _read(
 ) -> tuple[list[Array], list[Array]]:
     """The reads of a group of chunks, and the states after it; frees its memory on return.
 
-    Those after some `among` its chunks are added to `kept`.
+    The states after the chunks `among` are added to `kept`.
     """
     outputs, after = [], []
-    chunks: dict[int, Array] = {}  # For arrays that several streams share.
+    chunks: dict[int, Array] = {}  # Arrays that several streams share are divided once.
     for work, q, last, rows in zip(works, queries, lasts, kept, strict=True):
         group = work.group(part, chunks)
         states = group.states(last)
@@ -188,13 +188,13 @@ def _read(
 
 
 def _joined(state: Array) -> Array:
-    """(b, m, d, e) to (n, d, e): the heads of all sequences."""
+    """States (b, m, d, e) as (n, d, e), with the heads of all sequences on one axis."""
     b, m, d, e = state.shape
     return namespace(state).reshape(state, (b * m, d, e))
 
 
 def _with_kept(kept: Sequence[Array], last: Array, state: Array) -> Array:
-    """The last states in the shape of the first one, after the kept ones of each sequence."""
+    """The last states in the shape of the first one, each after the kept states of its sequence."""
     xp, (b, *rest) = namespace(last), state.shape
     if not kept:
         return xp.reshape(last, state.shape)
@@ -245,11 +245,11 @@ class ChunkWork:
         )
 
     def of_reads(self, queries: Array, part: range) -> Array:
-        """Queries of the last t tokens or their outputs' cotangents, as (c, n, C, r, w); else 0."""
+        """Queries of the last t tokens, or cotangents, as (c, n, C, r, w); 0 for earlier tokens."""
         return self._chunks(queries, part, self.s - queries.shape[2])
 
     def _chunks(self, x: Array, part: range, missing: int) -> Array:
-        """(b, m, s, …) as (c, n, C, …), 0 at the `missing` tokens before and after the last one."""
+        """An array (b, m, s, …) as (c, n, C, …), 0 at `missing` tokens before and at padding."""
         xp, rest, count = namespace(x), x.shape[3:], len(part) * self.size
         start = part.start * self.size - missing
         low, high = (min(max(token, 0), x.shape[2]) for token in (start, start + count))
@@ -261,9 +261,9 @@ class ChunkWork:
         return xp.reshape(result, (len(part), self.b * self.m, self.size, *rest))
 
     def filled(self, first: int, part: range, whole: Array | None, tokens: Array) -> Array:
-        """(b, c, C, m, …) of the chunks from `first` on, with the tokens of a group.
+        """The array (b, c, C, m, …) of chunks from `first` on, with the tokens of a group.
 
-        They are written to `whole`, or to a new array without it.
+        They are written to `whole`, or to a new array if that is None.
         """
         xp, rest = namespace(tokens), tokens.shape[3:]
         if whole is None:
@@ -274,7 +274,7 @@ class ChunkWork:
         return whole
 
     def tokens(self, whole: Array, t: int) -> Array:
-        """(b, m, t, …): the last t tokens only."""
+        """The last t tokens of an array (b, c, C, m, …), as (b, m, t, …)."""
         xp = namespace(whole)
         tokens = xp.reshape(whole, (self.b, -1, *whole.shape[3:]))
         end = tokens.shape[1] - (self.count * self.size - self.s)

@@ -40,7 +40,7 @@ class WrittenChunks(NamedTuple):
 
 
 Gradients = tuple[Array, WrittenChunks]
-"""Those of the queries and of the written inputs."""
+"""The gradients of the queries, and of the written inputs."""
 
 
 class ChunkGroup:
@@ -57,14 +57,14 @@ class ChunkGroup:
         self.total = transpose(total) if self.shared == -1 else total
         """The factor of the state (c, n, 1 or d, 1 or e); None for 1."""
         self.u = x.v
-        """What is written with the keys (c, n, C, e)."""
+        """U, the rows that are written to the state with the keys (c, n, C, e)."""
 
     def states(self, state: Array) -> Array:
         """The states before every chunk and after the last: (c + 1, n, d, e)."""
         raise NotImplementedError
 
     def read(self, q: Array, states: Array) -> Array:
-        """The outputs (c, n, C, r, e) of queries (c, n, C, r, d). Only after `states`."""
+        """The outputs (c, n, C, r, e) of queries (c, n, C, r, d); call `states` first."""
         o = flat(self.decay.of_states(q, states[:-1, ...]))
         o = self.ops.add_product(o, self.decay.scores(q, self.x.k), self.u)
         return namespace(o).reshape(o, (*q.shape[:-1], o.shape[-1]))
@@ -74,7 +74,7 @@ class ChunkGroup:
         raise NotImplementedError
 
     def vjp(self, q: Array, d_o: Array, states: Array, d_states: Array) -> Gradients:
-        """Only after `d_states`."""
+        """The gradients of the queries and of the written inputs; call `d_states` first."""
         raise NotImplementedError
 
     def _pass_on(self, states: Array, chunk: int, before: int, after: int) -> None:
@@ -102,7 +102,7 @@ class ChunkGroup:
 
 
 class Additive(ChunkGroup):
-    """What the variants of decay have in common."""
+    """The parts of an additive recurrence that do not depend on the kind of decay."""
 
     def _written(self) -> tuple[Array, Array]:
         """The two factors (c, n, C, …) whose product the chunks add to the state."""

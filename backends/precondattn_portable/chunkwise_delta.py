@@ -89,14 +89,14 @@ class DeltaRule(ChunkGroup):
 
     @cached_property
     def to_erased(self) -> Array | None:
-        """`reading`, for the rows of E."""
+        """The factor `reading` for the rows of E."""
         g = self.x.g
         if self.x.undecayed is None or g is None:
             return self.decay.reading
         return namespace(g).exp(sums_before(g))
 
     def _at_gates(self, rows: Array) -> Array:
-        """Rows of E at the last token whose gate they are multiplied by."""
+        """Rows of E, moved to the last token whose gate multiplies them."""
         return rows if self.x.undecayed is None else next_token(rows)
 
     def states(self, state: Array) -> Array:
@@ -152,9 +152,9 @@ class DeltaRule(ChunkGroup):
         return d_q, WrittenChunks(d_k, d_v, d_g, d_beta, None, d_erase)
 
     def _pull(self, q: Array, d_scores: Array, among: Array, products: Array, *d: Array) -> Pulled:
-        """The gradients of Q, K and E, added to others, and what `ChunkDecay.d_g` needs.
+        """The gradients of Q, K and E, added to others, and the sums that `ChunkDecay.d_g` needs.
 
-        From dA, X Uᵀ and X Uᵀ ∘ L. That of E is None where it is K, and added to that of K.
+        They are computed from dA, X Uᵀ and X Uᵀ ∘ L. If E is K, dE is None and is added to dK.
         """
         ops, x, (d_q, d_k, d_erase) = self.ops, self.x, d
         d_q, d_k, pairs = self.decay.pull(self.scores, d_scores, q, x.k, d_q, d_k)

@@ -1,4 +1,4 @@
-"""CCQ's conditioned query, of one token or of few: its sums as direct formulas.
+"""CCQ's conditioned query for one token or few, by direct formulas.
 
 One token, on the cached sums C = n C, M = n μ and n, with α the decay:
 
@@ -51,7 +51,7 @@ class ConditionedQueryAlgorithm(StatefulAlgorithm[pa.ConditionedQuery]):
         return xp.reshape(out, x["q"].shape), updates
 
     def _of_few(self, x: Arrays, frame: Frame) -> Array:
-        """Statistics are repeated for each of their queries: those of few tokens are small."""
+        """q^c of a call of few tokens, with the statistics repeated for each query head."""
         ops, (_, t, h, _), s = self.ops, x["q"].shape, x["k"].shape[1]
         q, k = self._units(x)
         k, is_plain = repeat_heads(where_valid(k, frame), h), frame.valid_keys(s) is None
@@ -100,5 +100,5 @@ def _running_sum(x: Array, t: int) -> Array:
 
 
 def _positive(n: Array, tokens: int, frame: Frame) -> Array:
-    """n, with 1 in place of 0 before the first valid one of the tokens."""
+    """n, with 1 in place of 0 before the first valid token."""
     return n if frame.valid_keys(tokens) is None else namespace(n).where(n > 0, n, 1.0)

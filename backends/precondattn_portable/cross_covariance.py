@@ -1,4 +1,4 @@
-"""Cross-covariance attention: all sums over tokens are d × d matrices, made by one product each.
+"""Cross-covariance attention (XCiT): each sum over tokens is one product, a d × d matrix.
 
     C = q̂ᵀ k̂,    A = softmax(γ C),    o = v Aᵀ
 
@@ -57,7 +57,7 @@ class CrossCovarianceProducts(WholeSequenceAlgorithm[pa.CrossCovariance]):
         }
 
     def _rows(self, valid: Array | None, x: Array) -> Array:
-        """(b, h, t, d), 0 at masked tokens."""
+        """An array as (b, h, t, d), 0 at masked tokens."""
         return only_at(valid, self.ops.heads_first(x), axis=2)
 
     def _channels(self, valid: Array | None, x: Array, h: int) -> tuple[Array, Array]:

@@ -52,7 +52,7 @@ from precondattn_portable.triangular_inverse import solve_unit_lower
 
 
 class WeightRows:
-    """Scores, maps and weights of blocks of rows; arrays have h heads before time."""
+    """Scores, P and the weights 1 − a of blocks of rows; arrays have h heads before time."""
 
     def __init__(
         self, ops: Arithmetic, leaf: pa.DeltaFormer, x: Arrays, mask: Mask, past: int = 0
@@ -65,7 +65,7 @@ class WeightRows:
         self.v = repeat_heads(ops.heads_first(x["v"]), h)
         self.beta = ops.heads_first(x["beta"])[..., None]
         self.own = row_sum(self.q * self.k)
-        """S_tt (b, h, t, 1), −∞ where the token's own key is masked"""
+        """S_tt (b, h, t, 1), −∞ if key t is masked"""
         valid = mask.frame.q_valid
         if valid is not None:
             self.own = namespace(self.own).where(valid[:, None, :, None], self.own, -math.inf)

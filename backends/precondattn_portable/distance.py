@@ -1,8 +1,7 @@
-"""Scores by distance, one row block at a time (`precondattn/spec/distance.py`).
+"""Biases by distance (ALiBi, tables), one row block at a time (`precondattn/spec/distance.py`).
 
-In a full call the queries and the keys of a tile are consecutive tokens, so that what is added to
-its scores depends on j − i alone: a Toeplitz matrix of C rows and W columns, made of C + W − 1
-numbers,
+In a full call the queries and the keys of a tile are consecutive tokens, so that the bias depends
+on j − i alone: a Toeplitz matrix of C rows and W columns, made of C + W − 1 numbers,
 
     T_ij = f_{C − 1 − i + j},    df_u = Σ_{C − 1 − i + j = u} dT_ij.
 
@@ -68,7 +67,7 @@ def by_position_ahead_vjp(leaf: SoftmaxAttention, x: Arrays, d_f: Array) -> Arra
 
 
 def added_in_step(leaf: SoftmaxAttention, x: Arrays, part: Part, frame: Frame, tile: Tile) -> Array:
-    """What is added to the scores of a step's tile (b or 1, n, r, i1 − i0, s), for some heads."""
+    """The bias of a step's tile (b or 1, n, r, i1 − i0, s), for some heads."""
     xp, (h, n) = namespace(x["q"]), (x["q"].shape[2], x["k"].shape[2])
     own: Arrays = {}
     for name in ("slopes", "bucket_table"):
@@ -83,7 +82,7 @@ def added_in_step(leaf: SoftmaxAttention, x: Arrays, part: Part, frame: Frame, t
 
 
 class DistantScores:
-    """Other scores plus what their distance adds, f (n, r, t + s), with its gradient `d_f`."""
+    """Scores plus the bias of distances, f (n, r, t + s), with its gradient `d_f`."""
 
     def __init__(self, scores: Scores, f: Array, d_f: Array | None, t: int) -> None:
         self.ops, self.scores, self.f, self.d_f, self.t = scores.ops, scores, f, d_f, t
@@ -106,12 +105,12 @@ class DistantScores:
             changed_at(self.ops.add, self.d_f, (..., self._numbers(tile, start, stop)), d_f)
 
     def _columns(self, tile: Tile) -> Iterator[tuple[int, int]]:
-        """Some of the tile's keys at a time, counted from its first."""
+        """Ranges of the tile's keys, counted from its first key."""
         n, r, _ = self.f.shape
         rows = tile.i1 - tile.i0
         return blocks(tile.high - tile.low, max(TOGETHER // (n * r * rows), rows))
 
     def _numbers(self, tile: Tile, start: int, stop: int) -> slice:
-        """Where the numbers of these keys are in f."""
+        """The range of f that has the numbers of these keys."""
         first = self.t - tile.i1 + tile.low
         return slice(first + start, first + stop + tile.i1 - tile.i0)

@@ -1,6 +1,6 @@
 """Extensions of a cache: the filled part of its buffers, and steps in parts.
 
-Buffers have capacity for more tokens than they hold. Where every sequence holds equally many
+Buffers have capacity for more tokens than are cached. If every sequence has equally many cached
 tokens, all of them visible, the filled part is a plain slice and needs no mask.
 """
 
@@ -34,17 +34,17 @@ class FilledPart(NamedTuple):
     count: int  # type: ignore[assignment]  # No method of a tuple is called.
     """Filled slots of the longest sequence."""
     offset: int | None
-    """`count` where all sequences hold as many tokens, all visible; else None."""
+    """`count` if all sequences have as many cached tokens, all of them visible; else None."""
     frame: Frame
 
 
 def filled(frame: Frame, capacity: int) -> FilledPart:
-    """From the frame of an extension, whose keys are `capacity` slots and then the new tokens."""
+    """The filled part for an extension's frame: `capacity` slots, and then the new tokens."""
     if frame.held is not None:
         return FilledPart(frame.held, frame.held, frame.of_held())
     count = min(longest_held(frame), capacity)
     part = frame.of_slots(count)
-    # A sequence that holds fewer tokens has slots that are not valid.
+    # A sequence with fewer cached tokens has slots that are not valid.
     is_plain = bool(namespace(frame.q_position).all(part.k_valid))
     k_valid = None if is_plain else part.k_valid
     of_tokens = frame.q_position, part.k_position, None, k_valid
@@ -101,14 +101,14 @@ def new_tokens(frame: Frame, t: int) -> Frame:
 def step_as_defined(
     leaf: LeafProtocol, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
-    """The leaf's own step, on a few new tokens at a time."""
+    """The step of the leaf's definition, for a few new tokens at a time."""
     return few_tokens_at_a_time(leaf.step, leaf, past, x, frame)
 
 
 def few_tokens_at_a_time(
     step: Step, leaf: LeafProtocol, past: Arrays, x: Arrays, frame: Frame
 ) -> tuple[Array, Updates]:
-    """A step of the leaf in several: by a cache's definition, any split gives the same output."""
+    """A step computed as several shorter steps, which give the same output."""
     t = next(iter(x.values())).shape[1]
     is_whole = t <= TOKENS or frame.is_traced
     past, frame = held_part(leaf, past, frame, room=0 if is_whole else t)

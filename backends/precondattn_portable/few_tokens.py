@@ -42,7 +42,7 @@ def decay_of_pairs(ops: Arithmetic, g: Array) -> Array:
     xp = namespace(g)
     b, m, s = g.shape[:3]
     rows = xp.permute_dims(xp.reshape(g, (b, m, s, -1)), (0, 1, 3, 2))[..., None]
-    # In the column of token j, the gates after j are summed.
+    # Column j accumulates the gates of the tokens after j.
     after = xp.tril(xp.broadcast_to(rows, (*rows.shape[:-1], s)), k=-1)
     decay = ops.exp(ops.accumulate(after, -2))
     return xp.permute_dims(decay, (0, 1, 3, 4, 2))
@@ -68,7 +68,7 @@ class FewTokens(AllTokens):
         return function(*outputs, *arrays), [state for _, state in streams]
 
     def _outputs(self, x: Stream, known: Known) -> Array:
-        """(b, m, t, r, e); `known` has the pairs of other streams, which this one may share."""
+        """The outputs (b, m, t, r, e); `known` has D and scores that streams share."""
         xp, ops = namespace(x.k), self.ops
         (b, m, t, r, _), s = x.q.shape, x.k.shape[2]
         key = id(x.q), id(x.k), id(x.g)
@@ -95,7 +95,7 @@ class FewTokens(AllTokens):
     def _scores(self, rows: Array, k: Array, decay: Array | None, g: Array) -> Array:
         """Σ_c rows_ic D_ijc k_jc (b, m, t, r, s), of rows (b, m, t, r, d).
 
-        Without D where each value channel has a gate.
+        If each value channel has a gate, D is left out.
         """
         xp, ops = namespace(k), self.ops
         (b, m, t, r, d), s = rows.shape, k.shape[2]
@@ -108,7 +108,7 @@ class FewTokens(AllTokens):
         return ops.multiply(scores, decay[:, :, :, None, :, 0])
 
     def _corrected(self, x: Stream, decay: Array | None) -> Array:
-        """U of the delta rule."""
+        """The rows U of the delta rule."""
         assert x.beta is not None
         beta = x.beta[..., None]
         rows = erased(x) if x.undecayed is None else next_token(erased(x))

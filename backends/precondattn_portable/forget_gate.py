@@ -1,16 +1,16 @@
-"""The decay of scores by a forget gate, one row block after the other:  D_ij = Σ_{j<τ≤i} g_τ.
+"""The decay of scores by a forget gate (FoX), row block by row block:  D_ij = Σ_{j<τ≤i} g_τ.
 
 For a block of queries that begins at position p, and preceding keys j < p,
 
     D_ij = (Σ_{p≤τ≤i} g_τ) + (Σ_{j<τ<p} g_τ).
 
-The first sum belongs to the row, the second to the column and is carried from block to block. Both
-are sums of numbers ≤ 0: nothing cancels, unlike in a difference of cumulative sums. Pairs within
-the block are summed one by one, as in `spec/forget_gate.py`.
+The first sum depends on the row only. The second depends on the column only, and is carried from
+block to block. Both are sums of numbers ≤ 0, so nothing cancels, unlike in a difference of
+cumulative sums. Pairs within the block are summed one by one, as in `spec/forget_gate.py`.
 
 Gradient: dg_τ = Σ_{j<τ≤i} dS_ij, in the same three parts.
 
-A forget gate is causal, and a query sees itself: the keys of a block end with its last query.
+A forget gate is causal, and a query attends to itself: the keys of a block end with its last query.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from precondattn_portable.scores import Scores
 
 
 class ForgetGate:
-    """Other scores plus the decay of a group of heads, g (b, n, r, s).
+    """Scores plus the decay of a group of heads, g (b, n, r, s).
 
     Tiles come in order of time. The first query is at position `offset`.
     """
@@ -89,7 +89,7 @@ class ForgetGate:
         if p0 == self.position:
             return
         start, new = self.position, self.g[..., self.position : p0]
-        # Σ_{j<τ<p0}: the new gates after j.
+        # Σ_{j<τ<p0} g_τ of the new keys j.
         after = sums_from(new, axis=-1)
         if start:
             self.since[..., :start] = self.since[..., :start] + after[..., :1]

@@ -70,7 +70,7 @@ class LucidStep(Algorithm[Group]):
         rows = xp.reshape(ops.heads_first(x["q"]), (b, n, split, d)) * softmax.scale_for(d)
 
         def masked(scores: Array, low: int, high: int) -> Array:
-            # In a new array: `scores` may be a view of `weights`, to which the result is assigned.
+            # A copy, because `scores` may be a view of `weights`, to which the result is assigned.
             return mask.apply(ops, xp.asarray(scores, copy=True), Tile(0, t, low, high))
 
         new_scores = ops.product(rows, transpose(ops.heads_first(x["k"])))
@@ -85,12 +85,12 @@ class LucidStep(Algorithm[Group]):
                 weights[reading] = cached = masked(cached, 0, count)
             largest = xp.maximum(largest, xp.max(cached, axis=-1, keepdims=True))
             cached = weights[solving]
-            # Its masked part may be a view of it.
+            # A copy, because `masked` may return a view.
             scores = cached if system.mask.is_plain else xp.asarray(cached, copy=True)
             logs = system.logs(scores, ALL_HEADS, Tile(0, t, 0, count))
             if logs is not cached:
                 weights[solving] = logs
-        # A query without masked keys attends at least to its own key.
+        # Without masks, every query has a visible key, and `largest` is finite.
         shift = largest if mask.is_plain else finite_or_zero(largest)
         changed_at(ops.subtract, weights, reading, shift)
         weights = ops.exp(weights)
@@ -107,7 +107,7 @@ class LucidStep(Algorithm[Group]):
         return time_first(xp.reshape(out, (b, h, t, out.shape[3]))), updates
 
     def _one_token(self, past: Arrays, x: Arrays, held: int) -> tuple[Array, Updates]:
-        """The token after `held` others in every cache, of which no token is masked."""
+        """One token after equally many cached tokens in every sequence, none of them masked."""
         ops, (solve, softmax) = self.ops, self.leaves
         xp, (b, _, n, d), h = namespace(x["k"]), x["k"].shape, x["q"].shape[2]
         reading, solving = tokens_at(0, h // n), tokens_at(h // n, h // n + 1)

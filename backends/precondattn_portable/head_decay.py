@@ -3,9 +3,9 @@
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 
-Every exponent is the sum of its own gates and never a difference of sums. So a strong gate costs
-the weak gates after it no accuracy, and a gate of −∞, which forgets everything, is no special case.
-The gradient of a gate is such a sum too, over the pairs of tokens that it separates.
+Every exponent is a sum of gates, never a difference of sums. So the weak gates after a strong one
+lose no digits, and a gate of −∞, which forgets everything, is no special case. The gradient of a
+gate is such a sum too, over the pairs of tokens that it separates.
 
 Arrays are in chunks, (c, n, C, …): the chunks first, then the heads of all sequences.
 """
@@ -19,7 +19,7 @@ from precondattn.spec.array_functions import row_sum, transpose
 from precondattn_portable.arithmetic import Arithmetic
 
 FORGOTTEN = -1e4
-"""A gate below it is as good as −∞: e^g is 0 in every precision. It can be multiplied by 0."""
+"""The value of lower gates, such as −∞: e^g is 0 in every precision, and 0 g is not NaN."""
 
 
 def sums_before(x: Array) -> Array:
@@ -55,7 +55,7 @@ class ChunkDecay:
     """The decay of chunks, by gates (c, n, C, w) or by none."""
 
     reading: Array = None
-    """(c, n, C, w), None for ones; likewise `writing`, and `total` (c, n, 1, w)."""
+    """The factor (c, n, C, w), None for 1; likewise `writing`, and `total` (c, n, 1, w)"""
     writing: Array = None
     total: Array = None
 
@@ -86,7 +86,7 @@ class ChunkDecay:
         return result if self.writing is None else self.ops.multiply(result, self.writing)
 
     def of_states(self, q: Array, states: Array) -> Array:
-        """What queries (c, n, C, r, d) read of the states before their chunks."""
+        """The outputs of queries (c, n, C, r, d) from the states before their chunks."""
         return self.times_reading(q, states)
 
     def d_g(self, within: Array, read: Array, written: Array, kept: Array) -> Array:
@@ -115,7 +115,7 @@ class HeadDecay(ChunkDecay):
         if self.g is None:
             return self.until
         xp = namespace(self.g)
-        # In the column of token j, the gates after j are summed.
+        # Column j accumulates the gates of the tokens after j.
         after = self.before * xp.where(self.g < FORGOTTEN, FORGOTTEN, self.g)
         sums = self.ops.accumulate(after, -2)
         return self.ops.multiply(self.ops.exp(sums), self.until)

@@ -13,7 +13,7 @@ from precondattn.spec.iterated_inverse import largest_sum
 from precondattn_portable.arithmetic import Arithmetic
 
 Steps = list[tuple[Array, Array, Array]]
-"""Z, X and P of each Z' = ¼ Z P, which its gradient reads."""
+"""Z, X and P of each step Z' = ¼ Z P, which the gradient reads."""
 
 
 def steps(ops: Arithmetic, a: Array, iterations: int, *, of_all: bool) -> tuple[Array, Steps]:

@@ -1,4 +1,4 @@
-"""How the work is tiled: heads before time, query heads by key head, blocks of rows.
+"""The tiling: heads before time, query heads grouped by key head, blocks of rows.
 
 A row block holds the scores of one block of query rows with all keys they may attend to. It is the
 largest array in memory, linear in the number of keys. Heads are processed in groups whose row
@@ -36,11 +36,11 @@ CHUNKS_PER_ROW_BLOCK = 4
 chunk, costs every preceding key a product, and chunks are half as long."""
 
 ROW_BLOCK_ENTRIES = 2**22
-"""Entries of the row blocks that are processed together: 16 MiB in float32."""
+"""Entries of all row blocks that are processed together: 16 MiB in float32."""
 
 
 class ThreadShare(threading.local):
-    """Of each thread: how many threads divide a call, and the memory that one may use."""
+    """Per thread: the number of threads that divide a call, and so the memory of each."""
 
     count = 1
 
@@ -49,7 +49,7 @@ SHARING = ThreadShare()
 
 
 def budget(entries: int) -> int:
-    """The part of this thread in what may be processed together."""
+    """This thread's share of the entries that may be processed together."""
     return entries // SHARING.count
 
 
@@ -108,7 +108,7 @@ def grouped_bias(bias: Array, n: int) -> Array:
 
 
 def of_heads(pairs: Array, part: Part) -> Array:
-    """`grouped_bias` of some sequences and key heads, where it is not the same for all."""
+    """The part of `grouped_bias` for some sequences and key heads; axes of one entry are kept."""
     pairs = pairs if pairs.shape[0] == 1 else pairs[part[0], ...]
     return pairs if pairs.shape[1] == 1 else pairs[:, part[1], ...]
 
@@ -184,7 +184,7 @@ def zero_padding(x: Array, frame: Frame) -> Array:
 
 
 def only_at(valid: Array | None, x: Array, axis: int = 1) -> Array:
-    """x, 0 at tokens that are not valid (b, t); their axis is 1, or 2 after that of heads."""
+    """x, 0 at tokens that are not valid (b, t). Tokens are axis 1, or 2 if heads come before."""
     if valid is None:
         return x
     rest = (1,) * (x.ndim - axis - 1)

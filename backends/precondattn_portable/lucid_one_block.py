@@ -1,4 +1,4 @@
-"""LUCID's triangular system in one block: few tokens, whose matrix is solved as it is.
+"""LUCID's triangular system for few tokens: one block, whose matrix is stored and solved.
 
 (I + diag(β) stril(Φ)) y = diag(β) v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d}
 """

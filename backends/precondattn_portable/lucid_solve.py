@@ -1,4 +1,4 @@
-"""LUCID's triangular system, solved block by block without storing its matrix.
+"""LUCID's triangular system, by blocked forward substitution without storing the matrix.
 
     E y = diag(β) v,    E = diag(δ) + diag(β) stril(Φ),    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − shift_i}
 
@@ -14,9 +14,8 @@ R = dy,
     X_J = δ_J⁻¹ (I + β'_J stril(Φ_JJ))⁻ᵀ R_J,    dv_J = β_J X_J,    R_I −= Φ_JIᵀ dv_J    (I < J),
     dS_J = −(dv_J yᵀ) ∘ Φ_J,    dβ_J = X_J · (v_J − stril(Φ)_J y),
 
-and dS is propagated through the scores and the norm of the keys while Φ_J is available.
-
-A step is the same with the cached keys, y and norms as preceding tokens.
+where Φ is recomputed, and dS is propagated through the scores and the norm of the keys while Φ_J
+is in memory. A step is the same, with the cached keys, y and norms as preceding tokens.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ normalised keys are at most the shift, and e³² is far from overflow in float32
 
 
 def shift_and_factor(shift: float) -> tuple[float, float]:
-    """What is subtracted from every score, and what products with Φ are multiplied by."""
+    """The shift to subtract from every score, and the factor of products with Φ."""
     return (0.0, math.exp(-shift)) if shift <= FACTORED else (shift, 1.0)
 
 
@@ -152,7 +151,7 @@ class LucidMatrix:
             self.beta = one / self.diagonal
         # stril(Φ) of every diagonal block (b, n, chunks, size, size)
         below = strictly_below(ops, ops.exp(within), mask.window, mask.frame.k_segment)
-        del within  # As large as the inverses
+        del within  # It is as large as the inverses.
         if self.beta is not None:
             below = below * self._by_block(self.beta)
         self.inverse = unit_lower_inverse(ops, below)
@@ -288,10 +287,10 @@ class LucidSolveBlocks(Algorithm[pa.LucidSolve]):
         return 1 if is_transported or (gradient and is_long) else 2
 
     def _padded_frame(self, frame: Frame, s: int) -> Frame:
-        """The keys among themselves, followed by the padding to whole blocks."""
+        """The frame in which keys attend to keys, with the padding to whole blocks."""
         count = frame.k_position.shape[1]
         frame = frame.among_keys(count)
-        # Padding has β = 0. Its scores could enter only a maximum.
+        # Padding has β = 0. Its scores can matter only for a row maximum.
         valid = frame.k_valid if self.leaf.normalize == "rows" else None
         if s == count:
             return frame.replaced(q_valid=None, k_valid=valid)

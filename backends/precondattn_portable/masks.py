@@ -1,8 +1,8 @@
 """Attention masks of row blocks, evaluated only where they are not trivially true.
 
 Rows i0 … i1 − 1 need the keys in `columns(i0, i1)`. Most of those pairs are visible: in a causal
-call, all but a triangle at the end. Only the remaining pairs are masked one by one. With a prefix
-or an attn_mask, the keys needed are those that they leave, where these can be read on the host.
+call, all but a triangle at the end. Only the remaining pairs are masked one by one. A prefix and an
+attn_mask also limit these keys, if they can be read on the host.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from precondattn_portable.arithmetic import Arithmetic, changed_at
 from precondattn_portable.layout import Part, Tile, blocks, by_query_head, of_heads
 
 MOST_KNOWN = 4
-"""Masks of pairs that are kept: with a window, each row block has two, and the first blocks others.
-Where every row block has pairs of its own, such as in a step, no more than these are in memory."""
+"""The number of pair masks that are cached: with a window, two for each row block, and others for
+the first blocks. It limits memory where every row block has another mask, such as in a step."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Mask:
             high = min(high, self.offset + i1 - 1 + self.window)
         if self.frame.q_prefix is not None:
             reach = self.keys if self._prefixes is None else int(self._prefixes[1][i0:i1].max())
-            if reach > 0:  # Some keys are seen from the first of the sequence on.
+            if reach > 0:  # Keys from the first of the sequence on are visible.
                 low, high = 0, max(high, min(reach, self.keys))
         first, last = self.offset + i0, self.offset + i1 - 1
         if self._segments is not None and 0 <= first <= last < self.keys:
@@ -59,13 +59,13 @@ class Mask:
             low, high = max(low, int(begin[first])), min(high, int(end[last]))
         if self._marks is not None and low < high:
             seen = np.flatnonzero(self._marks[..., i0:i1, low:high].any(axis=(0, 1, 2, 3)))
-            # A row that sees nothing still has an output, and a sum of weights.
+            # A row without visible keys still has an output, and a sum of weights.
             ends = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
             low, high = low + ends[0], low + ends[1]
         return low, max(high, low)
 
     def between(self, i0: int, i1: int) -> tuple[int, int]:
-        """The keys after a prefix and before the window, which none of these queries sees."""
+        """The keys after a prefix and before the window, to which none of these queries attends."""
         low, high = self.columns(i0, i1)
         if self.window is None or self.offset is None or self._prefixes is None:
             return low, low
@@ -78,7 +78,7 @@ class Mask:
         low, high = self.columns(i0, i1)
         start, stop = self.between(i0, i1)
         ranges = [(low, high)] if start == stop else [(low, start), (stop, high)]
-        # A row that sees nothing still has an output.
+        # A row without visible keys still has an output.
         return [(a, b) for a, b in ranges if a < b] or [(low, low + 1)]
 
     def tiles(self, t: int, size: int) -> Iterator[Tile]:
@@ -87,30 +87,30 @@ class Mask:
             yield Tile(i0, i1, *self.columns(i0, i1))
 
     def tiles_to_diagonal(self, t: int, size: int, past: int = 0) -> Iterator[Tile]:
-        """The same, up to the last of the queries, which are also the keys from `past` on."""
+        """Blocks of queries with the keys up to the block's last query; query 0 is key `past`."""
         for i0, i1 in blocks(t, size):
             yield Tile(i0, i1, min(self.columns(i0, i1)[0], past + i0), past + i1)
 
     @cached_property
     def _prefixes(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """For each query (t,) the end of its prefix, the least and the greatest of all sequences.
+        """The least and the greatest end of each query's prefix (t,), over all sequences.
 
-        None without a prefix, or where it can not be read without waiting for a device.
+        None without a prefix, or if it can not be read without waiting for a device.
         """
         ends = _on_host(self.frame.q_prefix)
         return None if ends is None else (ends.min(axis=0), ends.max(axis=0))
 
     @cached_property
     def _marks(self) -> np.ndarray | None:
-        """The attn_mask, where it can be read without waiting for a device."""
+        """The attn_mask, or None if it can not be read without waiting for a device."""
         return _on_host(self.pairs)
 
     @cached_property
     def _segments(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """For each key (s,) the first key of its segment, and the last plus one.
+        """The first key of each key's segment (s,), and the last plus one.
 
-        The least and the greatest of all sequences. None without segments, or where their ids can
-        not be read without waiting for a device.
+        They are the least and the greatest over all sequences. None without segments, or if their
+        ids can not be read without waiting for a device.
         """
         ids = _on_host(self.frame.k_segment)
         if ids is None or ids.shape[1] != self.keys:
@@ -142,7 +142,7 @@ class Mask:
 
     @property
     def _is_of_positions(self) -> bool:
-        """The same, but for a prefix."""
+        """Whether causality, a window and a prefix are the only constraints."""
         frame = self.frame
         is_whole = frame.q_valid is None and frame.k_valid is None and frame.k_segment is None
         return self.offset is not None and is_whole and self.pairs is None
@@ -164,7 +164,7 @@ class Mask:
     def partly_masked(self, tile: Tile) -> list[tuple[int, int]]:
         """The ranges of keys that some of these queries may not attend to."""
         i0, i1, low, high = tile
-        begin, end = low, low  # The keys that all of them may attend to.
+        begin, end = low, low  # The range of keys that all of these queries may attend to.
         if self.is_positional:
             assert self.offset is not None
             first, last, end = self.offset + i0, self.offset + i1 - 1, high
@@ -193,7 +193,7 @@ class Mask:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int], Array]:
-        """What is visible among positions, by their difference at the first pair, and the sizes."""
+        """Masks by position, by the position difference of the first pair and the sizes."""
         return {}
 
     def _visible(self, i0: int, i1: int, low: int, high: int) -> Array:

@@ -2,14 +2,14 @@
 
     (H_t + diag λ) q*_t = q_t,    H_t p = read of p from the states of a linear attention
 
-The states of the chunks are computed once. A product with H_t of all tokens of a group is then the
+The states of the chunks are computed once. A product with H_t, for all tokens of a group, is then a
 read of a linear attention: two products within the chunk, and one with its state. No H_t is formed.
 Queries are preconditioned by the diagonal D = diag(H_t) + λ, itself the read of a recurrence:
 
     α = r·z / p·(M p),    x += α p,    r −= α M p,    z = r / D,    p = z + (r·z)⁺ / (r·z) p.
 
-The residual of the recurrence drifts from q − M x by rounding. So that is computed at the end, and
-solved for in turn where it is not small enough.
+with M = H_t + diag λ. Rounding makes the recurrence's residual drift from q − M x. So q − M x is
+computed at the end, and the iteration is restarted from it where it is too large.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from precondattn_portable.stateful import StatefulAlgorithm
 
 
 class Search(NamedTuple):
-    """The iteration of every query (…, d): x, r, p and r·z."""
+    """The state of every query's iteration (…, d): x, r, p and r·z."""
 
     x: Array
     r: Array
@@ -44,7 +44,7 @@ class Search(NamedTuple):
         return cls(right * 0, right + 0, z, row_sum(right * z))
 
     def advanced(self, ops: Arithmetic, times: Read, diagonal: Array) -> Search:
-        """After one more product, in the arrays of this one where the library can."""
+        """The state after one more product, in the same arrays if the library supports it."""
         image = times(self.p)
         along = _ratio(self.size, row_sum(self.p * image))
         x = ops.add_multiple(self.x, along, self.p)
@@ -62,7 +62,7 @@ def _ratio(a: Array, b: Array) -> Array:
 
 
 class MesaProblem(NamedTuple):
-    """Queries to solve for, scaled to a largest entry of 1, and what their residual may be."""
+    """The queries to solve for, scaled to a largest entry of 1, and the residual allowed."""
 
     right: Array
     scale: Array
@@ -74,19 +74,19 @@ class MesaProblem(NamedTuple):
     def of_queries(cls, leaf: pa.MesaQuery, q: Array, diagonal: Array, ridge: Array) -> MesaProblem:
         xp = namespace(q)
         scale = sizes(q, -1)
-        # Tokens of padding have none.
+        # The diagonal is 0 at padding.
         diagonal = xp.where(diagonal == 0, 1.0, diagonal)
         return cls(q / scale, scale, diagonal, ridge, tolerance_of(leaf, q))
 
     def recurring(self, r: Array) -> Residual:
-        """That of the recurrence."""
+        """The lengths of the recurrence's residual r, and the lengths allowed."""
         return Residual(lengths(r, -1), self.tolerance * lengths(self.right, -1))
 
     def is_open(self, search: Search, allowed: Array, least: Array) -> bool:
         """Whether the residual of the recurrence is still large for any query.
 
-        ‖r‖² is at least r·z times the smallest entry of D, `least`. It is summed only where that
-        does not decide.
+        ‖r‖² is at least r·z times the smallest entry of D, `least`. If this bound is large already,
+        ‖r‖² is not computed.
         """
         xp = namespace(least)
         if xp.any(Residual(search.size * least, allowed * allowed).is_large()):
@@ -94,10 +94,10 @@ class MesaProblem(NamedTuple):
         return bool(xp.any(Residual(lengths(search.r, -1), allowed).is_large()))
 
     def residual(self, times: Read, x: Array) -> tuple[Array, Residual]:
-        """q − M x, and its lengths."""
+        """q − M x, its lengths, and the lengths allowed."""
         rest = self.right - times(x)
         rounding = ROUNDINGS * float(namespace(x).finfo(x.dtype).eps)
-        norm = row_sum(self.diagonal)  # The trace of M, at least its norm.
+        norm = row_sum(self.diagonal)  # The trace of M, an upper bound of its norm.
         allowed = self.tolerance * lengths(self.right, -1) + rounding * norm * lengths(x, -1)
         return rest, Residual(lengths(rest, -1), allowed)
 
@@ -128,7 +128,7 @@ def solved(
 
 
 class Solving:
-    """What a form in chunks needs to solve for queries."""
+    """The methods by which a chunkwise form solves for queries."""
 
     ops: Arithmetic
     forward: Callable[[Stream, Array], tuple[Array, Array]]
@@ -148,7 +148,7 @@ class Solving:
 
 
 class SolvingChunkwise(Solving, Chunkwise):
-    """The recurrence in chunks, which are read as often as the iteration needs."""
+    """The recurrence in chunks, with a read of each group for every iteration."""
 
 
 class MesaQueryAlgorithm(StatefulAlgorithm[pa.MesaQuery]):

@@ -1,9 +1,9 @@
-"""Nyström attention, a few heads at a time: the two kernels with a row or a column for each token.
+"""Nyström attention, with the two maps between tokens and landmarks for a few heads at a time.
 
-    A = softmax(s q̃ k̃ᵀ),    Z ≈ A⁺                              of all heads together
+    A = softmax(s q̃ k̃ᵀ),    Z ≈ A⁺                              for all heads together
     B = softmax(s q̃ kᵀ),    W = Z (B v),    F = softmax(s q k̃ᵀ),    o = F W
 
-Backward computes B and F again. With R = B v,
+with landmarks q̃ and k̃. Backward recomputes B and F. With R = B v,
 
     dW = Fᵀ do,    dF = do Wᵀ,    dZ = dW Rᵀ,    dR = Zᵀ dW,    dB = dR vᵀ,    dv = Bᵀ dR
 """
@@ -121,7 +121,7 @@ class NystromCall:
         heads, m = self.q.shape[0], self.a.shape[1]
         sizes = heads, self.q.shape[1], self.k.shape[1]
         if not all(isinstance(size, int) for size in sizes):
-            yield slice(None), ...  # A program for any sizes can not count them when it is traced.
+            yield slice(None), ...  # Symbolic sizes can not be counted while they are traced.
             return
         entries = m * max(sizes[1:])
         at_once = max(layout.budget(layout.ROW_BLOCK_ENTRIES) // entries, 1)
@@ -188,7 +188,7 @@ class Landmarks:
         is_whole = members is None and counted is None and not x.shape[2] % m
         self.means = None if is_whole else segment_means(m, x, members, counted)
         self.is_any = None if self.means is None else self.means.is_any
-        """Which landmarks there are (b or 1, m); None where all are."""
+        """Which landmarks exist (b or 1, m); None if all do."""
 
     def means_of(self, x: Array) -> Array:
         """x̃ (b, h, m, d)"""

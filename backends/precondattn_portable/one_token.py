@@ -1,8 +1,8 @@
-"""One token of the recurrence: its definition, which for one token needs no chunks.
+"""One token of the recurrence, by its definition, without chunks.
 
 S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ a)  (delta rule),    S = S' + k uᵀ,    o = Sᵀ q
 
-Where a is given as `undecayed`, Sᵀ a is in place of S'ᵀ a.
+with a the key that is erased. If a is given as `undecayed`, Sᵀ a replaces S'ᵀ a.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precondattn_portable.arithmetic import Arithmetic
 class OneToken(AllTokens):
     """A `Form` of the recurrence (`precondattn.spec.recurrence`) for streams of one token.
 
-    With `in_place`, the new state is written to the memory of the old one where the library can.
+    With `in_place`, the new state is written to the old one's memory if the library supports it.
     """
 
     vjp = staticmethod(recurrent_vjp)

@@ -1,13 +1,14 @@
-"""Outlook attention: the windows of some rows of the grid are one batch of products.
+"""Outlook attention (VOLO): the windows of some rows of the grid are one batch of products.
 
     slots:   w strided slices of an image of the values, with a border of zeros
     A slots: added to an image of the outputs, by the same slices
 
-No logits but the means of cells are rearranged. The gradient recomputes the weights, and slices the
-cotangent as the forward pass slices the values; nothing is kept for it.
+with weights A per window. Only logits that are averaged over cells are rearranged. The gradient
+recomputes the weights, and slices the cotangent as the forward pass slices the values; there are
+no residuals.
 
-Packed sequences have grids of their own. The core divides them into batches of single sequences;
-where it can not, because a compiler traces the call, they are computed by the definition.
+Each packed sequence has its own grid. The core divides a packed call into batches of single
+sequences. If it can not, because a compiler traces the call, the definition is used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class OutlookRows(Algorithm[pa.Outlook]):
     name = "rows of windows"
 
     entries_together = ROW_BLOCK_ENTRIES
-    """Weights, slots and outputs of windows that are computed together."""
+    """Entries of weights, slots and outputs that are computed together."""
 
     def call(self, x: Arrays, frame: Frame) -> OutlookCall:
         return OutlookCall(self.ops, self.leaf, x, frame)
@@ -95,7 +96,7 @@ def _sum_groups(x: Array, n: int) -> Array:
 class OutlookCall:
     """The arrays of a call as images (b, rows, columns, h, …), and their windows.
 
-    A sequence without a grid is one of one column.
+    A sequence without a grid is a grid of one column.
     """
 
     def __init__(self, ops: Arithmetic, leaf: pa.Outlook, x: Arrays, frame: Frame) -> None:
@@ -198,7 +199,7 @@ class OutlookCall:
         return xp.sum(xp.reshape(x, (x.shape[0], *cells, *x.shape[3:])), axis=(2, 4))
 
     def _count(self, rows: Rows) -> Array | None:
-        """How many tokens the cell of each window has, (b or 1, rows, windows, 1, 1, 1); None where
+        """The number of tokens in the cell of each window (b or 1, rows, windows, 1, 1, 1); None if
         each has one."""
         if self._counts is None:
             return None

@@ -1,10 +1,11 @@
-"""ATK around a delta rule, whose preconditioned keys are made where its chunks read them.
+"""ATK with a delta rule, fused: each group of chunks computes its preconditioned keys.
 
     y1  = preconditioned_key(k, g_atk, beta_atk)
     out = erasing_gated_delta(q, k=y1, v, g, beta, erase=k)
 
-Computed one after the other, all keys would be written to memory and read again, in another order.
-Here a group of chunks makes its keys from those that it erases with, which are in the cache.
+Computed separately, all preconditioned keys would be written to memory and read again, in another
+order. Here a group of chunks computes them from the keys that it erases with, which are in a CPU's
+cache already.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from precondattn_portable.preconditioned_key import (
 RULES = Recurrences(
     ("delta",), gate=(None, "head", "channel"), erase=("own key",), strength=("scalar",)
 )
-"""Those that erase with an input as it is."""
+"""The delta rules that erase with an unchanged input."""
 
 
 class PreconditionedDelta(Algorithm[Group]):
@@ -58,7 +59,7 @@ class PreconditionedDelta(Algorithm[Group]):
 
 
 class _Form(Chunkwise):
-    """The recurrence in chunks, whose written keys are the preconditioned ones."""
+    """The recurrence in chunks, which writes with the preconditioned keys."""
 
     def __init__(self, key: PreconditionedKeyChunks, x: Arrays, frame: Frame) -> None:
         super().__init__(key.ops)
@@ -69,7 +70,7 @@ class _Form(Chunkwise):
 
 
 class _Work(ChunkWork):
-    """A stream in chunks, which makes its written keys from those that it erases with."""
+    """A stream in chunks, which computes its written keys from the keys that it erases with."""
 
     def __init__(self, form: _Form, x: Stream) -> None:
         super().__init__(form.ops, x, form.chunk)
@@ -81,7 +82,7 @@ class _Work(ChunkWork):
             for array in gates_and_weights(form.x, form.frame)
         )
         self.most = max(MOST_CHUNKS // self.p, 1)
-        """Chunks whose keys are made together at most."""
+        """The most chunks whose keys are computed together."""
         self.together = min(self.chunks_together(self.widest), self.most)
         self.keys = PreconditionedChunks(form.key, form.x, g, beta, self.together, self.p)
         self.squares = self.ops.zeros((heads, 1, x.k.shape[3]), x.k)

@@ -1,12 +1,12 @@
-"""The preconditioned key of ATK, of which A is one product for each short chunk of tokens.
+"""The preconditioned key of ATK, with A computed by one product for each short chunk of tokens.
 
     A   = (D_ij β_j) (k_j ∘ k_j) + e^{g_1 + … + g_i} A_before,    D as in `head_decay.py`,
     out = k ∘ (1/x)^{r / (1 + |r|)},                              r = log(A + ε) − c.
 
-A is a vector for each key head. So a chunk costs 2 C d operations for each token and the state next
-to nothing, and short chunks are the fastest. A at the ends of chunks is such a product again, with
-chunks for tokens: no loop runs over them. What is left is a logarithm and an exponential of every
-entry of k. They are computed where the product has left A: in the cache.
+A is a vector per key head. So a chunk costs 2 C d operations per token, its state costs next to
+nothing, and short chunks are fastest. A at the ends of chunks is such a product too, with chunks in
+place of tokens, without a loop over them. The rest is a logarithm and an exponential for every
+entry of k, computed while A is in a CPU's cache.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LEAST_EPS = 1e-30
 """ε, down to which it may be multiplied by that factor: a normal number in float32."""
 
 MOST_CHUNKS = 64
-"""Chunks that are computed together at most. With c of them, A before each costs a token another
-2 c d / 16 operations."""
+"""The most chunks that are computed together. With c of them, computing A before each costs
+another 2 c d / 16 operations per token."""
 
 
 class PreconditionedKeyChunks(StatefulAlgorithm[Leaf]):
@@ -75,16 +75,16 @@ def gates_and_weights(x: Arrays, frame: Frame) -> tuple[Array, Array]:
 
 
 class PreconditionedChunks:
-    """A in chunks of C tokens, and the keys made of it.
+    """A in chunks of C tokens, and the preconditioned keys.
 
-    Arrays are (c, n p, C, …): chunks first, then the heads of all sequences, and of each head p
-    chunks that follow each other. `together` of the c are one block.
+    Arrays are (c, n p, C, …): chunks first, then the heads of all sequences, each with p adjacent
+    chunks. `together` of the c are one block.
     """
 
     def __init__(
         self, of: Algorithm[Leaf], x: Arrays, g: Array, beta: Array, together: int, p: int = 1
     ) -> None:
-        """From g and β (c, n p, C, 1), and the leaf's inputs for a learnt c."""
+        """Decays from g and β (c, n p, C, 1); c is the leaf's, or, if learnt, an input in x."""
         xp, (count, rows, *_), ops, leaf = namespace(g), g.shape, of.ops, of.leaf
         self.ops, self.bound, self.together, self.p = ops, leaf.bound, together, p
         self.center: Array = leaf.center
@@ -114,11 +114,11 @@ class PreconditionedChunks:
     def multipliers(
         self, block: int, k: Array, squares: Array, out: Array | None = None
     ) -> tuple[Array, Array]:
-        """What a block multiplies its keys by, in `out` where the library can; and A after them.
+        """The factors of a block's keys, in `out` if given and supported, and A after the block.
 
-        Keys are 0 where A does not count them, and may have two axes for the rows n p, which
-        multipliers have not. A (n, 1, d), with the factor e^{−c}, is that of the token before
-        them. Without `out` the next call may overwrite the multipliers.
+        Keys that A does not count are 0. They may have two axes for the rows n p, unlike the
+        factors. `squares` (n, 1, d) is e^{−c} A of the token before the block. Without `out`, the
+        next call may overwrite the factors.
         """
         ops, xp = self.ops, namespace(squares)
         start, count = block * self.together, k.shape[0]
@@ -131,7 +131,7 @@ class PreconditionedChunks:
         out = self.scratch.shaped(shape, "multipliers") if out is None else out
         a = ops.product(factors, added, out)
 
-        # A is from chunk to chunk what it is from token to token.
+        # A follows the same recurrence from chunk to chunk as from token to token.
         n, length = squares.shape[0], count * self.p
         written = xp.reshape(a[..., -1, :], (count, n, self.p, d))
         written = xp.reshape(xp.permute_dims(written, (1, 0, 2, 3)), (n, length, d))

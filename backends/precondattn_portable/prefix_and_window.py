@@ -1,7 +1,7 @@
-"""A prefix beside a window: scores of the keys between the two are not computed.
+"""A prefix together with a window: scores of the keys between the two are not computed.
 
-Queries i0 … i1 − 1 see the keys of the prefix, before p, and those of the window, from a on. Where
-p < a, these queries are a call of their own, whose keys are both ranges, one after the other:
+Queries i0 … i1 − 1 attend to the keys of the prefix, before p, and of the window, from a on. If
+p < a, these queries are a separate call, whose keys are both ranges, one after the other:
 
     o[i0:i1] = attention(q[i0:i1], [K[:p], K[a:i1]], [V[:p], V[a:i1]])
 
@@ -22,7 +22,7 @@ from precondattn_portable.masks import Mask
 
 
 class PartOfQueries(NamedTuple):
-    """Some of a call's queries, and the keys that they see."""
+    """Some of a call's queries, and the keys that they attend to."""
 
     queries: slice
     keys: tuple[slice, ...]
@@ -80,9 +80,9 @@ def axes_of(declared: Inputs, name: str) -> dict[str, int]:
 
 
 def parts_of(mask: Mask, t: int) -> list[PartOfQueries]:
-    """The parts of a call of t queries; none where no block of queries has as many keys between.
+    """The parts of a call of t queries; empty if no block of queries has a wide enough gap.
 
-    A narrower gap costs less than the copies of keys and values.
+    Computing the scores in a narrower gap costs less than copies of keys and values.
     """
     rows = list(blocks(t, layout.ROWS))
     gaps = [stop - start for start, stop in (mask.between(*each) for each in rows)]

@@ -1,4 +1,4 @@
-"""Reading a row block in exponential space:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
+"""LASER's read, a log-mean-exp of the values:  o_ic = log Σ_j e^{S_ij + v_jc} − log Σ_j e^{S_ij}.
 
 As a product of matrices, with a shift ν_c for each channel:
 
@@ -28,7 +28,7 @@ from precondattn_portable.layout import Tile, blocks
 from precondattn_portable.read_mean import ReadRows, exponentials
 
 BLOCK = 128
-"""Keys that share a shift where not all keys do."""
+"""Keys that share a shift if not all keys do."""
 
 ELEMENTS = 16
 """Keys that are processed element by element at once."""
@@ -104,7 +104,7 @@ class LogMeanExpRead:
         if not self.is_narrow:
             return self._merged_backward(row_block - log_total, tile, o, d_o)
         weights = ops.exp(ops.add(row_block, -log_total))
-        # Only without weights does ν − o exceed R.
+        # ν − o exceeds R only in rows without weights.
         g = d_o * namespace(o).exp(_at_most(self.shift - o, self.range))
         ops.add_product_at(self.d_v, tile.keys, transpose(weights), g)
         values = transpose(self.weights[tile.keys])
@@ -112,7 +112,9 @@ class LogMeanExpRead:
         return ops.multiply(ops.add(d_weights, -row_sum(d_o)), weights)
 
     def _merged_backward(self, log_weights: Array, tile: Tile, o: Array, d_o: Array) -> Array:
-        """With w = e^{S − λ + v − o}:  dv_jc = Σ_i do_ic w_ijc,  dS_ij = Σ_c do_ic (w_ijc − A_ij).
+        """dS of the row block by blocks of keys; adds dv to `d_v`. With w = e^{S − λ + v − o}:
+
+                dv_jc = Σ_i do_ic w_ijc,    dS_ij = Σ_c do_ic (w_ijc − A_ij).
 
         A block of close values is computed as products of matrices, p gᵀ and so on, with
 

@@ -1,4 +1,4 @@
-"""Reading a row block by mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
+"""The read of softmax, a mean:  o = Σ_j e^{S_ij − m_i} v_j / Σ_j e^{S_ij − m_i},  m_i = max_j S_ij.
 
 A sink (`spec/sink.py`) is one more term e^{σ − m_i} of the denominator. Backward, with the residual
 λ_i, m_i plus the logarithm of the denominator:
@@ -48,7 +48,7 @@ def sink_of_rows(sink: Array | None, rows: int) -> Array | None:
 
 
 class ReadRows(NamedTuple):
-    """The rows of a tile (b, n, rows, …) from which its gradient begins."""
+    """The rows of a tile (b, n, rows, …) that its gradient reads: o, λ and do."""
 
     log_total: Array
     """λ"""
@@ -95,7 +95,7 @@ class MeanRead:
 
 
 class MeanAndLogSumRead(MeanRead):
-    """The same, with λ in the last channel of the output. That of the values is not read."""
+    """The mean, and λ in the last channel of the output; the last channel of v is not read."""
 
     kind = MEAN_AND_LOG_SUM
 
@@ -112,7 +112,7 @@ class MeanAndLogSumRead(MeanRead):
         return xp.concat([o, last], axis=-1), log_total
 
     def of_mean(self, d_o: Array) -> Array:
-        return d_o[..., :-1] + 0  # In one piece.
+        return d_o[..., :-1] + 0  # A contiguous copy.
 
     def finish(self) -> Array:
         return padded(self.d_v, 0, 1, axis=3)

@@ -2,8 +2,8 @@
 
     S = q kᵀ,    dq = dS k,    dk = dSᵀ q
 
-for a block of query rows and a range of keys. Soft-capped (`spec/soft_cap.py`), around the scores
-of any metric:
+for a block of query rows and a range of keys. A soft cap (`spec/soft_cap.py`) is applied to the
+scores of any metric:
 
     S ← c tanh(S / c),    dS ← dS ∘ (1 − tanh²(S / c))
 
@@ -30,7 +30,7 @@ class Scores(Protocol):
         """The scores of a tile (b, n, r (i1 − i0), high − low)."""
 
     def pull(self, tile: Tile, d_row_block: Array) -> None:
-        """Add the gradients of the arrays of which scores are made, from that of the last tile."""
+        """Add the gradients of the scores' inputs, from the gradient of the last tile's scores."""
 
     def gradients(self) -> Arrays:
         """The sums of these gradients, by input."""
@@ -48,7 +48,7 @@ def capped_in_place(ops: Arithmetic, scores: Array, cap: float) -> Array:
 
 
 class DotScores:
-    """Scores by the dot product."""
+    """Dot products of queries and keys."""
 
     def __init__(self, ops: Arithmetic, q: Array, k: Array, *, gradient: bool = False) -> None:
         self.ops, self.q, self.k = ops, q, k
@@ -72,7 +72,7 @@ class DotScores:
 
 
 class CappedScores:
-    """Other scores, capped. The slope is kept from a row block to its gradient."""
+    """Scores with a soft cap, whose slope is kept from a row block to its gradient."""
 
     def __init__(self, scores: Scores, cap: float, *, gradient: bool) -> None:
         self.ops, self.scores, self.cap, self.gradient = scores.ops, scores, cap, gradient
@@ -89,7 +89,7 @@ class CappedScores:
 
 
 class BiasedScores:
-    """Other scores plus a bias (b or 1, n or 1, r or 1, t, s), with its gradient `d_bias`."""
+    """Scores plus a bias (b or 1, n or 1, r or 1, t, s), with its gradient `d_bias`."""
 
     def __init__(self, scores: Scores, bias: Array, d_bias: Array | None) -> None:
         self.ops, self.scores, self.bias, self.d_bias = scores.ops, scores, bias, d_bias

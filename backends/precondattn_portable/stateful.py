@@ -1,4 +1,4 @@
-"""Leaves with a state: their own definition, with the recurrence in chunks, or of one token."""
+"""Leaves with a state: their definition, with the recurrence computed in chunks or by one token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ S = TypeVar("S", bound=Stateful)
 class StatefulAlgorithm(Algorithm[S]):
     """Algorithm of recurrences, such as GLA, SSD, GatedDelta, KDA, GSA (`chunkwise_*.py`).
 
-    With `by_pairs`, full calls of few tokens are computed by pairs of tokens. A compiler has no use
-    for that: what it saves is the time between operations.
+    With `by_pairs`, full calls of few tokens are computed from all pairs of tokens. This saves the
+    overhead between operations, which compiled calls do not have.
     """
 
     name = "recurrence in chunks"
@@ -40,7 +40,7 @@ class StatefulAlgorithm(Algorithm[S]):
         leaf = self.leaf
         if self.by_pairs and leaf.steps_per_token == 1 and is_few(x):
             decays = leaf.has_decay or frame.k_segment is not None
-            # Its gradient is not asked for.
+            # No gradient of this is needed.
             pairs = cast("Form", FewTokens(self.ops, decays=decays))
             unread = dict.fromkeys(leaf.program.slot_keys[0])
             state = leaf.zero_state(x) if leaf.computes_with_states else unread
@@ -61,9 +61,9 @@ class StatefulAlgorithm(Algorithm[S]):
     def states_between(
         self, past: Arrays, x: Arrays, frame: Frame, columns: Sequence[int]
     ) -> tuple[Array, Arrays] | None:
-        """The output of `step`, and the states (b, n + 1, …) after columns and after all tokens.
+        """The output of `step`, and the states (b, n + 1, …) after `columns` and after all tokens.
 
-        None where they are not the states between chunks.
+        None if these are not states between chunks.
         """
         leaf, form, steps = self.leaf, self.in_chunks(), self.leaf.steps_per_token
         if leaf.computes_with_states or type(form) is not Chunkwise:

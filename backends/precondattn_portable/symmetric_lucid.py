@@ -2,16 +2,17 @@
 
     (Φ + ρ I) y = v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d},    Φ_ii = 1
 
-Up to `DIRECT` tokens Cholesky's factorization of one head at a time solves it. That is exact, and
-takes 10 to 17 times as long as softmax attention, where the iteration takes 14 to 56 times as long.
-Beyond, where the matrix would take much memory, it is solved by iteration
+Up to `DIRECT` tokens it is solved by a Cholesky factorization of one head at a time. That is exact,
+and takes 10 to 17 times as long as softmax attention; the iteration takes 14 to 56 times as long.
+Longer sequences, whose matrix would take much memory, are solved by iteration
 (`block_conjugate_gradients.py`). A product with Φ is computed one row block at a time, up to the
-diagonal: a block Φ_IJ serves the rows I, and as Φ_IJᵀ the rows J,
+diagonal: a block Φ_IJ contributes to the rows I, and as Φ_IJᵀ to the rows J,
 
     z_I += Φ_IJ x_J    (J ≤ I),    z_J += Φ_IJᵀ x_I    (J < I).
 
-An iteration costs what attention of the keys to themselves costs. Backward, dv = x by the same
-solve, and with the symmetric G = −s (x yᵀ + y xᵀ) ∘ Φ off the diagonal, dk̂ = G k̂, likewise.
+An iteration costs as much as softmax attention of the keys to themselves. Backward, x solves the
+same system for dy, dv = x, and dk̂ = G k̂ with the symmetric G = −s (x yᵀ + y xᵀ) ∘ Φ off the
+diagonal, by row blocks as well.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Similarities:
         self.own = (1.0 + of.leaf.rho) / self.factor
 
     def tiles(self) -> Iterator[Tile]:
-        """Each from the first key that its rows are similar to, to the diagonal."""
+        """The row blocks, each from the first visible key of its rows to the diagonal."""
         s = self.unit.shape[2]
         return self.mask.tiles_to_diagonal(s, block_size(s))
 

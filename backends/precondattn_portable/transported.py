@@ -98,7 +98,7 @@ class TransportedScores:
         self.at = 0
 
     def _zeros(self, workspace: Scratch, name: str) -> Array:
-        """Zeros of the keys' shape."""
+        """An array of zeros of the keys' shape."""
         result = workspace.shaped(self.shape, name)
         if result is None:
             return self.ops.zeros(self.shape, self.all.k)
@@ -106,7 +106,7 @@ class TransportedScores:
         return result
 
     def from_first(self) -> TransportedScores:
-        """The same scores, of which the next row block is the first."""
+        """These scores, reset so that the next row block is the first."""
         again = copy(self)
         again.gradient = False
         again._start(Scratch())
@@ -191,7 +191,7 @@ class TransportedScores:
             starts.append(xp.reshape(x, (b, n, r, 1, size, x.shape[3])))
         start = starts[0] if height == 1 else xp.concat(starts, axis=3)
         self.start = start = xp.reshape(start, (b, n, r * height * size, start.shape[5]))
-        # Includes the block's own keys, overwritten below: products write contiguous memory faster.
+        # Includes this block's keys, overwritten below: products write contiguous memory faster.
         keys = transpose(self.carried[tokens_at(low, high)])
         row_block = ops.product(start, keys, workspace.shaped((*start.shape[:3], high - low)))
         pieces = xp.reshape(row_block, (b, n, r, height, size, high - low))
@@ -286,7 +286,7 @@ class TransportedScores:
         return y
 
     def _pull_chunk(self, a: int, chunk: TransportedChunk, d_zr: Array, d_zw: Array) -> None:
-        """Propagate from Z R and Z w to k, w and β."""
+        """Propagate the gradients of Z R and Z w to k, w and β."""
         xp, ops = namespace(chunk.k), self.ops
         m_t, here = transpose(chunk.m), self._at(a)
         z_t = chunk.beta * m_t
@@ -305,7 +305,7 @@ class TransportedScores:
         ops.add_product_at(self.d_w, here, d_overlap + transpose(d_overlap), chunk.w)
 
     def gradients(self) -> Arrays:
-        """Those of q, k, w and β, with the sums of dK̃ and dP over later queries."""
+        """The gradients of q, k, w and β, from the sums of dK̃ and dP over later queries."""
         ops = self.ops
         for a in range(self.chunks):
             chunk, here = self._chunk(a), self._at(a)

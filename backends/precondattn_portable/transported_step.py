@@ -38,7 +38,7 @@ def transported_step(
     """A step of `Path` without a forget gate, for a few new tokens."""
     known = filled(frame, past["key"].shape[1])
     start, flush = known.offset, leaf.flush
-    if start is None:  # Sequences differ in length, and so in their last flush.
+    if start is None:  # Sequences differ in length, and so in the position of their last flush.
         result: tuple[Array, Updates] = leaf.step(past, x, frame)
         return result
     xp, (t, n, d) = namespace(x["k"]), x["k"].shape[1:]

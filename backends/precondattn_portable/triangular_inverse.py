@@ -72,7 +72,7 @@ def solve_unit_lower(
 ) -> Array:
     """(I + strict)⁻¹ right for strictly lower triangular matrices (…, C, C).
 
-    Or (I + strict)⁻ᵀ right.
+    With the transposed matrices, it is (I + strict)⁻ᵀ right.
     """
     solved = ops.solve_unit_lower(strict, right, transposed=transposed)
     if solved is not None:

@@ -1,8 +1,9 @@
-"""Leaves that sum over all tokens of a sequence: packed segments, one after another.
+"""Leaves that sum over all tokens of a sequence, computed for one packed segment after another.
 
     o = Σ_g [g] ∘ attend([g] ∘ x),    dx = Σ_g [g] ∘ attend_vjp([g] ∘ x, [g] ∘ do)
 
-The definition computes the segments side by side, which takes as many times the memory.
+where [g] is 1 at the tokens of segment g, else 0. The definition computes all segments at once,
+which takes as many times the memory.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class _Segment:
             self.frame = frame.replaced(q_valid=q_valid, k_valid=k_valid)
 
     def only(self, x: Array) -> Array:
-        """x (b, t, …), 0 at other tokens."""
+        """x (b, t, …), set to 0 at tokens outside the segment."""
         return only_at(self.members, x)
 
     def inputs(self, x: Arrays) -> Arrays:
-        """The inputs, 0 at other tokens."""
+        """The inputs, set to 0 at tokens outside the segment."""
         specs = self.leaf.inputs
         return {n: a if specs[n].time_axis is None else self.only(a) for n, a in x.items()}

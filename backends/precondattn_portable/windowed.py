@@ -1,13 +1,13 @@
-"""Windowed attention: all windows of a kind are one batch of dense attention.
+"""Windowed attention (Swin): windows of the same kind are one batch of dense attention.
 
     gathered:  q, k, v (b, s, h, d) to (b windows, h, w, d);   o by the definition, or a kernel
     returned:  o to (b, s, h, e), by the slot of each token
 
-No pair of tokens of different windows is computed but those at the border (`windows.py`). Windows
-are computed a few at a time. The gradient recomputes the weights; nothing is kept for it.
+Pairs of tokens of different windows are not computed, except in slots at the border (`windows.py`).
+Windows are computed a few at a time. The gradient recomputes the weights; there are no residuals.
 
-Packed sequences have windows of their own. The core divides them into batches of single sequences;
-where it can not, because a compiler traces the call, they are computed by the definition.
+Each packed sequence has its own windows. The core divides a packed call into batches of single
+sequences. If it can not, because a compiler traces the call, the definition is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GatheredWindows(NamedTuple):
     visible: Array | None
     """(b windows, 1, w, w); None where all pairs are visible."""
     all_have_keys: bool
-    """Whether it is known that each slot has a visible key."""
+    """True if each slot is known to have a visible key"""
 
 
 class WindowedBlocks(Algorithm[pa.Windowed]):
@@ -55,7 +55,7 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
     name = "blocks of windows"
 
     entries_together = ROW_BLOCK_ENTRIES
-    """Scores that are computed together, or terms of LASER's read."""
+    """Scores, or terms of LASER's read, that are computed together."""
 
     def call(self, x: Arrays, frame: Frame) -> WindowedCall:
         return WindowedCall(self.ops, self.leaf, x, frame)
@@ -74,7 +74,7 @@ class WindowedBlocks(Algorithm[pa.Windowed]):
         if visible is None or windows.all_have_keys:
             return ops.softmax(self.scores(windows))
         has_keys = namespace(visible).any(visible, axis=-1, keepdims=True)
-        # Such a row is computed as if it had all keys: a softmax needs one.
+        # A row without keys is computed as if it had all keys, since a softmax needs one.
         given = windows._replace(visible=visible | ~has_keys)
         return ops.keep(ops.softmax(self.scores(given)), has_keys, 0.0)
 
@@ -141,7 +141,7 @@ class WindowedCall:
     def __init__(self, ops: Arithmetic, leaf: pa.Windowed, x: Arrays, frame: Frame) -> None:
         self.ops, self.leaf, self.x, self.frame = ops, leaf, x, frame
         self.missing = x["k"].shape[1] - x["q"].shape[1]
-        """How many queries are prepended, so that each token has one."""
+        """The number of queries that are prepended, so that each token has one."""
 
     @cached_property
     def all(self) -> Partition:

@@ -1,8 +1,8 @@
-"""Which token is in which slot of which window.
+"""The token in each slot of each window.
 
-The grid is filled up to whole windows, rolled by the shift, and cut. A window at the border then
-has slots without a token, or tokens of two windows that do not attend to each other; pairs of those
-are hidden. All other windows come first, so that they need no mask.
+The grid is padded to whole windows, rolled by the shift, and divided. A window at the border then
+has slots without a token, or tokens of two windows that do not attend to each other; such pairs
+are masked ("hidden"). All other windows come first, and need no mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WindowPart(NamedTuple):
     """Windows of the same kind. The arrays are NumPy's."""
 
     tokens: np.ndarray
-    """(windows, w). A slot without a token has one of its window's own, and no pair."""
+    """(windows, w): a slot without a token has another token of its window, with no pairs"""
     hidden: np.ndarray | None
     """Which pairs do not attend to each other (windows, w, w); None where all do."""
 
@@ -31,7 +31,7 @@ class WindowPart(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The windows of a call, and where each token is."""
+    """The windows of a call, and the slot of each token."""
 
     parts: tuple[WindowPart, ...]
     slots: np.ndarray

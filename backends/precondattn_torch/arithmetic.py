@@ -11,11 +11,11 @@ from precondattn_portable.arithmetic import InPlace
 
 LOG2_E = math.log2(math.e)
 MANY = 2**14
-"""Numbers from which a second pass costs less than it saves."""
+"""The least size of an array for which `exp` is faster in two passes than in one."""
 
 
 class TorchArithmetic(InPlace):
-    """Stacks of matrices are passed to `bmm`, without a copy wherever their strides allow it."""
+    """Operations of PyTorch, where stacks of matrices are multiplied by `bmm`."""
 
     log = staticmethod(Tensor.log_)
     tanh = staticmethod(Tensor.tanh_)
@@ -62,7 +62,7 @@ class TorchArithmetic(InPlace):
     def exp(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or not x.is_cpu or x.numel() < MANY:
             return x.exp_()
-        return x.mul_(LOG2_E).exp2_()  # In half the time of PyTorch's exp.
+        return x.mul_(LOG2_E).exp2_()  # This takes half the time of PyTorch's exp.
 
     def softsign_power(self, base: float, x: Tensor, workspace: Tensor) -> Tensor:
         if base == 1:
@@ -103,8 +103,8 @@ class TorchArithmetic(InPlace):
 
 
 def _wide_norm(x: Tensor, dim: int, eps: float) -> Tensor | None:
-    """Σ x² + eps along an axis in float64, where no square of a float32 overflows or underflows, so
-    that nothing has to be scaled first; None of what is not float32 on a CPU."""
+    """Σ x² + eps along an axis in float64, in which squares of float32 numbers neither overflow nor
+    underflow, so that rows need no scaling; None unless x is float32 on a CPU."""
     if x.dtype != torch.float32 or not x.is_cpu or not eps:
         return None
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float64)
@@ -125,7 +125,7 @@ def stacked(x: Tensor) -> Tensor | None:
         return x[None]
     try:
         return x.view(-1, *x.shape[-2:])
-    except (RuntimeError, ValueError):  # A ValueError while it is traced.
+    except (RuntimeError, ValueError):  # Traced calls raise a ValueError.
         return None
 
 

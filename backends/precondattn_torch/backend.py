@@ -1,7 +1,7 @@
 """The PyTorch backend: which leaves are computed by which algorithm.
 
-They are those of `precondattn_portable`, on PyTorch's products; and PyTorch's own attention where
-it fits, which is left to PyTorch's autograd.
+They are the algorithms of `precondattn_portable` with PyTorch's products, and PyTorch's own
+attention where it supports the call, which PyTorch's autograd differentiates.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CORRECTED = Recurrences(("delta",), gate=(None, "head", "channel"), strength=("s
 
 IN_PLACE = "precondattn_torch.one_token:InPlaceToken"
 WHOLE = (*TOKEN_WISE, pa.PreconditionedKey, UNGATED, GATED_BY_HEAD)
-"""What is not divided by heads: the results are most of the memory, and to join them costs what is
-won."""
+"""Leaves that are not divided by heads: their results are most of the memory, and joining them
+costs as much as the division saves."""
 
 
 class Torch(Portable):
@@ -75,7 +75,7 @@ class Torch(Portable):
         return ByHeads(algorithm)
 
     def _is_differentiable(self, leaf: Piece, request: Request) -> bool:
-        """Whether it consists of PyTorch's own differentiable calls."""
+        """Whether a call consists of PyTorch's own differentiable operations."""
         if type(leaf) in TOKEN_WISE:
             return True
         if type(leaf) is not pa.Softmax or request.mapped:

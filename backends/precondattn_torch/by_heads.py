@@ -1,13 +1,13 @@
 """A call on a CPU by several threads, each of which computes some of the heads.
 
 Blocked algorithms are hundreds of short products and exponentials. If PyTorch divides each of them
-among its threads, then each ends with a wait for the slowest thread. Next to another busy process
-that is a wait for the operating system, and a call takes ten times as long. Heads are independent:
-here they are divided once, and every thread computes its own without waiting for the others.
+among its threads, each ends with a wait for the slowest thread. If another process is busy, that is
+a wait for the operating system, and a call takes ten times as long. Heads are independent: here
+they are divided once, and every thread computes some of them without waiting for the others.
 
-Key/value heads are divided with the query heads that read them. Where there is one of them, every
-thread reads it, and its gradient is the sum of theirs. Where the arrays of one head are large,
-threads would need them all at once; there PyTorch divides its products, which are large too.
+Key/value heads are divided with the query heads that read them. A single key/value head is read by
+every thread, and its gradient is the sum of the threads' gradients. If the arrays of one head are
+large, all threads together would need too much memory; then PyTorch divides each product instead.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from precondattn_portable.layout import SHARING, chunk_size
 R = TypeVar("R")
 
 LEAST = 2**19
-"""Elements of the largest input from which threads are worth their start."""
+"""The least size of the largest input for which the division saves time."""
 
 MOST = 2**23
-"""Entries of an array of a head's gradient, of which it has several: 32 MiB in float32."""
+"""The largest array in a head's gradient, which has several such: 32 MiB in float32."""
 
 
 class Division(NamedTuple):
-    """How the heads of a call are divided."""
+    """The division of a call's heads into parts."""
 
     count: int  # type: ignore[assignment]  # No method of a tuple is called.
-    """Of parts"""
+    """The number of parts"""
     axes: Mapping[str, int | None]
-    """The axis of the heads of each input; None where there is one head for all."""
+    """The axis of the heads of each input; None if one head serves all"""
     of_out: int
-    """That of the output"""
+    """The axis of the heads of the output"""
 
     def part(self, x: Arrays, part: int) -> Arrays:
-        """The inputs of some of the heads."""
+        """The inputs of a part."""
         return {
             name: array if (axis := self.axes[name]) is None else self.slice(array, axis, part)
             for name, array in x.items()
         }
 
     def frame(self, frame: Frame, part: int) -> Frame:
-        """The frame of some of the heads, where they have masks of their own."""
+        """The frame of a part, whose heads may have different masks."""
         if frame.pairs is None or frame.pairs.shape[1] == 1:
             return frame
         return frame.replaced(pairs=self.slice(frame.pairs, 1, part))
@@ -99,7 +99,7 @@ class ByHeads(Algorithm[Piece]):
         division = None if _is_large(self.leaf, x) else division_of(self.leaf, x)
         if division is None:
             return self.whole.backward(x, frame, out, residuals, cotangent)
-        # PyTorch's own attention has kept none.
+        # PyTorch's own attention returns no residuals.
         of_residuals = self._axes_of_residuals(x, division) if residuals else ()
 
         def backward(part: int) -> Arrays:
@@ -115,13 +115,13 @@ class ByHeads(Algorithm[Piece]):
         results = in_threads(backward, division.count)
         gradients = {}
         for name in [*results[0]]:
-            # Parts are freed as they are joined. What every part has read has the sum of theirs.
+            # Parts are freed as they are joined. Gradients of an input without heads are summed.
             parts, axis = [of.pop(name) for of in results], division.axes[name]
             gradients[name] = sum(parts[1:], parts[0]) if axis is None else torch.cat(parts, axis)
         return gradients
 
     def _axes_of_residuals(self, x: Arrays, division: Division) -> list[int]:
-        """The axis of the heads of each residual: the one that is shorter with fewer heads."""
+        """The head axis of each residual: the axis that is shorter for a part."""
         whole, part = (
             self.residual_shapes({name: ArraySpec.of(array) for name, array in arrays.items()})
             for arrays in (x, division.part(x, 0))
@@ -134,7 +134,7 @@ class ByHeads(Algorithm[Piece]):
 
 
 def division_of(leaf: Piece, x: Arrays) -> Division | None:
-    """How the heads of a call are divided; None where it is computed as one."""
+    """The division of a call's heads; None if the call is not divided."""
     threads = torch.get_num_threads()
     if threads == 1:
         return None
@@ -160,10 +160,9 @@ def _head_axis(pattern: Pattern) -> int | None:
 
 
 def _is_large(leaf: Piece, x: Arrays) -> bool:
-    """Whether the gradient of a head has arrays that threads should not have at once.
+    """Whether the gradient of one head has arrays too large for all threads at once.
 
-    With reflections it is computed from matrices of every chunk, and a chunk's scores with all
-    keys.
+    With reflections, these are the matrices of all chunks, and the scores of a chunk with all keys.
     """
     if not isinstance(getattr(leaf, "metric", None), Transported):
         return False
@@ -173,8 +172,8 @@ def _is_large(leaf: Piece, x: Arrays) -> bool:
 
 
 def in_threads(function: Callable[[int], R], count: int) -> list[R]:
-    """function(0), … function(count − 1), each in a thread of its own."""
-    # The mode belongs to a thread.
+    """function(0), … function(count − 1), each in another thread."""
+    # Grad mode is per thread.
     mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
 
     def computed(part: int) -> R:
@@ -187,18 +186,18 @@ def in_threads(function: Callable[[int], R], count: int) -> list[R]:
 
 @cache
 def _threads(process: int, count: int, each: int) -> ThreadPoolExecutor:
-    """Threads that compute with `each` threads of PyTorch. A forked process has its own."""
+    """A pool of threads that each use `each` threads of PyTorch; one per (forked) process."""
     whole = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, "precondattn", _start, (count, each))
     barrier = Barrier(count)
-    list(pool.map(lambda part: barrier.wait(), range(count)))  # All of them are started.
-    torch.set_num_threads(whole)  # For threads that start later.
+    list(pool.map(lambda part: barrier.wait(), range(count)))  # Now all threads have started.
+    torch.set_num_threads(whole)  # Threads that start later use all.
     return pool
 
 
 def _start(count: int, each: int) -> None:
-    """In each thread: it computes with `each` threads of PyTorch, as one of `count`."""
+    """Initialise a thread of the pool: `each` threads of PyTorch, and one of `count` shares."""
     torch.set_num_threads(each)
-    # A thread takes the number of the whole process when it first asks for it, which is here.
+    # A thread reads the process-wide number at its first query, which has to be now.
     torch.get_num_threads()
     SHARING.count = count

@@ -1,11 +1,11 @@
-"""One token after states that may be overwritten, in as few calls of PyTorch as it takes.
+"""One token of a recurrence, with states updated in place, by as few calls of PyTorch as possible.
 
 S' = Γ ∘ S,    u = v  (additive),  β (v − S'ᵀ k)  (delta rule),    S = S' + k uᵀ,    o = s Sᵀ q
 
-A query that reads before its token reads the S of before, and (q · (w ∘ k)) v with the bonus w.
-It is what `precondattn_portable.one_token` computes. The arithmetic of one token is so little that
-most of its time is that of the calls themselves: the states of all sequences and heads are one
-stack of matrices here, and the layout of the recurrence is never made.
+If queries read the state before their token, o = s (Sᵀ q + (q · (w ∘ k)) v) with the old S and the
+bonus w. The result is that of `precondattn_portable.one_token`. One token takes so little
+arithmetic that the overhead of calls dominates: the states of all sequences and heads are one stack
+of matrices here, without the layout that the recurrence has for many tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from precondattn_torch.arithmetic import stacked
 
 
 class InPlaceToken(StatefulAlgorithm[LinearFamily]):
-    """The algorithm of leaves that are one recurrence, with a decay that is an input if any is."""
+    """Algorithm of leaves that are one recurrence, whose decay, if it has one, is an input."""
 
     def step(self, past: Arrays, x: Arrays, frame: Frame) -> tuple[Array, Updates]:
         state = past["state"]
@@ -51,7 +51,7 @@ def one_token(leaf: LinearFamily, x: Mapping[str, Tensor], states: Tensor) -> Te
     q = q.reshape(count, -1, d)
     if recurrence.reads == "before, with a bonus":
         weight = torch.bmm((q.unflatten(0, (b, m)) * x["u"].reshape(m, -1, d)).flatten(0, 1), k.mT)
-        # The bonus and the read of what the token is about to change.
+        # The bonus, and the read of the state before the token changes it.
         out = torch.baddbmm(weight * u, q, states)
     if recurrence.gate is not None:
         states.mul_(x["g"].exp().reshape(count, -1, 1))

@@ -1,9 +1,9 @@
-"""PaTH's softmax, where PyTorch's fused kernel reads the keys before a row block.
+"""PaTH's softmax, with PyTorch's fused kernel for the keys before a row block.
 
-Queries and preceding keys are carried to the start of the row block
+Queries and preceding keys are transported to the start of the row block
 (`precondattn_portable/transported.py`). There the scores are plain dot products, and all these keys
-are visible. The row block's own keys are read as elsewhere. The two means are merged by the
-logarithms λ of their sums of weights:
+are visible. Keys within the row block are read by `precondattn_portable`. The two means are merged
+by their log-sum-exps λ:
 
     λ = log(e^{λ₁} + e^{λ₂}),    o = e^{λ₁ − λ} o₁ + e^{λ₂ − λ} o₂.
 """
@@ -20,7 +20,7 @@ from precondattn_portable.transported import TransportedScores
 
 
 class PathAttention(AttentionBlocks):
-    """Algorithm of `Path` with values read by mean."""
+    """Algorithm of `Path` whose output is the weighted mean of the values."""
 
     name = "row blocks, the keys before them by PyTorch's kernel"
 

@@ -1,7 +1,7 @@
-"""What runs a leaf on PyTorch: the portable runner, and what of it autograd records.
+"""Runners of leaves on PyTorch, and which of their operations autograd records.
 
-A blocked algorithm is hidden from autograd, which has its gradient from `backward`. What consists
-of PyTorch's own calls is recorded by autograd.
+Autograd records nothing of a blocked algorithm, whose gradient is `backward`. It records algorithms
+that consist of PyTorch's own differentiable operations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def unrecorded(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class UnrecordedRunner(AlgorithmRunner):
-    """Runs an algorithm, of which autograd records nothing."""
+    """Runs an algorithm without recording for autograd."""
 
     forward = unrecorded(AlgorithmRunner.forward)
     forward_with_residuals = forward

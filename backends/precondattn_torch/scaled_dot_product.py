@@ -6,13 +6,13 @@ a = A e^{v − ν},
 
     da = do / a,    (dq, dk, dw) by the kernel's own gradient with w = e^{v − ν},    dv = w ∘ dw.
 
-The kernel returns λ, the logarithms of the sums of weights. A sink σ is added to them afterwards,
+The kernel returns λ, the log-sum-exp of each row. A sink σ is added to it afterwards,
 
     λ' = log(e^λ + e^σ),    o' = e^{λ − λ'} o,
 
-and the kernel's own gradient with λ' and o' is that with the sink. Where λ is in the last channel
-of the output, the gradient is that of values which are 0 there, with −1 in place of the output:
-then do vᵀ − rowsum(do ∘ o) gains the cotangent of λ.
+and the kernel's own gradient, given λ' and o', is that with the sink. If λ is the last channel of
+the output, the kernel's gradient gets values with 0 in that channel and an output with −1 there:
+this adds the cotangent of λ to do vᵀ − rowsum(do ∘ o).
 
 What the kernel does not support (windows, biases, distances, gates, soft caps, fewer queries than
 keys, most masks) is computed by the row blocks of `precondattn_portable/attention.py`.
@@ -59,7 +59,7 @@ def fits(
         and leaf.distance == "none"
     )
     if leaf.read == LOG_MEAN_EXP and device != "cpu":
-        return False  # Elsewhere the kernel does not return the sums that its gradient needs.
+        return False  # On other devices the kernel does not return λ, which its gradient needs.
     if not leaf.causal:
         return plain and not masks
     return plain and shapes["q"][1] == shapes["k"][1] and masks <= {"lengths"}
@@ -79,7 +79,7 @@ def fits_call(leaf: SoftmaxAttention, x: Mapping[str, Tensor], frame: Frame) -> 
 
 
 def needs_sums(leaf: SoftmaxAttention) -> bool:
-    """Whether more is needed than the mean that the kernel returns."""
+    """Whether λ is needed besides the mean that the kernel returns."""
     return leaf.read != MEAN or leaf.sink
 
 
@@ -94,12 +94,12 @@ def options_of(leaf: SoftmaxAttention, q: Shape, k: Shape) -> SdpaOptions:
     return {
         "is_causal": leaf.causal,
         "scale": leaf.scale_for(q[3]),
-        "enable_gqa": bool(q[2] != k[2]),  # Symbolic while PyTorch traces.
+        "enable_gqa": bool(q[2] != k[2]),  # Sizes are symbolic while PyTorch traces.
     }
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: SdpaOptions) -> Tensor:
-    """PyTorch's attention of rows of this width, which are padded with zeros if they are not."""
+    """PyTorch's attention, with rows padded with zeros to this width."""
     e = v.shape[3]
     # The kernel needs keys and values of equal width; otherwise it would store T × T numbers.
     if q.shape[3] != width or e != width or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
@@ -113,10 +113,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, width: int, options: SdpaOptions) ->
 
 
 def of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    """q, k and v as they are passed to the kernel.
+    """q, k and v in the dtype that is passed to the kernel.
 
-    In half precision on accelerators, where it is fast; the kernel then rounds its output. On a CPU
-    the output is in float32.
+    On accelerators, half precision is kept for speed, and the kernel rounds its output. On a CPU
+    the output is float32.
     """
     if v.is_cpu:
         return upcast(q), upcast(k), upcast(v)
@@ -139,7 +139,7 @@ class WholeKernel:
     def backward(
         self, heads: Heads, o: Tensor, log_total: Tensor, cotangent: Tensor
     ) -> tuple[Heads, Arrays]:
-        """The gradients of q, k and v, and of inputs of its own."""
+        """The gradients of q, k and v, and of further inputs that this kernel has."""
         (n, d), e = heads[1].shape[2:], o.shape[3]
         inputs = _of_equal_width(*heads)
         pad = (0, inputs[2].shape[3] - e)
@@ -193,7 +193,7 @@ class KernelAttention(AttentionBlocks):
         return dict(zip(names, result, strict=True))
 
     def _kernel(self, x: Arrays, frame: Frame) -> Kernel | None:
-        """The kernel where it supports the call, and returns the sums that its gradient needs."""
+        """The kernel if it supports the call and returns λ, which its gradient needs."""
         if not x["q"].is_cpu or not fits_call(self.leaf, x, frame) or not self._fits_values(x):
             return None
         return WholeKernel(self.leaf, x["q"].shape[3])
@@ -256,8 +256,8 @@ def _of_no_keys(log_total: Tensor) -> Tensor:
 
 
 def _recorded(x: Tensor) -> Tensor:
-    """A tensor of the same entries whose uses autograd records, which it does for none of inference
-    mode."""
+    """A tensor of the same entries whose uses autograd records; a copy of tensors made in inference
+    mode, of which it records none."""
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 
@@ -280,9 +280,9 @@ def _of_equal_width(q: Tensor, k: Tensor, v: Tensor) -> Heads:
 
 
 def of_width(x: Tensor, width: int) -> Tensor:
-    """x with zeros appended to its rows, each in one piece of memory, as the kernel reads them.
+    """x with rows padded with zeros and contiguous, as the kernel needs them.
 
-    (`pad` would copy rows of that width, and keeps the strides of others.)
+    (`pad` would copy x even without padding, and would keep the strides of non-contiguous rows.)
     """
     missing = width - x.shape[3]
     x = functional.pad(x, (0, missing)) if missing else x

@@ -1,8 +1,7 @@
 """Softmax attention with distances or masks of pairs, in tiles, on a CPU.
 
-Forward: PyTorch's fused kernel reads a block of queries, with what is added to their scores
-(`tiles.py`) as its mask. What it gives for several ranges of keys is merged by the logarithms λ of
-sums of weights:
+Forward: PyTorch's fused kernel computes a block of queries, with the bias of their scores
+(`tiles.py`) as its mask. Results for several ranges of keys are merged by their log-sum-exps λ:
 
     λ = log(e^{λ₁} + e^{λ₂}),    o = e^{λ₁ − λ} o₁ + e^{λ₂ − λ} o₂.
 
@@ -34,24 +33,24 @@ from precondattn_torch.tiled_gradient import TiledGradient
 from precondattn_torch.tiles import KernelTiles
 
 QUERIES = 1024
-"""Most queries that the kernel reads at once."""
+"""The most queries that the kernel computes at once."""
 
 FEWEST_QUERIES, BLOCKS = 128, 8
-"""In a causal call, as many keys as half a block are read in vain: so there are at least so many
-blocks, unless they had fewer queries than that."""
+"""The least number of queries of a block, and the least number of blocks of longer calls: in causal
+calls, each block computes half a block of masked keys, so blocks should be short."""
 
 MASKED_QUERIES = 256
-"""The same where masks are stored."""
+"""The most queries at once if masks are stored."""
 
 STORED = 2**20
 """Entries of masks that are stored: 4 MiB in float32."""
 
 FEWEST_KEYS = 64
-"""Fewest keys that are read at once."""
+"""The least number of keys that are read at once."""
 
 
 class TiledKernelAttention(KernelAttention):
-    """Algorithm of `Softmax`: in tiles where a call has distances or masks of pairs."""
+    """Algorithm of `Softmax`: in tiles if a call has distances or masks of pairs."""
 
     def __init__(self, ops: Arithmetic, leaf: SoftmaxAttention) -> None:
         super().__init__(ops, leaf)
@@ -90,14 +89,14 @@ class TiledKernelAttention(KernelAttention):
     def _without_overflow(
         self, x: Arrays, out: Tensor, log_total: Tensor, cotangent: Tensor
     ) -> Tensor:
-        """The cotangent, 0 where it is infinite for queries without visible keys."""
+        """The cotangent, with non-finite entries set to 0 for queries without visible keys."""
         of_nothing = x["sink"] if self.leaf.sink else 0.0
         is_empty = (log_total == of_nothing) & (out == 0).all(-1)
         return cotangent.masked_fill(is_empty[..., None] & ~cotangent.isfinite(), 0.0)
 
 
 def has_finite_scores(leaf: SoftmaxAttention, q: Tensor, k: Tensor) -> bool:
-    """Whether all s ⟨q, k⟩ are finite: −∞ is added at masked pairs, and ∞ − ∞ is no number."""
+    """Whether all s ⟨q, k⟩ are finite: −∞ is added at masked pairs, and ∞ − ∞ is NaN."""
     d = q.shape[3]
     largest = [max(-low, high) for low, high in map(torch.aminmax, (q, k))]
     bound = largest[0] * largest[1] * d * max(leaf.scale_for(d), 1.0)
@@ -105,13 +104,13 @@ def has_finite_scores(leaf: SoftmaxAttention, q: Tensor, k: Tensor) -> bool:
 
 
 class PartialMeans(NamedTuple):
-    """Outputs (…, e) of queries for some keys, and the logarithms λ (…) of sums of weights."""
+    """Outputs (…, e) of queries for some of the keys, and their log-sum-exps λ (…)."""
 
     o: Tensor
     log_total: Tensor
 
     def merged(self, other: PartialMeans) -> PartialMeans:
-        """Those for the keys of both; overwrites these."""
+        """The outputs for the keys of both; overwrites this object's."""
         log_total = torch.logaddexp(self.log_total, other.log_total)
         base = log_total.masked_fill(log_total == -math.inf, 0.0)
         o = self.o.mul_((self.log_total - base).exp_()[..., None])
@@ -137,7 +136,7 @@ class TiledCall:
         size = MASKED_QUERIES
         if tiles.mask.is_positional:
             size = min(max(tiles.t // BLOCKS, FEWEST_QUERIES), QUERIES)
-        # The kernel has one axis of heads. Where they share key heads, it is r, and n that of b.
+        # The kernel has one head axis. If query heads share key heads, it is r, and n is the batch.
         for sequences in blocks(tiles.b, tiles.b if tiles.r == 1 else 1):
             part = slice(*sequences), slice(None), ...
             keys, values = (a[part[0]].transpose(1, 2) for a in (k, v))
@@ -152,7 +151,7 @@ class TiledCall:
     def _sums(
         self, rows: Tensor, k: Tensor, v: Tensor, tile: Tile, part: Part, mask: Mask
     ) -> Iterator[PartialMeans]:
-        """Of a tile's rows (b, n, r, i1 − i0, d), for some of its keys after the other."""
+        """The outputs of a tile's rows (b, n, r, i1 − i0, d), for one range of keys each."""
         b, _, _, size, _ = rows.shape
         at_once = max(STORED // (b * self.tiles.masked_heads * size), FEWEST_KEYS)
         ranges = (each for near in self.tiles.parts(tile) for each in self.tiles.ranges(near))
@@ -170,7 +169,7 @@ class TiledCall:
                 yield PartialMeans(o, log_total.masked_fill_(~visible.any(-1), -math.inf))
 
     def _read(self, rows: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> PartialMeans:
-        """By the kernel. What is added is (b or 1, n or 1, r or 1, i1 − i0, keys)."""
+        """The kernel's result, with the bias `added` (b or 1, n or 1, r or 1, i1 − i0, keys)."""
         r = rows.shape[2]
         if r == 1:
             rows, added = rows[:, :, 0], None if added is None else added[:, :, 0]

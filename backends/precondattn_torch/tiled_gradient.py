@@ -1,12 +1,13 @@
-"""The gradient of softmax attention in tiles (`tiles.py`).
+"""The gradient of softmax attention in tiles (`tiles.py`), as in flash attention.
 
-With the logarithm λ of each row's sum of weights, a tile needs no other:
+Each tile is recomputed from the log-sum-exp λ of its rows, independently of the others:
 
     A = e^{S − λ},    dS = A ∘ (do vᵀ − D),    D = rowsum(do ∘ o),
     dv = Aᵀ do,    dk = s dSᵀ q,    dq = s dS k.
 
-One block of keys after the other collects what its queries give; those of queries are sums over the
-blocks of keys. What distances add has the gradient df_u = Σ_{i' + j = u} dS_i'j.
+The loop runs over blocks of keys and, for each, over tiles of queries. dk and dv of a block are
+summed over its tiles, dq over the blocks. The bias of distances has the gradient
+df_u = Σ_{i' + j = u} dS_i'j.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from precondattn_torch.scaled_dot_product import Heads
 from precondattn_torch.tiles import KernelTiles
 
 ROWS, KEYS = 128, 1024
-"""Of a tile"""
+"""Queries and keys of a tile"""
 
 TOGETHER = 2**17
 """Scores of the tiles of several heads that are computed together."""
@@ -35,7 +36,7 @@ FEW = 2**17
 
 
 class TiledGradient:
-    """The gradients of a call: those of queries, keys and values, and of what distances add."""
+    """The gradients of a call: of queries, keys, values, and of the bias of distances."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class TiledGradient:
         self.of_heads: Heads = tuple(torch.empty_like(a) for a in heads)
 
     def pull(self) -> Tensor | None:
-        """Compute the gradients of heads; returns that of what distances add (n, r, t + s)."""
+        """Compute the gradients of heads; returns that of the bias of distances (n, r, t + s)."""
         tiles = self.tiles
         heads, size = tiles.b * tiles.n, min(ROWS // tiles.r, tiles.t)
         self.of_heads[0].zero_()
@@ -73,7 +74,7 @@ class TiledGradient:
 
 
 class TileWork:
-    """What one thread computes, and its memory."""
+    """The computation of one thread, and its workspace."""
 
     def __init__(self, call: TiledGradient, size: int) -> None:
         self.call, self.tiles, self.size = call, call.tiles, size
@@ -102,7 +103,7 @@ class TileWork:
     def _of_tile(
         self, tile: Tile, part: Part, mask: Mask, k: Tensor, v: Tensor, d_k: Tensor, d_v: Tensor
     ) -> None:
-        """Add what a tile gives to d_q and d_f, and to d_k and d_v of its keys (b, n, keys, …)."""
+        """Add a tile's gradients to d_q and d_f, and to d_k and d_v of its keys (b, n, keys, …)."""
         call, tiles = self.call, self.tiles
         of_queries = (call.q, call.d_o, call.o, call.log_total[..., None])
         rows, d_o, o, log_total = (tiles.rows(a, tile, part).flatten(2, 3) for a in of_queries)
@@ -133,9 +134,9 @@ class TileWork:
             self.d_f[part[1], :, first : first + sums.shape[2]].add_(sums)
 
     def _diagonals(self, d_pairs: Tensor) -> Tensor:
-        """The sums over i' + j = u (n, r, i1 − i0 + keys), of (b, n, r, i1 − i0, keys).
+        """The sums (n, r, i1 − i0 + keys) over i' + j = u, of (b, n, r, i1 − i0, keys).
 
-        Each row is written one number later than the row before.
+        Each row is written one element further right than the row before, and columns are summed.
         """
         d_pairs = d_pairs[0] if d_pairs.shape[0] == 1 else d_pairs.sum(0)
         n, r, rows, keys = d_pairs.shape

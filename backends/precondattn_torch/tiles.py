@@ -1,9 +1,9 @@
-"""The tiles of a call of softmax attention, with what distances and masks add to their scores.
+"""The tiles of a call of softmax attention, with the biases of their distances and their masks.
 
-What distances add is a Toeplitz matrix of each tile, and is not stored. With the tile's queries in
-reverse order, i' = i1 − 1 − i, it is a Hankel matrix B_i'j = f_{i' + j}: a view of f
-(`precondattn_portable/distance.py`), whose rows overlap in memory. Where causality and a window are
-the only masks, they are −∞ in f. Other masks are stored, for one tile at a time.
+The bias of distances in a tile is a Toeplitz matrix, which is not stored. With the tile's queries
+in reverse order, i' = i1 − 1 − i, it is a Hankel matrix B_i'j = f_{i' + j}: a view of f
+(`precondattn_portable/distance.py`), whose rows overlap in memory. If causality and a window are
+the only masks, they are entries of −∞ in f. Other masks are stored, for one tile at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from precondattn_portable.layout import Part, Tile, grouped_bias
 from precondattn_portable.masks import Mask
 
 FEWEST_BETWEEN = 64
-"""Fewest keys between a prefix and a window that are worth a tile more."""
+"""The narrowest gap between a prefix and a window for which a tile is split in two."""
 
 
 class KernelTiles:
@@ -38,9 +38,9 @@ class KernelTiles:
         frame, offset = frame.replaced(pairs=None), self.s - self.t
         self.mask = Mask(frame, self.s, offset, leaf.causal, leaf.window, pairs=pairs)
         self.f = None if leaf.distance == "none" else self._by_position_ahead(leaf, x)
-        """What distances add (n, r, t + s)"""
+        """The bias of distances (n, r, t + s)"""
         self.masked_heads = 1 if pairs is None else pairs.shape[1] * pairs.shape[2]
-        """Heads of what is stored of a tile's masks"""
+        """The number of heads in a tile's stored masks"""
         if self.f is not None:
             self.masked_heads = self.h
 
@@ -80,7 +80,7 @@ class KernelTiles:
             position = stop
 
     def distances(self, tile: Tile, part: Part) -> Tensor | None:
-        """What distances add to a tile's scores (1, n, r, i1 − i0, high − low), a view of f."""
+        """The bias of a tile's distances (1, n, r, i1 − i0, high − low), a view of f."""
         if self.f is None:
             return None
         f = self.f[part[1]]
@@ -89,7 +89,7 @@ class KernelTiles:
         return f.as_strided(sizes, (0, *f.stride()[:2], 1, 1), first)
 
     def visible(self, tile: Tile, mask: Mask) -> Tensor:
-        """Which pairs of a tile a mask of some heads leaves (b or 1, n or 1, r or 1, …)."""
+        """The visible pairs of a tile, by a mask of some heads (b or 1, n or 1, r or 1, …)."""
         return self._in_order(mask.visible(*tile))
 
     def rows(self, x: Tensor, tile: Tile, part: Part) -> Tensor:
@@ -108,5 +108,5 @@ class KernelTiles:
         return x.unflatten(2, (self.n, self.r))[part[0], tile.i0 : tile.i1, part[1]]
 
     def _in_order(self, rows: Tensor) -> Tensor:
-        """Queries (…, i1 − i0, d) in reverse order if what distances add is a view."""
+        """Queries (…, i1 − i0, d), in reverse order if there are distances."""
         return rows if self.f is None else torch.flip(rows, (-2,))

@@ -1,7 +1,8 @@
 """Second derivatives of PyTorch's fused attention, whose kernels have none.
 
-Where `create_graph=True` asks for a gradient that can be differentiated, the kernel's gradient is
-replaced by that of PyTorch's unfused attention, which has all derivatives and quadratic memory.
+With `create_graph=True` the gradient has to be differentiable. Then the kernel's gradient is
+replaced by that of PyTorch's unfused attention, which has all derivatives and takes quadratic
+memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = "ScaledDotProduct"
-"""How the names of the kernels' nodes in autograd's graph begin."""
+"""The beginning of the names of the kernels' nodes in autograd's graph."""
 
 
 class SdpaOptions(TypedDict):
-    """How an attention was called."""
+    """The options of a call of PyTorch's attention."""
 
     is_causal: bool
     scale: float
@@ -28,7 +29,7 @@ class SdpaOptions(TypedDict):
 def twice_differentiable(
     node: torch.autograd.graph.Node, inputs: tuple[Tensor, ...], options: SdpaOptions
 ) -> None:
-    """Let the gradient of an attention's `node` on `inputs` q, k, v be differentiable."""
+    """Make the gradient of an attention's `node` differentiable; `inputs` are q, k and v."""
     while not node.name().startswith(KERNELS):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
             return  # Unfused attention, which PyTorch differentiates.
@@ -37,7 +38,7 @@ def twice_differentiable(
     def replace(
         gradients: tuple[Tensor, ...], cotangents: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
-        if not torch.is_grad_enabled():  # No graph of the gradient is wanted.
+        if not torch.is_grad_enabled():  # The gradient need not be differentiable.
             return None
         wanted = [i for i, gradient in enumerate(gradients[:3]) if gradient is not None]
         padding = gradients[wanted[0]].shape[-1] - inputs[wanted[0]].shape[-1]

@@ -33,10 +33,10 @@ def warn_of_old_assembler(device: torch.device) -> None:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Cached: every call asks."""
+    """Whether the GPU is a Hopper; cached, because every call asks."""
     import torch
 
-    # AMD's GPUs have a capability too.
+    # PyTorch reports a compute capability for AMD's GPUs too.
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 

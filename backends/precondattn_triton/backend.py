@@ -27,7 +27,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP
 
 DTYPES = ("float32", "bfloat16", "float16")
 OLDEST = (3, 6)
-"""The version of the extra `triton`. PyTorch installs a Triton too, and older ones an older one."""
+"""The oldest supported version, that of the extra `triton`. Older PyTorch installs older ones."""
 
 WIDEST_ON_AMD = 64
 """Wider tiles have been compiled for NVIDIA's multiprocessors only, and do not fit AMD's."""
@@ -54,7 +54,7 @@ SHARING = (
     Recurrences(gate=DECAYS, normaliser=(None, "sum")),
     Recurrences(("delta",), gate=DECAYS, strength=("scalar",)),
 )
-"""Backbones that iterate over the same keys whose moments CCQ's query has."""
+"""Recurrences whose pass over the keys can also compute the moments of the keys for CCQ's query."""
 
 _RECURRENCE = "precondattn_triton.recurrence.leaves:RecurrenceKernels"
 _CONDITIONED_READ = "precondattn_triton.ccq.conditioned_read:ConditionedRead"
@@ -84,7 +84,7 @@ KERNELS: KernelTable = {
 
 
 _interpreter = RLock()
-"""Triton's interpreter has one program for all threads."""
+"""Triton's interpreter keeps its program in global state: one thread at a time may use it."""
 
 
 def is_interpreting() -> bool:
@@ -176,7 +176,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 @contextmanager
 def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Kernels are launched on the device of the inputs, and nothing is recorded for autograd."""
+    """A context that launches kernels on the inputs' device, without recording for autograd."""
     import torch
 
     from precondattn_triton.assembler import warn_of_old_assembler
@@ -191,7 +191,7 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
 
 @contextmanager
 def _interpreted() -> Iterator[None]:
-    """Kernels are interpreted as a GPU runs them, and in one thread at a time."""
+    """A context that interprets kernels with a GPU's arithmetic, in one thread at a time."""
     # Triton's own interpreter computes differently from a GPU, and bfloat16 wrongly.
     from precondattn_kernel_tools.triton_interpreter import patch_interpreter
 

@@ -1,4 +1,4 @@
-"""Configurations that may be faster than the default one, for the hottest kernels: data.
+"""Configurations of the hottest kernels that may be faster than the default one.
 
 `candidates.json` has them by kernel, by whether products have 16-bit factors, and by the padded
 width. All compile for compute capability 9.0 without spilling, and fit its shared memory. Which one

@@ -1,4 +1,4 @@
-"""Decoding: functions that the steps of one token share."""
+"""Functions that the decoding kernels share: steps by one token with a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from precondattn.frame import Frame
 from precondattn_triton.target import processors
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs that read the cache for each processor: enough to hide the latency of memory."""
+"""Programs per multiprocessor that read the cache: enough to hide the latency of memory."""
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def new_token_validity(frame: Frame, b: int) -> Tensor | None:
 
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
-    """How many programs share the tokens of a head, and the tokens of each: whole tiles."""
+    """The number of programs that share a head's tokens, and the tokens of each, in whole tiles."""
     tiles = max(triton.cdiv(count, tile), 1)
     wanted = max(PROGRAMS_PER_PROCESSOR * processors(like) // heads, 1)
     per_split = triton.cdiv(tiles, min(wanted, tiles)) * tile

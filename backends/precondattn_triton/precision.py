@@ -1,4 +1,4 @@
-"""How products are computed: the dtype of their factors, and how float32 factors are multiplied."""
+"""The precision of products: the dtype of factors, and how float32 factors are multiplied."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from precondattn_triton.target import is_amd
 
 
 def exact() -> str:
-    """Float32 factors with float32's accuracy: three tf32 products, where the GPU has tf32."""
+    """Float32 factors at float32's accuracy: three tf32 products, where the GPU has tf32."""
     return "ieee" if is_amd() else "tf32x3"
 
 
 def as_the_user_allows() -> str:
-    """Float32 factors: tf32 only where PyTorch may use it too."""
+    """Float32 factors as tf32 if PyTorch's settings allow it, else at float32's accuracy."""
     matmul = torch.backends.cuda.matmul
     # Newer versions raise when the old setting is read after the new one was written.
     is_new = hasattr(matmul, "fp32_precision")
@@ -23,7 +23,7 @@ def as_the_user_allows() -> str:
 
 
 def sixteen_bits() -> str:
-    """Float32 factors that hold 16-bit numbers: tf32 has no fewer digits."""
+    """Float32 factors whose values are 16-bit numbers, as tf32: it has at least as many digits."""
     return "ieee" if is_amd() else "tf32"
 
 

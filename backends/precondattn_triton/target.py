@@ -1,4 +1,4 @@
-"""The GPU that kernels are for: that of the arrays, or another one that they are compiled for."""
+"""The GPU that kernels are built for: the one of the arrays, or another one to compile for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _target = ""
 PROCESSORS = {"sm_80": 108, "sm_90": 132}
 """Multiprocessors of an A100, and of an H100 SXM or an H200."""
 FEW = 4
-"""Multiprocessors where there is no GPU."""
+"""The number of multiprocessors to assume without a GPU."""
 
 
 @contextmanager
 def compiling_for(target: str) -> Iterator[None]:
-    """Kernels are for a GPU that this machine need not have, such as "sm_90" or "gfx942"."""
+    """A context that builds kernels for a GPU such as "sm_90" or "gfx942", which may be absent."""
     global _target
     before, _target = _target, target
     try:
@@ -31,7 +31,7 @@ def compiling_for(target: str) -> Iterator[None]:
 
 
 def is_amd() -> bool:
-    """Whether kernels are for AMD's GPUs: as this PyTorch is, unless inside `compiling_for`."""
+    """Whether kernels are for AMD's GPUs: as this PyTorch build, except inside `compiling_for`."""
     import torch
 
     return _target.startswith("gfx") if _target else torch.version.hip is not None
@@ -43,14 +43,14 @@ def device_name(like: Tensor | None) -> str:
 
 
 def architecture(like: Tensor | None) -> str:
-    """Such as "sm_90", of the GPU of a tensor; empty for AMD's GPUs and every other device."""
+    """The architecture of a tensor's GPU, such as "sm_90"; empty for all but NVIDIA's GPUs."""
     if _target or is_amd():
         return _target if _target.startswith("sm_") else ""
     return _capability(like.device) if like is not None and like.is_cuda else ""
 
 
 def processors(like: Tensor) -> int:
-    """How many multiprocessors the GPU of a tensor has."""
+    """The number of multiprocessors of a tensor's GPU."""
     if _target:
         return PROCESSORS.get(_target, FEW)
     return _processors(like.device) if like.is_cuda else FEW
@@ -58,7 +58,7 @@ def processors(like: Tensor) -> int:
 
 @cache
 def _name(device: torch.device) -> str:
-    """Cached: every launch asks."""
+    """The model of a GPU; cached, because every launch asks."""
     import torch
 
     return str(torch.cuda.get_device_name(device))

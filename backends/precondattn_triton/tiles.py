@@ -138,7 +138,7 @@ def load_tokens(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A block of tokens and channels of one head of a user's array; 0 outside it, on both sides."""
+    """A block of tokens and channels of one head of a user's array; 0 outside the array."""
     token = start + tl.arange(0, ROWS).to(tl.int64)
     channel = first + tl.arange(0, WIDTH).to(tl.int64)
     is_present = (token >= 0) & (token < count)
@@ -176,7 +176,7 @@ def masks_of(frame: Frame, b: int) -> KernelMasks:
 
 
 def segments_of(ids: torch.Tensor) -> torch.Tensor:
-    """Where the segment of each token begins and ends (b, 2, s), from ids (b, s).
+    """The first and the end token of each token's segment (b, 2, s), from segment ids (b, s).
 
     Equal ids are adjacent. A segment is identified by its first token.
     """

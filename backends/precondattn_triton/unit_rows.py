@@ -25,7 +25,7 @@ from precondattn_triton.configurations import configuration
 
 WIDEST = 512
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-"""Rows are computed in float32."""
+"""The smallest normal float32, the dtype in which rows are computed."""
 
 
 @triton.jit
@@ -137,7 +137,7 @@ class UnitRowsKernels:
     def step(
         self, leaf: UnitRows, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
-        """A row depends on its own token only, so a step is a forward pass of the new tokens."""
+        """The forward pass of the new tokens: each row depends on one token only."""
         return self.forward(leaf, x, frame)[0], {}
 
     def residual_shapes(

@@ -76,7 +76,7 @@ CHOSEN: Shipped = (
     ("conditioned_query", (torch.bfloat16, torch.float32), ((256, 256), (128, 128), (64, 64))),
     ("mesa_query[decay=head,beta=true]", (torch.float32,), ((128, 128), (64, 64))),
 )
-"""By hand: the mechanisms that have configurations of their own, at the widths of these."""
+"""Mechanisms with configurations of their own, and the widths of these; listed by hand."""
 
 LEAVES = {leaf.name for name, *_ in CHOSEN for leaf in pa.parse(name).program.leaves}
 CALLS: Shipped = (
@@ -97,7 +97,7 @@ PACKED: Shipped = tuple(
         *("laser", "differential", "path"),
     )
 )
-"""The same of packed sequences: only the kernels that read their segments."""
+"""Calls of packed sequences, of which only the kernels that read segments are compiled."""
 
 STEPS: Shipped = (
     ("lucid", (torch.bfloat16, torch.float32), ((256, 256), (128, 128))),
@@ -115,18 +115,18 @@ WIDE_SPILLS = 10400
 """Bytes that a thread may spill where rows are wider than 128. In float32 some kernels do; PaTH's
 at 256 spill most, on compute capability 8.0."""
 BORDER_SPILLS = 8
-"""The same of `at_border` in packed sequences, on compute capability 8.0."""
+"""The limit for `at_border` in packed sequences, on compute capability 8.0."""
 
 FLOAT16_SPILLS = 32
-"""The same of two kernels in float16, on compute capability 8.0, where the assembler keeps to 128
-registers."""
+"""The limit for two kernels in float16, on compute capability 8.0, where the assembler keeps to
+128 registers."""
 SPILLING_IN_FLOAT16 = ("key_value_gradient", "carry_moments")
 UNDECAYED_SPILLS = 4
-"""The same of the gradient of keys in float32 without a decay and with another key to erase."""
+"""The limit for the gradient of keys in float32, without decay and with another key to erase."""
 
 
 def variants(target: str) -> Iterator[Variant]:
-    """Every kernel in every configuration: at its widest, and at the widest of 128."""
+    """Every kernel in every configuration: one variant for widths up to 128, one for wider rows."""
     yielded = set()
     is_amd = target.startswith("gfx")
     shipped = [
@@ -184,7 +184,7 @@ def _is_packed(launch: TritonLaunch) -> bool:
 
 
 def _way(launch: TritonLaunch) -> str:
-    """The part of a name that distinguishes a kernel's launches within one call."""
+    """The part of a variant's name that distinguishes a kernel's launches within one call."""
     is_backward = launch.arguments.get("BACKWARD", launch.arguments.get("BY_ROW"))
     decay, gated = launch.arguments.get("DECAY"), launch.arguments.get("GATE_STEP")
     sizes = [(name, launch.arguments.get(name.upper())) for name in ("tile", "part")]
@@ -204,7 +204,7 @@ def launches(
     is_step: bool = False,
     is_packed: bool = False,
 ) -> list[TritonLaunch]:
-    """What a call with its gradient, or a step, launches."""
+    """The launches of a call with its gradient, or of a step."""
     mechanism = pa.parse(expression)
     is_group = len(mechanism.program.calls) > 1
     leaf = mechanism.program.leaves[0]

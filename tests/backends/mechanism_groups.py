@@ -56,14 +56,14 @@ def mechanism_of(group):
 
 
 def slow_unless(is_default, groups):
-    """The groups; those whose mechanism is not `is_default` are marked slow."""
+    """The groups, with those marked slow whose mechanism is not `is_default`."""
     for group in groups:
         slow = () if is_default(mechanism_of(group)) else (pytest.mark.slow,)
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, *slow))
 
 
 def thorough(groups):
-    """The groups, for the second tier."""
+    """The groups, marked thorough: they run in the second tier."""
     for group in groups:
         yield pytest.param(*group.values, id=group.id, marks=(*group.marks, pytest.mark.thorough))
 
@@ -74,22 +74,22 @@ def only(is_chosen, groups):
 
 
 def is_plain(expression):
-    """Neither a composition nor a mechanism with options."""
+    """Whether a mechanism is neither a composition nor has options."""
     return expression.isidentifier()
 
 
 def is_never(expression):
-    """For groups that are all slow."""
+    """False for every mechanism: all groups are slow."""
     return False
 
 
 def is_declared_alone(expression):
-    """No composition."""
+    """Whether a mechanism is not a composition."""
     return "(" not in expression
 
 
 def has_options_alone(expression):
-    """Options, and no composition."""
+    """Whether a mechanism has options and is not a composition."""
     return is_declared_alone(expression) and not is_plain(expression)
 
 

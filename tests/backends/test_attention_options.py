@@ -53,7 +53,7 @@ def test_a_kernel_backend_declines_what_it_has_no_kernel_for(backend, text, verb
         base = f"softmax[{option}]"
         declined = support(base if text == "softmax" else f"{text}({base})")
         assert not declined.ok
-        # Where the table has no entry for a read, the class for another one is not asked.
+        # If the table has no entry for a read, the class for another read is not asked.
         assert declined.reason.endswith((f"with {name}", f"no kernels for {base}"))
 
 

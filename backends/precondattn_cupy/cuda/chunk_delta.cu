@@ -1,4 +1,4 @@
-// What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
+// The rows U that the delta rule writes in a chunk, from the state S before it: U = Y − W S.
 //
 //     Y = M (β ∘ V),    W = M (β ∘ reading ∘ A),    M = (I + diag(β) stril(D ∘ A Kᵀ))⁻¹
 //

@@ -1,4 +1,4 @@
-// Reads of all chunks at once, and the outputs' part of the gradient of what is written.
+// The outputs of all chunks at once, and the part of dU from outputs of the same chunk.
 //
 //     O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO, over the queries of a state.
 //

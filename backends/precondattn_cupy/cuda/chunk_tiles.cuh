@@ -1,11 +1,11 @@
-// What the kernels of a recurrence in chunks share: the decay between tokens, and memory layouts.
+// Functions that the kernels of a chunkwise recurrence share: decay factors, and memory layouts.
 //
 //     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
 //     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
 //
 // An exponent is a difference of two sums over the chunk. A sum is two float32 numbers, high and low,
-// which hold 48 bits: a strong gate costs the weak gates after it no accuracy. A gate of −∞ is replaced
-// by −200, whose exponential is 0 in float32.
+// which hold 48 bits, so that the weak gates after a strong one lose no digits. A gate of −∞ is
+// replaced by −200, whose exponential is 0 in float32.
 //
 // With m the heads that have a state and T the tokens padded to whole chunks of C, a user's array is
 // (b, tokens, heads, width), and one of its heads may serve several that have a state; the t queries

@@ -1,7 +1,7 @@
-// LASER around the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc}.
+// LASER by flash attention: o_ic = log Σ_j a_ij e^{v_jc}. The kernels before and after it.
 //
-// A key/value head is *close* if no two valid values of a channel are further apart than R. Then, with
-// ν_c the largest of them, LASER is softmax attention with values W:
+// A key/value head is *close* if the valid values of every channel differ by at most R. Then, with
+// ν_c their maximum, LASER is softmax attention with values W:
 //
 //     W = e^{v − ν} − u,    o = ν + log(u + A W),    G = do / (u + A W),    D = Σ_c G ∘ A W,
 //     dv = e^{v − ν} ∘ dW,    dW = Aᵀ G,    dS = A ∘ (G Wᵀ − D).

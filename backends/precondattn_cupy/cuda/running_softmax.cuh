@@ -1,4 +1,4 @@
-// Softmax over tiles of scores, with a running maximum m, for the 16 rows of a warp.
+// Online softmax over tiles of scores, with a running maximum m, for the 16 rows of a warp.
 //
 //     P = 2^{s S − m'},    l ← l 2^{m − m'} + rowsum(P),    acc ← acc 2^{m − m'}  (+ P v)
 //

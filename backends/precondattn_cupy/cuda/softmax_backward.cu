@@ -1,4 +1,4 @@
-// Softmax attention, backward, from λ.
+// Softmax attention, backward (flash attention): A is recomputed in tiles from λ.
 //
 //     A = 2^{S − λ},    D_i = do_i · o_i,    dS = A ∘ (do vᵀ − D),
 //     dq = scale dS k,    dk = scale dSᵀ q,    dv = Aᵀ do,    S = scale log₂ e q kᵀ.
@@ -14,9 +14,9 @@
 // output channels. A block of the key gradient iterates over all query heads that read its keys: no two
 // blocks add to the same element, so the result is deterministic.
 //
-// A precise kernel multiplies dS as the sum of two 16-bit numbers: where keys are nearly equal, its sums
-// cancel, and of one few digits are left. v and do may also be sums of two arrays, as in
-// softmax_forward.cu.
+// A precise kernel multiplies dS as the sum of two 16-bit numbers: if keys are nearly equal, dS k
+// cancels, and a single 16-bit number leaves few correct digits. v and do may also be sums of two
+// arrays, as in softmax_forward.cu.
 #include "held_products.cuh"
 #include "masks.cuh"
 #include "tiles.cuh"

@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_slots(T* tile, const T* __restrict__ head, 
   }
 }
 
-// What both reads have in common.
+// The part that both reads share.
 template <class T, int COLUMNS, int KEY_WIDTH, int WIDTH>
 struct Past {
   static constexpr int TOKENS = DECODING_WARPS * COLUMNS;

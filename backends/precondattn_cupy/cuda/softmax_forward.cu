@@ -1,4 +1,4 @@
-// Softmax attention, forward, in tiles of scores with a running maximum m (running_softmax.cuh).
+// Softmax attention, forward (flash attention): online softmax over tiles (running_softmax.cuh).
 //
 //     S = s q kᵀ,    P = 2^{S − m},    l = rowsum(P),    o = P v / l,    λ = m + log₂ l,
 //

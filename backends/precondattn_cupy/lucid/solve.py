@@ -1,6 +1,11 @@
-"""LUCID's solve and its gradient by CUDA kernels: from a user's arrays to launches.
+"""LUCID's solve and its gradient by CUDA kernels: the launches, from a user's arrays.
 
-The mathematics is in the kernels' own files: preparation (`lucid_prepare.cu`), the inverses of
+    y = (I + diag(β) stril(Φ))⁻¹ diag(β) v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d}
+
+by blocked forward substitution over super-blocks of S tokens. Tiles of Φ are recomputed wherever
+they are used, forward and backward.
+
+The kernels are in the files of `cuda/`: preparation (`lucid_prepare.cu`), the inverses of
 diagonal super-blocks (`lucid_inverse.cu`), substitution (`lucid_substitution.cu`), and the gradient
 of the keys (`lucid_gradient.cu`). For T tokens of a key/value head, memory holds keys and y as
 operands, a right side in float32, and S numbers per token for inverses; nothing is T × T.

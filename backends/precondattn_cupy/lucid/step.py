@@ -1,4 +1,4 @@
-"""A step of LUCID by one token, around a cache: from buffers to launches of `lucid_decode.cu`."""
+"""A step of LUCID by one token: from the cache's buffers to launches of `lucid_decode.cu`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from precondattn_cupy.lucid.solve import LOG2_E
 from precondattn_cupy.past import past_of, processors
 
 BLOCKS_PER_PROCESSOR = 8
-"""Blocks of `lucid_read`, which has few warps: enough to hide the latency of memory."""
+"""Blocks of `lucid_read` per multiprocessor: enough to hide memory latency with few warps each."""
 MOST_ROWS = 64
-"""The queries of a key/value head, and the new key."""
+"""The most query heads of a key/value head, plus 1 for the new key."""
 FINISHING_THREADS = 128
 
 
@@ -93,14 +93,14 @@ class LucidStep(LucidStepKernels):
 
 
 def shared_bytes(rows: int, tokens: int, key_width: int, width: int, itemsize: int) -> int:
-    """Bytes of `lucid_read`: rows, two tiles of slots, weights in one or two parts, 1 / rms."""
+    """Bytes shared by `lucid_read`: rows, two tiles of slots, weights in 1 or 2 parts, 1 / rms."""
     weights = rows * 4 // itemsize if itemsize == 2 else rows
     of_slots = (key_width + width + weights) * (tokens * itemsize + 16)
     return rows * (key_width * itemsize + 16) + of_slots + 4 * tokens
 
 
 def splits_of(count: int, heads: int, tile: int) -> tuple[int, int]:
-    """How many blocks share a head's tokens, and how many tokens each has: whole tiles."""
+    """The number of blocks that share a head's tokens, and the tokens of each, in whole tiles."""
     tiles = max(-(-count // tile), 1)
     wanted = max(BLOCKS_PER_PROCESSOR * processors() // heads, 1)
     per_split = -(-tiles // min(wanted, tiles)) * tile

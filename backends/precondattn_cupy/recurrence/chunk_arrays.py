@@ -35,13 +35,13 @@ FILES = {
 
 
 def tokens_first(x: Array) -> Array:
-    """(b, heads, tokens, …) as (b, tokens, heads, …), contiguous."""
+    """An array (b, heads, tokens, …) as (b, tokens, heads, …), contiguous."""
     order = (0, 2, 1, *range(3, x.ndim))
     return in_one_piece(namespace(x).permute_dims(x, order))
 
 
 def heads_first(x: Array) -> Array:
-    """The same axes exchanged back, as a view."""
+    """An array (b, tokens, heads, …) as (b, heads, tokens, …), as a view."""
     return namespace(x).permute_dims(x, (0, 2, 1, *range(3, x.ndim)))
 
 
@@ -83,7 +83,7 @@ class ChunkCall:
 
     @property
     def erases(self) -> tuple[int, ...]:
-        """The last template argument of the delta rule's kernels, if keys beside `k` are erased."""
+        """The last template argument of the delta rule's kernels, if `k` is not what is erased."""
         return () if self.a is None else (1,)
 
     @property
@@ -107,7 +107,7 @@ class ChunkCall:
         return empty(x, shape, x.dtype if heads == self.m else namespace(x).float32)
 
     def sums_of_rows(self) -> int:
-        """Bytes of the numbers of a chunk: sums of gates, and up to two more."""
+        """Bytes of a chunk's numbers per token: sums of gates, and up to two more."""
         return 4 * 4 * self.chunk
 
     def tile(self, rows: int, columns: int) -> int:

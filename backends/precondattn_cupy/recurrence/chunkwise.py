@@ -45,9 +45,9 @@ class Carried(NamedTuple):
     """Arrays computed from the states."""
 
     states: Array
-    """Before every chunk (m, chunks, width, step)"""
+    """The states before every chunk (m, chunks, width, step)"""
     u: Array | None
-    """What is written (m, T, step); None where it is the values"""
+    """U, the rows that are written (m, T, step); None where these are the values"""
     last: Array
     """The state after all chunks (b, m, d, e)"""
 

@@ -20,9 +20,9 @@ class Back(NamedTuple):
     """Arrays computed from the gradients of the states."""
 
     d_states: Array
-    """After every chunk (m, chunks, width, step)"""
+    """The gradients of the states after every chunk (m, chunks, width, step)"""
     d_u: Array
-    """The gradient of what is written (m, T, step)"""
+    """dU (m, T, step)"""
     d_initial: Array
     """(b, m, d, e)"""
 
@@ -131,7 +131,7 @@ def _d_scores(
 def _d_values(
     call: ChunkCall, x: Stream, prepared: PreparedChunks, carried: Carried, back: Back
 ) -> tuple[Array, OfDelta]:
-    """(b, m, s, e), and with the delta rule the other results from dU."""
+    """dV (b, m, s, e), and with the delta rule the other results from dU."""
     heads, tokens = call.heads, call.tokens
     if call.beta is None:
         d_v = namespace(back.d_u).reshape(back.d_u, (call.b, call.m, tokens, call.step))
@@ -166,7 +166,7 @@ def _d_values(
 def _d_queries(
     call: ChunkCall, prepared: PreparedChunks, carried: Carried, d_o: Array, d_scores: Array
 ) -> tuple[Array, Array | None]:
-    """(b, t, m, r, d), and the sums of the states' part with the queries (m r, blocks, T)."""
+    """dQ (b, t, m, r, d), and Σ Q ∘ dQ of the part from the states (m r, blocks, T)."""
     queries = call.heads * call.r
     read = None if call.g is None else call.scratch(queries, call.key_blocks, call.tokens)
     d_q = call.of_heads(call.q, call.q_heads, call.b, call.t, call.m, call.r, call.d)
@@ -195,7 +195,7 @@ def _d_keys(
     d_scores: Array,
     of_delta: OfDelta,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """(b, s, m, d), and `written`, `from_keys` and `overlap` of the kernel."""
+    """dK (b, s, m, d), and the kernel's `written`, `from_keys` and `overlap`."""
     heads, blocks, tokens = call.heads, call.key_blocks, call.tokens
     written = overlap = from_keys = None
     if call.g is not None:
@@ -228,7 +228,7 @@ def _d_keys(
 def _d_erased(
     call: ChunkCall, a: Array, prepared: PreparedChunks, carried: Carried, of_delta: OfDelta
 ) -> tuple[Array, Array]:
-    """The gradient of the keys that are erased (b, s, m, d), and `from_keys` of the kernel."""
+    """The gradient of the keys that are erased (b, s, m, d), and the kernel's `from_keys`."""
     heads, blocks, tokens = call.heads, call.key_blocks, call.tokens
     from_keys = call.scratch(heads, blocks, tokens)
     d_a = call.of_heads(a, call.a_heads, call.b, call.s, call.m, call.d)

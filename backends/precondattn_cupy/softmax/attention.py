@@ -1,4 +1,4 @@
-"""Softmax attention in tiles: launches of `cuda/softmax_forward.cu` and `softmax_backward.cu`.
+"""Flash attention: launches of `cuda/softmax_forward.cu` and `cuda/softmax_backward.cu`.
 
 Values are one array, or the sum of two 16-bit arrays, and may have another type than queries and
 keys. λ is (b, h, t) in units of log 2, ∞ for a query without visible keys.
@@ -24,9 +24,9 @@ SMALLEST = 2.0**-126
 """The smallest normal number of float32"""
 WIDEST = {"k": 256, "v": 512}
 PART = 128
-"""Channels that a block computes."""
+"""Channels of the output that a block computes."""
 EVERYWHERE = 1 << 30
-"""The reach of a query without a window; there are fewer tokens than that."""
+"""How far a query without a window attends; there are fewer tokens than that."""
 ROW_WARPS = 8
 """Warps of a block of `row_products`; each has a row."""
 
@@ -45,7 +45,7 @@ declare(
     half={64: Configuration(64, 64), 512: Configuration(64, 16)},
     full={128: Configuration(64, 32), 512: Configuration(32, 16)},
 )
-# With values of two parts.
+# Values are stored in two parts.
 for _kernel in ("forward", "query_gradient", "key_gradient"):
     declare(
         f"softmax_{_kernel}_of_two",
@@ -72,7 +72,7 @@ class Values(NamedTuple):
 
 
 class SoftmaxCall(NamedTuple):
-    """What forward and backward have in common. Arrays are contiguous."""
+    """The arrays and sizes of a call, for forward and backward. Arrays are contiguous."""
 
     q: Array
     k: Array
@@ -86,7 +86,7 @@ class SoftmaxCall(NamedTuple):
 
     @property
     def log_scale(self) -> float:
-        """For powers of two; not 0 in float32, since masked scores are −∞ before scaling."""
+        """The scale times log₂ e; above 0 in float32, since masked scores are −∞ before scaling."""
         return max(self.scale * LOG2_E, SMALLEST)
 
     @property
@@ -107,7 +107,7 @@ def call_of(
 
 
 def refusal(algorithm: str, leaf: Softmax, request: Request) -> str | None:
-    """Why the kernels do not support a full call."""
+    """The reason why the kernels do not support a full call, or None."""
     if leaf.metric != DOT:
         return f"has kernels for {algorithm} with scores ⟨q, k⟩ only, not of {leaf.name}"
     reason = declined_option(leaf, algorithm)

@@ -1,4 +1,7 @@
-"""LASER as a leaf of the backend: kernels of softmax attention for close heads, and others.
+"""LASER as a leaf of the backend: flash attention for close heads, exact kernels for the others.
+
+A head is close if the values of each channel are near enough to one another that no e^{v − ν}
+underflows, with ν their maximum. Then LASER is attention to W = e^{v − ν} − u.
 
 Residuals: λ (b, h, t), in units of log 2; the range of the values; and (b, t, h, e) in float32, A W
 for close heads, the output for others.
@@ -35,7 +38,7 @@ SEGMENT = 256
 WARPS = 8
 """Warps of a block; each has a row."""
 WIDEST_OF_TWO = 128
-"""Widest rows in float16, where the exponentials of values are two numbers each."""
+"""The widest rows in float16, where each exponential of a value is stored as two numbers."""
 
 
 class ValueSpread(NamedTuple):
@@ -50,7 +53,7 @@ class ValueSpread(NamedTuple):
 
 
 class LaserKernels:
-    """Algorithm of `Softmax` with the read in exponential space."""
+    """Algorithm of `Softmax` whose output is a log-mean-exp of the values."""
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":
@@ -154,7 +157,7 @@ def _factors(v: Array, shape: tuple[int, ...]) -> Values:
 
 
 def _bfloat16() -> DType:
-    """CuPy has bfloat16 only where ml_dtypes is installed; only kernels read this array."""
+    """The dtype of arrays of bfloat16 for kernels; CuPy has bfloat16 only with ml_dtypes."""
     if not is_simulated():
         return "uint16"
     import ml_dtypes

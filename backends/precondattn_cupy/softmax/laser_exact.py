@@ -22,7 +22,7 @@ for _kernel in ("forward", "query_gradient", "key_gradient", "values"):
 
 
 def forward(call: SoftmaxCall, v: Array, out: Array, full: Array, log_total: Array) -> None:
-    """Writes to the same arrays as the kernels of close heads."""
+    """Compute o and λ, in the arrays to which the kernels of close heads write."""
     t, _, h, _, _, e, *_ = call.sizes
     tile, widths = _tile(call, "forward")
     _launch(

@@ -1,8 +1,8 @@
 """Softmax attention as a leaf of the backend.
 
 Residuals: λ (b, h, t), in units of log 2, and, where the output is rounded to half precision, the
-unrounded output: D = do · o must make the sum of every row of dS vanish. Otherwise, where keys are
-equal, the rounding error would be all of dq.
+unrounded output. With D = do · o from it, the rows of dS sum to 0. With the rounded output they
+would not, and if all keys were equal, dq would consist of that error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precondattn_cupy.softmax.step import refusal_of_step, step
 
 
 class SoftmaxKernels:
-    """Algorithm of `Softmax` with the mean as its read."""
+    """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         if request.verb == "extend":

@@ -19,15 +19,15 @@ from precondattn_cupy.softmax.attention import LOG2_E, refusal
 WARPS, COLUMNS, ROWS = 4, 16, 16
 """Warps of a block; cached tokens of a warp's tile; query heads of a tile."""
 BLOCKS_PER_PROCESSOR = 2
-"""Enough to hide memory latency."""
+"""Blocks per multiprocessor that read the cache: enough to hide memory latency."""
 MOST_SPLITS = 64
-"""Most splits of a cache: four times as many parts are read again to combine them."""
+"""The most splits of a cache. Four parts per split are read again to combine them."""
 WIDEST = {"k": 256, "v": 128}
 COMBINING_THREADS = 128
 
 
 def refusal_of_step(leaf: Softmax, request: Request) -> str | None:
-    """Why the kernels do not support an extension of a cache."""
+    """The reason why the kernels do not support an extension of a cache, or None."""
     shapes = dict(request.shapes)
     if shapes["q"][1] != 1:
         return f"its step supports one token; found t={shapes['q'][1]}"
@@ -49,7 +49,7 @@ def step(
 ) -> tuple[Array, Updates]:
     xp = namespace(x["q"])
     names = leaf.program.slot_keys[0]
-    # Arrays with the layout of a cache: copied only if they come from elsewhere.
+    # Buffers of `init_cache` have the kernels' layout; others are copied.
     keys, values = (
         in_one_piece(xp.permute_dims(past[names[name]], (0, 2, 3, 1))) for name in ("key", "value")
     )
@@ -86,7 +86,7 @@ def step(
 
 
 def shared_bytes(widths: tuple[int, int], itemsize: int, *, is_laser: bool) -> int:
-    """Queries, two tiles of slots and their validity; with LASER also scores."""
+    """Shared memory: queries, two tiles of slots and their validity; with LASER also scores."""
     tokens = WARPS * COLUMNS
     of_slots = sum(widths) * (tokens * itemsize + 16) + tokens
     scores = WARPS * ROWS * COLUMNS * 4 if is_laser else 0

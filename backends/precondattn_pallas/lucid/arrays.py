@@ -1,4 +1,4 @@
-"""LUCID's arrays by heads, as kernels read them, and the norm of the keys, computed by XLA.
+"""LUCID's arrays with heads first, as kernels read them, and the norm of the keys, both by XLA.
 
 k̂ = k / rms(k),    dk = (dk̂ − k̂ mean(k̂ dk̂)) / rms(k),    rms(k)² = mean(k²) + ε
 """

@@ -93,7 +93,7 @@ def read(
     shift: float,
     splits: int,
 ) -> SplitReads:
-    """Reads of rows (m, rows, d), s q log₂ e and s k̂ log₂ e, in float32.
+    """The splits' results for rows (m, rows, d): s q log₂ e and s k̂ log₂ e, in float32.
 
     `past` has keys (b, c, n, d), solved (b, c, n, e), valid (b, c) and optionally rms (b, c, n),
     all in whole tiles; the first `count` (b,) slots are read.
@@ -102,7 +102,7 @@ def read(
     _, capacity, n, e = past["solved"].shape
 
     def of_buffer(array: Array) -> pl.BlockSpec:
-        """All slots of a head, or of a sequence."""
+        """The block of all slots of a head, or, without a head axis, of a sequence."""
         if array.ndim == 2:
             return pl.BlockSpec((None, capacity), lambda i, h: (divide(h, n), 0))
         if array.ndim == 3:

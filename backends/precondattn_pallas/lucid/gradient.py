@@ -49,7 +49,7 @@ def key_gradient(
 
         return add
 
-    # Both loops visit the tiles that cross the diagonal, each for one side of it.
+    # Tiles that cross the diagonal are in both loops, each time with one side of it masked.
     total = jnp.zeros(out["d_keys"].shape, jnp.float32)
     first, last = jnp.int32(0), jnp.int32(whole(count, columns))
     if "segments" in x:

@@ -38,7 +38,7 @@ FIRST_BLOCK = 32
 
 
 CHANNELS = 32
-"""Key channels that are multiplied at once: registers are needed for tiles of the matrix."""
+"""Key channels per product; more would take registers that tiles of the matrix need."""
 
 
 def system_tile(x: References, i: Array, j: Array, *, phi: Phi, by_row: bool) -> Array:
@@ -147,7 +147,7 @@ def inverses(
     common = {"phi": phi, "interpret": interpret}
 
     def rows_of(array: Array, rows: int, *rest: int) -> Array:
-        """A tile of the program; of the array of all heads, or of all sequences."""
+        """The block of an array of all heads, or of all sequences, that a program reads."""
         by = m // array.shape[0]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, rows, *rest), lambda i, h: (divide(h, by), i, *zeros))

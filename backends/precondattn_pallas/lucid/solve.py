@@ -1,7 +1,12 @@
-"""LUCID's solve and its gradient by Pallas kernels: from a user's arrays to launches.
+"""LUCID's solve and its gradient by Pallas kernels: the launches, from a user's arrays.
+
+    y = (I + diag(β) stril(Φ))⁻¹ diag(β) v,    Φ_ij = e^{s ⟨k̂_i, k̂_j⟩ − s d}
+
+by blocked forward substitution over super-blocks of S tokens. Tiles of Φ are recomputed wherever
+they are used, forward and backward.
 
 XLA computes the inputs of the kernels: normalised keys, β and right-hand sides, padded and by
-heads. Everything else is in their own files: the inverses of diagonal super-blocks (`inverse.py`),
+heads. The kernels are in other files: the inverses of diagonal super-blocks (`inverse.py`),
 substitution (`substitution.py`), and the gradient of the keys (`gradient.py`). For T tokens of a
 key/value head, memory holds keys and y as operands, right sides in float32, and 2 S numbers per
 token for inverses; nothing is T × T.
@@ -48,7 +53,7 @@ WIDEST_CHUNK = 128
 
 
 class LucidPlan(NamedTuple):
-    """What is known of a call before it runs."""
+    """Sizes and options of a call, which are known before it runs."""
 
     d: int
     e: int

@@ -1,4 +1,4 @@
-"""A step of LUCID by one token, around a cache: from buffers to the launch of `decode.py`."""
+"""A step of LUCID by one token: from the cache's buffers to the launch of `decode.py`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from precondattn_pallas.precision import LOG2_E, Products, products
 from precondattn_pallas.softmax.score_tiles import padded
 
 PROGRAMS = 256
-"""Programs of `read_past`, at least, if there are as many tiles: two for each processor of a large
-GPU."""
+"""The least number of programs of `read_past`, if there are as many tiles: two for each
+multiprocessor of a large GPU."""
 
 
 class LucidStepPlan(NamedTuple):
-    """What is known of a step without its arrays."""
+    """Sizes and options of a step, which are known before it runs."""
 
     group: Piece
     tiles: Configuration
@@ -42,7 +42,7 @@ class LucidStepPlan(NamedTuple):
 
     @property
     def slots(self) -> tuple[Mapping[str, str], ...]:
-        """The keys of the solve's and of softmax's buffers, by the leaves' own names."""
+        """The names of the cache's buffers, for each of the two leaves by the leaf's own names."""
         return tuple(call.slot_keys() for call in self.group.program.calls)
 
 
@@ -79,7 +79,7 @@ def _step(plan: LucidStepPlan, past: Arrays, x: Arrays, masks: Array) -> tuple[A
     capacity = past[slots["key"]].shape[1]
     valid = jnp.broadcast_to(valid, (b, capacity + 1))
     new, held = valid[:, capacity:], valid[:, :capacity]
-    # A token whose own key is masked still attends to the other keys.
+    # A new token with a masked key still attends to the other keys.
     is_token = jnp.ones((b, 1), bool) if q_valid is None else jnp.broadcast_to(q_valid, (b, 1))
     k, v = (where_valid(new, x[name]).astype(jnp.float32) for name in ("k", "v"))
     rms = None

@@ -192,7 +192,7 @@ def substitute(
 
 
 def _part(array: Array, start: Array, count: int) -> Array:
-    """Some tokens (second axis)."""
+    """A range of tokens, which are on the second axis."""
     return lax.dynamic_slice_in_dim(array, start, count, 1)
 
 

@@ -21,7 +21,7 @@ from precondattn_pallas.masks import runs_of
 
 
 class Phi(NamedTuple):
-    """How Φ is computed from keys."""
+    """The scale, the shift and the products by which Φ is computed from keys."""
 
     scale: float
     """s log₂ e"""
@@ -64,7 +64,7 @@ class Phi(NamedTuple):
 
 
 class SegmentBounds(NamedTuple):
-    """Where the segment of each token begins and ends; padding is a segment of its own."""
+    """The bounds of each token's segment; padding is a segment of its own."""
 
     begin: Array
     """(b, T): the first token of the segment, by which it is identified"""
@@ -73,7 +73,7 @@ class SegmentBounds(NamedTuple):
 
 
 def segments_of(ids: Array, tokens: int) -> SegmentBounds | None:
-    """From ids (b, s), padded to T tokens; equal ids are adjacent."""
+    """The segments of ids (b, s), padded to T tokens; equal ids are adjacent."""
     if ids is None:
         return None
     runs, padding = runs_of(ids), tokens - ids.shape[1]

@@ -1,4 +1,4 @@
-"""The decay between the tokens of a chunk, with one decay for each channel: kernels.
+"""Products of pairs of tokens in a chunk, with one decay for each channel (GLA, KDA): kernels.
 
     F(A, q, k) = Σ_{j≤i,c} A_ij q_ic k_jc D_ijc
 
@@ -134,7 +134,7 @@ def _earlier(products: Products, x: Array, tile: Array, stop: Array, columns: Ar
 
 
 def _read(products: Products, x: References, row: Array, stop: Array) -> Array:
-    """What tile `row` reads from those before `stop`, decayed to its own first token."""
+    """The sum that tile `row` reads from the tiles before `stop`, decayed to its first token."""
 
     def one(a: Array, total: Array) -> Array:
         return total + products.dot(_square(x, row, a), _earlier(products, x, a, row))
@@ -192,12 +192,12 @@ def gradients_of_channels(plan: ChunkPlan, x: Rows, a: Array) -> tuple[Array, Ar
 
 
 def _grid(tokens: int, heads: int, blocks: int = 1) -> ChunkGrid:
-    """A program for each tile."""
+    """A grid with one program for each tile."""
     return ChunkGrid(TILE, tokens // TILE, heads, blocks)
 
 
 def _inputs(grid: ChunkGrid, plan: ChunkPlan, x: Rows, width: int, *names: str) -> Arrays:
-    """The whole chunk of a program's tile; all columns of A, else the program's own columns."""
+    """Blocks of a whole chunk: all columns of A, and of the others the program's columns."""
     tiles = plan.chunk // TILE
     result = {}
     for name in names:

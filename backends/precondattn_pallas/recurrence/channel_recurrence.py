@@ -11,9 +11,9 @@ and F(dL, E, K) is one more such term:
 
     dE = dF/dE − β ∘ reading ∘ X Sᵀ,    dK = … + dF/dK.
 
-F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With one decay
-for each column of the state it is F(Q Kᵀ, dO, V): the same equations on the transposed state, with
-Q and dO exchanged, and K and V exchanged. Their dQ is then the output.
+F(dO Vᵀ, Q, K) is linear in each of Q, K, V and dO. With one decay for each column of the state it
+is F(Q Kᵀ, dO, V): the same equations on the transposed state, with Q and dO exchanged, and K and V
+exchanged. Their dQ is then the output.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class ChannelArrays(NamedTuple):
 
     plan: ChunkPlan
     rows: Rows
-    """With q, where there are queries."""
+    """Rows per token by name, with q where there are queries."""
     d_o: Array
     """(m, r, T, e), or None."""
     is_exchanged: bool
 
     def state(self, state: Array) -> Array:
-        """(b, m, d, e) in the layout of the rows."""
+        """A state (b, m, d, e) in the layout of the rows."""
         return padded_state(_transposed(state) if self.is_exchanged else state)
 
     def of_state(self, state: Array, like: Array) -> Array:
-        """The inverse of `state`."""
+        """A state in the layout of the rows, as (b, m, d, e)."""
         if self.is_exchanged:
             return _transposed(unpadded_state(state, _transposed(like)))
         return unpadded_state(state, like)
@@ -130,7 +130,7 @@ def _of_delta_rule(
     d_u: Array,
     others: tuple[Array, Array, Array],
 ) -> tuple[Array, ...]:
-    """dE, then what is added to (dK, dg of pairs, reads of the state), then dV and dβ."""
+    """dE, the terms to add to (dK, dg of pairs, reads of the state), dV and dβ."""
     d_k, d_g, reads = others
     of_pairs = delta_rule.d_written(plan, rows, u, d_u)
     erased = _erased(rows)

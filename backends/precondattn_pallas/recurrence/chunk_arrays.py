@@ -24,14 +24,14 @@ WIDEST_BLOCK = 64
 """Largest block of value channels."""
 
 Rows = Mapping[str, Array]
-"""Arrays of a recurrence by name, those that are present (`chunk_tiles.py`): q (m, r, T, d), k, v;
-erase, the keys that are erased if others than k; beta (m, T); g, reading, writing (m, T), or (m, T,
-d) with one gate for each key channel; total (m, chunks, 1 or d). Where keys are erased from the
-state before its decay, preceding and erasing (m, T) are g and reading of the token before."""
+"""The arrays of a recurrence that are present, by name (`chunk_tiles.py`): q (m, r, T, d), k, v;
+erase, the keys that are erased if they are not k; beta (m, T); g, reading, writing (m, T), or
+(m, T, d) with one gate for each key channel; total (m, chunks, 1 or d). If keys are erased from
+the state before its decay, preceding and erasing (m, T) are g and reading of the token before."""
 
 
 class ChunkPlan(NamedTuple):
-    """How the tokens of a call are split."""
+    """The chunks of a call, and the configurations of its kernels."""
 
     products: Products
     chunk: int
@@ -76,14 +76,14 @@ def plan_of(products: Products, d: int, e: int, states: str = "chunk_states") ->
 
 
 def rows_of(x: Stream, plan: ChunkPlan, dtype: DType, *, decays: bool) -> Arrays:
-    """Rows of a stream with at most one gate for each token; q, k and v are cast to a dtype."""
+    """The rows of a stream with at most one gate per token; q, k and v are cast to a dtype."""
     result = written_of(x, plan, dtype, decays=decays)
     tokens, width = result["k"].shape[1:]
     return {"q": queries_of(x.q, x.k.shape[2], tokens, width).astype(dtype), **result}
 
 
 def written_of(x: Stream, plan: ChunkPlan, dtype: DType, *, decays: bool) -> Arrays:
-    """All rows but q; gates (b, m, s, 1 or d, 1), β and keys to erase where present."""
+    """All rows but q: k, v, and where present gates (b, m, s, 1 or d, 1), β and keys to erase."""
     if x.undecayed is not None and x.g.shape[3] > 1:
         raise ValueError(
             "the chunkwise form erases from the state before its decay with one decay per head; "
@@ -95,7 +95,7 @@ def written_of(x: Stream, plan: ChunkPlan, dtype: DType, *, decays: bool) -> Arr
     tokens, width = whole(s, plan.chunk) * plan.chunk, padded_width(d)
 
     def padded(array: Array, *widths: int) -> Array:
-        """(b m, T, widths), padded with zeros after the last token."""
+        """An array as (b m, T, widths), padded with zeros after the last token."""
         array = array.reshape(b * m, *array.shape[2:])
         sizes = zip((tokens, *widths), array.shape[1:], strict=True)
         return jnp.pad(array, ((0, 0), *((0, size - has) for size, has in sizes)))
@@ -129,21 +129,21 @@ def padded_values(e: int) -> int:
 
 
 def queries_of(q: Array, s: int, tokens: int, width: int) -> Array:
-    """Queries of the last t of s tokens (b, m, t, r, d) as (b m, r, T, width), else zeros."""
+    """Queries (b, m, t, r, d) of the last t of s tokens as (b m, r, T, width), 0 for the others."""
     b, m, t, r, d = q.shape
     q = jnp.swapaxes(q.reshape(b * m, t, r, d), 1, 2)
     return jnp.pad(q, ((0, 0), (0, 0), (s - t, tokens - s), (0, width - d)))
 
 
 def padded_state(state: Array) -> Array:
-    """(b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
+    """A state (b, m, d, e) as (b m, d, e), padded to whole tiles, in float32."""
     b, m, d, e = state.shape
     state = state.astype(jnp.float32).reshape(b * m, d, e)
     return jnp.pad(state, ((0, 0), (0, padded_width(d) - d), (0, padded_values(e) - e)))
 
 
 def unpadded_queries(rows: Array, x: Stream, width: int) -> Array:
-    """(b m, r, T, w) as (b, m, t, r, width): the last t tokens."""
+    """Rows (b m, r, T, w) of the last t tokens, as (b, m, t, r, width)."""
     b, m, t, r, _ = x.q.shape
     s = x.k.shape[2]
     rows = jnp.swapaxes(rows[:, :, s - t : s, :width], 1, 2)
@@ -156,7 +156,7 @@ def unpadded_state(state: Array, like: Array) -> Array:
 
 
 def each_query(array: Array) -> Array:
-    """(m, r, …) as (m r, …): every query of a state as if it were a head."""
+    """An array (m, r, …) as (m r, …): every query of a state as if it were a head."""
     return array.reshape(-1, *array.shape[2:])
 
 
@@ -236,7 +236,7 @@ class Sweep(NamedTuple):
 
     heads: int
     width: int
-    """Of the block"""
+    """Value channels of the block"""
 
     def shape(self, e: int) -> tuple[int, int]:
         return e // self.width, self.heads
@@ -248,7 +248,7 @@ class Sweep(NamedTuple):
         return array, pl.BlockSpec((None, *rest), lambda _, h: (h, *zeros))
 
     def columns(self, array: Array) -> Array:
-        """The same, for the program's block of the last axis."""
+        """The head's part of an array (m, …), limited to the program's block of the last axis."""
         rest = array.shape[1:-1]
         zeros = (0,) * len(rest)
         return array, pl.BlockSpec((None, *rest, self.width), lambda i, h: (h, *zeros, i))

@@ -120,7 +120,7 @@ def of_scores(plan: ChunkPlan, x: Rows, u: Array, d_o: Array) -> Arrays:
 
 
 def of_queries(plan: ChunkPlan, x: Rows, d_o: Array, states: Array) -> Arrays:
-    """dQ (m, r, T, d) as d_q; with gates, its sums with Q as read (m, r, T).
+    """dQ (m, r, T, d) as d_q; with gates, Σ Q ∘ dQ over channels as read (m, r, T).
 
     If x has no d_scores (dA), dQ is only dO Sᵀ.
     """
@@ -153,8 +153,8 @@ def of_keys(plan: ChunkPlan, x: Rows, states: Array, u: Array, d_states: Array) 
     """dK (m, T, d) as d_k, dE as d_erase where E is not K, overlap (m, chunks, d), and sums (m, T).
 
     The sums are of K or E with parts of their gradients: `written` with gates, and `from_keys` with
-    the delta rule. x has d_scores, and with
-    the delta rule d_right and d_keys. Without d_scores, dK is only U dSᵀ.
+    the delta rule. x has d_scores, and with the delta rule d_right and d_keys. Without d_scores, dK
+    is only U dSᵀ.
     """
     m, tokens, d = x["k"].shape
     e = u.shape[2]

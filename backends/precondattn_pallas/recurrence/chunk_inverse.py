@@ -64,7 +64,7 @@ def invert(x: References, out: References, *, products: Products, block: int) ->
     if "g" in x:
         i, j = tokens_of(half)
         own = x["g"][second]
-        if "preceding" in x:  # But for that of the other half's last token.
+        if "preceding" in x:  # Without the gate of the other half's last token.
             is_later = lax.broadcasted_iota(jnp.int32, (half,), 0) > 0
             own = jnp.where(is_later, x["preceding"][second], jnp.float32(0))
         since = jnp.exp(jnp.cumsum(own, axis=0))

@@ -69,7 +69,7 @@ def _kept(x: References, index: Array, state: Array) -> Array:
 
 
 def _name(kernel: str, x: Rows) -> str:
-    """The configuration's name: factors of channels need more registers."""
+    """The configuration's name; decays per channel have another, since they need more registers."""
     return f"channel_{kernel}" if "g" in x and x["g"].ndim == 3 else f"chunk_{kernel}"
 
 

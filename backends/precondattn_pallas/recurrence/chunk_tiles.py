@@ -1,4 +1,4 @@
-"""What the kernels of a recurrence in chunks share: the decay between tokens, and sums.
+"""Functions that the kernels of a chunkwise recurrence share: decay factors, and sums.
 
     D_ij = e^{g_{j+1} + … + g_i}  (j ≤ i),    reading_i = e^{g_1 + … + g_i},
     writing_j = e^{g_{j+1} + … + g_C},        total = e^{g_1 + … + g_C}.
@@ -65,7 +65,7 @@ def pairs_of(x: References, size: int, *, strict: bool = False) -> Array:
     seen = i > j if strict else i >= j
     if "g" not in x:
         return jnp.where(seen, jnp.float32(1), jnp.float32(0))
-    # In the column of token j, the gates after j are summed.
+    # Column j accumulates the gates of the tokens after j.
     if "preceding" in x:
         after = jnp.where(i > j + 1, x["preceding"][...][:, None], jnp.float32(0))
     else:

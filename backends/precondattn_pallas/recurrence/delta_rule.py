@@ -1,4 +1,4 @@
-"""What the delta rule writes in a chunk, as a function of the preceding state: U = Y − W S.
+"""The rows U that the delta rule writes in a chunk, from the state S before it: U = Y − W S.
 
     Y = M (β ∘ V),    W = M (β ∘ reading ∘ E),    M = (I + diag(β) stril(D ∘ E Kᵀ))⁻¹
 
@@ -54,7 +54,7 @@ def prepare(x: References, out: Array, *, products: Products, block: int) -> Non
 def d_keys(x: References, out: References, *, products: Products, block: int) -> None:
     """X, the factor of K in dK, and the chunk's own part of the gradients of β and of the gates.
 
-    Where E is not K, or with one decay for each channel, dL ∘ D without its transpose.
+    If E is not K, or with one decay for each channel, that factor is dL ∘ D without its transpose.
     """
     size = x["u"].shape[0]
     inverse = x["inverse"][...]

@@ -34,7 +34,7 @@ def before_decays(g: Array, chunk: int) -> Arrays:
 
 
 def by_next(x: Array, chunk: int) -> Array:
-    """Numbers (m, T) of the next token, 0 for the last of a chunk: reads before its own decay."""
+    """The numbers (m, T) of the next token, 0 for a chunk's last, for reads before the decay."""
     chunks = x.reshape(x.shape[0], -1, chunk)
     return jnp.pad(chunks[:, :, 1:], ((0, 0), (0, 0), (0, 1))).reshape(x.shape)
 

@@ -1,8 +1,8 @@
-"""Leaves with a state on Pallas kernels: their own definition, on the recurrence in chunks.
+"""Leaves with a state: each leaf's definition, with the recurrence computed in chunks by kernels.
 
-Their inputs come in the call's dtype. What a leaf computes from them for the recurrence is computed
-in float32, by XLA, and rounded again for the products of the kernels; states, gates and β stay in
-float32. For bfloat16, factors in float32 are multiplied as tf32.
+Inputs have the call's dtype. XLA computes the recurrence's inputs from them in float32, and rounds
+them for the kernels' products; states, gates and β stay in float32. For bfloat16, factors in
+float32 are multiplied as tf32.
 
 The scale s of the linear family is not multiplied into q, which would round q again, but into the
 output. Gradients are linear in the cotangents of the output and of the final state,
@@ -42,7 +42,7 @@ Masks = tuple[Array, Array, Array]
 one segment."""
 
 FormOf = Callable[..., Form]
-"""(dtype of the inputs, dtype of q, k and v in the form, *, decays, interpret) → the form."""
+"""A function (dtype of inputs, dtype of q, k and v, *, decays, interpret) that returns a form."""
 
 
 def on_a_gpu(dtype: DType, operands: Array, *, decays: bool, interpret: bool) -> Form:
@@ -53,7 +53,7 @@ def _form(
     form_of: FormOf, leaf: Stateful, dtype: DType, masks: Masks, interpret: Interpret
 ) -> Form:
     """The form for inputs of a dtype."""
-    # What has just been computed in float32 (rows of length 1, a softmax, squares) is not rounded.
+    # q and k that were just computed in float32 (unit rows, a softmax, squares) are not rounded.
     computed = leaf.declares is None or leaf.declares.rule == "slots"
     operands = jnp.float32 if computed else dtype
     return form_of(dtype, operands, decays=decays(leaf, _frame(masks)), interpret=interpret)
@@ -135,7 +135,7 @@ class RecurrenceKernels(StatefulKernels):
 
 
 def _keys(of_inputs: Mapping[str, T]) -> T:
-    """What belongs to the keys, or to the values where keys are made of the gate."""
+    """The inputs that belong to the keys, or to the values if keys are computed from the gate."""
     return of_inputs["k" if "k" in of_inputs else "v"]
 
 

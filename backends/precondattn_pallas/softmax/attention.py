@@ -1,8 +1,8 @@
-"""Softmax attention as an algorithm of the backend: supported calls, and launches.
+"""Softmax attention (flash attention) as an algorithm of the backend: supported calls, launches.
 
 Residuals: λ (b, h, t), in units of log 2, and, where the output is rounded to half precision, the
-unrounded output: D = do · o must make the sum of every row of dS vanish. Otherwise, where keys are
-equal, the rounding error would be all of dq.
+unrounded output. With D = do · o from it, the rows of dS sum to 0. With the rounded output they
+would not, and if all keys were equal, dq would consist of that error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Masks = tuple[Array, Array, Array]
 
 
 class SoftmaxPlan(NamedTuple):
-    """What is known of a call before it runs."""
+    """Sizes and options of a call, which are known before it runs."""
 
     scale: float
     forward: SoftmaxTiling
@@ -100,7 +100,7 @@ def _backward(
 
 
 class SoftmaxKernels:
-    """Algorithm of `Softmax` with the mean as its read."""
+    """Algorithm of `Softmax` whose output is the weighted mean of the values."""
 
     def __init__(self, *, interpret: bool) -> None:
         self.interpret = interpret

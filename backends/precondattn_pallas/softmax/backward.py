@@ -1,4 +1,4 @@
-"""The gradient of softmax attention, in tiles, from λ.
+"""The gradient of softmax attention, as in flash attention: A is recomputed in tiles from λ.
 
     A = e^{S − λ},    D_i = do_i · o_i,    dA = do vᵀ,    dS = A ∘ (dA − D),
     dq = s dS k,    dk = s dSᵀ q,    dv = Aᵀ do.
@@ -6,8 +6,8 @@
 One kernel owns tiles of queries, another tiles of keys with all query heads that read them. No two
 programs add to the same element, so the result is deterministic.
 
-In bfloat16, dS is rounded before its products. In a precise kernel it is multiplied as tf32, since
-its sums cancel where keys are nearly equal; and in float16, whose range it exceeds.
+In bfloat16, dS is rounded before its products. It is multiplied as tf32 in a precise kernel, since
+its sums cancel where keys are nearly equal, and in float16, whose range it exceeds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Softmax attention forward, in tiles, with the logarithm of each row's sum for the gradient.
+"""Softmax attention forward (flash attention), with each row's log-sum-exp λ for the gradient.
 
     S = s q kᵀ,    o = softmax(S) v,    λ = log rowsum(e^S),
 
-with a running maximum (`running.py`). A program owns a tile of queries of one head and iterates
-over the tiles of keys it attends to; nothing is t × s.
+by online softmax (`running.py`). A program has a tile of queries of one head and iterates over the
+tiles of keys it attends to; no array is t × s.
 
 2 t s (d + e) FLOPs per head, half of them with causality; k and v are read once for every tile of
 queries.
@@ -41,7 +41,7 @@ class SoftmaxTiling(NamedTuple):
     products: Products
     tile: Configuration
     d: int
-    """Padded, like e."""
+    """Key channels, padded, as e is"""
     e: int
     rounds: bool
     """Whether dS is rounded to the dtype of queries and keys before products with them."""

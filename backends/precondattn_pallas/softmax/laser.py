@@ -1,7 +1,7 @@
-"""LASER by the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc}.
+"""LASER by the kernels of softmax attention: o_ic = log Σ_j a_ij e^{v_jc},  a = softmax(s q kᵀ).
 
-A call is *close* if no two valid values of a channel are further apart than R. Then, with ν_c the
-largest of them, no e^{v − ν} underflows, and LASER is softmax attention with values W:
+A call is *close* if the valid values of every channel differ by at most R. Then, with ν_c their
+maximum, no e^{v − ν} underflows, and LASER is softmax attention with values W:
 
     W = e^{v − ν} − u,    o = ν + log(u + A W),    G = do / (u + A W),    dv = (W + u) ∘ Aᵀ G,
 
@@ -52,7 +52,7 @@ class ValueSpread(NamedTuple):
     less: Array
     """u (b, 1, n, e)"""
     is_close: Array
-    """Of the whole call"""
+    """Whether the call is close: one truth value"""
 
 
 def factor_dtype(dtype: DType) -> Array:
@@ -91,7 +91,7 @@ class _LaserCall(NamedTuple):
 
     @property
     def weights(self) -> Array:
-        """W + u = e^{v − ν}, in float32; at most 1 where the values are not close."""
+        """W + u = e^{v − ν}, in float32; at most 1 at valid keys."""
         return jnp.exp(self.v.astype(jnp.float32) - self.spread.shift)
 
     def of_queries(self, array: Array) -> Array:
@@ -183,7 +183,7 @@ def _backward(
 
 
 class LaserKernels(SoftmaxKernels):
-    """Algorithm of `Softmax` with the read in exponential space."""
+    """Algorithm of `Softmax` whose output is a log-mean-exp of the values."""
 
     def forward(
         self, leaf: Softmax, x: Mapping[str, Array], frame: Frame

@@ -1,4 +1,4 @@
-"""The mean under softmax weights, tile by tile, with the running maximum m of each row.
+"""Online softmax as in flash attention: a running maximum m, a sum l and a weighted sum per row.
 
     P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P v,
     o = acc / l,      λ = m + log l
@@ -19,7 +19,7 @@ Running = tuple[Array, Array, Array]
 
 
 def empty(rows: int, e: int) -> Running:
-    """Before the first tile."""
+    """m, l and acc before the first tile."""
     return (
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
@@ -28,7 +28,7 @@ def empty(rows: int, e: int) -> Running:
 
 
 def with_tile(carried: Running, scores: Array, v: Array, products: Products) -> Running:
-    """With the scores (rows, columns) and values (columns, e) of a tile; −∞ where masked."""
+    """m, l and acc after a tile: scores (rows, columns), −∞ if masked, and values (columns, e)."""
     largest, total, acc = carried
     higher = jnp.maximum(largest, jnp.max(scores, axis=1))
     base = jnp.where(higher == -jnp.inf, 0.0, higher)

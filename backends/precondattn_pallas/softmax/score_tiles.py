@@ -47,7 +47,7 @@ class SegmentRuns(NamedTuple):
 
 
 def segments_of(mask: StaticMask, b: int, k_valid: Array, k_segment: Array) -> SegmentRuns | None:
-    """Those of a full call, in which queries have the last positions of the keys."""
+    """The segments of a full call, in which queries have the last positions of the keys."""
     if k_valid is None and k_segment is None:
         return None
     run = jnp.zeros((b, mask.s), jnp.int32) if k_segment is None else runs_of(k_segment)
@@ -74,7 +74,10 @@ def met_by_queries(
 def met_by_keys(
     mask: StaticMask, segments: SegmentRuns | None, rows: int, columns: int
 ) -> tuple[Array, Array]:
-    """The same for tiles of `columns` queries that attend to each tile of `rows` keys."""
+    """The first tile of queries that attends to each tile of keys, and the last plus one.
+
+    Tiles have `columns` queries and `rows` keys.
+    """
     shift = mask.t - mask.s
     runs = None if segments is None else (segments.k_run, segments.q_run)
     return _met(rows, mask.s, columns, mask.t, shift, mask.lookahead, mask.lookback, runs)
@@ -90,7 +93,10 @@ def _met(
     lookahead: int,
     runs: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
-    """(b or 1, tiles) each. Token i of the tile has position i + shift among the other tokens."""
+    """The first and the end tile (b or 1, tiles) that each tile meets.
+
+    Token i of a tile has position i + shift among the other tokens.
+    """
     first = jnp.arange(0, count, tile, dtype=jnp.int32)
     last = jnp.minimum(first + tile, count) - 1
     low = jnp.clip(first + shift - lookback, 0, other)[None]

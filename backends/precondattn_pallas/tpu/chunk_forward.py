@@ -31,7 +31,7 @@ BETA, GATE = 0, 1
 
 
 class ChunkWrites(NamedTuple):
-    """What a chunk writes, and its intermediate results."""
+    """U, the rows that a chunk writes to the state, and intermediate results."""
 
     decay: Decay
     u: Array

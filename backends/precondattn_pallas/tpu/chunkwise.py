@@ -29,7 +29,7 @@ from precondattn_pallas.tpu.products import TpuProducts, products
 from precondattn_pallas.tpu.tiles import number_of, numbers_of
 
 CHUNK = LANES
-"""Tokens."""
+"""Tokens of a chunk."""
 
 
 class TpuChunks(NamedTuple):
@@ -121,7 +121,7 @@ class TpuChunkwise(Chunkwise):
     def _forward(
         self, x: Stream, inputs: Mapping[str, Array], state: Array, outputs: Mapping[str, Array]
     ) -> Arrays:
-        """The final state, and o and states as far as `outputs` declares their shapes."""
+        """The final state, and o and the states before chunks if `outputs` has their shapes."""
         start = _padded_state(state)
         m, tokens, _ = inputs["k"].shape
         chunks = TpuChunks(tokens // CHUNK)

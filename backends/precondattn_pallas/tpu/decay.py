@@ -40,7 +40,7 @@ def decay_of(products: TpuProducts, g: Array, size: int) -> Decay:
     triangle = jnp.where(i >= j, one, zero)
     if g is None:
         return Decay(triangle)
-    # In the column of token j, the gates after it.
+    # Column j has the gates of the tokens after j.
     after = jnp.where(i > j, as_column(g), zero)
     pairs = triangle * jnp.exp(products.exact.dot(triangle, after))
     return Decay(
@@ -56,9 +56,9 @@ def d_gates(
 ) -> Array:
     """The gates' gradient (1, C), from sums of dx ∘ x of everything that the gates multiply.
 
-    `crossing` (C, C), of pairs: gate t is in those with j < t ≤ i. `read` (C, 1), of token i's
-    reads from the state before the chunk: i ≥ t. `written` (C, 1), of token j's writes to the state
-    after it: j < t. `kept` (1, 1), of the decayed state.
+    `crossing` (C, C) has the sums of pairs: gate t is in those with j < t ≤ i. `read` (C, 1) has
+    those of token i's reads of the state before the chunk: i ≥ t. `written` (C, 1) has those of
+    token j's writes to the state after it: j < t. `kept` (1, 1) is that of the decayed state.
     """
     i, t = tokens_of(crossing.shape[0])
     zero = jnp.float32(0)

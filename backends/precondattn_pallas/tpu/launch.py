@@ -1,7 +1,7 @@
-"""Launching a kernel on a TPU: named inputs, outputs and scratch.
+"""Launches of kernels on a TPU: named inputs, outputs and scratch.
 
-A kernel is a function of three dictionaries of references, for inputs, outputs and what it keeps
-from one program to the next, and of constants by name. Programs run in the grid's order, except
+A kernel is a function of three dictionaries of references, for inputs, outputs and scratch memory
+that programs share in sequence, and of constants by name. Programs run in the grid's order, except
 that a TPU with two cores may split the first axis: nothing may depend on the order along it.
 """
 
@@ -70,7 +70,7 @@ IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def scalars(**arrays: Array) -> Blocks:
-    """Small arrays of integers, whole, in the memory of scalars; None is left out."""
+    """Small arrays of integers, whole, in scalar memory (SMEM); None is left out."""
     spec = pl.BlockSpec(memory_space=pltpu.SMEM)
     return {name: (array, spec) for name, array in arrays.items() if array is not None}
 

@@ -38,7 +38,7 @@ from precondattn_pallas.tpu.tiles import numbers_of
 
 
 class TpuLucidPlan(NamedTuple):
-    """What is known of a call before it runs."""
+    """Sizes and options of a call, which are known before it runs."""
 
     eps: float | None
     """ε in the norm of the keys; None where they are not normalised."""

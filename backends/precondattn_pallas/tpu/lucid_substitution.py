@@ -36,13 +36,13 @@ from precondattn_pallas.tpu.lucid_tiles import BLOCK, FACTOR, phi_tile, row
 from precondattn_pallas.tpu.tiles import as_column
 
 COPIED = ("keys", "numbers", "values")
-"""What later blocks need of a solved block."""
+"""The arrays of a solved block that later blocks read."""
 
 
 def substitute(
     x: References, out: References, scratch: References, *, phi: Phi, backward: bool, heads: int
 ) -> None:
-    """y and ρ of a block, or dv and X; a sequence has so many `heads`."""
+    """y and ρ of a block, or dv and X; `heads` is the number of heads of a sequence."""
     head, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
     memory = {"keys": x["all_keys"], "numbers": x["all_numbers"], "values": out["values"]}
     own = x["keys"][...], x["numbers"][...]

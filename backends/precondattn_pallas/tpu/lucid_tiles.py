@@ -16,7 +16,7 @@ from precondattn_pallas.lucid.tiles import Phi, segments_of
 from precondattn_pallas.tpu.tiles import as_column
 
 BLOCK = 128
-"""Tokens."""
+"""Tokens of a block."""
 
 FACTOR, RECIPROCAL, SEGMENT = 0, 1, 2
 """Rows of a block's numbers: β or 0, r, and the index of the segment (exact up to 2²⁴)."""
@@ -33,7 +33,7 @@ def phi_tile(phi: Phi, i: tuple[Array, Array], j: tuple[Array, Array]) -> Array:
 def reach_of(ids: Array, tokens: int) -> Array:
     """The first and the last block (b, blocks, 2) that share a segment with each block.
 
-    From ids (b, s), padded to T tokens, as a flat array of int32; None without segments.
+    The ids (b, s) are padded to T tokens. The result is flat, int32; None without segments.
     """
     segments = segments_of(ids, tokens)
     if segments is None:
@@ -44,5 +44,5 @@ def reach_of(ids: Array, tokens: int) -> Array:
 
 
 def row(numbers: Array, which: int) -> Array:
-    """One of a block's numbers (8, BLOCK), as (1, BLOCK)."""
+    """One row (1, BLOCK) of a block's numbers (8, BLOCK)."""
     return numbers[which : which + 1, :]

@@ -1,6 +1,6 @@
-"""How a TPU multiplies tiles: its matrix unit multiplies bfloat16 and sums in float32.
+"""The products of tiles on a TPU, whose matrix unit multiplies bfloat16 and sums in float32.
 
-A float32 factor is split into a sum of such factors. For float32 inputs, `Precision.HIGHEST`
+A float32 factor is split into a sum of bfloat16 factors. For float32 inputs, `Precision.HIGHEST`
 requests float32's accuracy, which takes six products. For bfloat16 inputs, a float32 factor is two
 terms,
 
@@ -21,7 +21,7 @@ from precondattn.arrays import Array, DType
 
 
 class TpuProducts(NamedTuple):
-    """How a kernel multiplies tiles; `precision.Products` is the counterpart for a GPU."""
+    """The products of tiles in a kernel; `precision.Products` is the counterpart for a GPU."""
 
     half: bool
     """Whether inputs are in bfloat16, so that 2⁻¹⁶ is accurate enough."""
@@ -41,12 +41,12 @@ class TpuProducts(NamedTuple):
 
     @property
     def exact(self) -> TpuProducts:
-        """The same for factors that must not be rounded."""
+        """Products of factors that must not be rounded."""
         return self._replace(half=False)
 
 
 def products(dtype: DType) -> TpuProducts:
-    """For inputs of this dtype."""
+    """The products of a kernel for inputs of this dtype."""
     return TpuProducts(jnp.dtype(dtype).itemsize == 2)
 
 
@@ -62,7 +62,7 @@ def _terms(a: Array) -> tuple[Array, ...]:
     """Terms in bfloat16: the array itself, or two terms whose sum is nearly a float32 array."""
     if a.dtype == jnp.bfloat16:
         return (a,)
-    # By bit operations: a compiler may remove a conversion to bfloat16 and back.
+    # Bits are cleared, since a compiler may remove a conversion to bfloat16 and back.
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) & jnp.int32(-65536)
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (a - high).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Leaves with a state on a TPU: as in `precondattn_pallas.recurrence`, with separate kernels.
+"""Leaves with a state, as in `precondattn_pallas.recurrence`, with the kernels for a TPU.
 
 The blocks of a program must fit VMEM; all queries of a state are loaded at once.
 """
@@ -40,6 +40,6 @@ class TpuRecurrence(RecurrenceKernels):
 
 
 def bytes_of(r: int, d: int, e: int) -> int:
-    """VMEM of the gradient, the larger of the two kernels: every block is stored twice."""
+    """Bytes of VMEM that the gradient's kernel needs, the larger of the two: each block twice."""
     rows = CHUNK * (r * (2 * d + e) + 2 * d + 2 * e)
     return 4 * (2 * (rows + 3 * d * e) + d * e)

@@ -26,13 +26,13 @@ def numbers_of(rows: Sequence[Array], size: int) -> Array:
 
 
 def number_of(numbers: Array, row: int) -> Array:
-    """One row of it, (m, T)."""
+    """One of the numbers of `numbers_of`, as (m, T)."""
     m, blocks, _, size = numbers.shape
     return numbers[:, :, row].reshape(m, blocks * size)
 
 
 def tile_of(rows: Sequence[Array]) -> Array:
-    """Rows (1, C) as a tile (8, C)."""
+    """A tile (8, C) of rows (1, C)."""
     size = rows[0].shape[1]
     row_index = lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 0)
     result = jnp.zeros((SUBLANES, size), jnp.float32)
@@ -42,12 +42,12 @@ def tile_of(rows: Sequence[Array]) -> Array:
 
 
 def as_column(row: Array) -> Array:
-    """(1, C) as (C, 1)."""
+    """A row (1, C) as a column (C, 1)."""
     i, j = tokens_of(row.shape[1])
     return jnp.sum(jnp.where(i == j, row, jnp.float32(0)), axis=1, keepdims=True)
 
 
 def as_row(column: Array) -> Array:
-    """(C, 1) as (1, C)."""
+    """A column (C, 1) as a row (1, C)."""
     i, j = tokens_of(column.shape[0])
     return jnp.sum(jnp.where(i == j, column, jnp.float32(0)), axis=0, keepdims=True)

@@ -3,8 +3,8 @@
     S_ij = s q_i·k_j + table[entry of i and j]
 
 Grid: tiles of slots of all windows, heads, sequences. A program loops over its window's tiles of
-keys with a running maximum (`softmax/running.py`); a window of at most 64 tokens may be one tile.
-Queries, keys and values are read where the user's arrays have them: no window is copied. Exponents
+keys, as in flash attention (`softmax/running.py`); a window of at most 64 tokens may be one tile.
+Queries, keys and values are read from the user's arrays, without copies in window order. Exponents
 and λ are in units of log 2. W² (d + e) products per window and head, where W is padded to whole
 tiles.
 """
@@ -41,7 +41,7 @@ class WindowedTiling(NamedTuple):
     products: Products
     tile: Configuration
     d: int
-    """Padded, like e."""
+    """Key channels, padded, as e is"""
     e: int
     rounds: bool
     """Whether dS is rounded to the dtype of queries and keys before products with them."""
@@ -123,7 +123,7 @@ def forward(x: References, out: References, *, tiling: WindowedTiling) -> None:
 
 
 class WindowMasks(NamedTuple):
-    """Which tokens are valid, (b or 1, tokens); None where all are."""
+    """The validity of queries and keys (b or 1, tokens); None where all are valid."""
 
     q_valid: Array
     k_valid: Array
@@ -177,10 +177,10 @@ def shared_inputs(
 
 
 def rows_of_head(tokens: int, width: int, group: int = 1) -> pl.BlockSpec:
-    """Of an array (b, tokens, heads, width), of which each of `group` programs reads one head."""
+    """The block of (b, tokens, heads, width): one head, which `group` programs read."""
     return pl.BlockSpec((None, tokens, None, width), lambda i, h, b: (b, 0, divide(h, group), 0))
 
 
 def numbers_of_head(tokens: int) -> pl.BlockSpec:
-    """Of an array (b, heads, tokens)."""
+    """The block of (b, heads, tokens): the numbers of a program's head."""
     return pl.BlockSpec((None, None, tokens), lambda i, h, b: (b, h, 0))

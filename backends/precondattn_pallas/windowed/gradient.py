@@ -49,7 +49,7 @@ CHANNELS = 32
 
 
 class WeightedRows(NamedTuple):
-    """The queries of a tile that have weights."""
+    """The queries in the slots of a tile, with their λ and D."""
 
     query: Array
     is_row: Array
@@ -67,7 +67,7 @@ class WeightedRows(NamedTuple):
         slot: Array,
         head: Array | None = None,
     ) -> WeightedRows:
-        """Of the slots of a window; x has numbers of one head, or of several by head."""
+        """The queries in slots of a window; x has the numbers of one head, or of several heads."""
         query, is_row = tiling.places.queries(window, slot)
         is_row = and_valid(x.get("q_valid"), query, is_row)
         logs = load_numbers(x["log_total"], query, is_row, jnp.inf, head)
@@ -76,7 +76,7 @@ class WeightedRows(NamedTuple):
         return cls(query, is_row, jnp.where(is_row, logs, 0.0), d_sum)
 
     def load(self, array: Array, width: int, head: Array | None = None) -> Array:
-        """Their rows of q or do, 0 elsewhere."""
+        """The rows of q or do in these slots, 0 where there is no query."""
         return load_rows(array, self.query, self.is_row, width, head)
 
 
@@ -166,7 +166,7 @@ def _product(
     columns: tuple[Array, Array],
     width: int,
 ) -> Array:
-    """x yᵀ of rows x and rows y, some channels at a time: both are loaded for each window anew."""
+    """x yᵀ of rows x and y, some channels at a time; both are loaded again for each window."""
     each = min(width, CHANNELS)
 
     def add(i: Array, total: Array) -> Array:
@@ -251,7 +251,7 @@ def d_table(tiling: WindowedTiling, x: Arrays, masks: WindowMasks) -> Array:
 def _inputs(
     tiling: WindowedTiling, x: Arrays, masks: WindowMasks
 ) -> dict[str, tuple[Array, Array]]:
-    """What the gradients of a query head read."""
+    """The arrays that the gradients of a query head read."""
     t = x["q"].shape[1]
     return inputs_of(tiling, x, masks) | {
         "d_o": (padded(x["d_o"], t, tiling.e), rows_of_head(t, tiling.e)),

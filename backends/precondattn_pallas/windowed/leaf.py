@@ -29,7 +29,7 @@ from precondattn_pallas.windowed.slots import SlotPlaces
 
 
 class WindowedPlan(NamedTuple):
-    """What is known of a call before it runs."""
+    """Sizes and options of a call, which are known before it runs."""
 
     forward: WindowedTiling
     query_gradient: WindowedTiling
@@ -79,7 +79,7 @@ def _backward(
 
 
 class WindowedKernels(SoftmaxKernels):
-    """Softmax within windows, and its gradient; the residuals are those of attention."""
+    """Softmax within windows, and its gradient, with the residuals of attention."""
 
     def refuses(self, leaf: Windowed, request: Request) -> str | None:  # type: ignore[override]
         """The reason why the kernels do not support this call, or None."""

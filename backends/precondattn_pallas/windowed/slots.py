@@ -1,4 +1,4 @@
-"""Which token is in which slot of which window, and how a kernel reads and writes those rows.
+"""The token in each slot of a window, and loads and stores of the rows of these tokens.
 
 Slots are numbered as in `kernel_backend/windows.py`. A slot without a token is masked; its index is
 the number of tokens, one beyond the last.
@@ -18,7 +18,7 @@ from precondattn_pallas.launch import divide, remainder
 
 
 class SlotPlaces(NamedTuple):
-    """Where the slots of a call's windows are."""
+    """The tokens of the slots of a call's windows."""
 
     grid: WindowGrid
     size: WindowSize
@@ -57,7 +57,7 @@ def slots(tile: Array, count: int) -> Array:
 
 
 def and_valid(valid: Array, index: Array, is_there: Array) -> Array:
-    """Which of these tokens are valid; `valid` is None if all are."""
+    """Whether each of these tokens exists and is valid; `valid` is None if all are."""
     if valid is None:
         return is_there
     return is_there & (plgpu.load(valid.at[index], mask=is_there, other=0) != 0)
@@ -78,7 +78,7 @@ def load_rows(
 
 
 def store_rows(array: Array, index: Array, is_row: Array, rows: Array) -> None:
-    """Write rows of an array (tokens, channels); where there is none, nothing."""
+    """Write rows of an array (tokens, channels); slots without a token are not written."""
     at, mask = _places(index, is_row, rows.shape[1], None, 0)
     plgpu.store(array.at[at], rows, mask=mask)
 
@@ -94,7 +94,7 @@ def load_numbers(
 def _places(
     index: Array, is_row: Array, width: int, head: Array, first: Array
 ) -> tuple[tuple[Array, ...], Array]:
-    """The index of every element, and which are there."""
+    """The index of every element, and whether it exists."""
     shape = (index.shape[0], width)
     row = lax.broadcast_in_dim(index, shape, (0,))
     channel = first + lax.broadcasted_iota(jnp.int32, shape, 1)

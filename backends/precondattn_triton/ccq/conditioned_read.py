@@ -43,7 +43,7 @@ from precondattn_triton.recurrence.leaves import RecurrenceKernels, form_of
 Tensors = Mapping[str, Tensor]
 
 SHARING = (torch.bfloat16,)
-"""Dtypes of keys for which states and moments share one pass. In float32 and float16, products
+"""Dtypes of keys for which one pass computes states and moments. In float32 and float16, products
 need three times the factors, and the registers do not hold states and moments at once."""
 
 
@@ -86,7 +86,7 @@ class ConditionedWiring(NamedTuple):
 
 @lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> ConditionedWiring | None:
-    """The wiring of a backbone whose queries are q^c; None if the calls are connected otherwise."""
+    """The input names of query and backbone; None if the backbone's queries are not q^c."""
     first, *norms, last = program.calls
     query = first.leaf
     if not isinstance(query, ConditionedQuery):
@@ -162,7 +162,7 @@ class ConditionedRead:
 
 
 class _Both:
-    """A call of query and backbone, up to and including the pass for states and moments."""
+    """A call of query and backbone, with its states and moments computed."""
 
     def __init__(self, group: Piece, x: Tensors, frame: Frame, contracted: Tensor) -> None:
         wires, first, backbone = _wiring(group), group.program.leaves[0], group.program.leaves[-1]

@@ -1,4 +1,4 @@
-"""PaTH backward, from o, λ and do: the launches of its kernels in order.
+"""PaTH backward, from o, λ and do: the launches of its kernels in order. Scores are recomputed.
 
 Queries are processed in groups of a few chunks: they are carried to the first chunk, and their
 gradients are carried back (`carried_queries.py`). From both, the gradients of keys, values and
@@ -26,17 +26,17 @@ from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.tiles import KernelMasks, configured
 
 GROUP = 4
-"""Chunks of queries in a group, at least; they set the size of X and Y."""
+"""The least number of chunks of queries in a group. Groups determine the memory of X and Y."""
 
 GROUP_TOKENS = 8192
-"""Queries of all heads in a group, at least: fewer leave processors idle."""
+"""The least number of queries in a group, over all heads: fewer leave multiprocessors idle."""
 
 REFLECTION_ELEMENTS = 16384
-"""Elements of F in a program."""
+"""Elements of F that a program computes."""
 
 
 class PathInputs(NamedTuple):
-    """Inputs of the same dtype, except β."""
+    """The inputs of a call; all but β have the same dtype."""
 
     q: Tensor
     k: Tensor
@@ -46,7 +46,10 @@ class PathInputs(NamedTuple):
 
 
 class PathGradients(NamedTuple):
-    """Those of k, v and w are (b n, T, …), padded to whole chunks and tile widths, in float32."""
+    """Gradients of the inputs, those of k, v and w as float32 (b n, T, …).
+
+    T is padded to whole chunks, and widths are padded to tile widths.
+    """
 
     q: Tensor
     """(b, t, h, d)"""
@@ -154,7 +157,7 @@ def path_backward(
 
 
 def _groups(t: int, s: int, size: int, heads: int) -> list[tuple[int, int]]:
-    """Groups of queries: each ends at the end of a chunk, or of the call."""
+    """Ranges of queries, each of which ends at the end of a chunk or of the call."""
     past, groups, start = s - t, [], 0
     group = size * max(GROUP, triton.cdiv(GROUP_TOKENS, heads * size))
     while start < t:

@@ -6,11 +6,11 @@ chunk (`chunks.py`), x_{c−1} = x_c − (x_c wᵀ) U, and y_c the gradient of x
     carry             X[c] = x_c                                          c = last … first
     query gradient    Y[c] = y_c,   y_{c+1} = y_c − (y_c Uᵀ) w + dS_c K̃   c = first … last
 
-with dS = s A ∘ (do vᵀ − D). The last y is the gradient of the query as it leaves its own chunk
-(`within_chunk.py`). y needs the x in reverse order, and x cannot be recomputed backward, since
-reflections may be projections and have no inverse. So X is stored, for a group of a few chunks of
-queries at a time, and Y too, for the gradient of the reflections. Both are (b, h, chunks, rows of
-the group, D).
+with dS = s A ∘ (do vᵀ − D), where A = e^{s x K̃ᵀ − λ} is recomputed. The last y is the gradient of
+the query as it leaves its own chunk (`within_chunk.py`). y needs the x in reverse order, and x
+cannot be recomputed backward, since reflections may be projections and have no inverse. So X is
+stored, for a group of a few chunks of queries at a time, and Y too, for the gradient of the
+reflections. Both are (b, h, chunks, rows of the group, D).
 
 Products per head, in units of t² / 2: carry 2 d; query gradient 4 d + e.
 Grid: one program per tile of queries, head and sequence, for each group.

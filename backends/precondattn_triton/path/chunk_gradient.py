@@ -1,4 +1,4 @@
-"""PaTH's chunks backward: from gradients of the chunks' results to those of k, w and β.
+"""PaTH's chunks backward: gradients of k, w and β from the gradients of the chunks' results.
 
 With the factors of `chunks.py`, and F the gradient of P,
 

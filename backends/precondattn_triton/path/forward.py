@@ -1,6 +1,7 @@
-"""PaTH forward: o = softmax(s A + mask) v,  A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j.
+"""PaTH forward: o = softmax(s A + mask) v,  A_ij = q_iᵀ H_i H_{i−1} … H_{j+1} k_j,  as in flash
+attention, with queries that are reflected between tiles of keys; H_t = I − β_t w_t w_tᵀ.
 
-Grid: one program per tile of queries x, head and sequence. It loops over chunks of keys
+Grid: one program per tile of ROWS queries x, head and sequence. It loops over chunks of keys
 (`chunks.py`) from the last that it attends to, to the first. In chunks that contain some of the
 queries, with B = tril(x wᵀ):
 
@@ -10,9 +11,9 @@ and in all chunks before the tile:
 
     S = x K̃ᵀ,    x ← x − (x wᵀ) U,
 
-with softmax over the tiles S as in `score_tiles.py`. x is kept in float32. In units of t² / 2
-products per head: d for the scores, 2 d for the reflections, e for the values. Registers hold x and
-the accumulator; k, v, w, K̃, U are read once per tile of queries.
+with online softmax over the tiles S (`softmax/score_tiles.py`). x is kept in float32. In units of
+t² / 2 products per head: d for the scores, 2 d for the reflections, e for the values. Registers
+hold x and the accumulator; k, v, w, K̃, U are read once per tile of queries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PaTH backward: gradients of v, K̃ and P = I − wᵀ U of a chunk, from the queries after it.
+"""PaTH backward: the gradients of v, K̃ and P = I − wᵀ U of a chunk, from all queries after it.
 
 With x the query as it enters chunk c, and y the gradient of x as it leaves it
 (`carried_queries.py`),
@@ -6,10 +6,11 @@ With x the query as it enters chunk c, and y the gradient of x as it leaves it
     key value gradient    dv += Aᵀ do,    dK̃ += dSᵀ x    one program per tile of keys, kv head
     reflections           F += xᵀ y                        one per block of channels, chunk, kv head
 
-and sequence. They run for one group of queries at a time, and add to the results of the groups
-before; F is the gradient of P. A program loops over the query heads of its group. No two programs
-add to the same element, so the result is deterministic. Products per head, in units of t² / 2:
-key value gradient 2 d + 2 e, reflections d² / C.
+and sequence. A = e^{s x K̃ᵀ − λ} is recomputed in tiles, and dS = s A ∘ (do vᵀ − D). The kernels
+run for one group of queries at a time, and add to the results of the groups before; F is the
+gradient of P. A program loops over the query heads of its group. No two programs add to the same
+element, so the result is deterministic. Products per head, in units of t² / 2: key value gradient
+2 d + 2 e, reflections d² / C.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class PathKernels:
-    """The leaf `Path`, with the mean as its read."""
+    """Kernels of the leaf `Path` whose output is the weighted mean of the values."""
 
     def refuses(self, leaf: Path, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""

@@ -1,4 +1,4 @@
-"""A step of PaTH by one token with a cache: buffers, and the launches of `decode.py`."""
+"""A step of PaTH by one token: from the cache's buffers to launches of `decode.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.tiles import LOG2_E
 
 FLUSH_ROWS = 32
-"""Keys of a program of `flush_keys`."""
+"""Keys that one program of `flush_keys` rewrites."""
 
 LARGEST_TILE = 8192
 """Elements in a tile of queries that fits every multiprocessor."""
@@ -48,7 +48,7 @@ def path_step(
     keys, values = past["key"], past["value"]
     (b, _, h, d), (n, e) = q.shape, v.shape[2:]
     flush = leaf.flush
-    # With flush 1 no reflection is pending, and these are not read.
+    # If `flush` is 1, no reflection is ever pending, and these two arrays are not read.
     pending_w, pending_beta = past.get("pending_w", w), past.get("pending_beta", beta)
     count, past_valid, new_valid = slots_and_validity(frame, keys.shape[1])
     is_token = new_token_validity(frame, b)

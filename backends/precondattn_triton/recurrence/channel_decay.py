@@ -1,4 +1,4 @@
-"""The decay between tokens of a chunk, with a gate per channel.
+"""Products of pairs of tokens in a chunk, with a gate per channel (GLA, KDA, RWKV-6).
 
     F(A, x, y) = Σ_{i≥j,c} A_ij x_ic y_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}.
 

@@ -1,4 +1,4 @@
-"""Reads within a chunk, with a gate per channel: launches.
+"""Pairs of tokens within a chunk, with a gate per channel: launches of `channel_decay.py`.
 
 With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
 
@@ -21,7 +21,7 @@ ERASE = ("erase", "bmsd")
 
 
 def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> Arguments:
-    """An array of the call under another name."""
+    """The arguments of an array of the call, under another name."""
     prefix, other_prefix = name.removeprefix("d_"), other.removeprefix("d_")
     arguments = {other: call.arguments[name]}
     for axis, other_axis in zip(axes, other_axes, strict=True):
@@ -45,7 +45,7 @@ def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> Arg
 
 
 def _erased(call: ChunkCall) -> tuple[str, str]:
-    """The keys that are erased."""
+    """The argument name and axes of the keys that are erased: `erase`, or k if none are given."""
     return KEY if call.arguments["erase"] is None else ERASE
 
 
@@ -72,9 +72,9 @@ def _gradient(
     pairs: Tensor,
     others: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Argument, Argument]:
-    """The derivatives of F: dx (m r, T, w), and, with x, dy and dg (m, T, w).
+    """The derivatives of F: dx (m r, T, w), and, with x, also dy and dg (m, T, w).
 
-    The last two are added to `others`, if those are given.
+    If `others` are given, dy and dg are added to them.
     """
     heads, shape = call.b * call.m, (call.tokens, call.gate_step)
     d_x = call.empty(pairs.shape[0], *shape)

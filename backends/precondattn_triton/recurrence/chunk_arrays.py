@@ -1,4 +1,4 @@
-"""The arrays of a recurrence under the names of kernel arguments, and the sizes of chunks."""
+"""The arrays of a recurrence, by the names of kernel arguments, and the sizes of its chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def strides(name: str, array: Tensor, axes: str) -> dict[str, int]:
 
 
 def strides_if(name: str, array: Tensor | None, axes: str) -> dict[str, int]:
-    """The same; 0 if the array is None."""
+    """Strides of an array, or 0 for every axis if the array is None."""
     return {f"{name}_{axis}": 0 for axis in axes} if array is None else strides(name, array, axes)
 
 
@@ -71,7 +71,7 @@ Kernel = Any
 """A jitted function: `kernel[grid](…)` launches it."""
 
 Argument = Any
-"""What a kernel takes: a tensor, a number, or None."""
+"""An argument of a kernel: a tensor, a number, or None."""
 
 Arguments = dict[str, Argument]
 
@@ -142,7 +142,7 @@ class ChunkCall:
 
     @property
     def erasing(self) -> Tensor | None:
-        """The decay of the state before a chunk until a token erases from it."""
+        """The decay of the state from before the chunk to when each token erases from it."""
         name = "erasing" if self.arguments["UNDECAYED"] else "reading"
         result: Tensor | None = self.arguments[name]
         return result

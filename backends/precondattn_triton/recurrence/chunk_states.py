@@ -104,7 +104,7 @@ def carry_states(
     at = (head * d + key[:, None]) * e + channel[None, :]
     inside = (key < d)[:, None] & (channel < e)[None, :]
     state = tl.load(initial + at, mask=inside, other=0.0)
-    # Of the heads with a state that share a key head, the first computes the moments.
+    # The first of the state heads that share a key head computes the moments.
     key_head, has_moments = head // k_group, head % k_group == 0
     column = tl.program_id(0) * COLUMNS
     if moments is not None:

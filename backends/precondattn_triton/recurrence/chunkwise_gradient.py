@@ -105,7 +105,7 @@ def _local(call: ChunkCall) -> Tensor:
 
 
 def _carry_back(call: ChunkCall, d_final: Tensor) -> Tensor:
-    """The gradient of the first state; those after every chunk and dU are stored in the call."""
+    """The initial state's gradient. The call stores dU, and the state gradient after each chunk."""
     heads = call.b * call.m
     d_initial = call.empty(call.b, call.m, call.d, call.e)
     call.arguments["d_states"] = torch.empty_like(call.arguments["states"])
@@ -186,7 +186,7 @@ def _d_erase(call: ChunkCall, erase: Tensor) -> Tensor:
 
 
 def _d_keys(call: ChunkCall, x: Stream) -> Tensor:
-    """dK (b, s, m, d); with dE, if the keys that are erased are the same."""
+    """dK (b, s, m, d), which includes dE if the keys that are erased are K."""
     heads, keys = call.b * call.m, call.keys("chunk_key_gradient")
     blocks = call.width // keys
     if call.decay in ("head", "keys"):

@@ -1,4 +1,4 @@
-"""The gradient of the keys that are erased, where they are others than those that are written.
+"""The gradient of the keys E that are erased, if they differ from the keys K that are written.
 
     dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ,
 

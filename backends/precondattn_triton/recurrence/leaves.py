@@ -1,4 +1,4 @@
-"""Leaves with a state on Triton's kernels: the recurrence in chunks as each leaf needs it.
+"""Leaves with a state: the options of the chunkwise kernels for each leaf.
 
 For half precision, factors in float32 are multiplied as tf32, except where outputs are divided by a
 sum that may cancel.

@@ -1,4 +1,4 @@
-"""Mesa's query (H + diag λ)⁻¹ q: the states of H by chunks, then a solve for the queries of each.
+"""Mesa's query (H + diag λ)⁻¹ q: the states of H in chunks, then a solve for each chunk's queries.
 
 H is the state of a linear attention with values β k (`chunk_states.py`); `solve_queries.py` solves
 with it. The gradient is one more solve, and that of the linear attention
@@ -67,7 +67,7 @@ class SolvingChunkwise(Chunkwise):
 
 
 class SolvedQuery(StatefulKernels):
-    """`MesaQuery`."""
+    """The kernels of the leaf `MesaQuery`."""
 
     def refuses(self, leaf: MesaQuery, request: Request) -> str | None:  # type: ignore[override]
         d = dict(request.shapes)["k"][-1]

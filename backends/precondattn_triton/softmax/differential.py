@@ -45,7 +45,7 @@ class DifferentialWiring(NamedTuple):
 
 @lru_cache(maxsize=KEPT)
 def wiring(program: Program) -> DifferentialWiring | None:
-    """The wiring of y = softmax(q, k, v) − λ softmax(q2, k2, v); None for any other program."""
+    """The inputs' names in y = softmax(q, k, v) − λ softmax(q2, k2, v); None for other programs."""
     if [*map(type, program.leaves)] != [Softmax, Softmax, Difference]:
         return None
     call_of = {call.out: call for call in program.calls}
@@ -147,7 +147,7 @@ class DifferentialKernels:
 def _inputs(
     group: Piece, x: Tensors
 ) -> tuple[DifferentialWiring, Maps, torch.Tensor, torch.Tensor]:
-    """Both maps and the values, in the dtype of the values; λ (b, t, h), repeated by strides."""
+    """The wiring, q and k of both maps in the dtype of v, v, and λ as a view (b, t, h)."""
     wires = wiring(group.program)
     assert wires is not None  # `refuses` has checked it.
     v = x[wires.v]

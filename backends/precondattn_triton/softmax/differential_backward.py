@@ -4,7 +4,7 @@
     dS₁ = A₁ ∘ (dA − D₁),    dS₂ = −λ A₂ ∘ (dA − D₂),    dv = (A₁ − λ A₂)ᵀ do,
     dq_m = s dS_m k_m,    dk_m = s dS_mᵀ q_m,    dλ = −D₂.
 
-dA is one product for both maps, and so is dv. Kernels, and their grids:
+A_m is recomputed from λ_m. dA is one product for both maps, and so is dv. Kernels and their grids:
 
     query gradient    dq₁, dq₂        one program per tile of queries, head and sequence
     key gradient      dk₁, dk₂, dv    one program per tile of keys, kv head and sequence

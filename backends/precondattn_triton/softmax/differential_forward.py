@@ -1,11 +1,12 @@
 """Differential attention forward: o = A₁ v − λ A₂ v,  A_m = softmax(s q_m k_mᵀ + mask).
 
-One pass over the keys: a tile of values is loaded once, and weighted by the scores of both maps,
+Flash attention with two maps, in tiles of ROWS queries and COLUMNS keys (`configurations.py`). One
+pass over the keys loads a tile of values once, and weights it by the scores of both maps,
 
     S₁ = s q₁ k₁ᵀ,    S₂ = s q₂ k₂ᵀ,    acc_m ← acc_m 2^{m_m − m'_m} + P_m V,
 
 each with its own running maximum (`score_tiles.py`). o₁ = acc₁ / l₁ and o₂ = acc₂ / l₂ are float32,
-and so is their difference, which cancels if the maps nearly agree.
+and so is the difference o₁ − λ o₂, which cancels if the maps nearly agree.
 
 Grid: one program per tile of queries, head and sequence. t s (2 d + 2 e) products per head, half of
 them if causal. Both accumulators are in registers.

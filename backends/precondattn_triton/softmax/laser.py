@@ -27,7 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class LaserKernels:
-    """The leaf `Softmax` with a read in exponential space."""
+    """Kernels of the leaf `Softmax` whose output is a log-mean-exp of the values."""
 
     def refuses(self, leaf: Softmax, request: Request) -> str | None:
         """The reason why the kernels do not support this call, or None."""

@@ -4,8 +4,8 @@
     dv_jc = Σ_i do_ic w_ijc,    ds_ij = Σ_c do_ic w_ijc − a_ij D_i,
     dq = scale ds k,    dk = scale dsᵀ q.
 
-In close heads (see `laser_forward.py`) that is the gradient of softmax attention with the values
-W = e^{v − ν} − u,
+Weights are recomputed from λ. In close heads (see `laser_forward.py`) this is the gradient of flash
+attention with the values W = e^{v − ν} − u,
 
     G = do ∘ e^{ν − o},    dW = Aᵀ G,    dv = (W + u) ∘ dW,    ds = A ∘ (G Wᵀ − D'),
     D'_i = Σ_c G_ic (e^{o_ic − ν_c} − u_c),

@@ -1,16 +1,17 @@
 """LASER forward: o_ic = log Σ_j a_ij e^{v_jc},  a_ij = e^{s_ij − λ_i},  s_ij = scale ⟨q_i, k_j⟩.
 
 A kv head of a sequence is *close* if the valid values of each channel differ by at most R. Then,
-with ν_c their maximum, no e^{v − ν} underflows, and LASER is softmax attention with the values
+with ν_c their maximum, no e^{v − ν} underflows, and LASER is flash attention with the values
 W = e^{v − ν} − u:
 
     P = e^{S − m},    l ← l e^{m − m'} + rowsum(P),    acc ← acc e^{m − m'} + P W,
     o = ν + log(u + acc / l),    λ = m + log l,
 
-in tiles, with the running maximum m of each row; l sums P after its rounding for the product, so
-that acc / l is a weighted mean. Channels whose values differ by at most log 2 have u = 1, all
-others u = 0: this keeps the entries of W, and so their rounding errors, small. ν and u are computed
-from all valid keys; a key that a query may not attend to affects only the rounding of its output.
+in tiles of ROWS queries and COLUMNS keys (`configurations.py`), with the running maximum m of each
+row; l sums P after its rounding for the product, so that acc / l is a weighted mean. Channels whose
+values differ by at most log 2 have u = 1, all others u = 0: this keeps the entries of W, and so
+their rounding errors, small. ν and u are computed from all valid keys; a key that a query may not
+attend to affects only the rounding of its output.
 
 All other heads are *exact*: the kernel reads one key at a time, with a running maximum M_ic of
 s_ij + v_jc for each row and channel,
@@ -224,7 +225,7 @@ def _close(
             is_key = is_token(k_valid, batch, columns, s)
             k_tile = load_tile(k, columns, is_key, k_token, k_channel, D, PADDED_D)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            scores = products * (scale * LOG2_E)  # In units of log 2.
+            scores = products * (scale * LOG2_E)  # Base-2 logarithms.
             if phase == 0:
                 # The scale is positive: the largest score is that of the largest product.
                 highest = tl.max(products, 1) * (scale * LOG2_E)
@@ -251,7 +252,7 @@ def _close(
             largest = higher
 
     total = row_sums(total)
-    has_keys = is_row & (total != 0)  # It is NaN where a key is.
+    has_keys = is_row & (total != 0)  # Also true for NaN, which a NaN in a key gives.
     channels = tl.arange(0, PADDED_E)
     at = (batch * n + kv) * E + channels
     nu = tl.load(shift + at, mask=channels < E, other=0.0)

@@ -1,10 +1,10 @@
-"""The sums of the rows of P, a tile of weights, as it was rounded for a product.
+"""Row sums of P, a tile of weights, after its rounding to the factors' dtype, by tensor cores.
 
     l ← l ∘ shrink + P 1
 
 Weights of 16 bits are multiplied by ones on tensor cores, in every one of `COLUMNS` equal columns.
-To add them up one by one, each would have to be converted to 16 bits and back, which takes as long
-as its exponential.
+Ordinary additions would first convert each weight to 16 bits and back, which takes as long as its
+exponential.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax over tiles of scores, forward with a running maximum and backward from λ.
+"""Online softmax over tiles of scores, as in flash attention; A is recomputed from λ backward.
 
 Forward, for the scores S of a tile in units of log 2, −∞ where masked:
 
@@ -12,8 +12,8 @@ Backward, with D = rowsum(do ∘ o),
 l sums P after its rounding for the product, so that acc / l is a weighted mean. A row in which all
 keys are masked has o = 0 and λ = ∞, so that all its weights are 0.
 
-The rows of dS sum to 0. If keys are nearly equal, dq consists of what remains after cancellation,
-and of 8 bits in dS few are left. A precise kernel splits P and dS into two parts.
+The rows of dS sum to 0. If keys are nearly equal, dq = dS k cancels almost completely, and dS with
+8 bits leaves few correct digits. A precise kernel splits P and dS into two 16-bit parts.
 """
 
 from __future__ import annotations

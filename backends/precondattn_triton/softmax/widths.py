@@ -4,8 +4,8 @@ from __future__ import annotations
 
 WIDEST_KEY = 256
 WIDEST_VALUE = {"float16": 512, "bfloat16": 512, "float32": 256}
-"""What fits the registers and the shared memory of a multiprocessor. Each float32 factor is split
-into three."""
+"""The widest values that fit the registers and the shared memory of a multiprocessor. Float32
+allows fewer, since each factor is split into three."""
 
 
 def limits(dtype: str, key: int, value: int) -> tuple[tuple[str, int, int], ...]:

@@ -1,9 +1,9 @@
 """Attention within windows, forward: o = softmax(S) v over the slots of a window (`slots.py`).
 
-Grid: one program per tile of slots, window, head and sequence. It loops over its window's tiles of
-keys with a running maximum (`softmax/score_tiles.py`); a window of at most 64 tokens may be one
-tile. Queries, keys and values are read where the user's arrays have them, and nothing is copied.
-W² (d + e) products per window and head, where W is padded to whole tiles.
+Grid: one program per tile of ROWS slots, window, head and sequence. It loops over its window's
+tiles of COLUMNS keys, as in flash attention (`softmax/score_tiles.py`); a window of at most 64
+tokens may be one tile. Queries, keys and values are read from the user's arrays, without copies in
+window order. W² (d + e) products per window and head, where W is padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from precondattn_triton.windowed.slots import (
 
 
 class WindowedArrays(NamedTuple):
-    """What all kernels of a call read; the arrays have one dtype, and any strides."""
+    """The arrays and sizes that all kernels of a call read; one dtype, any strides."""
 
     q: torch.Tensor
     """(b, t, h, d)"""
@@ -143,7 +143,7 @@ def _forward(
 
 
 def window_forward(problem: WindowedArrays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, the output in float32 (itself, if it is that), and λ (b, h, t)."""
+    """The output, the output in float32 (the same array if it is float32), and λ (b, h, t)."""
     b, t, h, _ = problem.q.shape
     out = problem.v.new_empty((b, t, h, problem.v.shape[3]))
     is_half = problem.v.dtype != torch.float32

@@ -3,7 +3,7 @@
     A = e^{S − λ},    dS = A ∘ (do vᵀ − D),    dq = s dS k,    dk = s dSᵀ q,    dv = Aᵀ do,
     dtable[m] = Σ dS_ij over the pairs of slots with entry m, of all windows and sequences.
 
-Kernels, and their grids:
+Every kernel recomputes A from λ, in tiles. Kernels, and their grids:
 
     query gradient    dq                 one program per tile of slots, window, head and sequence
     key gradient      dk, dv             the same, per key/value head; it loops over the query heads
@@ -29,7 +29,7 @@ from precondattn_triton.windowed.forward import WindowedArrays
 from precondattn_triton.windowed.slots import and_valid, tokens_of, window_of_program, with_bias
 
 CHANNELS = tl.constexpr(32)
-"""Channels of a product of the table's gradient, whose factors are all loaded anew."""
+"""Channels per product in the table's gradient, where factors are loaded anew for each product."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Which token is in which slot of which window, and the score of two slots.
+"""The token in each slot of a window, and the scores of pairs of slots.
 
 Slots are numbered as in `kernel_backend/windows.py`.
 
@@ -38,7 +38,7 @@ def tokens_of(
 
 @triton.jit
 def and_valid(is_present, valid, batch, tokens, count):
-    """Which of these tokens are valid; `valid` is (b, count), or None if all are."""
+    """Which tokens exist and are valid; `valid` is (b, count), or None if all are valid."""
     if valid is not None:
         is_present = is_present & (
             tl.load(valid + batch * count + tokens, mask=is_present, other=0) != 0

@@ -22,7 +22,7 @@ TILES = (
 )
 SMALL = dict.fromkeys(TILES, Configuration(16, 16))
 KERNELS = {"mean": softmax.SoftmaxKernels, "log_mean_exp": laser.LaserKernels}
-"""Tiles by the leaf's read."""
+"""The kernels' class for each read of the leaf."""
 SOFTMAX = pa.Softmax()
 
 

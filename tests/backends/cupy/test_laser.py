@@ -227,7 +227,7 @@ def test_unsupported_calls_are_declined_with_the_reason(leaf, dtype, e, reason):
 @needs_simulator
 @pytest.mark.parametrize("apart", [0.0, 100.0])
 def test_outputs_of_0_beside_large_values(apart):
-    """Of padded queries. Segments are as far apart as their values."""
+    """Padded queries have an output of 0, far from values that differ between segments."""
     x, d_out = problem(33)
     segment = np.arange(33) // 7
     x["v"] = (x["v"] + (100 + apart * (segment % 2))[:, None, None]).astype(np.float32)

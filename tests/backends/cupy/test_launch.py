@@ -1,4 +1,4 @@
-"""From a kernel's file to a launch: sources, arguments, and what is refused."""
+"""Launches of CUDA kernels: sources, arguments, and refusals."""
 
 import re
 
@@ -53,7 +53,7 @@ def test_shared_memory_is_limited_by_the_device(monkeypatch):
 
 
 def test_a_null_pointer_has_eight_bytes_for_cupy():
-    """CuPy itself would pass nothing at all for None."""
+    """CuPy itself would pass no argument for None."""
     value = launch._value("kernel", None, simulated=False)
     assert value.dtype == np.uint64
     assert value == 0

@@ -53,7 +53,7 @@ def problem(
     position = np.arange(t)[None]
     segment = None
     if segments:
-        # Ids of 64 bits; every sequence is split elsewhere.
+        # Ids have 64 bits, and every sequence is split at another place.
         segment = np.stack([position[0] // (7 + i) for i in range(b)]) + 2**40
     frame = Frame(position, position, valid, valid, segment, segment)
     return leaf, x, rng.normal(size=(b, t, n, e)), frame
@@ -153,7 +153,7 @@ def test_segments_are_independent():
 
 @pytest.mark.parametrize("lengths", [(64, 32, 32), (32, 64, 16)])
 def test_tiles_of_other_segments_are_not_multiplied(lengths):
-    """Else 0 · NaN would be NaN: the entries of Φ between segments are 0."""
+    """Entries of Φ between segments are 0, but multiplying them by NaN would give NaN."""
     leaf, x, d_y, frame = problem(sum(lengths), beta=True)
     ids = np.repeat(np.arange(3), lengths)
     position, segment = frame.q_position, np.stack([ids, ids])
@@ -378,7 +378,7 @@ def test_decoding_sequences_of_unequal_lengths(processors, monkeypatch):
 
 
 def test_decoding_with_masked_keys():
-    """Masked keys may be anything; a query whose own key is masked attends to those before it."""
+    """Masked keys may be anything; a query with a masked key attends to the keys before it."""
     x = sequences(21, 2, 2, 12, 20, b=3, beta=True)
     masks = np.random.default_rng(0).random((3, 20)) < 0.6, np.asarray([[True], [False], [True]])
     masks[0][2] = False

@@ -1,4 +1,4 @@
-"""A new token whose own key is masked attends to the others: steps of one token, by kernels."""
+"""A new token with a masked key attends to the other keys, in kernels for steps of one token."""
 
 from importlib.util import find_spec
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.thorough
 BOUNDS = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 BACKENDS = ("cupy", "portable")
 CHUNKS = {"float32": 32, "bfloat16": 16, "float16": 16}
-"""Two warps and one."""
+"""Tokens of a chunk: two warps, or one."""
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_products_in_tf32_by_tensor_cores_and_without(options, treatments):
 
 
 def rounded(x):
-    """To the nearest number of tf32."""
+    """The array rounded to the nearest numbers of tf32."""
     return ((x.view(np.uint32) + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32)
 
 

@@ -146,7 +146,7 @@ def test_equal_or_zero_keys_in_a_precise_kernel(monkeypatch, dtype):
 def test_logits_of_any_size(size):
     x, d_out = problem(33, b=1)
     x["q"] *= np.float32(size)
-    # In float32 a logit of that size is rounded to 1e-4, and so is its exponential.
+    # Float32 rounds logits of that size to 1e-4, and so their exponentials.
     check(x, d_out, bound=1e-3 if size > 1 else 1e-5)
 
 

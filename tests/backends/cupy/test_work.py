@@ -1,4 +1,4 @@
-"""The stated work of kernels: the grids that the backend launches, and the pairs of tokens."""
+"""The declared work of kernels: the grids that the backend launches, and the pairs of tokens."""
 
 import math
 from collections import defaultdict

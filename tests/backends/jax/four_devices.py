@@ -15,7 +15,7 @@ from precondattn.execution.jax import mesh_axes
 ENVIRONMENT = {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
 DEVICES = "--xla_force_host_platform_device_count={}"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Compiles in half of the time, for tests that compile much and compute little."""
+"""XLA's flags for compiling in half the time, for tests that compile much and compute little."""
 
 
 def assert_pass_on_four_devices(name):
@@ -42,7 +42,7 @@ def assert_pass_on_devices(name, count, flags="", marked="not slow"):
 
 @pytest.fixture
 def told(monkeypatch):
-    """The warnings of one test, as if none had been given before."""
+    """The warnings of one test, with those that are given once per process."""
     monkeypatch.setattr(mesh_axes, "_warned", set())
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")

@@ -89,7 +89,7 @@ def test_one_key_head_of_all_query_heads_is_on_every_device(told):
 
 
 def test_four_devices_do_not_divide_two_key_heads(told):
-    """The query heads, of which there are four, are gathered, and the user is told."""
+    """The four query heads are gathered, and the user is warned."""
     m, x = pa.Softmax(), inputs_of("softmax", n=2)
     sharded = placed(x, HEADS, {"q": P(None, None, "model"), "k": P(), "v": P()})
     check(lambda x: m(**x), x, sharded, ["all-gather"])
@@ -184,7 +184,7 @@ def test_plain_calls_of_sharded_arrays_stay_sharded():
 
 @pytest.mark.parametrize("backend", ["jax", "reference"])
 def test_a_constraint_may_name_axes_of_the_mesh_in_use(backend):
-    """XLA then tells of shardings without names."""
+    """XLA then reports shardings without names."""
     m, x, spec = pa.Lucid(), inputs_of("lucid"), P("data", None, "model")
 
     def call(x):

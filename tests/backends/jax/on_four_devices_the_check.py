@@ -59,7 +59,7 @@ def test_the_check_finds_a_rule_without_heads(faulty, told):
         exec(outcome.snippet, {})
     faulty.undo()
     jax.clear_caches()
-    exec(outcome.snippet, {})  # It passes.
+    exec(outcome.snippet, {})  # The snippet passes.
 
 
 def test_the_check_finds_a_rule_that_divides_time(faulty):

@@ -61,7 +61,7 @@ def test_jax_is_chosen_over_the_reference(expression, verb):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_zero_states_are_not_read_from_memory_that_nothing_has_written(dtype):
-    """jaxlib 0.10.2 does so where it sums over a product with zeros that it knows of."""
+    """jaxlib 0.10.2 does so if it sums over a product with constant zeros."""
     m, numbers = pa.parse("retention"), np.random.default_rng(0)
     shapes = {"q": (1, 30, 4, 64), "k": (1, 64, 1, 64), "v": (1, 64, 1, 128)}
     x = {name: numbers.normal(size=shape) for name, shape in shapes.items()}
@@ -104,7 +104,7 @@ def test_several_blocks_of_the_default_size(expression):
 @pytest.mark.parametrize("expression", ["lucid", "path"])
 @pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
 def test_a_mask_of_more_keys_than_queries(mask, expression, small_blocks):
-    """A query whose own key is masked still attends to the others."""
+    """A query with a masked key still attends to the other keys."""
     m = pa.parse(expression)
     layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     compare(m, make_inputs(m, layout, "clustered"), **layout.masks())

@@ -35,7 +35,7 @@ def arrays(x):
 
 @pytest.mark.parametrize(("options", "mask"), CASES, ids=str)
 def test_gradients_of_output_and_lse(options, mask, small_blocks):
-    """By autograd under `jit`, and by `with_lse_vjp`."""
+    """Gradients by `jax.grad` under `jit` and by `with_lse_vjp` are those of the formula."""
     m, x, masks = pa.Softmax(**options), problem(options), masks_of(mask, 2, 9)
     seen, real = visible(options, masks, 2, 9, 9)
     out, lse = by_loops(x, options, seen)

@@ -23,7 +23,7 @@ def arrays_of(m, tokens):
 
 
 def of_any_size(arrays):
-    """Their shapes with a symbol for the batch, and, where they have tokens, one for the time."""
+    """The inputs' shapes, with symbols for the batch and the number of tokens."""
     b, t = export.symbolic_shape("b, t")
 
     def shape(array):

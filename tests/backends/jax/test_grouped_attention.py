@@ -10,10 +10,10 @@ from precondattn_jax.grouped_attention import GroupedAttention
 from tests.backends.jax.test_backend import compare
 
 BLOCKS = {"one": 1, "two": 4 * 2 * 4 * 4 * 2, "all": 2**17}
-"""`layout.GROUPED` for groups of so many blocks of 4 tokens, of 2 sequences and 4 heads."""
+"""`layout.GROUPED` for groups of one, two or all blocks of 4 tokens, 2 sequences and 4 heads."""
 
 LENGTHS = ([9, 1, 1, 12, 3, 4], [2, 14, 4, 4, 4, 2])
-"""Of the segments of each sequence. Most are not aligned to blocks."""
+"""Lengths of the segments of each sequence. Most are not aligned to blocks."""
 
 OPTIONS = [
     pa.Softmax(),

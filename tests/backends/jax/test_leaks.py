@@ -12,7 +12,7 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 
 @pytest.fixture
 def few_objects():
-    """Objects that exist already are not searched: JAX collects garbage after every trace."""
+    """A context in which existing objects are not searched by JAX's garbage collections."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""PaTH's step in JAX against the definition's, buffers and all."""
+"""PaTH's step in JAX against the definition's: outputs and buffers."""
 
 from functools import partial
 

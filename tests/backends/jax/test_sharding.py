@@ -1,4 +1,4 @@
-"""Sharding over devices: calls. `test_sharding_check.py`, which runs beside it, has the check."""
+"""Calls that are sharded over devices. `test_sharding_check.py` has the suite's check."""
 
 import pytest
 

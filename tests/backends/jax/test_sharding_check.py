@@ -1,4 +1,4 @@
-"""Sharding over devices: the suite's check."""
+"""The suite's check `sharding`, in a process with several devices."""
 
 import pytest
 

@@ -19,7 +19,7 @@ from precondattn_conformance.inputs import CallLayout, make_inputs
 from tests.representatives import SCANNED
 
 WITHIN = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 3e-2}
-"""Of the largest entry"""
+"""Tolerances, relative to the largest entry"""
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def check(
     expected, pull = m.vjp(**x, **masks)
     weight = np.linspace(-1, 1, expected.size).reshape(expected.shape)
     of_one = pull(weight)
-    for name, pattern in m.inputs.items():  # Nothing of padding is read.
+    for name, pattern in m.inputs.items():  # Padding is not read.
         if pattern.time_axis is not None and pattern.axes[pattern.time_axis].multiple == 1:
             x[name][of_padding(masks, pattern, tokens)] = np.nan
 
@@ -161,7 +161,7 @@ def test_half_precision_is_float32_between_pieces_that_send_no_values():
     once = exact.astype("bfloat16")
     found = attn(**x)
     assert found.dtype == "bfloat16"
-    assert np.array_equal(found, once)  # It is rounded once, at the end.
+    assert np.array_equal(found, once)  # The result is rounded once, at the end.
 
 
 def test_states_are_scanned_and_multiplied_by_transitions():
@@ -313,7 +313,7 @@ def compiled(attn, devices, x):
 
 
 def collectives(text):
-    """How many of each kind are in a compiled program."""
+    """The number of collectives of each kind in a compiled program."""
     kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
     found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     return {kind: count for kind, count in found.items() if count}
@@ -347,7 +347,7 @@ def test_a_solved_block_is_one_sum_and_as_many_bytes_as_explained():
     m, x = problem("lucid_solve", 8)
     attn = context_parallel(m, mesh_of(4), "cp", layout="contiguous")
     x = {name: jnp.asarray(a) for name, a in x.items()}
-    assert collectives(compiled(attn, 4, x)) == {"all-reduce": 1}  # In the loop over blocks.
+    assert collectives(compiled(attn, 4, x)) == {"all-reduce": 1}  # It is in the loop over blocks.
     # A sum over P devices sends 2 (P − 1) / P of what it adds up, here of all blocks.
     sent = {"k for out": 6 * x["k"].nbytes // 4, "y for out": 6 * x["v"].nbytes // 4}
     assert attn.explain(**x).bytes_sent == sent

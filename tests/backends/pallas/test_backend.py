@@ -25,7 +25,7 @@ TAKEN = ("lucid_solve", "lucid[beta=true]", "softmax[window=3]")
 ALSO = ("laser", "gla", "gsa", "kda", "gated_delta", "conditioned_query")
 """Mechanisms whose kernels take long to interpret: one dtype, and only some checks."""
 RUNS_BOTH = ("gsa", "kda")
-"""Slow: they run the kernels of GLA twice."""
+"""Slow mechanisms, which run the kernels of GLA twice."""
 GROUPS = (
     (TAKEN, ("float32", "bfloat16", "float16"), ()),
     (ALSO, ("float32",), ("outputs", "gradients", "caching")),

@@ -44,7 +44,7 @@ def test_every_mask_with_values_close_and_far_apart(options, t, s, masks, dtype,
 @pytest.mark.parametrize("masks", [{"lengths": (20, 7)}, {"segments": (3, 7)}], ids=str)
 @pytest.mark.parametrize("apart", [0.0, 100.0])
 def test_outputs_of_0_beside_large_values(apart, masks):
-    """Of padded queries. Segments are as far apart as their values."""
+    """Padded queries have an output of 0, far from values that differ between segments."""
     t = 20
     x, cotangent = problem(t, t)
     height = 100 + apart * (np.arange(t) // 7 % 2)

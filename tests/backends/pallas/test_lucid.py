@@ -60,7 +60,7 @@ def test_segments_are_independent():
 
 @pytest.mark.parametrize("lengths", [(64, 64, 16), (128, 64, 64)])
 def test_tiles_of_other_segments_are_not_multiplied(lengths):
-    """Else 0 · NaN would be NaN: the entries of Φ between segments are 0."""
+    """Entries of Φ between segments are 0, but multiplying them by NaN would give NaN."""
     leaf, x, d_y = problem(sum(lengths), beta=True)
     ids = np.repeat(np.arange(3), lengths)
     frame = Frame(None, None, k_segment=jnp.asarray(np.stack([ids, ids])))

@@ -268,7 +268,7 @@ def test_a_check_without_kernels_is_an_error():
 
 @pytest.mark.thorough
 def test_every_variant_for_a_tpu_can_be_lowered():
-    """Also when 64 bits are enabled, as in all of these tests."""
+    """Variants can be lowered with 64 bits enabled, as in all of these tests."""
     names = set()
     for variant in ahead_of_time.variants_of(variants.__name__, TPU).values():
         kernels = pallas_compiler.kernels_of(variant, TPU)

@@ -17,7 +17,7 @@ LIBRARIES = {"numpy": (IN_PLACE, np.asarray), "torch": (TORCH, torch.from_numpy)
 @pytest.mark.parametrize("taps", [1, 2, 5, 64, 65])
 @pytest.mark.parametrize("tokens", [1, 30, 64, 130])
 def test_it_is_that_of_the_definition_and_so_are_its_gradients(tokens, taps, dtype, library):
-    """In float32 with 65 weights, PyTorch's own convolution has a wrong gradient."""
+    """Outputs and gradients; PyTorch's own convolution has a wrong gradient with 65 weights."""
     ops, array = LIBRARIES[library]
     rng = np.random.default_rng(taps)
     v, d_y = rng.normal(size=(2, 2, 3, tokens, 4)).astype(dtype)

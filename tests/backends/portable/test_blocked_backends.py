@@ -65,7 +65,7 @@ def test_several_blocks_of_the_default_size(expression, library):
 @pytest.mark.parametrize("expression", ["softmax", "laser", "lucid", "path", "lucid(path)"])
 @pytest.mark.parametrize("mask", ["lengths", "key_mask", "segment_ids"])
 def test_a_mask_of_more_keys_than_queries(mask, expression, library, small_blocks):
-    """A query whose own key is masked still attends to the others."""
+    """A query with a masked key still attends to the other keys."""
     m = pa.parse(expression)
     layout = CallLayout("fewer", b=2, t=11, s=30, h=4, n=2, d=8, e=8, mask=mask)
     x = make_inputs(m, layout, "clustered") | layout.masks()

@@ -1,4 +1,4 @@
-"""Rows of attention that see no key, or whose queries are padding, and what is far from them."""
+"""Rows of attention without a visible key, or of padded queries, with large entries elsewhere."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_an_infinite_cotangent_of_a_row_without_keys_reaches_no_gradient(value, 
 
 
 def test_an_infinite_cotangent_of_a_row_with_one_key_is_not_hidden():
-    # λ is 0: the only score is.
+    # λ is 0, as the only score is 0.
     q, k, v = inputs(t=1, s=1)
     _, pullback = pa.Softmax().vjp(0 * q, k, v, backend=BACKEND)
     with np.errstate(invalid="ignore"):

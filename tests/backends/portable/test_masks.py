@@ -60,7 +60,7 @@ def test_row_blocks_are_masked_as_the_definition_says(t, size, strict, causal, w
 
 
 def test_few_masks_are_kept():
-    """In a step every row block has all keys, and shares its mask with no other."""
+    """The masks of a step are not all kept, since each row block has another mask."""
     mask = Mask(full_frame(24, 24, np.zeros(1)), 24, 0, window=5)
     for i0 in range(0, 24, 2):
         mask.apply(IN_PLACE, np.ones((1, 1, 2, 24)), Tile(i0, i0 + 2, 0, 24))

@@ -144,7 +144,7 @@ def test_in_place_the_new_state_has_the_memory_of_the_old_one(library, is_delta,
     [*MECHANISMS, "gsa", "softmax[window=3]", "differential", "differential(gsa)"],
 )
 def test_a_donated_cache_gives_what_one_that_is_kept_gives(expression, library):
-    """In `differential` two calls read one buffer, which the first must not overwrite."""
+    """`differential` reads one buffer in two calls, and the first must not overwrite it."""
     mechanism = pa.parse(expression)
     x = make_inputs(mechanism, CallLayout("test", b=2, t=5, s=5), "random")
     outs = {}
@@ -169,7 +169,7 @@ def test_pytorch_writes_a_token_to_states_of_any_grouping_of_heads(text, is_turn
     empty = mechanism.init_cache(**x)
     (name,) = empty.store
     state = torch.randn(empty.store[name].shape, dtype=torch.float64)
-    if is_turned:  # As Mamba-2's in Transformers.
+    if is_turned:  # Mamba-2 in Transformers has this layout.
         state = state.mT.contiguous().mT
     given = Cache(empty.length, {name: state}, empty.kinds)
     expected, after = mechanism.extend(given, **x, backend="reference")

@@ -1,4 +1,4 @@
-"""Outlook attention in blocks of rows of windows, as large images have them."""
+"""Outlook attention of large images, in blocks of rows of windows."""
 
 import numpy as np
 import pytest

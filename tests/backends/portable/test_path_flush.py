@@ -1,4 +1,4 @@
-"""Reflections that wait for a flush of PaTH's cached keys, after a call that passed one."""
+"""PaTH's pending reflections, after a call that flushed the cached keys."""
 
 from itertools import pairwise
 

@@ -13,7 +13,7 @@ from precondattn_portable.preconditioned_delta import is_preconditioned_delta
 
 CHUNK = chunkwise.CHUNK
 GROUP = "y1 = preconditioned_key"
-"""How the plan of a call names the group."""
+"""The group's name in the plan of a call."""
 
 
 def inputs(mechanism, s, b=2, h=3, values_per_head=1):
@@ -71,7 +71,7 @@ def test_more_chunks_of_keys_than_one_block_has():
 
 
 def test_channels_that_no_key_has_filled_with_a_small_eps():
-    """e^{−c} ε is no number of float32."""
+    """e^{−c} ε underflows in float32."""
     mechanism = pa.parse("atk[eps=1e-35,center=30](gated_delta)")
     x = {name: array.astype(np.float32) for name, array in inputs(mechanism, 2 * CHUNK + 2).items()}
     x["k"][:, : CHUNK + 6] = 0
@@ -90,7 +90,7 @@ def test_a_group_that_also_reads_the_made_keys_is_left_alone():
 
 
 def test_it_is_what_its_pieces_compute():
-    """A packed call is computed by pieces, since masks are left to them."""
+    """The group equals its pieces, which compute packed calls, since the group has no masks."""
     mechanism, s = pa.parse("atk(gated_delta)"), 2 * CHUNK
     x = inputs(mechanism, s)
     segment_ids = np.zeros((2, s), dtype=np.int64)
@@ -105,7 +105,7 @@ def test_it_is_what_its_pieces_compute():
     [("atk(gated_delta)", CHUNK, 1), ("atk(gated_delta)", 200, 2), ("atk(gdn2)", 200, 1)],
 )
 def test_other_calls_are_computed_by_pieces(expression, s, values_per_head):
-    """Few tokens, several value heads of a key head, and another erase key."""
+    """Calls of few tokens, of several value heads per key head, and with another erase key."""
     mechanism = pa.parse(expression)
     x = inputs(mechanism, s, values_per_head=values_per_head)
     assert GROUP not in str(mechanism.explain(**x))

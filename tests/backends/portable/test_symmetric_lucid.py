@@ -13,7 +13,7 @@ PACKED = np.repeat([0, 1, 2], [5, 21, 14])[None]
 
 @pytest.mark.parametrize("masks", [{}, {"segment_ids": PACKED}], ids=["whole", "packed"])
 def test_blocks_of_rows_that_begin_at_the_first_key_and_later(masks, small_blocks, monkeypatch):
-    # With a bias of pairs, segments are not computed as a batch: a block has the keys of its own
+    # Segments are not computed as a batch if there is a bias of pairs: a block has the keys of its
     # segments, of which the first is not key 0.
     monkeypatch.setattr(symmetric_lucid, "DIRECT", 4)
     mechanism = pa.parse(EXPRESSION)

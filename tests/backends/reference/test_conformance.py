@@ -21,8 +21,8 @@ MORE_OF_JAX = {"outputs": SMOKE[:3], "states": SMOKE[1:2]}
 
 # Slow: options and compositions in PyTorch and JAX. The reference is the same code in every
 # library: NumPy runs all of it, and each mechanism runs in PyTorch and JAX without options.
-# In JAX, more layouts and checks too. In NumPy, compositions: they are the wiring of pieces that
-# run alone here, and `test_blocked_conformance.py` runs the same wiring around faster ones.
+# Slow are also more layouts and checks in JAX, and compositions in NumPy: they connect pieces that
+# run alone here, and `test_blocked_conformance.py` connects faster pieces in the same way.
 #
 # Thorough: all but array_api_strict. The first tier has the definitions that `tests/mathematics`
 # compares, and the blocked backends, which are compared with the reference in every library.

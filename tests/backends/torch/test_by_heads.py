@@ -74,7 +74,7 @@ def counted(monkeypatch, three_threads):
 
 @pytest.mark.usefixtures("three_threads")
 def test_each_thread_computes_alone():
-    """PyTorch gives a thread that of the whole process when it first asks for its number."""
+    """PyTorch gives a new thread the process's number of threads at its first query."""
     by_heads._threads.cache_clear()
     assert by_heads.in_threads(lambda part: torch.get_num_threads(), 3) == [1, 1, 1]
     assert torch.get_num_threads() == 3
@@ -125,7 +125,7 @@ def test_a_small_call_is_not_divided(three_threads, monkeypatch):
 
 
 def test_threads_do_not_have_large_arrays_of_several_heads(counted, monkeypatch):
-    """In the gradient of PaTH; others, and its forward pass, have none."""
+    """The gradient of PaTH is not divided among threads; other gradients have no such arrays."""
     monkeypatch.setattr(by_heads, "MOST", 19 * 18)
     call(*inputs("path", 4, 2))
     assert counted == [2]

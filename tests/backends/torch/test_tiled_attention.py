@@ -27,7 +27,7 @@ MASKS = {
         "prefix": np.asarray([4, 7]),
     },
 }
-MASKS["attn_mask"]["attn_mask"][:, :, 20:31] = False  # Rows that see nothing.
+MASKS["attn_mask"]["attn_mask"][:, :, 20:31] = False  # Rows without visible keys.
 
 CALLS = [
     ("softmax[distance=slopes]", "none", 4),
@@ -160,8 +160,8 @@ def test_keys_between_a_prefix_and_a_window_are_not_read(expression, monkeypatch
     x = {name: torch.randn(1, 1024, 1, 4, requires_grad=True) for name in "qkv"}
     x |= {"slopes": torch.ones(1)} if "slopes" in m.inputs else {}
     m(**x, prefix=[100], backend="torch").sum().backward()
-    # But for the first two, blocks of queries have 100 keys of the prefix, and of the window 63
-    # beside their own.
+    # Except for the first two, each block of queries has 100 keys of the prefix, and 63 of the
+    # window before its own tokens.
     whole = 128 * (128 + 256 + 6 * (100 + 63 + 128))
     assert pairs["forward"] == whole
     assert pairs["backward"] == whole

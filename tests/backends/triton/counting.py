@@ -1,4 +1,4 @@
-"""What kernels compute, counted in the interpreter: FLOPs of products, and exponentials."""
+"""Counters of the work of kernels in the interpreter: FLOPs of products, and exponentials."""
 
 import sys
 from collections import Counter

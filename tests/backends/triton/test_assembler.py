@@ -26,7 +26,7 @@ class Tool:
 
 @pytest.fixture
 def warned(monkeypatch):
-    """A function of the GPU's capability and of ptxas's version: warnings of two calls."""
+    """A function that returns the warnings of two calls, for a capability and a ptxas version."""
 
     def calls(capability, version):
         tool = Tool(version)

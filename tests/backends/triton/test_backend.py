@@ -47,7 +47,7 @@ OF_ANY_WIDTH = tuple(name for name in TAKEN if not name.startswith("laser"))
 WITH_GRADIENT_IN_FLOAT16 = tuple(name for name in OF_ANY_WIDTH if name != "row_normalized")
 """The norm's gradient at rows of zeros is beyond float16's range, and declined."""
 OF_LONG_KERNELS = ("path", "path[window=3]", "differential", "gated_delta")
-"""Slow in half precision: the tests of their kernels cover it by default."""
+"""Mechanisms that are slow in half precision, which the tests of their kernels cover."""
 RECURRENCES = ("gated_delta", "ssd", "gla", "gsa", "kda", "conditioned_query", "ccq(gated_delta)")
 DTYPES = ("float32", "bfloat16", "float16")
 INTERPRET = "TRITON_INTERPRET"
@@ -242,7 +242,7 @@ def test_the_ledger_is_generated_from_the_saved_reports():
 
 @pytest.mark.thorough
 def test_a_named_interpreted_backend_has_the_arithmetic_of_a_gpu():
-    """In a process that does not import the checks of kernels."""
+    """The arithmetic is a GPU's also in a process that does not import the checks of kernels."""
     code = """
 import torch, precondattn as pa
 torch.manual_seed(0)

@@ -184,7 +184,7 @@ def test_masked_keys_may_contain_nan_and_queries_may_have_no_visible_key(causal)
 def test_logits_of_any_size(size):
     x, d_out = problem(33, b=1)
     x["q"] *= size
-    # In float32 a logit of that size is rounded to 1e-3, and so is its exponential; the gradient of
+    # Float32 rounds logits of that size to 1e-3, and so their exponentials; the gradient of
     # q comes from the few rows in which two logits are nearly equal.
     bounds = {"bound": 5e-4, "gradient_bound": 1e-2} if size > 1 else {}
     check(x, d_out, **bounds)
@@ -272,7 +272,7 @@ def test_values_that_oppose_the_scores(apart):
 def test_values_of_size_ten_thousand():
     x, d_out = problem(17, b=1, h=1, spread=300.0)
     x["v"] += 1e4
-    # In float32 a sum s + v of that size is rounded to 1e-3, and so is its exponential.
+    # Float32 rounds sums s + v of that size to 1e-3, and so their exponentials.
     check(x, d_out, bound=1e-6, gradient_bound=2e-3)
 
 
@@ -372,7 +372,7 @@ def test_sizes_and_dtypes_without_a_kernel_are_declined(changes, reason):
 
 @pytest.mark.parametrize("apart", [0.0, 100.0])
 def test_outputs_of_0_beside_large_values(apart):
-    """Of padded queries. Segments are as far apart as their values."""
+    """Padded queries have an output of 0, far from values that differ between segments."""
     x, d_out = problem(12, b=2, h=1)
     segment = torch.arange(12) // 4
     x["v"] = x["v"] + (100 + apart * (segment % 2))[:, None, None]

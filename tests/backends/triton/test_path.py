@@ -171,12 +171,12 @@ def test_with_zero_strength_path_is_softmax():
 def test_logits_of_any_size(size):
     x, d_out = problem(33)
     x["q"] *= size
-    # In float32 a logit of that size is rounded to 1e-5, and so is its exponential.
+    # Float32 rounds logits of that size to 1e-5, and so their exponentials.
     check(x, d_out, bound=2e-4 if size > 1 else None)
 
 
 def test_correlated_directions_cost_no_accuracy():
-    """The Neumann series by repeated doubling would."""
+    """The Neumann series by repeated doubling would lose digits."""
     torch.manual_seed(0)
     w = torch.nn.functional.normalize(torch.randn(1, 32) + 0.1 * torch.randn(32, 32), dim=-1)
     x, d_out = problem(32, d=32)

@@ -325,7 +325,7 @@ def test_an_inverse_of_32_tokens_is_accurate(keys):
     with small_tiles():
         pieces.inverse[(1,)](strict, result, 32, 5)
     system = torch.eye(32).double() + strict.double()
-    # What float32 can promise; the order of the processor's sums decides how much of it is used.
+    # The bound of float32 rounding; the error within it depends on the CPU's order of summation.
     bound = torch.linalg.cond(system) * 2.0**-24
     assert error(result, torch.linalg.inv(system)) < bound < 1e-4
 

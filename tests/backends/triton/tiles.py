@@ -51,13 +51,13 @@ SMALL = {
 
 
 def small_tiles(seed=0, **configurations):
-    """Small tiles, except for kernels in `configurations`."""
+    """A context with small tiles, except for kernels in `configurations`."""
     return tiles_as_given(seed, {**SMALL, **configurations})
 
 
 @contextmanager
 def tiles_as_given(seed, configurations):
-    """Given or else shipped tiles; programs in an order by the seed; every address is checked.
+    """A context with the given or the shipped tiles, programs in a seeded order, and all checks.
 
     Unwritten memory is NaN.
     """
