@@ -1,12 +1,13 @@
-"""Whether a failure depends on earlier calls: the failed case again, alone in a new process.
+"""Tests whether a failure depends on earlier calls, by replaying the case alone in a new process.
 
     the case alone           failed   → the case is all that is needed
-                             passed   → something is kept from an earlier call, or it is chance
+                             passed   → something is kept from an earlier call, or failure is random
     after the last 1, 4, 16, … cases of its process, until it fails
     after the last n, with the smallest such n, and after the first of those only
 
-A cache of compiled kernels that is keyed by shapes alone, and a workspace that is not cleared, pass
-alone. Only the first failures of a run are looked at, for a minute in all.
+Two causes of failures that pass alone are a cache of compiled kernels that is keyed by shapes only,
+and a workspace that is not cleared. Only the first failures of a run are replayed, for at most a
+minute in all.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from precondattn_conformance.status import FAILED, PASSED
 REPLAYED = 2
 """The number of failures of a run that are replayed."""
 SECONDS = 60.0
-"""The time for all replays of a run. None begins later."""
+"""The time limit in seconds for starting replays in a run."""
 LISTED = 8
-"""The largest number of earlier cases that the details list; the record has all."""
+"""The largest number of earlier cases that the details list; the record lists all."""
 
 
 class CaseProcess(Protocol):
@@ -48,7 +49,7 @@ class Alone:
         self.left, self.seconds = REPLAYED, SECONDS
 
     def judged(self, outcome: Outcome, earlier: Sequence[Case]) -> Outcome:
-        """The outcome, and if it depends on the `earlier` cases of its process, on which."""
+        """The outcome, with the `earlier` cases of its process on which it depends, if any."""
         if outcome.status != FAILED or outcome.hung or self.left == 0 or self.seconds <= 0:
             return outcome
         self.left -= 1
@@ -62,7 +63,7 @@ class Alone:
         return self._explained(outcome, earlier, needed)
 
     def _fails_after(self, earlier: Sequence[Case], case: Case) -> bool:
-        """Whether the case fails after these, in a new process."""
+        """Whether the case fails after these cases in a new process."""
         process = self.start()
         try:
             for each in earlier:
@@ -74,7 +75,7 @@ class Alone:
     def _shortest(
         self, earlier: Sequence[Case], case: Case, start: float
     ) -> tuple[Case, ...] | None:
-        """The fewest of the last cases that are enough. Empty: not even all are; None: no time."""
+        """The fewest of the last cases that suffice. Empty: not even all do; None: no time left."""
 
         def fails_after_last(count: int) -> bool:
             return self._fails_after(earlier[len(earlier) - count :], case)

@@ -1,4 +1,4 @@
-"""Gradients whose terms cancel: how large the terms are.
+"""Sizes of the terms of gradients that are sums with cancellation.
 
 The gradient of a temperature is one number for all tokens,
 
@@ -8,7 +8,7 @@ and its terms cancel: on clustered keys the sum is up to 20 times smaller than t
 that recomputes its weights for the gradient has an error of dq that is well within its bound, but
 large relative to dτ. So the error of dτ is measured against its terms. The same holds for λ of a
 difference, dλ = −Σ_t ⟨do_t, o₂_t⟩. The terms are the gradient of a τ or λ that is given for each
-token and head: wherever in the mechanism it is, nothing has to be known of the rest.
+token and head. This holds wherever the leaf is in the mechanism.
 
 The gradient of the values of a difference, dv = P₁ᵀ do − λ P₂ᵀ do, cancels where the two maps agree
 and λ is near 1. Autograd rounds both parts to the dtype of v before it adds them. The gradients of
@@ -22,18 +22,19 @@ Where one key has all the weight, or is the only key, the gradients of queries a
 
     dq_i = s Σ_j P_ij (⟨do_i, v_j⟩ − ⟨do_i, o_i⟩) k_j
 
-are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖. So are those of all else that is
-read through the scores only, such as a bias.
+are nearly 0: the remainder of terms as large as s ‖do‖ ‖v‖ ‖k‖. The same holds for every other
+input that only the scores depend on, such as a bias.
 
 With a single query, the gradient of a linear layer's values is s ⟨q, k_s⟩ do, without decays and
-erasures. Where the two are nearly orthogonal, it is the remainder of d terms, together as large as
-s ‖q‖ ‖k‖ ‖do‖ / √d.
+erasures. Where q and k_s are nearly orthogonal, it is the remainder of d terms, together as large
+as s ‖q‖ ‖k‖ ‖do‖ / √d.
 
 While a state S holds a large value, the gradients of a gate and of a write's strength,
 
     dg_t = Σ dS ∘ S,    dβ_t = ⟨du_t, v_t − Sᵀ k_t⟩,    du_t = dSᵀ k_t,
 
-are sums that contain it: of terms as large as ‖du‖ and a row of S, which has 1/√d of the value.
+are sums over that state: their terms are as large as ‖du‖ times a row of S, which has 1/√d of the
+value.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ from precondattn.execution.input_names import CALL_OPTIONS
 from precondattn.spec.mesa_query import MesaQuery
 
 Sizes = float | np.ndarray
-"""How large the terms are: of any element, or of each."""
+"""Sizes of terms: one number for all elements, or one for each."""
 
 NO_MASKS = {name: None for name in CALL_OPTIONS if name != "backend"}
 
 
 @dataclass(frozen=True)
 class TemperedByToken(pa.Tempered):
-    """q / τ, with a τ for each token and head."""
+    """The leaf q / τ, with a τ for each token and head."""
 
     @property
     def inputs(self) -> pa.Inputs:
         return pa.Inputs(q="b t h d", tau="b t h in (0, inf)")
 
     def _tau(self, x: Mapping[str, Array]) -> Array:
-        return np.where(x["tau"] == 0, 1.0, x["tau"])[..., None]  # It is 0 in padding.
+        return np.where(x["tau"] == 0, 1.0, x["tau"])[..., None]  # τ is 0 in padding.
 
     def forward(self, x: Mapping[str, Array], frame: pa.Frame) -> tuple[Array, tuple[Array, ...]]:
         return x["q"] / self._tau(x), ()
@@ -85,12 +86,12 @@ class TemperedByToken(pa.Tempered):
 
 
 SUMMED: dict[type, str] = {pa.Tempered: "tau", pa.Difference: "lam"}
-"""The input of a leaf whose gradient is a sum over tokens."""
+"""The input of each leaf type whose gradient is a sum over tokens."""
 BY_TOKEN: dict[type, pa.Leaf] = {
     pa.Tempered: TemperedByToken(),
     pa.Difference: pa.Difference(per="token"),
 }
-"""The leaf without that sum."""
+"""The variant of each leaf type that takes this input for every token, without the sum."""
 
 
 def is_summed(leaf: LeafProtocol) -> bool:
@@ -103,8 +104,8 @@ def sizes_of_terms(
     cotangent: np.ndarray,
     masks: dict[str, np.ndarray],
 ) -> dict[str, Sizes]:
-    """For each gradient that is such a sum: the size of its terms, the largest over all heads. Of
-    parts: the size of the larger for each element."""
+    """The size of the terms of each such gradient, by input. For a sum over tokens it is the
+    largest over all heads; for parts of a gradient, that of the larger part at each element."""
     calls = mechanism.program.calls
     summed = {
         dict(c.arguments)[SUMMED[type(c.leaf)]]: c.leaf
@@ -150,7 +151,7 @@ def _cancelling(mechanism: pa.Mechanism) -> tuple[str, ...]:
 
 
 def _part(name: str, call: int) -> str:
-    """The input as one call reads it."""
+    """The name of an input for one call that reads it."""
     return f"{name} of call {call}"
 
 
@@ -219,7 +220,7 @@ def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -
         return float(np.max(np.linalg.vector_norm(array, axis=-1)))
 
     rows = longest(cotangent) * longest(inputs["v"])
-    if "logits" in inputs:  # They are given in the place of scores.
+    if "logits" in inputs:  # Logits that are given take the place of scores.
         return {"logits": rows * inputs["v"].shape[-1] ** -0.5}
     scale = inputs["k"].shape[-1] ** -0.5
     q, k = longest(inputs["q"]), longest(inputs["k"])
@@ -230,9 +231,9 @@ def sizes_when_saturated(inputs: dict[str, np.ndarray], cotangent: np.ndarray) -
 def sizes_of_one_query(
     mechanism: pa.Mechanism, inputs: dict[str, np.ndarray], cotangent: np.ndarray
 ) -> dict[str, float]:
-    """The size of the terms of the values' gradient, in a linear layer that has a single query.
+    """The size of the terms of the values' gradient in a linear layer with a single query.
 
-    Of a composition nothing is known, as its layer may read other queries and keys.
+    It is not known for a composition, whose layer may read other queries and keys.
     """
     leaf = mechanism.program.leaves[0]
     if not isinstance(leaf, pa.LinearFamily) or getattr(leaf, "normalize", False):
@@ -249,7 +250,7 @@ def sizes_of_one_query(
 def sizes_when_overwritten(
     inputs: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """The size of the terms of the gradients of gates and β, where a state holds a large value."""
+    """The size of the terms of the gradients of gates and β where a state holds a large value."""
     strength = inputs.get("beta", np.ones(1))[..., None]
     d_u = np.divide(gradients["v"], strength, where=strength > 0, out=np.zeros_like(gradients["v"]))
     lengths = (float(np.max(np.linalg.vector_norm(a, axis=-1))) for a in (inputs["v"], d_u))

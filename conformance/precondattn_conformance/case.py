@@ -1,4 +1,4 @@
-"""A case as data: one check, of one mechanism, on one library, dtype and kind of data.
+"""A case as data: a check, an array library, a dtype, a layout, a kind of keys and a mechanism.
 
 gradients-torch-float32-block_and_one-clustered-lucid(path)
 check     library dtype layout        keys      mechanism
@@ -24,6 +24,6 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Stable from version to version; `cases.case_of` reads it back."""
+        """The case's id, stable between versions; `cases.case_of` parses it."""
         parts = (self.check, self.library, self.dtype, self.layout.name, self.kind, self.mechanism)
         return "-".join(parts)

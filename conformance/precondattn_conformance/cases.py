@@ -1,4 +1,4 @@
-"""The cases of each level, and the case of an id."""
+"""The cases of each level, and the parser of case ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from precondattn_conformance.masks import OF_PAIRS
 from precondattn_conformance.sharing import Sharing
 
 IsNarrow = Callable[[str, str], bool]
-"""Whether an expression is computed in float32 at most, with arrays of a library (`widest.py`)."""
+"""Whether an expression is computed in at most float32 with arrays of a library (`widest.py`)."""
 
 
 def never_narrow(expression: str, library: str) -> bool:
@@ -29,7 +29,7 @@ def never_narrow(expression: str, library: str) -> bool:
 
 
 HARMFUL = ("duplicate", "real", *EXTREMES)
-"""Kinds of data for mechanisms whose result is bounded for any keys."""
+"""Kinds of data used only for mechanisms whose result is bounded for any keys."""
 
 
 def cases(
@@ -46,8 +46,8 @@ def cases(
 ) -> Iterator[Case]:
     """The cases of a level, on every installed library unless `only_libraries` is given.
 
-    `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism follow
-    each other, since they share the oracle's results. `blocks` are those that a backend declares.
+    `only_mechanisms` may be any expressions, declared or not. All cases of one mechanism are
+    consecutive, since they share the oracle's results. `blocks` are those that a backend declares.
     Where it `is_narrow`, cases in float64 become cases in float32. If `is_shared`, the libraries
     share the cases of `smoke` (`sharing.py`). `unpromised` are the conventions that the backend
     under test does not promise (`conventions.py`).
@@ -81,9 +81,10 @@ def known_cases(
     is_narrow: IsNarrow = never_narrow,
     unpromised: frozenset[str] = frozenset(),
 ) -> Iterator[Case]:
-    """Every case of every library, installed or not: the last level contains all others.
+    """Every case of every library, installed or not. The last level contains those of all others.
 
-    Only those of wanted expressions, and of expressions that differ from these in options.
+    It yields only cases of wanted expressions, and of expressions that differ from these in
+    options.
     """
     every_library = tuple(cls.name for cls in libraries.ALL)
     wanted = tuple(filter(is_wanted, expressions()))
@@ -115,7 +116,7 @@ def _cases(
     named: str = "",
 ) -> Iterator[Case]:
     ids: set[str] = set()
-    """Of the design: a class's row with one option may be a row of its variant too."""
+    """A design row of a class with one option may also be a row of that variant."""
     for mechanism in mechanisms:
         for case in of_named_layouts(
             level, mechanism, chosen, checks, only_dtypes, is_narrow, named
@@ -151,7 +152,7 @@ def of_named_layouts(
 ) -> Iterator[Case]:
     """The cases of one mechanism at a level, on these libraries, without the rows of the design.
 
-    `named` is what the run names, as in `data`.
+    `named` says what the run names, as in `data`.
     """
     is_alone = len(chosen) == 1
     for dtype in libraries.WIDE + libraries.HALF:
@@ -179,7 +180,7 @@ def designed(
     sharing: Sharing | None = None,
     is_one: bool = False,
 ) -> list[Case]:
-    """The cases of the design's rows at a level. Those of one expression follow each other.
+    """The cases of the design's rows at a level. Cases of one expression are consecutive.
 
     `is_one`: the run names the mechanism.
     """
@@ -198,7 +199,7 @@ def designed(
 
 
 def case_of(text: str, checks: tuple[str, ...] = tuple(CHECK)) -> Case:
-    """The case of an id, of one of these checks.
+    """The case with an id, whose check is one of these.
 
     Raises
     ------
@@ -230,7 +231,7 @@ def makes_sense(case: Case) -> bool:
 
 @cache
 def _makes_sense(check: str, expression: str, library: str, layout: CallLayout, kind: str) -> bool:
-    """The answer is the same for every dtype."""
+    """The dtype-independent part of `makes_sense`."""
     if not has_result(expression, layout, kind):
         return False
     return CHECK[check].applies(Case(check, expression, library, "float64", layout, kind))
@@ -245,7 +246,7 @@ def has_result(expression: str, layout: CallLayout, kind: str) -> bool:
         return False
     if layout.mask is not None and layout.t != layout.s:
         if not _has_keys(expression):
-            return False  # Its mask applies to queries.
+            return False  # The mechanism's mask applies to queries.
         is_causal = mechanism_of(expression).offers.causal
         if layout.has("attn_mask"):
             return False  # The layout's mask has a row for every key.

@@ -1,7 +1,7 @@
 """`check(function, "kda")`: whether a function computes a mechanism, in one call.
 
-The suite runs on the function as on a backend, in this process. What the function declines is
-shown beside what was compared. Where its plain call is wrong, conventions that would explain it are
+The suite runs on the function as on a backend, in this process. The result lists what the function
+declines beside what was compared. If its plain call is wrong, conventions that would explain it are
 tried (`diagnosis.py`).
 """
 
@@ -29,7 +29,7 @@ from precondattn_conformance.status import COMPARED, FAILED, UNSUPPORTED
 
 NO_PARAMETER = re.compile(r"has no parameter for (?:the option |the input )?(.+)")
 SHOWN = 5
-"""Failures that a summary has."""
+"""The number of failures in a summary."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,19 @@ class CheckResult:
     mechanism: str
     outcomes: tuple[Outcome, ...]
     findings: tuple[Finding, ...] = ()
-    """What the function computes instead, where its plain call is wrong."""
+    """What the function computes instead, if its plain call is wrong."""
     notes: tuple[str, ...] = ()
-    """How it was called, where its parameters' names do not say so, and what would compare more."""
+    """Notes on how it was called, if its parameters' names do not say so, and on how to compare
+    more."""
     promises: tuple[Promise, ...] = ()
-    """Of each convention, whether it is promised, and whether it holds."""
+    """Each convention, with whether it is promised and whether it holds."""
     declines: tuple[str, ...] = ()
-    """What it declines by its parameters; what it declines else was found by calling it."""
+    """Parts of the suite that its signature or arguments decline. Others are found by calling
+    it."""
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, and nothing of it was wrong."""
+        """Whether something was compared, and all of it was right."""
         return bool(self.compared) and not self.failures
 
     @property
@@ -63,15 +65,16 @@ class CheckResult:
 
     @property
     def declined(self) -> dict[str, int]:
-        """The reasons why cases were not compared, with the number of these."""
+        """Reasons why cases were not compared, with the number of cases for each."""
         reasons = (in_few_words(o.reason) for o in self.outcomes if o.status == UNSUPPORTED)
-        # After the whole, each of its leaves is asked about, and never computed alone.
+        # The suite asks about the whole mechanism, then about each leaf; a leaf is never computed
+        # alone.
         of_leaves = f"; computes {self.mechanism} only"
         return dict(Counter(reason.removesuffix(of_leaves) for reason in reasons).most_common())
 
     @property
     def _declined(self) -> list[str]:
-        """A line for each reason; parameters that the function has not are in one line."""
+        """A line for each reason; all parameters that the function lacks share one line."""
         missing, lines, total = Counter[str](), list[str](), 0
         for why, count in self.declined.items():
             match = NO_PARAMETER.fullmatch(why)
@@ -88,19 +91,19 @@ class CheckResult:
 
     @property
     def told(self) -> tuple[Promise, ...]:
-        """The conventions that are not promised, or do not hold."""
+        """The conventions that are not promised or do not hold."""
         return tuple(each for each in self.promises if each.verdict in (BROKEN, UNPROMISED))
 
     @property
     def outputs_only(self) -> dict[str, int]:
-        """The reasons why no gradients were compared, with the number of the cases."""
+        """Reasons why no gradients were compared, with the number of cases for each."""
         measured = (o.measured for o in self.outcomes if o.measured is not None)
         reasons = (in_few_words(m.outputs_only) for m in measured if m.outputs_only)
         return dict(Counter(reasons).most_common())
 
     @property
     def by_check(self) -> dict[str, tuple[int, int, int]]:
-        """Of each check: how many cases passed, how many failed, how many there were."""
+        """For each check, the numbers of passed, failed and all cases."""
         counts: dict[str, list[int]] = {}
         for outcome in self.outcomes:
             of_check = counts.setdefault(outcome.case.check, [0, 0, 0])
@@ -111,10 +114,10 @@ class CheckResult:
 
     @property
     def partial(self) -> tuple[CheckShare, ...]:
-        """The checks of which less than half was compared, without what it declines by parameters.
+        """The checks of which less than half was compared, besides what its parameters decline.
 
-        The result is not wrong by that, because nobody has said what the function is to compute;
-        in a run of the command it is.
+        This does not make the result a failure, because nobody has declared what the function
+        should compute. In a run of the command it does.
         """
         of_checks = shares(self.outcomes, declared(self.declines))
         return tuple(share for share in of_checks if not share.is_enough)
@@ -186,21 +189,22 @@ def check(
     checks: Iterable[str] = (),
     progress: bool = True,
 ) -> CheckResult:
-    """Compare a function with the definition of a mechanism, in all that the suite looks at.
+    """Compare a function with the definition of a mechanism, by all checks of the suite.
 
     Parameters
     ----------
     function : callable
-        Of PyTorch, JAX or NumPy; see `backend_from_function`, also for the other parameters.
+        A function of arrays of PyTorch, JAX or NumPy. `backend_from_function` describes it, and the
+        parameters that are not listed here.
     mechanism : str or Mechanism
-        What it is to compute.
+        The mechanism that it should compute.
     device : str, optional
-        As the array library names it.
+        The device, in the array library's name for it.
     level : {"smoke", "full", "stress"}
     checks : iterable of str
-        Only these checks.
+        The checks to run; by default all.
     progress : bool
-        Whether to print how far it is.
+        Whether to show the progress.
 
     Raises
     ------
@@ -244,7 +248,7 @@ def checked(
     checks: Iterable[str] = (),
     progress: bool = True,
 ) -> CheckResult:
-    """`check` of a function that is a backend already."""
+    """Check a function that is already wrapped as a backend."""
     register_backend(backend)
     try:
         session = Session(
@@ -281,7 +285,7 @@ def _notes_on(parameters: Parameters) -> Iterator[str]:
 
 
 def _shown(session: Session, *, progress: bool) -> list[Outcome]:
-    """The outcomes of a run, with its progress where there is a terminal or a notebook."""
+    """The outcomes of a run, with a progress bar in a terminal or a notebook."""
     from rich.console import Console
 
     from precondattn_conformance.progress import Progress

@@ -1,4 +1,4 @@
-"""`precondattn conformance`: progress, a matrix of outcomes, the failures, an exit code."""
+"""`precondattn conformance`: progress, a matrix of outcomes, the failures, and an exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from precondattn_conformance.writable import require_writable
 
 SHOWN_FAILURES = 10
 SHOWN_DETAILS = 3
-"""The number of checks of which the first failure is printed with an error map and a snippet."""
+"""The number of checks whose first failure is printed with an error map and a snippet."""
 
 
 def conformance(
@@ -45,10 +45,10 @@ def conformance(
     html: Path | None = None,
     junit: Path | None = None,
 ) -> int:
-    """Run the suite and print the outcomes; the exit code is 0, or 1 for a failure.
+    """Run the suite and print the outcomes; returns exit code 0, or 1 for a failure.
 
-    A run in which nothing was compared has failed: a backend that declines everything is not
-    correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
+    A run in which nothing was compared is a failure: a backend that declines everything is not
+    shown to be correct. After Ctrl-C the outcomes so far are printed, and the exit code is 130.
     """
     require_writable(record, html, junit)
     todo = session.cases()
@@ -112,7 +112,7 @@ def _run(
     console: Console,
 ) -> None:
     outcomes = session.run(todo, expectations, recording.started)
-    with Progress(console, len(todo)) as progress, closing(outcomes):  # Closing ends processes.
+    with Progress(console, len(todo)) as progress, closing(outcomes):  # Closing ends the processes.
         for outcome in outcomes:
             report.outcomes.append(outcome)
             recording.add(outcome)
@@ -143,18 +143,18 @@ def _print_refusals(report: Report, console: Console) -> None:
 
 
 def _print_promises(promised: list[Promise], console: Console) -> None:
-    """What holds of the conventions, where a case needed them or they are not promised."""
+    """Print which conventions hold, among those not promised and those that a case needed."""
     told = [each for each in promised if each.verdict != UNKNOWN]
     if told:
         console.print("; ".join(map(str, told)), markup=False, highlight=False, soft_wrap=True)
     for each in told:
         if each.verdict == BROKEN:
-            text = f"{each.why}; who means otherwise leaves it out of `promises`"
+            text = f"{each.why}; if that is intended, leave it out of `promises`"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _difficulty(outcome: Outcome) -> tuple[bool, int, int]:
-    """Causes before consequences, then short sequences, then simple mechanisms."""
+    """Sort key: causes before consequences, then short sequences, then simple mechanisms."""
     case = outcome.case
     return WRONG_TOO in outcome.reason, case.layout.t, len(case.mechanism)
 
@@ -164,7 +164,7 @@ def _indented(text: str) -> str:
 
 
 def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
-    """The share of the pairs of sizes, masks and options; for few mechanisms, of each."""
+    """Print the share of pairs of levels that was compared; for few mechanisms, of each."""
     if not looked_at:
         return
     shown = looked_at if 1 < len(looked_at) <= SHOWN_FAILURES else []
@@ -177,19 +177,20 @@ def _print_pairs(looked_at: list[Pairs], level: str, console: Console) -> None:
 
 
 def _print_outputs_only(report: Report, console: Console) -> None:
-    """How many cases were compared without gradients, and why."""
+    """Print how many cases were compared without gradients, and why."""
     reasons = (o.measured.outputs_only for o in report.outcomes if o.measured is not None)
     for reason, count in Counter(in_few_words(r) for r in reasons if r).most_common():
-        text = f"compared in outputs only: {count}, since the backend {reason}"
+        text = f"compared without gradients: {count} cases, since the backend {reason}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_oracles(report: Report, console: Console) -> None:
-    """Who computed what was expected, other than the reference."""
+    """Print the sources of expected results other than the reference."""
     names = Counter(o.measured.expected_by for o in report.outcomes if o.measured is not None)
     for name, count in names.items():
         if name:
-            text = f"long cases compared with {name}, which the reference certified: {count}"
+            agrees = "which agrees with the reference on shorter calls"
+            text = f"long cases compared with {name}, {agrees}: {count}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -213,7 +214,7 @@ def _print_verdict(
 
 
 def _print_diagnosis(session: Session, console: Console) -> None:
-    """What a function computes instead, where its plain call is wrong."""
+    """Print what a function computes instead, if its plain call is wrong."""
     backend = session.source.backend if session.source is not None else None
     if isinstance(backend, FunctionBackend):
         for finding in diagnosis(backend):
@@ -221,7 +222,7 @@ def _print_diagnosis(session: Session, console: Console) -> None:
 
 
 def _print_next(session: Session, console: Console) -> None:
-    """What a run without failures means, and what one can do then."""
+    """Print what a run without failures shows, and suggest next steps."""
     if session.backend:
         name = session.backend[0]
         text = f"Whatever {name} computed here agrees with the definitions, within bounds."

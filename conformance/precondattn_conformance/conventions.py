@@ -1,15 +1,16 @@
-"""The conventions that a backend may not promise (`pa.CONVENTIONS`): which of them a case needs.
+"""Conventions that a backend may leave unpromised (`pa.CONVENTIONS`), and cases that need them.
 
     bottom_right   fewer queries than keys, where a mask depends on positions
-    head_order     several key heads, or several query heads, each read by several others
+    head_order     two different head counts above 1, so that heads are grouped
     empty_rows     a row that sees no key, by a mask or by biases of −∞
     hidden_nan     the check `future`
     float64        the dtype float64
 
-What a backend does not promise is not compared. A case with fewer queries is declined, and one with
-grouped heads gets as many heads of each kind. Rows that see no key are left out of outputs and
-cotangents; instead of a NaN, a key has other numbers; and numbers in float64 are those of float32,
-with the bounds of float32.
+Results that depend on an unpromised convention are not compared. Without bottom_right, a case with
+fewer queries is declined. Without head_order, a case with grouped heads gets as many heads of each
+kind. Without empty_rows, rows that see no key are left out of outputs and cotangents. Without
+hidden_nan, a key has other finite numbers instead of NaN. Without float64, the numbers of a float64
+case are rounded to float32, and the bounds are those of float32.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ MEANING = {
     HIDDEN_NAN: "a NaN or infinity in a key reaches no query that does not see the key",
     FLOAT64: "float64 inputs are computed in float64",
 }
-"""What each convention says, in the order of reports."""
+"""The meaning of each convention, in the order of reports."""
 
 PROBE = "conventions"
-"""The check that tries one of them."""
+"""The name of the check that tests one convention."""
 PROBES = {
     BOTTOM_RIGHT: CallLayout(BOTTOM_RIGHT, t=3, s=9, h=2, n=2, values_per_head=1),
     HEAD_ORDER: CallLayout(HEAD_ORDER),
@@ -49,13 +50,13 @@ PROBES = {
     HIDDEN_NAN: CallLayout(HIDDEN_NAN, h=2, n=2, values_per_head=1),
     FLOAT64: CallLayout(FLOAT64, h=2, n=2, values_per_head=1),
 }
-"""Its calls, each of which needs one convention, after which it is named."""
+"""A small call for each convention, which needs only this one."""
 LEFT_OUT = np.nan
-"""A number that stands where nothing is expected: every result is right there."""
+"""Marks an element for which nothing is expected, so that every result counts as right."""
 
 
 def unpromised_by(backend: str | tuple[str, ...] | None) -> frozenset[str]:
-    """The conventions that the backend under test, the first one, does not promise."""
+    """The conventions that the backend under test, the first one named, does not promise."""
     if not backend:
         return frozenset()
     name = backend if isinstance(backend, str) else backend[0]
@@ -63,7 +64,7 @@ def unpromised_by(backend: str | tuple[str, ...] | None) -> frozenset[str]:
 
 
 def require_promised(case: Case, backend: str | None, unpromised: frozenset[str]) -> None:
-    """Raise an UnsupportedError for a case that is not comparable without these conventions."""
+    """Raise an UnsupportedError for a case that can not be compared without these conventions."""
     if case.check == PROBE:
         return
     for convention in sorted(unpromised & {BOTTOM_RIGHT, HEAD_ORDER} & needed(case)):
@@ -71,12 +72,12 @@ def require_promised(case: Case, backend: str | None, unpromised: frozenset[str]
 
 
 def meaning(convention: str) -> str:
-    """`bottom_right (with fewer queries than keys, …)`."""
+    """A convention with its meaning: `bottom_right (with fewer queries than keys, …)`."""
     return f"{convention} ({MEANING[convention]})"
 
 
 def needed(case: Case) -> frozenset[str]:
-    """The conventions without which the result of a case may be another one."""
+    """The conventions on which the result of a case depends."""
     found = _needed(case.mechanism, case.layout, case.kind)
     if case.dtype == "float64":
         found |= {FLOAT64}
@@ -111,7 +112,7 @@ def _has_empty_rows(mechanism: pa.Mechanism, layout: CallLayout) -> bool:
     if not relates_tokens or not any(map(layout.has, hiding)):
         return False
     if any(isinstance(leaf, pa.Windowed) for leaf in leaves):
-        return True  # A small window of its grid may be masked.
+        return True  # A small window of the grid may be fully masked.
     masks, (b, t, s) = layout.masks(), (layout.b, layout.t, layout.s)
     position, query = np.arange(s), np.arange(s - t, s)
     valid = np.ones((b, s), bool) & masks.get("key_mask", np.asarray(True))
@@ -130,7 +131,7 @@ def _has_empty_rows(mechanism: pa.Mechanism, layout: CallLayout) -> bool:
         first = np.maximum(first, starts[:, s - t :])
     if "attn_mask" in masks:
         is_seen = (first[..., None] <= position) & (position <= last[..., None])
-        if "prefix" in masks:  # Beside segments, the others would be empty too.
+        if "prefix" in masks:  # With segments, the rows of other segments would be empty too.
             is_seen |= position < masks["prefix"][:, None, None]
         is_seen = (is_seen & valid[:, None, :])[:, None] & masks["attn_mask"]
         return not is_seen.any(axis=3).all()
@@ -140,7 +141,7 @@ def _has_empty_rows(mechanism: pa.Mechanism, layout: CallLayout) -> bool:
 
 
 def with_equal_heads(case: Case) -> Case:
-    """The case with as many key and value heads as query heads."""
+    """The case with equal numbers of query, key and value heads."""
     if HEAD_ORDER not in needed(case):
         return case
     layout = case.layout._replace(n=case.layout.h, values_per_head=1)
@@ -148,7 +149,7 @@ def with_equal_heads(case: Case) -> Case:
 
 
 def without_empty_rows(case: Case, expected: Oracle) -> Oracle:
-    """What is expected with `LEFT_OUT` in rows that see no key, and a cotangent of 0 there."""
+    """The oracle's results with `LEFT_OUT` in rows that see no key, and a cotangent of 0 there."""
     out = expected.out
     if EMPTY_ROWS not in needed(case):
         return expected

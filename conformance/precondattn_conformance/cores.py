@@ -1,4 +1,4 @@
-"""The CPU's cores, shared among processes: each process starts its share of threads.
+"""Sharing of the CPU's cores among processes: each process starts its share of threads.
 
 NumPy's and PyTorch's threads wait for each other by spinning. With twice as many threads as cores,
 small arrays take several times as long.
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THREADS = "OMP_NUM_THREADS"
-"""The libraries read it once, when they are imported."""
+"""Environment variable with the number of threads, which libraries read once when imported."""
 
 
 @contextmanager
 def shared_by(processes: int) -> Iterator[None]:
-    """Processes started in this context use their share of the cores, unless `THREADS` is set."""
+    """Context in which started processes use their share of the cores, unless `THREADS` is set."""
     if THREADS in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""What is checked: every declared mechanism, its variants, and every composition."""
+"""The expressions to check: every declared mechanism, its variants, and every composition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from precondattn.algebra import registry
 
 
 def compositions() -> dict[str, str | None]:
-    """Every preconditioner around every other mechanism: the expression, and why it is refused.
+    """Every preconditioner around every other mechanism: expressions with the reason of a refusal.
 
     The reason is None if the composition is accepted.
     """
@@ -27,7 +27,7 @@ def compositions() -> dict[str, str | None]:
 
 
 def expressions(*, pieces: bool = True) -> list[str]:
-    """Everything that can be called, as expressions, each once."""
+    """All callable expressions, each once."""
     names: list[str] = []
     for cls in registry.registered().values():
         if pieces or cls.role != "piece":
@@ -38,7 +38,7 @@ def expressions(*, pieces: bool = True) -> list[str]:
 
 @cache
 def derived() -> frozenset[str]:
-    """Compositions that no class declares: they have steps, but no other code."""
+    """Compositions that no class declares; their code consists of the pieces' steps only."""
     declared = {
         str(pa.parse(expression))
         for cls in registry.registered().values()
@@ -48,7 +48,7 @@ def derived() -> frozenset[str]:
 
 
 def is_bounded(mechanism: pa.Mechanism) -> bool:
-    """Whether its preconditioner is bounded for any keys.
+    """Whether the mechanism's preconditioner is bounded for any keys.
 
     LUCID with normalize "rows" or "none" is not: on correlated keys the condition number of its
     system can be arbitrarily large, and then no two ways of computing it agree. Such a mechanism
@@ -72,7 +72,7 @@ def is_constant_in_one_token(mechanism: pa.Mechanism) -> bool:
 
     A normalised channel of one token is ±1, as in cross-covariance attention. One key has no
     covariance, the mean over one key is that key, and the inner product of a key of length 1 with
-    itself is 1. The last window of a grid may have one token.
+    itself is 1. The last window of a grid may contain only one token.
     """
     constant = pa.CrossCovariance | pa.ConditionedQuery | pa.QueryWeightedQuery | pa.Windowed
     return any(
@@ -95,8 +95,8 @@ def is_smooth(mechanism: pa.Mechanism, kind: str) -> bool:
 
     They can not if the mechanism declares a quantity to be constant in the gradient. Nor can they
     where the function is not differentiable, or too curved within the step: at two equal maxima, at
-    a zero key under a norm without eps, under two norms in a row, or under a norm and elu, ATK or
-    a stable step, at a feature of almost 0, whose square ATK takes the logarithm of, or at a zero
+    a zero key under a norm without eps, under two norms in a row, or under a norm and elu, ATK or a
+    stable step, at a feature of almost 0, where ATK takes the logarithm of its square, or at a zero
     row (β = 0) that is normalised to length 1.
     """
     leaves = mechanism.program.leaves

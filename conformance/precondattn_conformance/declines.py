@@ -1,13 +1,13 @@
-"""What a backend declines on purpose, and why: `Backend.declines`, and `--declines` of a run.
+"""Parts of the suite that a backend declines on purpose: `Backend.declines`, or `--declines`.
 
     class Solve(pa.Backend):
         declines = ("float64: kernels of half precision", "extend lucid_solve: has no step")
 
     --declines "float64: kernels of half precision"
 
-A part of the suite is named by words, all of which apply to its cases: a check, a dtype, a library,
-a mask, a verb, `grouped_heads`, or the name at the beginning of an expression. `enough.py` does not
-ask for these cases.
+A part of the suite is named by words: a check, a dtype, a library, a mask, a verb, `grouped_heads`,
+or the name at the beginning of an expression. It consists of the cases to which all these words
+apply. `enough.py` does not require these cases.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ VERBS = ("vjp", "extend", "extend_vjp")
 GROUPED = "grouped_heads"
 LIBRARIES = tuple(library.name for library in ALL)
 WORDS = (*CHECKS, *WIDE, *HALF, *LIBRARIES, *MASKS, *VERBS, GROUPED)
-"""The words that are no names of mechanisms."""
+"""The words that are not names of mechanisms."""
 EXAMPLE = '"float64: kernels of half precision"'
 
 
 def declared(texts: Iterable[str]) -> dict[str, str]:
-    """The reasons by the part, from texts "part: why".
+    """The declared reasons by part, from texts "part: why".
 
     Raises
     ------
     TypeError
         if there is one text in place of several.
     ValueError
-        if a text has no reason, or a word of its part is none that the suite knows.
+        if a text has no reason, or the suite does not know a word of its part.
     """
     if isinstance(texts, str):
         raise TypeError(f"declines: several texts expected, as in ({texts!r},); found one")
@@ -59,15 +59,15 @@ def declared(texts: Iterable[str]) -> dict[str, str]:
 
 
 def reason_for(outcome: Outcome, parts: Mapping[str, str]) -> str | None:
-    """Why this case was to be declined, or None."""
+    """The declared reason for which this case may be declined, or None."""
     words = _words(outcome)
     if words & {*OF_PAIRS}:
-        return "no backend has to have masks of pairs: it declares them by masks_pairs"
+        return "masks of pairs are optional: a backend that supports them declares masks_pairs"
     return next((reason for part, reason in parts.items() if words >= {*part.split()}), None)
 
 
 def _words(outcome: Outcome) -> set[str]:
-    """All words that apply to a case that was declined."""
+    """All words that apply to a declined case."""
     case = outcome.case
     words = {case.check, case.dtype, case.library, name_of(case.mechanism), outcome.verb}
     words |= {mask for mask in MASKS if case.layout.has(mask)}

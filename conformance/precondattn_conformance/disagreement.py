@@ -1,4 +1,4 @@
-"""A result that differs from the oracle's: by how much, where first, and a map of the error.
+"""Description of a result that differs from the oracle's: error, first wrong element, error map.
 
 first wrong element: b=0, t=5, h=1, e=3: 0.318 found, 0.274 expected
 
@@ -22,10 +22,10 @@ SYMBOLS = ".123456789"
 
 
 class DisagreementError(AssertionError):
-    """A result that differs from the oracle's; `details` say where.
+    """Raised for a result that differs from the oracle's; `details` say where.
 
-    `error` and `bound` are None unless one was measured against the other. `what` is then the name
-    of the result, and `index` that of its worst element.
+    `error` and `bound` are None unless an error was measured. `what` is then the name of the
+    result, and `index` the index of its worst element.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DisagreementError(AssertionError):
         self.what, self.index = what, index
 
     def saying(self, message: str) -> DisagreementError:
-        """The same disagreement with another message."""
+        """The error with another message and the same data."""
         return DisagreementError(
             message, self.details, self.error, self.bound, self.what, self.index
         )
@@ -58,19 +58,19 @@ def agree(
     smallest: float = 0.0,
     axes: str = "",
 ) -> float:
-    """The error of a result. Raises DisagreementError if it is above the bound.
+    """Return the error of a result, or raise DisagreementError if it is above the bound.
 
     Parameters
     ----------
     what
         The result's name in the message, such as "the output".
     terms
-        The size of the terms that an element is the sum of, or of those of each element, if they
+        The size of the terms whose sum an element is, for all elements or for each, if the terms
         are larger than the result.
     smallest
-        Elements below this are measured as if all were that large.
+        The smallest size to which an error is relative: smaller elements count as this large.
     axes
-        The letters of its axes, such as "bthe", or empty if they are unknown.
+        The letters of the result's axes, such as "bthe"; empty if unknown.
     """
     if result.shape != expected.shape:
         raise DisagreementError(f"{what} has the shape {result.shape}, not {expected.shape}")
@@ -106,7 +106,7 @@ def require_same(
 ) -> None:
     """Raise a DisagreementError unless two arrays are equal in every bit, NaN included.
 
-    `reason` says what the difference means; `words` what the two values are.
+    `reason` says what a difference means, and `words` name the two values.
     """
     if np.array_equal(result, expected, equal_nan=True):
         return
@@ -123,7 +123,7 @@ def require_same(
 
 
 def require_unchanged(what: str, after: np.ndarray, before: np.ndarray, axes: str = "") -> None:
-    """Raise a DisagreementError if a call has written to an array that is not its own."""
+    """Raise a DisagreementError if a call has written to an array that it may only read."""
     reason = "was written to; a call may not change it"
     require_same(what, after, before, reason, axes, ("after the call", "before it"))
 
@@ -140,13 +140,13 @@ def _place(
     if len(axes) == len(numbers) > 0:
         where = ", ".join(f"{axis}={i}" for axis, i in zip(axes, numbers, strict=True))
     found, right = (f"{array[index]:.9g}" for array in (result, expected))
-    if found == right:  # They differ in the last bits.
+    if found == right:  # The values print equal, but differ in the last bits.
         found, right = (f"{array[index]:.17g}" for array in (result, expected))
     return f"{where}: {found} {words[0]}, {right} {words[1]}"
 
 
 def _first_wrong(share: np.ndarray, result: np.ndarray, expected: np.ndarray, axes: str) -> str:
-    """The first wrong element; the first in time, if there is a time axis."""
+    """The first wrong element, in the order of time if there is a time axis."""
     wrong = np.argwhere(share >= 1)
     time = _time_axis(axes, share.ndim)
     if time is not None:

@@ -1,8 +1,8 @@
-"""How much of each check was compared, and whether that is enough.
+"""The share of each check that was compared, and whether it is enough.
 
 A backend that declines half of a check's cases is not shown to be right by the rest. So a run of a
-named backend fails if fewer than half of a check's cases were compared, of the mechanisms of which
-it compared anything, unless the rest is declared (`declines.py`) or listed with `--skip`.
+named backend fails if it compared fewer than half of a check's cases, unless the rest is declared
+(`declines.py`) or listed with `--skip`. Only mechanisms of which something was compared count.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from precondattn_conformance.status import COMPARED, UNSUPPORTED
 
 LEAST = 0.5
 SHOWN = 3
-"""The number of reasons that are named."""
+"""The number of reasons that are listed."""
 
 
 @dataclass
 class CheckShare:
-    """How many cases of a check were compared, and why others were not."""
+    """The number of compared cases of a check, and why others were not compared."""
 
     check: str
     compared: int = 0
     declined: Counter[str] = field(default_factory=Counter)
-    """The declined cases, by the backend's reason."""
+    """The numbers of declined cases, by the backend's reason."""
     declared: Counter[str] = field(default_factory=Counter)
-    """The declined cases, by the reason that was declared."""
+    """The numbers of declined cases that are declared, by the declared reason."""
 
     @property
     def expected(self) -> int:
-        """How many would be compared if no more were declined than is declared."""
+        """The number of cases to compare if only the declared ones are declined."""
         return self.compared + self.declined.total()
 
     @property
@@ -53,7 +53,7 @@ class CheckShare:
 
     @property
     def why(self) -> str:
-        """Why others were not compared, in few words; empty if all were."""
+        """A short text on why the other cases were not compared; empty if all were."""
         reasons = Counter({f"{why}, as declared": n for why, n in self.declared.items()})
         return _listed(self.declined + reasons, 2)
 
@@ -75,7 +75,7 @@ class CheckShare:
 def shares(
     outcomes: Sequence[Outcome], parts: Mapping[str, str], backends: tuple[str, ...] = ()
 ) -> list[CheckShare]:
-    """The share of each check, where `parts` are declared; a skipped case is no part of it."""
+    """The share of each check, given the declared `parts`. Skipped cases do not count."""
     used = {outcome.case.mechanism for outcome in outcomes if outcome.status in COMPARED}
     found: dict[str, CheckShare] = {}
     for outcome in outcomes:
@@ -94,7 +94,7 @@ def shares(
 
 
 def too_little(found: Iterable[CheckShare]) -> list[str]:
-    """What to say of a run that compared too little of a check; nothing if it was enough."""
+    """Messages about checks of which too little was compared; empty if it was enough."""
     few = [share for share in found if not share.is_enough]
     if not few:
         return []
@@ -103,21 +103,21 @@ def too_little(found: Iterable[CheckShare]) -> list[str]:
     return [
         f"too little was compared, less than half: {names}",
         f"  most often because: {_listed(reasons, SHOWN)}",
-        f'  If that is meant, say why: the backend by declines = ("{few[0].check}: why",), or the '
-        f'run by --declines "{few[0].check}: why" (in pytest --precondattn-declines). In place of '
-        f"a check, it may be a dtype, a mask, a verb such as extend, or grouped_heads.",
+        f'  If that is intended, declare it: in the backend, declines = ("{few[0].check}: why",); '
+        f'for the run, --declines "{few[0].check}: why" (in pytest --precondattn-declines). '
+        f"Instead of a check, it may be a dtype, a mask, a verb such as extend, or grouped_heads.",
     ]
 
 
 def print_shares(found: Iterable[CheckShare], console: Console) -> None:
-    """A table of the checks of which a part was not compared."""
+    """Print a table of the checks that were not fully compared."""
     rows = [
         (share, (share.check, f"{share.compared} of {share.total}"))
         for share in found
         if share.compared < share.total
     ]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    # A long reason is cut, and not the columns before it.
+    # A long reason is cut, rather than the columns before it.
     for i, name in enumerate(("check", "compared")):
         widest = max((len(row[i]) for _, row in rows), default=0)
         width = max(widest, len(name))
@@ -132,6 +132,6 @@ def print_shares(found: Iterable[CheckShare], console: Console) -> None:
 
 
 def _listed(reasons: Counter[str], most: int) -> str:
-    """`has no float64 (12), raised ValueError (4), …`."""
+    """Reasons with counts: `has no float64 (12), raised ValueError (4), …`."""
     named = [f"{why} ({count})" for why, count in reasons.most_common(most)]
     return ", ".join([*named, "…"] if len(reasons) > most else named)

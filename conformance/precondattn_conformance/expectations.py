@@ -1,4 +1,4 @@
-"""Expected failures and skipped cases: two files that an adopter keeps, with a reason per line.
+"""Expected failures and skipped cases: two files with a reason per line.
 
     # One pattern of case ids per line (`*` for any text), then # and the reason.
     gradients-*-lucid_solve*      # the backward kernel is not written yet
@@ -22,17 +22,17 @@ from precondattn_conformance.status import FAILED, PASSED, SKIPPED, XFAILED
 
 
 class ExpectationError(ValueError):
-    """A file of expectations with a line that has no reason, or matches no case."""
+    """Raised for a line of these files that has no reason or matches no case."""
 
 
 @dataclass(frozen=True)
 class ExpectationLine:
-    """One line of such a file."""
+    """One line of a file of expectations."""
 
     pattern: str
     reason: str
     place: str
-    """The file and the number of the line."""
+    """The file and the line number."""
     expression: re.Pattern[str] = field(compare=False)
 
     def matches(self, case: Case) -> bool:
@@ -75,7 +75,7 @@ class Expectations:
         return frozenset(name_of(end.rpartition("-")[2]) for end in ends)
 
     def skipped(self, case: Case) -> Outcome | None:
-        """The outcome of a case that is skipped, or None."""
+        """The outcome of the case if it is skipped, else None."""
         line = _first(self.skip, case)
         return None if line is None else Outcome(case, SKIPPED, reason=line.reason)
 
@@ -84,7 +84,7 @@ class Expectations:
         return _first(self.xfail, outcome.case) is not None
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """The outcome after comparison with what was expected."""
+        """The outcome, taking expected failures into account."""
         line = _first(self.xfail, outcome.case)
         if line is None or outcome.status not in (PASSED, FAILED):
             return outcome

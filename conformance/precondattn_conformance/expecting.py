@@ -1,12 +1,12 @@
-"""Who computes what is expected: the reference, or for a long call the blocked algorithms.
+"""The source of expected results: the reference or, for a long call, the blocked algorithms.
 
-The reference needs a matrix of all queries and keys, or runs token by token. A call of more than
-1,000 keys is computed by `portable`, in float64 on NumPy, if it gives what the reference gives of
-the same call with 197 keys: the same mechanism, masks, widths, heads and kind of keys, the output
-and every gradient to 1e-10. Otherwise, the reference computes it.
+The reference needs a matrix of all queries and keys, or runs token by token. A call with more than
+1,000 keys is computed by `portable`, in float64 on NumPy, if `portable` agrees with the reference
+on the same call with 197 keys. That call has the same mechanism, masks, widths, heads and kind of
+keys, and the output and every gradient must agree to 1e-10. Otherwise, the reference computes it.
 
-The reference also computes it for backends that have the algorithms of `portable`: a fault of these
-would be on both sides.
+The reference is also used for backends with the algorithms of `portable`, whose faults would be on
+both sides.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from precondattn_conformance.tolerance import BOUND, error
 
 REFERENCE, BLOCKED = "reference", "portable"
 HELPED = {REFERENCE: (REFERENCE,), BLOCKED: (BLOCKED, REFERENCE)}
-"""The backends to name: the reference computes what the blocked algorithms do not have."""
+"""The backends for each source: the reference computes what the blocked algorithms lack."""
 RELATED = (BLOCKED, "torch", "jax")
-"""The backends with algorithms of `portable`."""
+"""The backends that use the algorithms of `portable`."""
 CHECKS = ("outputs", "gradients", "caching")
 """The checks that compare with a full call, at the lengths of the design."""
 LONG = 1000
 SHORT = 197
-"""Three blocks of 64 and 5 tokens."""
+"""The number of keys of the short call: three blocks of 64, and 5 tokens."""
 
 
 def expected_by(case: Case, backend: str | tuple[str, ...] | None) -> str:
@@ -46,7 +46,7 @@ def expected_by(case: Case, backend: str | tuple[str, ...] | None) -> str:
 
 
 def shortened(layout: CallLayout) -> CallLayout:
-    """The same with fewer keys, and as many keys more than queries; a single query stays one."""
+    """The layout with fewer keys and as many fewer queries; a single query stays one."""
     queries = SHORT - (layout.s - layout.t)
     t = 1 if layout.t == 1 else max(queries, 1)
     return named(layout._replace(t=t, s=SHORT))
@@ -54,7 +54,7 @@ def shortened(layout: CallLayout) -> CallLayout:
 
 @lru_cache(maxsize=256)
 def is_certified(mechanism: str, layout: CallLayout, kind: str) -> bool:
-    """Whether the blocked algorithms give what the reference gives of this call, in float64."""
+    """Whether the blocked algorithms agree with the reference on the short call, in float64."""
     m = mechanism_of(mechanism)
     inputs, masks = make_inputs(m, layout, kind), layout.masks()
     out, pullback = m.vjp(**inputs, **masks, backend=REFERENCE)

@@ -1,11 +1,11 @@
-"""Inputs at which a formula that is right on paper overflows, underflows, or loses all digits.
+"""Extreme inputs, at which a correct formula overflows, underflows or loses all digits.
 
 =============  ==================================================================================
-huge_logits    queries and keys so long that e^⟨q, k⟩ overflows, or logits that are given and as
-               large: softmax has to subtract a maximum
-tied_logits    the same with three distinct keys: several weights are equal, all others nearly 0
+huge_logits    queries and keys so long that e^⟨q, k⟩ overflows, or equally large logits as an
+               input: softmax has to subtract a maximum
+tied_logits    huge_logits with three distinct keys: several weights are equal, all others nearly 0
 tiny_logits    queries and keys nearly 0: attention is a mean; a norm divides by almost 0
-extreme_gates  decays of 1, of almost 1, of nearly 0 and of 0, next to each other; β at its ends;
+extreme_gates  decays of 1, almost 1, nearly 0 and 0, next to each other; β at its limits;
                input gates of which e^{i} overflows or is 0, with weights of one sign
 far_values     values 100 apart: e^{v − max v} is 0 for most of them
 far_segments   values around 100 and around −100, three tokens each: as in segments of a packed
@@ -13,12 +13,12 @@ far_segments   values around 100 and around −100, three tokens each: as in seg
 zero_rows      the first values are 0, and so are the first outputs, whose norm divides by ε
 hidden_by_bias  biases of −∞, in one row for all keys: that query attends to no key; LASER's values
                are around 100
-long_keys      keys whose squares overflow float16, and queries as much shorter: a norm
+long_keys      keys whose squares overflow float16 in a norm, and queries shorter by the same factor
 far_below      every logit of a row is below −10⁹ (−10³⁰ in float32 and float64), and one is far
-               above the others: a finite number in place of masked logits is larger
+               above the others: a finite number in place of masked logits would be larger
 overwritten    a large value is written to a state and removed again, before anything is read
-opposite_values  queries of 0, that average 64 values of 256, 64 of −256, and small ones (16 and −16
-               in float32 and float64): a sum that is kept in half precision has lost the small ones
+opposite_values  queries of 0, which average 64 values of 256, 64 of −256 and small ones (16 and −16
+               in float32 and float64): a sum that is kept in half precision loses the small ones
 =============  ==================================================================================
 
 The result stays well conditioned: a correct computation is as accurate as on harmless inputs.
@@ -49,45 +49,48 @@ HUGE = {"float64": 2000.0}
 """The size of the logits, by dtype: e^710 overflows in float64, e^89 in float32."""
 HUGE_ELSEWHERE = 60.0
 SCALED = 4.0
-"""Of logits that are given: they are multiplied by a scale, which a mechanism has by default."""
+"""A factor for logits that are an input, since the mechanism multiplies them by a scale by
+default."""
 TINY = {"float64": 1e-8, "float32": 1e-6}
 TINY_ELSEWHERE = 2.0**-5
 JUMP = -9999.3
 GATES = np.asarray([0.0, -0.03, -1e-4, -19.7, -0.47, JUMP, 0.0, -0.011, -3.3])
-"""Logarithms of decays. No sum of several of them is exact in binary: a decay that is a difference
-of cumulative sums has lost its digits behind the large ones."""
+"""Logarithms of decays. No sum of several of them is exact in binary, so a decay that is computed
+as a difference of cumulative sums has lost digits to the large terms."""
 EDGE = 16
-"""Blocks of recurrences begin at multiples of it."""
+"""A block size of recurrences: blocks begin at multiples of it."""
 OPENINGS = np.asarray([0.0, -1e4, 100.0, -3.0, 1e4, 9.0, 9990.0, -100.0])
 """Logarithms of input gates. After 10⁴ a token counts only if the state was forgotten."""
 FAR = 50.0
 STRONG = 1e4
-"""β where it has no upper end."""
+"""The largest β for mechanisms without an upper limit."""
 HIGH = {"float64": 800.0}
 HIGH_ELSEWHERE = 100.0
-"""Values whose exponentials overflow, by dtype."""
+"""The size of values whose exponentials overflow, by dtype."""
 LARGE = 256.0
 OPPOSITE = {"float16": 256.0, "bfloat16": 256.0}
 OPPOSITE_ELSEWHERE = 16.0
-"""With 256, the rounding of the partial sums alone exceeds the bound of float32."""
+"""The size of opposite values in float32 and float64: with 256, the rounding of the partial sums
+alone exceeds float32's bound."""
 CHUNK, LONGEST_CHUNK = 64, 128
-"""Tokens in a chunk of a recurrence, of most kernels and of some."""
+"""The number of tokens in a chunk of a recurrence, in most kernels and in some."""
 LONG = 512.0
-"""Squares of numbers above 256 overflow float16."""
+"""The factor by which keys are lengthened: squares of numbers above 256 overflow float16."""
 BELOW = {"float16": 2.0**14.5, "bfloat16": 2.0**15}
 BELOW_ELSEWHERE = 2.0**51
-"""The entries of queries and keys. The logits are their squares times √d."""
+"""The entries of queries and keys, by dtype. The logits are their squares times √d."""
 FORWARD_ONLY = ("far_below", "opposite_values")
-"""Where a gradient that keeps only the logarithm of a row's sum can not be accurate, since its last
-bit is larger than 1; and where the gradients show nothing."""
+"""Kinds for which only outputs are compared. In the first, a gradient that keeps only the logarithm
+of a row's sum can not be accurate, since the last bit of that is larger than 1. In the second,
+gradients add no information."""
 KEEP_A_SUM = Recurrences(
     rule=("add", "delta"), gate=(None, "head", "channel"), strength=(None, "scalar")
 )
-"""Recurrences whose state is a sum, so that what was written can be subtracted again."""
+"""Recurrences whose state is a sum, so that a written value can be subtracted again."""
 
 
 def makes_sense(mechanism: pa.Mechanism, kind: str) -> bool:
-    """Whether the mechanism has such inputs, and its result is still well conditioned."""
+    """Whether this kind of input applies to the mechanism and is well conditioned."""
     inputs = mechanism.inputs
     leaves = mechanism.program.leaves
     if kind == "extreme_gates":
@@ -146,7 +149,7 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
             elif name == "i":
                 arrays[name] = np.resize(OPENINGS, array.size).reshape(array.shape)
                 arrays |= {rows: np.abs(arrays[rows]) for rows in "qk"}
-                # Features that are nearly even: a mass near ε depends on how m is rounded.
+                # With nearly equal features, a mass near ε depends on how m is rounded.
                 weights = [rows for rows in ("q_weight", "k_weight") if rows in arrays]
                 arrays |= {rows: arrays[rows] / len(arrays[rows]) for rows in weights}
             elif name in ("beta", "lucid_beta"):
@@ -162,7 +165,7 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
             arrays["v"] = arrays["v"] + high
     if kind in ("long_keys", "far_below"):
         by = LONG if kind == "long_keys" else BELOW.get(dtype, BELOW_ELSEWHERE)
-        if "q" not in arrays:  # A norm alone.
+        if "q" not in arrays:  # This is a norm without attention.
             name = "k" if "k" in arrays else "x"
             arrays[name] = by * arrays[name]
         for q, k in (("q", "k"), ("q2", "k2")):
@@ -191,9 +194,9 @@ def at_an_extreme(mechanism: pa.Mechanism, layout: CallLayout, kind: str, dtype:
 def _with_jumps_at_edges(gates: np.ndarray) -> np.ndarray:
     """Gates (b, s, heads, …) with a jump in the first token of a block, or in the last before it.
 
-    Of a cumulative sum within the block all terms have lost digits, or the last one has. They
-    alternate from head to head and from block to block, since after the first nothing is read that
-    was written before the block.
+    In a cumulative sum within the block, either all terms or only the last one have lost digits.
+    The two cases alternate between heads and blocks, since after a jump in the first token nothing
+    that was written before the block is read.
     """
     for block, start in enumerate(range(EDGE, gates.shape[1], EDGE)):
         for head in range(gates.shape[2]):
@@ -208,11 +211,11 @@ def _reads_exponentials(mechanism: pa.Mechanism) -> bool:
 
 
 def _write_twice(arrays: Arrays) -> None:
-    """Write values, then 256 times a value under a key of its own, and later remove that one.
+    """Write values, then 256 times a value under a separate key, and later remove that one.
 
-    Until it is removed, and the chunk of 64 or 128 tokens in which it is has ended, nothing else is
-    written or read: a state that is rounded for a product has then lost the other values for that
-    product only, but one that is kept in half precision has lost them for good. Keys are rows of a
+    Nothing else is written or read until the large value is removed and its chunk of 64 or 128
+    tokens has ended. A state that is only rounded for a product loses the other values for that
+    product only; a state that is kept in half precision loses them permanently. Keys are rows of a
     Hadamard matrix, whose products are exact, and queries do not read the large value's key.
     """
     b, tokens, n, d = arrays["k"].shape
@@ -240,10 +243,10 @@ def _write_twice(arrays: Arrays) -> None:
 
 
 def _lengthen(arrays: Arrays, q: str, k: str, by: float, *, is_far: bool) -> None:
-    """Keys longer by a factor, and queries shorter by it; or keys along one direction.
+    """Lengthen keys and shorten queries by a factor, or give all keys one direction (`is_far`).
 
-    Then a key is the longer the later it is, and queries are opposite to keys, or along them: all
-    weight is on the first visible key, or on the last.
+    With one direction, later keys are longer, and queries point against or along the keys, so that
+    all weight is on the first visible key or on the last.
     """
     if not is_far:
         arrays[k], arrays[q] = by * arrays[k], arrays[q] / by
@@ -262,14 +265,15 @@ def _attends(mechanism: pa.Mechanism) -> bool:
 
 
 def _is_norm(leaf: LeafProtocol) -> bool:
-    """Whether the leaf normalises its rows, or its keys, and so takes them at any length."""
+    """Whether the leaf normalises its rows or its keys, so that they may have any length."""
     norms = pa.RMSNorm | pa.LayerNorm | pa.L2Norm
     return isinstance(leaf, norms) or getattr(leaf, "normalize", None) == "keys"
 
 
 def _magnifies_a_solve(leaves: Sequence[LeafProtocol]) -> bool:
-    """Whether small rows of a ridge regression, which is accurate to its largest row where gates
-    empty the state, are divided by their length or by a sum, or subtracted from each other."""
+    """Whether small rows of a ridge regression are divided by their length or a sum, or subtracted
+    from each other. Where gates empty the state, the regression is accurate only relative to its
+    largest row."""
     if not any(isinstance(leaf, pa.MesaQuery) for leaf in leaves):
         return False
     recurrences = (leaf.recurrence for leaf in leaves if isinstance(leaf, pa.LinearFamily))

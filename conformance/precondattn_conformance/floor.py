@@ -1,10 +1,10 @@
-"""The coverage floor: what a backend promises to support.
+"""The coverage floor: expressions that a backend promises to support.
 
     class Trsm(pa.Backend):
         covers = frozenset({"lucid_solve", "lucid_solve[beta=true]"})
 
-A run fails if it requests a promised expression and none of its outputs is compared. A backend that
-silently declines what it supported last week is no better than one that is wrong.
+A run fails if it requests a promised expression and none of its outputs is compared. So a backend
+can not silently decline an expression that it supported before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def promised(backend: str | None) -> frozenset[str]:
 def below_floor(
     backend: str | None, cases: Iterable[Case], outcomes: Iterable[Outcome]
 ) -> list[str]:
-    """Expressions promised and requested, but never compared: a line each, with the reason."""
+    """A line, with the reason, for each expression that is promised but was never compared."""
     requested = {case.mechanism for case in cases if case.check == "outputs"}
     missing = promised(backend) & requested
     reasons: dict[str, str] = {}
@@ -39,7 +39,7 @@ def below_floor(
             else:
                 reasons.setdefault(outcome.case.mechanism, outcome.reason)
     return [
-        f"below its floor: {backend} promises {name}, and supports none of it: "
+        f"below its coverage floor: {backend} promises {name}, but no case of it was compared: "
         f"{reasons.get(name, 'not run')}"
         for name in sorted(missing)
     ]

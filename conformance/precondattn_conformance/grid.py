@@ -1,4 +1,4 @@
-"""The data of each check, at each level.
+"""The layouts and kinds of keys with which each check runs, at each level.
 
 smoke    under a minute for a backend of one library: every mechanism in every check that applies,
          on the data that finds most faults; for compositions that no class declares, the wiring
@@ -123,25 +123,25 @@ SPECIAL: dict[str, Data] = {
     "leaks": ((LEAK, "random"),),
     "memory": ((LONG, "random"),),
 }
-"""For checks that do not compare numbers at every size."""
+"""Data of checks that do not compare numbers at every size."""
 OF_HALF: Data = ((PLAIN, "long_keys"), (WRITTEN_FAR, EXTREMES[-1]))
-"""Where half precision overflows, or a state in it loses what was written."""
+"""Additional data in half precision, where values overflow or a state loses small values."""
 
 ONE_SIZE = (PLAIN, RAGGED, PACKED, MASKED)
-"""JAX compiles once for all of them, so that each more costs little."""
+"""Layouts of equal sizes. JAX compiles once for all of them, so that further ones cost little."""
 OF_ONE_SIZE = (
     *("outputs", "gradients", "caching", "states", "packing"),
     *("padding", "future", "stability", "dtypes", "determinism"),
 )
-"""Checks of calls in that size, but for the single tokens of caches."""
+"""Checks whose calls have this one size, except for the single tokens of caches."""
 NAMED = ("", "library", "mechanism")
-"""What a run names, if not everything; a backend counts as a library."""
+"""What a run names, if anything; a named backend counts as a library."""
 
 OF_KERNELS = ("stability", "packing", "padding", "determinism")
-"""Checks for kernels in JAX, even where only a few cases are run."""
+"""Checks that matter for kernels, run in JAX even if only a few cases are run."""
 
 DECODED = (OWN_HEADS, "huge_logits")
-"""Of the check `caching`: a step too subtracts a maximum, of cached and of new tokens."""
+"""Additional data of the check `caching`: a step also subtracts the maximum over all tokens."""
 
 STRESS: Data = (*FULL, (BLOCKS, "clustered"), (BLOCKS, "random"), (PREFIX_LONG, "clustered"))
 
@@ -157,17 +157,17 @@ def data(
     is_narrow: bool = False,
     named: str = NAMED[0],
 ) -> Data:
-    """Layouts and kinds of keys.
+    """The layouts and kinds of keys of a check.
 
     `is_alone`: no other library is checked in this run. `is_narrow`: the backend computes this
     mechanism in float32 at most (`widest.py`). `named`: one of `NAMED`.
     """
     if check == "threads":
-        # Long sequences. Of the libraries only PyTorch has a number of threads.
+        # Long sequences. Among the libraries only PyTorch has a number of threads.
         is_short = library == "torch" and mechanism.isidentifier() and mechanism not in derived()
         return SPECIAL[check] if dtype == "float32" and (is_short or level != "smoke") else ()
     if check == "dynamic_shapes":
-        # It compiles twice for each mechanism, which takes too long for the first level.
+        # This check compiles twice for each mechanism, which takes too long for the first level.
         return SPECIAL[check] if dtype == "float32" and level != "smoke" else ()
     if level == "smoke":
         is_whole = mechanism in registry.registered()
@@ -180,7 +180,7 @@ def data(
         both = [_smoke(check, library, each, mechanism) for each in WIDE]
         return tuple(dict.fromkeys(sum(both, ()))) if dtype == "float32" else ()
     if check in ("leaks", "memory"):
-        # They measure a process, not arithmetic.
+        # These checks measure a process, not arithmetic.
         once = dtype == "float32" and library in ("numpy", "torch", "cupy")
         wanted = once and mechanism not in derived() and (check == "leaks" or level == "stress")
         return SPECIAL[check] if wanted else ()
@@ -192,7 +192,7 @@ def data(
         return ()
     several = SPECIAL.get(check, FULL if level == "full" else STRESS)
     if library == "jax" and level == "full" and dtype in HALF and check != "stability":
-        # Each layout in one of the two, since every case has to be compiled.
+        # Each layout runs in one of the two half precisions, since every case has to be compiled.
         return several[HALF.index(dtype) :: len(HALF)]
     if check == "outputs" and dtype == "float32" and mechanism not in derived():
         # Half a million elements, of which one may be wrong.
@@ -203,7 +203,7 @@ def data(
 def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> Data:
     """One mask for each check, each time a different one, since every case has to be compiled.
 
-    A backend without float64 is one of kernels, which read behind the end of an array.
+    A backend without float64 consists of kernels, which may read past the end of an array.
     """
     if is_narrow and not is_derived and dtype == "float32" and check in OF_KERNELS:
         return SPECIAL[check][:1]
@@ -217,9 +217,9 @@ def _smoke_of_jax(check: str, dtype: str, is_derived: bool, is_narrow: bool) -> 
 def _smoke_of_named_jax(
     check: str, dtype: str, mechanism: str, named: str, is_narrow: bool
 ) -> Data:
-    """What PyTorch has in the widest dtype, and a few cases in others.
+    """PyTorch's cases in the widest dtype, and a few cases in other dtypes.
 
-    Without layouts of other sizes and checks that compile anew, unless the mechanism is named.
+    Layouts of other sizes and checks that compile again are left out unless the mechanism is named.
     """
     is_one = named == "mechanism"
     dtypes = ("float32", "float64") if is_narrow else ("float64",)
@@ -252,7 +252,7 @@ def _smoke(check: str, library: str, dtype: str, mechanism: str) -> Data:
         is_wanted = dtype == "bfloat16" and not is_derived
         return SPECIAL[check][:1] if is_wanted else ()
     if check in SPECIAL:
-        if check == "future":  # In float32, which kernels compute.
+        if check == "future":  # Kernels compute in float32.
             wanted = is_main and not is_derived and dtype == "float32"
             return SPECIAL[check][:2] if wanted else ()
         if not is_main or is_derived or check in ("leaks", "memory"):

@@ -1,18 +1,19 @@
 """Keys for mechanisms that are not well defined for all keys.
 
-Different ones, where a maximum is part of the gradient. The pseudo-inverse of Nyström attention
-divides by the largest sum of a column of A, whose derivative goes to that column. Columns of equal
-keys are equal: rounding decides which of them is the largest, and two libraries disagree. Outputs
-for equal keys are tested in `tests/mathematics/test_nystrom.py`.
+Equal keys are made different where a maximum is part of the gradient. The pseudo-inverse of Nyström
+attention divides by the largest sum of a column of A, whose derivative goes to that column. Columns
+of equal keys are equal: rounding decides which of them is the largest, and two libraries disagree.
+Outputs for equal keys are tested in `tests/mathematics/test_nystrom.py`.
 
-And where a small ρ is all that two equal keys leave: LUCID without causality divides their
-difference by ρ, and with it what rounding makes of Φ. Of ρ = 1e-3 and float32, 1e-3 of the result
-is lost, in any way of computing it. Equal keys are tested with ρ = 0.1, and in float64 with any in
+They are also made different where the matrix of two equal keys is invertible only because of a
+small ρ: LUCID without causality divides their difference by ρ, and with it the rounding error of Φ.
+With ρ = 1e-3 in float32, a relative error of 1e-3 is unavoidable, however it is computed. Equal
+keys are tested with ρ = 0.1, and in float64 with any ρ in
 `tests/mathematics/test_symmetric_lucid.py`.
 
-Shorter ones, where a preconditioner has no bound. With normalize "none", Φ_ii = exp(s ‖k_i‖²): it
-overflows float32 from s ‖k‖² = 88 on, and long before that, two ways of computing the system's
-solution have nothing in common.
+Keys are made shorter where a preconditioner has no bound. With normalize "none", Φ_ii = exp(s
+‖k_i‖²): it overflows float32 from s ‖k‖² = 88 on. Long before that, two ways of solving the system
+give entirely different results.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from precondattn.arrays import Arrays
 from precondattn_conformance.declared import is_bounded
 
 LONGEST = 16.0
-"""s ‖k‖² of a key of d entries of variance 1, once it is shortened."""
+"""The largest s ‖k‖² of a shortened key, whose d entries had variance 1."""
 
 SMALL_RHO = 0.1
-"""Below which LUCID's symmetric matrix of equal keys is too ill-conditioned for float32."""
+"""The smallest ρ with which LUCID's matrix of equal keys is solvable in float32."""
 
 NOISE = 0.1
-"""That is added to keys, in half precision a different amount to each; of longer keys than random
-ones, this part of their length."""
+"""The size of the noise added to keys; keys longer than random ones get proportionally more."""
 
 NOISE_OF_SMALL_RHO = 1.0
-"""The same for a small ρ: keys of one cluster are then as different as others."""
+"""The size of the noise for a small ρ, with which keys of one cluster differ as much as others."""
 
 
 def with_harmless_keys(mechanism: pa.Mechanism, inputs: Arrays) -> Arrays:

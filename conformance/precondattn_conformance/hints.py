@@ -1,9 +1,9 @@
-"""Which arrangement would compare more, where every call of a kind ended with an error.
+"""Hints at an arrangement that allows more comparisons, if every call of a kind raised an error.
 
     widths: no call with values of another width than keys ran (17 declined); with widths="equal",
     zeros are appended to the values
 
-An arrangement is never chosen for a caller: such an error may be one that should not be.
+An arrangement is never chosen automatically, since the error may be a fault of the function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn_conformance.runner import Outcome
 from precondattn_conformance.status import COMPARED, UNSUPPORTED
 
 BLOCK = 64
-"""The tokens that kernels most often take multiples of."""
+"""The most common multiple of tokens that kernels require."""
 
 
 class _Kind(NamedTuple):
@@ -51,7 +51,7 @@ KINDS = {
 
 
 def hints(outcomes: Sequence[Outcome], arrangement: Arrangement) -> Iterator[str]:
-    """A sentence for each arrangement that has its default and may be what the function needs."""
+    """A hint for each arrangement option with its default that the function may need."""
     declined = [o for o in outcomes if o.status == UNSUPPORTED]
     raised = [o.case for o in declined if in_few_words(o.reason).startswith("raised")]
     compared = [o.case for o in outcomes if o.status in COMPARED]

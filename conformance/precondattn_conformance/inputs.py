@@ -43,13 +43,13 @@ class CallLayout(NamedTuple):
     values_per_head: int = 2
     """Value heads per query head, for mechanisms that allow more value heads."""
     mask: str | None = None
-    """A name in `masks.PATTERNS`, or two joined by +."""
+    """The name of a mask in `masks.PATTERNS`, or two names joined by +."""
     broadcast: str = ""
-    """Which of the axes that may have size 1 (b and h of an additive bias) have size 1."""
+    """The broadcast axes: those of b and h that have size 1 in an additive bias."""
     block: int = 0
     """The size of a block, at whose edges masks begin and the calls of a cache end."""
     order: str = ""
-    """How arrays lie in memory (`memory_order.ORDERS`); empty: contiguous."""
+    """The order of arrays in memory (`memory_order.ORDERS`); empty: contiguous."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -85,8 +85,8 @@ def make_inputs(mechanism: pa.Mechanism, layout: CallLayout, kind: str, seed: in
         if kind == "clustered" and q in arrays:
             arrays[q] = _queries_near(rng, arrays[q], arrays[k])
     if "p" in arrays:
-        # What is erased along k then never grows, also where a preconditioner rescales k's entries.
-        # The features of a map, which may be more than k has channels, are not negative.
+        # The part erased along k then never grows, even if a preconditioner rescales k's entries.
+        # The features of a map, which may outnumber k's channels, are not negative.
         is_of_keys = arrays["p"].shape == arrays["k"].shape
         arrays["p"] = np.copysign(arrays["p"], arrays["k"] if is_of_keys else 1.0)
     for name, array in arrays.items():
@@ -98,7 +98,7 @@ def make_inputs(mechanism: pa.Mechanism, layout: CallLayout, kind: str, seed: in
 
 
 def _unit_or_zero(rows: np.ndarray) -> np.ndarray:
-    """Rows of length 1; a row of zeros stays one."""
+    """Rows scaled to length 1; a row of zeros stays zero."""
     length = np.linalg.vector_norm(rows, axis=-1, keepdims=True)
     return rows / np.where(length > 0, length, 1.0)
 
@@ -118,7 +118,7 @@ def numbers_in_range(
     else:
         distance = np.exp(0.7 * numbers)
         numbers = np.asarray(low + distance if np.isfinite(low) else high - distance)
-    # At the ends of a range a formula divides by zero, or a state stops decaying.
+    # At the ends of a range a formula may divide by zero, or a state may not decay.
     if not pattern.open_low:
         numbers.flat[::5] = low
     if not pattern.open_high:
@@ -160,7 +160,7 @@ REAL = CallLayout("real", b=1, t=252, s=252, h=9, n=9, d=32, e=32)
 """Nine heads of a trained model, three of each of the layers 0, 2 and 5, on 252 tokens."""
 
 REAL_GROUPED = REAL._replace(name="real_grouped", n=3)
-"""The same with grouped queries: a layer's three query heads share its first key/value head."""
+"""Real heads with grouped queries: a layer's three query heads share its first key/value head."""
 
 
 def real_heads(name: str, shape: tuple[int, ...], layout: CallLayout) -> np.ndarray:
@@ -169,7 +169,7 @@ def real_heads(name: str, shape: tuple[int, ...], layout: CallLayout) -> np.ndar
     The model has nine heads. If three are requested, they are the first of each layer; if more
     than nine, heads are repeated.
     """
-    if len(shape) == 5:  # Several keys of a token are those of more heads.
+    if len(shape) == 5:  # Several keys of a token are taken from further heads.
         b, time, steps, heads, width = shape
         return real_heads(name, (b, time, steps * heads, width), layout).reshape(shape)
     array = _minilm()["qkv".index(name)].transpose(1, 0, 2, 3)  # time, layer, head, width

@@ -1,4 +1,4 @@
-"""The context manager of `--inside`, in which all cases of a run are run."""
+"""The context manager given by `--inside`, in which all cases of a run execute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 
 
 def context_manager(text: str) -> Callable[[], AbstractContextManager[object]]:
-    """That of the name "package.module:function".
+    """The context manager with the name "package.module:function".
 
     Raises
     ------
     ValueError
-        if there is none.
+        if it does not exist.
     """
     module, _, name = text.partition(":")
     try:

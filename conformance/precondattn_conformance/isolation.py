@@ -1,12 +1,13 @@
-"""Cases in separate processes, so that a hang or a crash is one failure and the others still run.
+"""Runs cases in separate processes: a hang or crash is one failure, and other cases still run.
 
     for outcome in run_isolated(cases, "trsm", timeout=120, jobs=2): …
 
 A process runs all cases of one mechanism in one dtype, one at a time, since they share the oracle's
-results. Of several processes the first begins with the cases of JAX and another with those of all
-other libraries: so each function is compiled once, and each process imports what it needs. Whoever
-has no such case left goes on with the others'. A process that dies or hangs is replaced, and the
-case that it was running has failed. The first failures are replayed alone (`alone.py`).
+results. With several processes, the first begins with the cases of JAX and another with those of
+all other libraries. So each function is compiled once, and each process imports only what it needs.
+A process that has finished its kind of cases continues with the other kind. A process that dies or
+hangs is replaced, and the case that it was running has failed. The first failures are replayed
+alone (`alone.py`).
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from precondattn_conformance.xla import compiling_quickly
 TIMEOUT = 300.0
 """Seconds for one case, including a kernel's first compilation."""
 BEFORE_KILLING = 2.0
-"""Seconds before the timeout, at which a hanging process writes its traceback."""
+"""Seconds before the time limit at which a hanging process writes its traceback."""
 
 TO_END = 10.0
-"""Seconds for a process that runs no case to end by itself."""
+"""Seconds that an idle process has to end by itself."""
 
 
 Lane = deque[list[Case]]
-"""Cases of one mechanism and dtype after the other."""
+"""Groups of cases of one mechanism and dtype."""
 Prepare = Callable[[], object]
-"""What a process calls before its first case; it can be pickled."""
+"""A function that a process calls before its first case; it can be pickled."""
 
 
 def nothing_to_prepare() -> None:
-    """Where backends are found by their entry points."""
+    """The default preparation, for backends that are found by their entry points."""
 
 
 class Worker:
@@ -73,10 +74,10 @@ class Worker:
         self.backend, self.device, self.timeout, self.beside = backend, device, timeout, beside
         self.is_quick, self.prepare = is_quick, prepare
         self.lanes: tuple[Lane, ...] = ()
-        """The cases that are left. It takes the next ones from the first lane that has any."""
+        """The remaining cases. The next group is taken from the first lane that has any."""
         self.todo: deque[Case] = deque()
         self.earlier: tuple[Case, ...] = ()
-        """The cases that its process ran before the last one."""
+        """The cases that the process ran before the last one."""
         self.running: Case | None = None
         self._start()
 
@@ -105,12 +106,12 @@ class Worker:
         if self.running is not None:
             self._wait_until_started()
             self.since, self.earlier = time.monotonic(), self.done
-            with suppress(BrokenPipeError):  # Then it has died, which `receive` reports.
+            with suppress(BrokenPipeError):  # A process that has died is reported by `receive`.
                 self.connection.send(self.running)
         return self.running
 
     def _wait_until_started(self) -> None:
-        """Its imports do not count as time of the first case."""
+        """Wait for the process to start, so that imports do not count as time of the first case."""
         if self.is_started:
             return
         if not self.connection.poll(TIMEOUT):
@@ -144,7 +145,7 @@ class Worker:
         return outcome
 
     def hung(self) -> Outcome:
-        """The outcome of a case that ran into the timeout."""
+        """The outcome of a case that reached the time limit."""
         assert self.running is not None
         reason = f"it hung: no result after {self.timeout:g} s"
         return replace(self._lost(self.running, reason), hung=True)
@@ -158,8 +159,8 @@ class Worker:
         return Outcome(case, FAILED, None, reason, trace, text, seconds)
 
     def stop(self) -> None:
-        """End the process: by itself, so that libraries release what they share; or kill it."""
-        self.connection.close()  # Then it receives no more cases, and returns.
+        """End the process: let it return, so that libraries release resources, or kill it."""
+        self.connection.close()  # The process then receives no more cases, and returns.
         if self.running is None:
             self.process.join(TO_END)
         self.process.kill()
@@ -168,7 +169,7 @@ class Worker:
 
 
 def cause(exitcode: int | None) -> str:
-    """Of what a process has died."""
+    """The cause of a process's death: a signal's name or an exit code."""
     if exitcode is not None and exitcode < 0:
         return signal.Signals(-exitcode).name
     return f"exit code {exitcode}"
@@ -182,7 +183,7 @@ def _serve(
     traces: str,
     prepare: Prepare,
 ) -> None:
-    """The loop of the process: receive a case, send its outcome."""
+    """The main loop of the process: receive a case, send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(traces, "w") as file:
         faulthandler.enable(file)
@@ -200,7 +201,7 @@ def _serve(
 
 
 def picklable(outcome: Outcome) -> Outcome:
-    """The outcome with its texts as plain strings: a reason may be of a subclass of str."""
+    """The outcome with plain strings, since a reason may be of a subclass of str."""
     return replace(outcome, reason=str(outcome.reason), details=str(outcome.details))
 
 
@@ -216,7 +217,7 @@ def run_isolated(
     started: Callable[[Case], object] = lambda case: None,
     expected: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Iterator[Outcome]:
-    """The outcomes, as soon as each is known; with several jobs, not in the order of the cases.
+    """Yield outcomes as soon as each is known; with several jobs, not in the order of the cases.
 
     Failures that are not `expected` are replayed alone. If it `is_quick`, JAX compiles without
     optimisations. Each process calls `prepare` first.
@@ -264,7 +265,7 @@ def run_isolated(
 
 
 def lanes_of(cases: Iterable[Case], jobs: int) -> tuple[Lane, ...]:
-    """The cases in groups of one mechanism and dtype; for several jobs, those of JAX are the last.
+    """The cases in groups of one mechanism and dtype; for several jobs, those of JAX are last.
 
     Several processes take from both ends, so that one of them compiles and another does not.
     """

@@ -1,9 +1,9 @@
-"""Layouts whose names contain everything in them, so that an id alone replays a case.
+"""Layout names that contain all properties of a layout, so that an id alone replays a case.
 
 b2t33s33h4n2d24e40block16.lengths_apart+key_blocks.heads_first
 
 Sizes, the size of a block, masks, and the order in memory; then, if an additive bias is broadcast,
-`over_b`, `over_h` or `over_bh`. Sizes that have their default are left out after e.
+`over_b`, `over_h` or `over_bh`. After e, sizes that have their default are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAME = re.compile(
     r"(?:u(?P<u>\d+))?(?:block(?P<block>\d+))?(?P<rest>(?:\.[a-z_+]+)*)"
 )
 VALUES_PER_HEAD = 1
-"""The default of these layouts."""
+"""The default number of value heads per query head in these layouts."""
 
 
 def named(layout: CallLayout) -> CallLayout:
@@ -36,7 +36,7 @@ def named(layout: CallLayout) -> CallLayout:
 
 
 def layout_named(name: str) -> CallLayout | None:
-    """The layout of such a name; None if the name has another form."""
+    """The layout with such a name; None if the name has another form."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The array libraries: conversion to and from NumPy, views, and their own differentiation."""
+"""The array libraries: conversion to and from NumPy, views, and automatic differentiation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ MOST_REGIONS = 45_000
 few for every operation and shape that it compiles."""
 
 STRICT_DEVICE = "device1"
-"""A device of array_api_strict that is not its default, so that an array made without a device is
-seen."""
+"""A non-default device of array_api_strict, so that an array made without a device is detected."""
 
 
 class Library:
@@ -34,13 +33,13 @@ class Library:
     dtypes: tuple[str, ...] = WIDE
 
     compiles_operations = False
-    """Whether each operation is compiled for each shape, which takes longer than to run it."""
+    """Whether each operation is compiled for each shape, which takes longer than running it."""
 
     thread_counts: tuple[int | None, ...] = (None,)
-    """Numbers of threads to compute with; None if the library has no such setting."""
+    """The numbers of threads to compute with; None if the library has no such setting."""
 
     autograd = ""
-    """Code of a snippet that differentiates the call with respect to the input NAME."""
+    """Snippet code that differentiates the call with respect to the input NAME."""
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
@@ -54,11 +53,11 @@ class Library:
         return nullcontext()
 
     def threads(self, count: int | None) -> AbstractContextManager[object]:
-        """A context in which the library computes with so many threads."""
+        """A context in which the library computes with this many threads."""
         return nullcontext()
 
     def array(self, values: np.ndarray, dtype: str | None = None) -> Array:
-        """A copy of a NumPy array, in `dtype` if it is floating."""
+        """A copy of a NumPy array, converted to `dtype` if it is floating-point."""
         return values.astype(dtype) if dtype and values.dtype.kind == "f" else values.copy()
 
     def numpy(self, array: Array) -> np.ndarray:
@@ -70,11 +69,11 @@ class Library:
         return str(array.dtype).rpartition(".")[2]
 
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """An array of NaN, to be written to."""
+        """An array of NaN to write to."""
         return np.full(shape, np.nan, dtype=like.dtype)
 
     def permuted(self, array: Array, axes: tuple[int, ...]) -> Array:
-        """A view with its axes in this order."""
+        """A view with the axes in this order."""
         return array.transpose(axes)
 
     def view(self, array: Array, order: str) -> Array:
@@ -116,17 +115,17 @@ class Library:
         return nullcontext()
 
     def transforms(self) -> dict[str, Transform]:
-        """The library's own transformations; "vmap" maps a function over a first axis."""
+        """The library's own transformations; "vmap" maps a function over the first axis."""
         return {}
 
     def compiled_and_counted(
         self, function: Callable[[Arrays], Array]
     ) -> tuple[Callable[[Arrays], Array], Callable[[], int]]:
-        """The function compiled by the library, and the number of its graphs so far."""
+        """The function compiled by the library, and a function that counts its graphs."""
         raise NotImplementedError(f"{self.name} has no compiler of graphs with symbolic sizes")
 
     def forget(self) -> None:
-        """Called between two cases: empty the library's caches if they have become too large."""
+        """Empty the library's caches if they have become too large; called between two cases."""
 
 
 class StrictLibrary(Library):
@@ -247,7 +246,7 @@ gradients = {{"NAME": gradient}}"""
 
         leaves = [{n: a.detach().requires_grad_() for n, a in given.items()} for given in inputs]
         outs = [function(given) for given in leaves]
-        # The output of a token alone depends on no decay, whose gradient is 0.
+        # The output of a single token depends on no decay, whose gradient is 0.
         options = {"allow_unused": True, "materialize_grads": True}
         return [
             dict(zip(given, torch.autograd.grad(out, [*given.values()], d, **options), strict=True))
@@ -256,7 +255,7 @@ gradients = {{"NAME": gradient}}"""
 
 
 def _compiled(function: Callable[[Arrays], Array]) -> Callable[[Arrays], Array]:
-    """Compiled by `torch.compile`, after a reset: its cache holds only a few functions."""
+    """The function compiled by `torch.compile`, after a reset of its small cache."""
     import torch
 
     torch.compiler.reset()
@@ -365,7 +364,7 @@ ALL: tuple[type[Library], ...] = (Library, StrictLibrary, TorchLibrary, JaxLibra
 
 
 def installed() -> list[str]:
-    """The names of the libraries that can be used here."""
+    """The names of the libraries that are installed."""
     return [cls.name for cls in ALL if cls.is_installed()]
 
 

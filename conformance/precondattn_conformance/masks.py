@@ -1,4 +1,4 @@
-"""The masks of a layout, by name. Two names joined by + are two masks at once.
+"""The masks of a layout, by name. Two names joined by + stand for both masks together.
 
 ==============  ==============================================================================
 lengths         three tokens apart, the last sequence the longest
@@ -12,7 +12,7 @@ segments_edge   a segment begins exactly at each block's edge; in odd sequences 
 segments_long   three tokens, one segment to five tokens before the end, then those
 prefix          the first third of the tokens, in each further sequence two tokens more
 attn_mask       every fifth pair is masked, and all pairs of one query
-attn_heads      every fifth pair of each head, of each head another one
+attn_heads      every fifth pair of each head is masked, shifted from head to head
 ==============  ==============================================================================
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 Mask = Callable[[int, int, int], np.ndarray]
-"""From the numbers of sequences and of keys, and the size of a block, or the number of heads."""
+"""A mask from the numbers of sequences and keys, and the block size or the number of heads."""
 
 
 def _lengths(b: int, s: int, block: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def _attn_heads(b: int, s: int, h: int) -> np.ndarray:
 
 
 OF_PAIRS = ("prefix", "attn_mask")
-"""The arguments that are masks of pairs, which not every mechanism and backend has."""
+"""The arguments that are masks of pairs, which not every mechanism and backend supports."""
 
 PATTERNS: dict[str, tuple[str, Mask]] = {
     "lengths": ("lengths", _lengths),
@@ -104,7 +104,7 @@ PATTERNS: dict[str, tuple[str, Mask]] = {
     "attn_mask": ("attn_mask", _attn_mask),
     "attn_heads": ("attn_mask", _attn_heads),
 }
-"""By name: the argument of a call, and its entries."""
+"""The argument of a call and the function that makes its entries, by the mask's name."""
 
 
 def masks(names: str | None, b: int, s: int, h: int, block: int) -> dict[str, np.ndarray]:
@@ -114,5 +114,5 @@ def masks(names: str | None, b: int, s: int, h: int, block: int) -> dict[str, np
 
 
 def arguments(names: str | None) -> frozenset[str]:
-    """The names of the arguments."""
+    """The names of the arguments that these masks need."""
     return frozenset(PATTERNS[name][0] for name in names.split("+")) if names else frozenset()

@@ -1,11 +1,12 @@
-"""Memory: the peak of a call, measured in a separate process, and the memory of a process.
+"""The peak memory of a call, measured in a separate process, and the memory of a process.
 
     python -m precondattn_conformance.memory '{"mechanism": "lucid", …}'
 
-On a CPU the peak is that of the resident set during the call, less what was resident before it (the
-interpreter, the libraries, a small call to warm up, and the inputs), plus the size of the inputs.
-On a GPU it is what the library's allocator reports. Each call has its own process, because the
-resident set's peak never falls, and because memory left by one call would hide what the next needs.
+On a CPU the peak is the largest resident set during the call, minus the resident set before it
+(interpreter, libraries, a small warm-up call, and the inputs), plus the size of the inputs. On a
+GPU it is the peak reported by the library's allocator. Each call has a separate process, because
+the resident set's peak never falls, and because memory left by one call would hide the need of the
+next.
 
 JAX's compiler knows the peak before the call: it is the memory planned for inputs, results and
 temporary arrays.
@@ -34,15 +35,16 @@ from precondattn_conformance.libraries import Library
 
 WARM_TOKENS = 80
 MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-"""Freed arrays are returned to the system at once. Otherwise the C library raises this threshold
-when it sees larger arrays, and the resident set differs from run to run."""
+"""Environment variables that make the C library return freed arrays to the system at once.
+Otherwise it raises this threshold when it sees larger arrays, and the resident set differs from run
+to run."""
 
 TIMEOUT = 1800
-"""Seconds, after which a call counts as too expensive."""
+"""Seconds after which a call counts as too expensive."""
 
 
 class NoPeakError(RuntimeError):
-    """A process that ended without a number."""
+    """Raised if a process ended without printing a peak."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class MeasuredCall:
     dtype: str
     has_backward: bool = True
     backend: str | None = None
-    """One name, or several with commas between them, in order of preference."""
+    """One backend name, or several separated by commas in order of preference."""
     device: str | None = None
 
 
@@ -65,7 +67,7 @@ def peak_bytes(call: MeasuredCall) -> float:
     Raises
     ------
     NoPeakError
-        when the process fails, with the last line of its error output.
+        if the process fails, with the last line of its error output.
     """
     tokens = call.layout.t
     try:
@@ -86,7 +88,7 @@ def peak_bytes(call: MeasuredCall) -> float:
 
 
 def main(text: str) -> None:
-    """Print the peak in bytes. Runs in the process of the call."""
+    """Print the peak in bytes; runs in the process of the call."""
     fields = json.loads(text)
     layout = CallLayout(*fields.pop("layout"))
     call = MeasuredCall(layout=layout, **fields)
@@ -131,7 +133,7 @@ def _prepared(
 
 
 def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[Arrays, Array]:
-    """Inputs, and a cotangent of the output."""
+    """The inputs, and a cotangent of the output."""
     m = pa.parse(call.mechanism)
     arrays = with_harmless_keys(m, make_inputs(m, layout, "clustered"))
     inputs = {name: library.array(array, call.dtype) for name, array in arrays.items()}
@@ -141,7 +143,7 @@ def _arrays(call: MeasuredCall, library: Library, layout: CallLayout) -> tuple[A
 
 
 def _masks(library: Library, layout: CallLayout) -> Arrays:
-    """The masks of the layout, in its library."""
+    """The masks of the layout, as arrays of the library."""
     return {name: library.array(array) for name, array in layout.masks().items()}
 
 
@@ -169,7 +171,7 @@ def _is_on_gpu_of_torch(library: Library) -> bool:
 
 
 def peak_of(run: Callable[[], object], library: Library) -> float:
-    """By how much the peak during a run exceeds the memory in use before it."""
+    """The amount by which peak memory during a run exceeds the memory in use before it."""
     if _is_on_gpu_of_torch(library):
         import torch
 
@@ -198,7 +200,7 @@ def held_bytes(library: Library) -> int:
 
 
 def release_free_memory() -> None:
-    """Have the allocator return free memory, so that the next call can not use it unseen."""
+    """Make the allocator return free memory, so that the next call can not use it unnoticed."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -207,7 +209,7 @@ def release_free_memory() -> None:
 
 
 def _reset_peak() -> None:
-    """Have Linux count the peak from now on. Other systems count it from the process's start."""
+    """Measure the peak from now on, on Linux. Other systems measure it from the start."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -221,7 +223,7 @@ def _resident(field: str) -> float:
         for line in status.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return 1024.0 * int(line.split()[1])
-    import resource  # Windows has none.
+    import resource  # Windows lacks this module.
 
     unit = 1 if sys.platform == "darwin" else 1024
     return float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,15 +1,16 @@
-"""How the arrays of a call lie in memory.
+"""Orders in memory of a call's arrays.
 
 ===================  =========================================================================
-heads_first          the axis of heads before that of tokens
-every_other_element  of a larger array, with NaN between
-window               of a larger array, with NaN around it
-expanded_batch       k and all that belongs to a key, except v, once for all sequences (stride 0)
-expanded_heads       the same once for all heads
-expanded_tokens      gates, β and the like once for all sequences and tokens; and the cotangent
+heads_first          the head axis before the token axis
+every_other_element  every other element of a larger array, with NaN between
+window               a window of a larger array, with NaN around it
+expanded_batch       k and other inputs of a key except v, stored once for all sequences
+expanded_heads       the same inputs, stored once for all heads
+expanded_tokens      gates, β, … and the cotangent, stored once for all sequences and tokens
 ===================  =========================================================================
 
-The cotangent has the order of the inputs. JAX has no views; its arrays only have equal entries.
+The cotangent has the order of the inputs. Expanded axes have stride 0. JAX has no views; there the
+arrays only have equal entries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ORDERS = VIEWS + EXPANDED
 
 
 def expanded_axes(mechanism: pa.Mechanism, name: str, order: str) -> tuple[int, ...]:
-    """The axes of an input that have stride 0 in this order."""
+    """The axes of an input that have stride 0 in this memory order."""
     pattern = mechanism.inputs[name]
     if order not in EXPANDED or pattern.time_axis is None or pattern.is_pairwise:
         return ()
@@ -45,13 +46,13 @@ def expanded_axes(mechanism: pa.Mechanism, name: str, order: str) -> tuple[int, 
 
 
 def is_expanded(mechanism: pa.Mechanism, order: str) -> bool:
-    """Whether the order expands some input of the mechanism, or its cotangent."""
+    """Whether the memory order expands some input of the mechanism, or its cotangent."""
     is_of_cotangent = order == "expanded_tokens"
     return is_of_cotangent or any(expanded_axes(mechanism, n, order) for n in mechanism.inputs)
 
 
 def constant(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The array with its first entries along these axes at all places."""
+    """The array with its first entry along these axes repeated at all places."""
     return np.broadcast_to(_first(array, axes), array.shape).copy() if axes else array
 
 
@@ -62,7 +63,7 @@ def laid_out(
     values: Mapping[str, np.ndarray],
     order: str,
 ) -> Arrays:
-    """Inputs of a mechanism in a library, whose values are these, in this order in memory."""
+    """Inputs of a mechanism as arrays of a library with these values, in this memory order."""
     return {
         name: in_order(library, array, values[name], order, expanded_axes(mechanism, name, order))
         for name, array in arrays.items()
@@ -72,14 +73,14 @@ def laid_out(
 def in_order(
     library: Library, array: Array, values: np.ndarray, order: str, axes: tuple[int, ...]
 ) -> Array:
-    """One array, whose values are these, in this order; `axes` are those that it may expand."""
+    """One array with these values, in this memory order; `axes` are those that may be expanded."""
     if order in VIEWS and library.name != "jax":
         return library.view(array, order)
     return expanded(array, values, axes)
 
 
 def expanded(array: Array, values: np.ndarray, axes: tuple[int, ...]) -> Array:
-    """The array with stride 0 along those of these axes along which its values are constant."""
+    """The array with stride 0 along those of the axes on which its values are constant."""
     axes = tuple(axis for axis in axes if np.array_equal(values, constant(values, (axis,))))
     if not axes:
         return array
@@ -91,5 +92,5 @@ def _first(array: Array, axes: tuple[int, ...]) -> Array:
 
 
 def cotangent_axes(order: str, rank: int) -> tuple[int, ...]:
-    """The axes along which the cotangent is constant, as that of a sum is."""
+    """The axes along which the cotangent is constant, as the cotangent of a sum is."""
     return tuple(range(rank - 1)) if order == "expanded_tokens" else ()

@@ -1,4 +1,4 @@
-"""What a case calls, by its id: the arrays that the code of a snippet uses."""
+"""The arrays of a case's call, given its id, for the code of a snippet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def call_of(
 ) -> tuple[pa.Mechanism, Arrays]:
     """The mechanism of a case, and the inputs and masks of its call.
 
-    If `turned`, the sequences of the batch are in reversed order: other values, the same shapes.
+    If `turned`, the sequences of the batch are in reversed order, which changes values but not
+    shapes.
     """
     trial = _trial(text, device)
     with trial.library.precision(trial.case.dtype):
@@ -34,8 +35,8 @@ def call_of(
 def expected_of(text: str, device: str | None = None) -> Oracle:
     """The oracle's output, cotangent and gradients, as arrays of the case's library.
 
-    Output and gradients are in float64 (in JAX, unless the case is of float64, in float32). The
-    cotangent is in the case's dtype, and has its order in memory.
+    Output and gradients are in float64; in JAX they are in float32 unless the case is in float64.
+    The cotangent has the case's dtype and order in memory.
     """
     trial = _trial(text, device)
     dtype = trial.case.dtype
@@ -53,7 +54,7 @@ def expected_of(text: str, device: str | None = None) -> Oracle:
 
 
 def cache_of(text: str, device: str | None = None) -> tuple[pa.Cache, list[Arrays]]:
-    """The empty cache of a case, and what each call of `extend` adds to it."""
+    """The empty cache of a case, and the tokens that each call of `extend` adds to it."""
     trial = _trial(text, device)
     layout = trial.case.layout
     one_by_one = trial.case.check == "splits"

@@ -1,6 +1,6 @@
 """The oracle: the reference in float64, on inputs rounded to the case's dtype.
 
-Its gradient is checked by central differences wherever they are accurate enough. Long calls are
+Its gradients are checked by central differences wherever those are accurate enough. Long calls are
 computed by blocked algorithms that the reference has certified (`expecting.py`).
 """
 
@@ -31,18 +31,19 @@ from precondattn_conformance.libraries import HALF
 from precondattn_conformance.memory_order import constant, cotangent_axes
 
 QUERIES_AND_KEYS = ("q", "k", "q2", "k2", "tau")
-"""Inputs whose gradients are nearly 0 if one key, or one slot, has all the weight."""
+"""Inputs whose gradients are nearly 0 if one key or one slot has all the weight."""
 OF_WEIGHTS = ("q", "k", "g", "i")
-"""Inputs whose gradients are nearly 0 for that reason where the weights of a state are divided by
-their sum, but for its ε."""
+"""Inputs whose gradients are nearly 0 if one token has all the weight, in a state whose weights are
+divided by their sum plus a small ε."""
 OF_SCORES = (
     *QUERIES_AND_KEYS,
     *("q_gain", "k_gain", "per_dim", "bias", "g", "slopes", "bucket_table"),
     *("w", "beta", "w2", "beta2"),
 )
-"""The same, where softmax has no slots: every input that only scores depend on."""
+"""Inputs whose gradients are nearly 0 for that reason in softmax without slots: all inputs that
+only the scores depend on."""
 NEARLY_ZERO = 1e-8
-"""A gradient smaller than this part of its terms is what rounding in float32 leaves of them."""
+"""A gradient that is smaller than this share of its terms consists of float32 rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,18 @@ class Oracle:
     cotangent: np.ndarray
     gradients: Arrays
     terms: dict[str, Sizes]
-    """For gradients that are sums whose terms cancel: the size of the terms (`cancellation.py`)."""
+    """The sizes of the terms of gradients that are sums with cancellation (`cancellation.py`)."""
 
 
 def oracle(
     mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str = REFERENCE
 ) -> Oracle:
-    """The reference in float64 on NumPy, or who else is expected to be right."""
+    """The results of the reference in float64 on NumPy, or of another source `by`."""
     return _kept(mechanism, layout, kind, dtype, by)
 
 
 def keep_all() -> None:
-    """Keep every result from now on, for a process that runs the same cases again and again."""
+    """Keep every result from now on, for a process that repeats the same cases."""
     global _kept
     _kept = cache(_computed)
 
@@ -90,7 +91,7 @@ def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str
     if kind in SATURATED or (layout.s == 1 and is_softmax(m)):
         terms |= sizes_when_saturated(inputs, cotangent)
     elif is_softmax(m) or any(isinstance(leaf, pa.GSA) for leaf in m.program.leaves):
-        # A query may have all its weight on one key, or on one slot.
+        # A query may have all its weight on one key or one slot.
         of_scores = OF_SCORES if is_softmax(m) else QUERIES_AND_KEYS
         for name, size in sizes_when_saturated(inputs, cotangent).items():
             is_only_query = layout.t == 1 and name in {*of_scores, *of_maps}
@@ -113,8 +114,8 @@ def _computed(mechanism: str, layout: CallLayout, kind: str, dtype: str, by: str
 def is_certifying(layout: CallLayout) -> bool:
     """Whether the oracle's gradients are compared with central differences at this layout.
 
-    They are at the named layouts. Those of the design are wide and long: there the differences are
-    dear, and too inaccurate where a covariance of few tokens is inverted.
+    They are compared at the named layouts. Layouts of the design are wide and long: there central
+    differences are expensive, and too inaccurate where a covariance of few tokens is inverted.
     """
     return not layout.block
 
@@ -124,7 +125,7 @@ _kept = lru_cache(maxsize=256)(_computed)
 
 @lru_cache(maxsize=256)
 def inputs_of(mechanism: str, layout: CallLayout, kind: str, dtype: str) -> Arrays:
-    """The inputs of a case, rounded to the dtype, in float64."""
+    """The inputs of a case in float64, rounded to its dtype."""
     m = mechanism_of(mechanism)
     if kind in EXTREMES:
         inputs = at_an_extreme(m, layout, kind, dtype)
@@ -135,7 +136,7 @@ def inputs_of(mechanism: str, layout: CallLayout, kind: str, dtype: str) -> Arra
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The array rounded to the dtype, in float64."""
+    """The array in float64, rounded to the dtype."""
     if dtype == "bfloat16":
         # Eight bits of mantissa: add half of the last kept bit (ties to even), truncate the rest.
         bits = array.astype(np.float32).view(np.uint32)
@@ -145,7 +146,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _finite(out: np.ndarray) -> np.ndarray:
-    """The output with 0 for −∞, the logarithm of a sum without terms."""
+    """The output with 0 in place of −∞, the logarithm of an empty sum."""
     return np.where(out == -np.inf, 0.0, out)
 
 

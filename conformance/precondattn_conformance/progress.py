@@ -1,8 +1,8 @@
-"""What a run is doing, and about how much time is left.
+"""The progress of a run: finished cases, and about how much time is left.
 
 A terminal shows it in one line, which changes every second. A pipe or a file gets a line every ten
-seconds. A thread writes the line, for a case may take minutes. It does no more than that, so that
-it does not disturb what is being timed.
+seconds. A thread writes the line, since a case may take minutes. It does nothing else, so that it
+does not disturb timings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rich.console import Console
 
 EVERY_SECOND, EVERY_TEN_SECONDS = 1.0, 10.0
 CLEAR = "\r\x1b[2K"
-"""Deletes the line of a terminal."""
+"""Escape sequence that clears a terminal's line."""
 
 
 class Progress:
-    """The progress of `count` cases. Between entering and leaving it, the thread writes."""
+    """The progress of `count` cases. As a context manager, it runs a thread that writes."""
 
     def __init__(
         self, console: Console, count: int, clock: Callable[[], float] = time.monotonic
@@ -48,23 +48,23 @@ class Progress:
         self._clear()
 
     def advance(self, *, is_failed: bool = False) -> None:
-        """One more case has finished."""
+        """Count one more finished case."""
         if not self.finished:
             self.first_finished = self.clock()
         self.finished += 1
         self.failed += is_failed
 
     def print(self, text: str) -> None:
-        """Print a line of markup that stays."""
+        """Print a line of markup that is kept above the progress line."""
         with self._writing:
             self._clear()
             self.console.print(text, soft_wrap=True)
 
     @property
     def seconds_left(self) -> float | None:
-        """The time of the cases that are left, if they take as long as those before.
+        """The time of the remaining cases, if they take as long as those before.
 
-        None before the second has finished: processes have to start before the first.
+        None before the second case has finished, since the first includes starting processes.
         """
         if self.finished < 2:
             return None
@@ -72,7 +72,7 @@ class Progress:
         return of_one * (self.count - self.finished)
 
     def __str__(self) -> str:
-        """How many cases have finished and failed, and the time left."""
+        """The numbers of finished and failed cases, and the time left."""
         text = f"{self.finished} of {self.count} cases, {self.failed} failed"
         left = self.seconds_left
         return text if left is None else f"{text}, about {in_words(left)} left"

@@ -1,7 +1,7 @@
-"""What a run says of the conventions: which of them the backend promises, and which of them hold.
+"""The conventions in a run: which of them the backend promises, and which of them hold.
 
-A promise is kept if all cases that need it agree. If one fails, or the convention is not promised,
-a small call tells (`checks/conventions.py`), for one mechanism.
+A promise is kept if all cases that need it agree with the oracle. If one fails, or the convention
+is not promised, a small call of one mechanism decides (`checks/conventions.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Promise(NamedTuple):
     convention: str
     is_promised: bool
     holds: bool | None
-    """None where no case needed it, or none could tell."""
+    """Whether it holds; None if no case needed it, or no call could decide."""
     compared: int
     """The number of cases that needed it and were compared."""
     why: str = ""
-    """What was found where it does not hold; or why that is not known."""
+    """The finding if it does not hold, or why that is unknown."""
 
     @property
     def verdict(self) -> str:
@@ -46,7 +46,7 @@ class Promise(NamedTuple):
         return UNKNOWN if self.holds is None else KEPT if self.holds else BROKEN
 
     def __str__(self) -> str:
-        """`bottom_right: not promised, and not kept`."""
+        """The convention with its verdict: `bottom_right: not promised, and not kept`."""
         found = {True: ", but kept", False: ", and not kept", None: ""}[self.holds]
         return f"{self.convention}: {self.verdict}{'' if self.is_promised else found}"
 
@@ -59,7 +59,7 @@ def promises(
     outcomes: Sequence[Outcome],
     tried: Callable[[list[Case]], list[Outcome]],
 ) -> list[Promise]:
-    """Every convention, by the outcomes of a run and of the few cases that are tried after it."""
+    """Every convention, judged by the outcomes of a run and of a few further cases."""
     unpromised = unpromised_by(backend)
     compared = [outcome for outcome in outcomes if outcome.status in COMPARED]
     known: dict[str, Promise] = {}
@@ -68,7 +68,7 @@ def promises(
         is_promised = convention not in unpromised
         needing = [outcome for outcome in compared if convention in needed(outcome.case)]
         failed = [outcome for outcome in needing if outcome.status in (FAILED, XFAILED)]
-        # A crash or an exception is about no convention.
+        # A crash or an exception does not depend on a convention.
         wrong = [outcome for outcome in failed if outcome.measured is not None]
         holds = True if needing and is_promised and not failed else None
         known[convention] = Promise(convention, is_promised, holds, len(needing))
@@ -84,7 +84,7 @@ def promises(
 
 
 def _probe(convention: str, outcomes: Sequence[Outcome]) -> Case | None:
-    """The call that tells whether a convention holds, of the shortest mechanism that has one."""
+    """The call that decides whether a convention holds, of the shortest suitable mechanism."""
     for outcome in sorted(outcomes, key=lambda each: len(each.case.mechanism)):
         case = outcome.case
         dtype = "float32" if case.dtype == FLOAT64 else case.dtype

@@ -1,6 +1,6 @@
 """The suite in pytest: a test for each case, which runs in a separate process.
 
-`plugin.py` loads this module if a flag is given. Under pytest-xdist each worker has such a process,
+`plugin.py` loads this module if a flag is given. With pytest-xdist each worker has such a process,
 and the main process collects the outcomes.
 """
 
@@ -31,7 +31,7 @@ from precondattn_conformance.status import COMPARED, OUTCOME
 
 
 class PytestRun:
-    """One run of pytest with the suite in it."""
+    """A run of pytest that includes the suite."""
 
     def __init__(self, session: Session, record: str | None, html: str | None) -> None:
         self.session, self.html = session, html
@@ -54,7 +54,7 @@ class PytestRun:
 
     @contextmanager
     def runner(self) -> Iterator[Callable[[Case], Outcome]]:
-        """A function that runs a case, while its process exists."""
+        """A function that runs a case in a process, which exists in this context."""
         session, backend = self.session, self.session.backend or None
         beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
         worker = None
@@ -116,7 +116,7 @@ class PytestRun:
             self.recording.add(outcome)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail the run of a named backend of which nothing was compared."""
+        """Fail the run of a named backend if nothing was compared."""
         config = session.config
         if _is_worker(config) or config.option.collectonly:
             return

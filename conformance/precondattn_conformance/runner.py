@@ -1,4 +1,4 @@
-"""Running cases in this process, and their outcomes."""
+"""Runs cases in this process, and defines their outcomes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Outcome:
     status: str
     measured: Measured | None = None
     reason: str = ""
-    """The disagreement, the error, or the backend's own reason."""
+    """The disagreement, the error, or the backend's reason for declining."""
     details: str = ""
-    """Of a failure: the first wrong element, a map of the error, a traceback."""
+    """Details of a failure: the first wrong element, a map of the error, a traceback."""
     snippet: str = ""
     """Python code that reproduces a failure."""
     seconds: float = 0.0
     hung: bool = False
     verb: str = ""
-    """Of a case that was declined: the verb of the call."""
+    """The verb of the call, for a declined case."""
     alone: str = ""
-    """Of a failure that was replayed alone in a new process: its status there."""
+    """The status of a failed case when it was replayed alone in a new process."""
     after: tuple[str, ...] = ()
-    """The earlier cases, by their ids, after which a case fails that passes alone."""
+    """The ids of the earlier cases after which the case fails, if it passes alone."""
 
     @property
     def text(self) -> str:
-        """Everything that is known about a failure."""
+        """All information on a failure as text."""
         parts = (self.reason, self.details, self.snippet and f"To reproduce it:\n\n{self.snippet}")
         return "\n\n".join(part for part in parts if part)
 
@@ -54,7 +54,7 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def put_in_order(self, cases: Iterable[Case]) -> None:
-        """Arrange the outcomes in the order of the cases, in which several processes do not run."""
+        """Sort the outcomes into the order of the cases, from which several processes deviate."""
         position = {case.id: number for number, case in enumerate(cases)}
         self.outcomes.sort(key=lambda outcome: position[outcome.case.id])
 
@@ -68,7 +68,7 @@ class Report:
 
 
 def run_case(case: Case, backend: Backend = None, device: str | None = None) -> Outcome:
-    """Run one case. A backend that claims support and then raises has failed."""
+    """Run one case. A backend that claims support and then raises an error has failed."""
     start = time.perf_counter()
 
     def outcome(

@@ -32,7 +32,7 @@ from precondattn_conformance.widest import is_narrow
 
 @dataclass(frozen=True)
 class Session:
-    """What the user requested."""
+    """The requested run, and what is derived from it."""
 
     backend: tuple[str, ...] = ()
     """The named backends, the one under test first; if empty, the default choice is tested."""
@@ -43,26 +43,26 @@ class Session:
     checks: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
-    """Only these cases."""
+    """Ids of cases; if given, only these run."""
     xfail: str | Path | None = None
     skip: str | Path | None = None
     declines: tuple[str, ...] = ()
     """Parts that the backend under test declines on purpose, each as "part: why"."""
     timeout: float | None = None
-    """Seconds for a case; None: those that are usual."""
+    """Seconds for a case; None: the default."""
     jobs: int | None = None
-    """The number of processes. None: one per core, or a single one if a device is given. 0: run
-    the cases in this process."""
+    """The number of processes. None: one per core, or only one if a device is given. 0: the cases
+    run in this process."""
     devices: int | None = None
-    """If given, the cases are of sequences that so many devices divide."""
+    """The number of devices, if the run consists of cases with divided sequences."""
     source: Source | None = None
-    """Where the backend under test comes from, if it is not installed."""
+    """The source of the backend under test, if it is not installed."""
     inside: str | None = None
-    """A context manager for the calls of those processes, "module:function"."""
+    """A context manager for the calls in the processes, as "module:function"."""
 
     @property
     def seconds(self) -> float:
-        """Those for a case that one process computes."""
+        """The time limit in seconds for a case that a single process computes."""
         return self.timeout or TIMEOUT
 
     @property
@@ -76,12 +76,12 @@ class Session:
 
     @property
     def declared(self) -> dict[str, str]:
-        """What the backend under test declines on purpose: the reasons, by the part.
+        """The reasons for which the backend under test declines parts on purpose, by part.
 
         Raises
         ------
         ValueError
-            if a part is not known, or has no reason; if there is no backend under test.
+            if a part is unknown or has no reason, or there is no backend under test.
         """
         if self.under_test is None:
             if self.declines:
@@ -113,7 +113,7 @@ class Session:
         """
         for name in self.backend:
             discover().named(name)
-        _ = self.declared  # An error in it is one before any case runs.
+        _ = self.declared  # Errors in it are raised before any case runs.
         if self.devices is not None:
             return self._divided(self.devices)
         if self.ids:
@@ -137,7 +137,7 @@ class Session:
         return not (self.backend or self.libraries or self.mechanisms)
 
     def _divided(self, devices: int) -> list[Case]:
-        """The cases of sequences that are divided."""
+        """The cases of divided sequences."""
         for option, value in (("--device", self.device), ("--jobs", self.jobs)):
             if value is not None:
                 raise ValueError(
@@ -159,14 +159,14 @@ class Session:
     def is_narrow(self, expression: str, library: str) -> bool:
         """Whether cases in float64 run in float32, the widest dtype of the backend under test.
 
-        Not if only float64 is requested: then the backend says why it declines.
+        False if only float64 is requested; then the backend gives its reason to decline.
         """
         if not self.backend or (self.dtypes and "float32" not in self.dtypes):
             return False
         return is_narrow(self.backend, expression, library, self.device)
 
     def pairs(self, outcomes: Sequence[Outcome]) -> list[Pairs]:
-        """The pairs of levels of the design that were looked at; none for cases given by id."""
+        """The compared pairs of levels of the design; empty for cases given by id."""
         if self.ids or self.devices is not None:
             return []
         compared = {o.case.id for o in outcomes if o.status in COMPARED}
@@ -179,16 +179,16 @@ class Session:
         return pairs(self.level, mechanisms, libraries, compared, self.blocks)
 
     def promises(self, outcomes: Sequence[Outcome]) -> list[Promise]:
-        """What the backend under test promises, and what holds of it; empty if none is named.
+        """The conventions that the backend promises, and which hold; empty if no backend is named.
 
-        Small calls are run for what is not promised, and for what a failure needs.
+        Small calls are run for conventions that are not promised or on which a failure depends.
         """
         if self.under_test is None or self.devices is not None:
             return []
         return promises(self.backend, outcomes, self._tried)
 
     def _tried(self, cases: list[Case]) -> list[Outcome]:
-        """The outcomes of cases of which nothing is expected."""
+        """The outcomes of cases without expectations."""
         backend = self.backend or None
         if self.jobs == 0:
             return [run_case(case, backend, self.device) for case in cases]
@@ -204,7 +204,7 @@ class Session:
         )
 
     def shares(self, outcomes: Sequence[Outcome]) -> list[CheckShare]:
-        """How much of each check was compared; nothing without a backend, or for cases by id."""
+        """How much of each check was compared; empty without a backend or for given ids."""
         if not self.backend or self.ids or self.devices is not None:
             return []
         return shares(outcomes, self.declared, self.backend)
@@ -232,7 +232,7 @@ class Session:
         expectations: Expectations,
         started: Callable[[Case], object] = lambda case: None,
     ) -> Generator[Outcome, None, None]:
-        """The outcomes, as soon as each is known."""
+        """Yield the outcomes as soon as each is known."""
         not_skipped = []
         for case in todo:
             skipped = expectations.skipped(case)

@@ -1,4 +1,4 @@
-"""What each library runs at `smoke` if a run names nothing: no backend, library or mechanism.
+"""The cases of each library at `smoke` if a run names no backend, library or mechanism.
 
     class as it is declared   every check on every library; of the design's rows each library has a
                               part, in turn
@@ -26,13 +26,13 @@ from precondattn_conformance.design.covering import Row
 from precondattn_conformance.libraries import named
 
 SHARING = ("numpy", "torch", "cupy")
-"""Libraries that have the same checks of the same data, but for dtypes."""
+"""Libraries that have the same checks on the same data, but for dtypes."""
 WIDEST = "256"
-"""The width of keys at which a matrix of d × d for each token takes seconds."""
+"""The width of keys at which a d × d matrix for each token takes seconds."""
 
 
 def is_plain(expression: str) -> bool:
-    """Whether it is a class as it is declared, without options."""
+    """Whether an expression is a class as it is declared, without options."""
     return expression.isidentifier() and expression not in derived()
 
 
@@ -44,7 +44,7 @@ class Sharing:
     """The dtypes of each library."""
 
     def has_case(self, case: Case) -> bool:
-        """Whether the run has this case of named data."""
+        """Whether the run includes this case of named data."""
         if is_plain(case.mechanism) or case.library not in self.dtypes:
             return True
         if named(case.library).compiles_operations:
@@ -56,7 +56,7 @@ class Sharing:
         return able[crc32("-".join(key).encode()) % len(able)] == case.library
 
     def has_row(self, number: int, row: Row, expression: str, library: str) -> bool:
-        """Whether the run has this row of a design on this library."""
+        """Whether the run includes this row of a design on this library."""
         if library not in SHARING:
             return True
         if row.get("d") == WIDEST and _has_matrices(expression):
@@ -74,6 +74,6 @@ def _applies(case: Case, library: str) -> bool:
 
 
 def _has_matrices(expression: str) -> bool:
-    """Whether the reference solves or multiplies with a matrix of d × d for every token."""
+    """Whether the reference solves or multiplies with a d × d matrix for every token."""
     of_matrices = MesaQuery | pa.ConditionedQuery
     return any(isinstance(leaf, of_matrices) for leaf in mechanism_of(expression).program.leaves)

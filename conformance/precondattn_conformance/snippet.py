@@ -1,8 +1,8 @@
 """Python code that reproduces a failure, for a kernel author to paste.
 
-It runs the whole check, then the check's call on the same inputs, so that a debugger has them. Of a
-plain call it prints the worst element beside the oracle's. As a script, it ends with an
-AssertionError as long as the check fails.
+It runs the whole check, then the check's call on the same inputs, so that they can be inspected in
+a debugger. For a plain call it prints the worst element beside the oracle's. As a script, it ends
+with an AssertionError as long as the check fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def snippet(
 
 
 def _registered(backend: Backend) -> str:
-    """Code that registers the backend under test, where it was made of a function."""
+    """Code that registers the backend under test, if it was made from a function."""
     name = backend if isinstance(backend, str) else (backend or (None,))[0]
     found = next((b for b in discover().backends if b.name == name), None)
     code = getattr(found, "registered_by", "")
@@ -65,7 +65,7 @@ def _registered(backend: Backend) -> str:
 def after(
     code: str, case: Case, earlier: Sequence[str], backend: Backend, device: str | None = None
 ) -> str:
-    """The code of a case, with the earlier cases before it on which its failure depends."""
+    """The code of a case, preceded by the earlier cases on which its failure depends."""
     if not earlier:
         return code
     ids = "".join(f"    {text!r},\n" for text in earlier)
@@ -79,14 +79,14 @@ def after(
 
 
 def _text(backend: Backend) -> str:
-    """The backends as code: one name, a tuple of several, or None."""
+    """The backends as code: a name, a tuple of names, or None."""
     if isinstance(backend, str) or backend is None:
         return repr(backend)
     return repr(backend[0] if len(backend) == 1 else tuple(backend))
 
 
 def _imports(case: Case, call: str) -> str:
-    """The modules of the call, and the settings that a case needs before it starts."""
+    """Imports for the call, and settings that a case needs before it starts."""
     lines = []
     if case.check == "sharding":
         flags = "--xla_force_host_platform_device_count=4"
@@ -103,7 +103,7 @@ def _imports(case: Case, call: str) -> str:
 
 
 def _call(check: Check, case: Case, error: DisagreementError | None) -> str:
-    """The check's call. Of a plain call, its worst element beside the oracle's."""
+    """Code of the check's call; for a plain call, with its worst element beside the oracle's."""
     if not check.is_plain or error is None or not error.what:
         return check.written_out(case, error)
     lines = ["expected = expected_of(case{where})  # By the oracle, in float64."]

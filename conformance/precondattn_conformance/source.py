@@ -1,9 +1,9 @@
-"""Where the backend under test comes from, if it is not installed: a module, or a peer.
+"""The source of a backend under test that is not installed: a module or a peer.
 
     --import my_kernels:chunk_kda --mechanism kda
     --peer fla/kda_chunk
 
-Each process of a run registers it, by the same text.
+Each process of a run registers the backend from the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Source:
 
     text: str
     mechanism: str | None = None
-    """What a function computes; a peer and a backend say it themselves."""
+    """The mechanism that a function computes; a peer or a backend declares it itself."""
     layout: str = "bthd"
     heads: str = "grouped"
     multiple: int = 1
@@ -36,7 +36,7 @@ class Source:
     gradient: bool = True
 
     def register(self) -> pa.Backend:
-        """The backend, registered in this process."""
+        """Register the backend in this process and return it."""
         backend = self.backend
         if isinstance(backend, FunctionBackend):
             backend.registered_by = self._code
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """What a function computes; empty for a backend, which is asked about every mechanism."""
+        """The mechanism that a function computes; empty for a backend."""
         backend = self.backend
         return (str(backend.mechanism),) if isinstance(backend, FunctionBackend) else ()
 
@@ -56,9 +56,9 @@ class Source:
         Raises
         ------
         ValueError
-            where the text names nothing, or a function is given without a mechanism.
+            if the text names nothing, or a function is given without a mechanism.
         ImportError
-            where the module, or a peer's project, can not be imported.
+            if the module, or a peer's project, can not be imported.
         """
         if ":" not in self.text:
             return peer_named(self.text).backend()
@@ -96,7 +96,7 @@ class Source:
 
     @property
     def _code(self) -> str:
-        """Python code that registers it again, for a snippet."""
+        """Python code that registers the backend again, for a snippet."""
         if ":" not in self.text:
             return (
                 "from precondattn_conformance.peers.everyone import peer_named\n\n"
@@ -134,12 +134,12 @@ def source_of(
     widths: str = "any",
     gradient: bool = True,
 ) -> Source | None:
-    """The source that command-line options name; None where they name none.
+    """The source that command-line options name; None if they name none.
 
     Raises
     ------
     ValueError
-        where options do not go together.
+        if options can not be combined.
     """
     if peer is not None and imported is not None:
         raise ValueError(f"--peer {peer} does not go with --import {imported}: one is under test")
@@ -158,6 +158,6 @@ def source_of(
     if ":" not in imported:
         raise ValueError(f"--import is given as module:name; found {imported!r}")
     if len(mechanisms) > 1:
-        raise ValueError(f"--import is of one mechanism; found {', '.join(mechanisms)}")
+        raise ValueError(f"--import needs one mechanism; found {', '.join(mechanisms)}")
     mechanism = mechanisms[0] if mechanisms else None
     return Source(imported, mechanism, layout, heads, multiple, widths, gradient)

@@ -1,4 +1,4 @@
-"""The cases as tests. `plugin.py` has the flags that choose them."""
+"""The cases as pytest tests. `plugin.py` has the flags that select them."""
 
 from collections.abc import Callable, Iterator
 

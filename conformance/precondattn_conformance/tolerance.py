@@ -11,19 +11,20 @@ import numpy as np
 
 BOUND = {"float64": 1e-10, "float32": 2e-5, "float16": 5e-3, "bfloat16": 2e-2}
 CORRELATED_BOUND = BOUND | {"float32": 1e-4}
-"""For keys that are nearly or exactly equal: a triangular solve amplifies rounding. For keys of any
-kind where a whole matrix is inverted: that of Nyström's landmarks, which are means of many tokens
-and so nearly equal, and Mesa's, of fewer keys than channels."""
+"""Bounds for ill-conditioned calls. With nearly or exactly equal keys, a triangular solve amplifies
+rounding. With keys of any kind, so does the inverse of a whole matrix: in Nyström that of the
+landmarks, which are means of many tokens and so nearly equal, and in Mesa that of fewer keys than
+channels."""
 
 DELTA_GRADIENT_BOUND = CORRELATED_BOUND | {"float16": 1e-2, "bfloat16": 5e-2}
-"""The same, for the gradients of the delta rule: at most twice what its kernels' rounding makes."""
+"""Bounds for the gradients of the delta rule: at most twice the rounding error of its kernels."""
 
 SMALLEST = {"float16": 2.0**-14, "float64": 2.0**-1022}
-"""The smallest normal number: below it the spacing does not shrink with the number."""
+"""The smallest normal numbers, below which the spacing no longer shrinks with the number."""
 
 
 def smallest_measured(dtype: str) -> float:
-    """The size below which errors are not relative."""
+    """The size below which errors are absolute instead of relative."""
     return SMALLEST.get(dtype, 0.0)
 
 
@@ -44,10 +45,9 @@ def error(
 ) -> float:
     """The relative error in norm or of the worst element, whichever is larger; NaN if any is NaN.
 
-    Where −∞ is expected (the sum of weights of a row without keys, as a logarithm), only −∞ is
-    right. If an element is a sum whose terms cancel, `terms` is their size, or the size of those of
-    each element (`cancellation.py`).
-    Elements below `smallest` are measured as if all were that large.
+    Where −∞ is expected (the log-sum of the weights of a row without keys), only −∞ is right. For
+    sums whose terms cancel, `terms` is the size of the terms, for all elements or for each
+    (`cancellation.py`). For elements below `smallest`, the error is relative to `smallest`.
     """
     if result.shape != expected.shape:
         raise AssertionError(f"shape {result.shape} found, {expected.shape} expected")

@@ -1,7 +1,7 @@
-"""Whether a backend computes a mechanism in float32 at most.
+"""Tests whether a backend computes a mechanism in at most float32.
 
-At `smoke` most checks run in float64, where the bounds are tightest. A backend that has no float64
-gets the same cases in float32.
+At `smoke` most checks run in float64, where the bounds are tightest. A backend without float64 gets
+the same cases in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from precondattn_conformance.declared import mechanism_of
 from precondattn_conformance.grid import PLAIN
 
 CALLS = (PLAIN, PLAIN._replace(h=2, n=2, d=8, e=8, values_per_head=1))
-"""With grouped heads and odd widths; and for a backend that has neither."""
+"""Sizes of test calls: with grouped heads and odd widths, and without."""
 
 
 def is_narrow(
@@ -22,9 +22,10 @@ def is_narrow(
 ) -> bool:
     """Whether the first of these backends runs a part of the mechanism in float32 only.
 
-    It is asked about small calls, on the kind of the device, or on all that the library has.
+    The backend is asked about small calls on the given kind of device, or on all kinds that the
+    library has.
     """
-    _, changes = selection(None)  # A name may be another backend's later.
+    _, changes = selection(None)  # A name may later be another backend's.
     return _is_narrow(backend, expression, library, device, changes)
 
 
@@ -52,7 +53,7 @@ def _runs(backend: tuple[str, ...], expression: str, library: str, dtype: str, d
             explained = explain_described(
                 mechanism, library, dtype, device, "forward", call.sizes, backend=backend
             )
-        except Exception:  # It declines, or its answer is an error that the case itself will show.
+        except Exception:  # It declines, or raises an error that the case will show.
             continue
         if backend[0] in explained.backends:
             return True

@@ -1,4 +1,4 @@
-"""Whether a result can be written, before the run that takes long."""
+"""Checks that results can be written, before a long run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def require_writable(*files: Path | None, folder: Path | None = None) -> None:
-    """Raise a ValueError for a file, or a folder, that could not be written."""
+    """Raise a ValueError for a file or folder that can not be written."""
     for path in files:
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder; the name of a file is needed")

@@ -1,4 +1,4 @@
-"""Options of XLA for a process that calls each function once: it compiles several times as fast.
+"""XLA options for a process that calls each function once: compilation is several times as fast.
 
 They turn off optimisations of machine code on a CPU, with which float32 results may differ in the
 last bit.
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 FLAGS = "XLA_FLAGS"
-"""JAX reads it once, when it is first used."""
+"""Environment variable that JAX reads when it is first used."""
 
 
 def quick_flags() -> str:
-    """The options, for the version of JAX that is installed."""
+    """The options for the installed version of JAX."""
     flags = ["--xla_backend_optimization_level=0"]
     try:
         is_known = version("jaxlib").startswith("0.10.")
@@ -29,7 +29,7 @@ def quick_flags() -> str:
 
 @contextmanager
 def compiling_quickly() -> Iterator[None]:
-    """Processes started in this context have the options, unless `FLAGS` is set."""
+    """Context in which started processes use the options, unless `FLAGS` is set."""
     if FLAGS in os.environ:
         yield
         return

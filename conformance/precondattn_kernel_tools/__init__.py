@@ -1,22 +1,22 @@
-"""Checking GPU kernels, also where there is no GPU.
+"""Tools that check GPU kernels, with or without a GPU.
 
 triton_interpreter  Triton kernels on a CPU, with the arithmetic of a GPU
-triton_memory       their loads and stores there: bounds, and races between programs
+triton_memory       loads and stores in this interpreter: bounds, and races between programs
 triton_compiler     Triton kernels compiled without a GPU: registers, spills, shared memory
 triton_launches     the launches of a package, recorded and not run, to be compiled
 triton_cache        Triton's cache filled without a GPU, for a machine that has one
-triton_host_code    the C modules in it, by which Triton 3.6 launches kernels
+triton_host_code    the C modules in that cache, with which Triton 3.6 launches kernels
 pallas_compiler     Pallas kernels compiled without a GPU, or lowered without a TPU
 pallas_interpreter  Pallas kernels for a TPU on a CPU: races, and reads of uninitialised memory
 tpu_compiler        Pallas kernels compiled for a TPU, where libtpu is installed
 cuda_simulator      CUDA kernels on a CPU: every thread, barrier and access is checked
 cuda_compiler       CUDA kernels compiled without a GPU, by NVRTC as in CuPy
 cuda_toolkit        finds CUDA's headers and NVRTC
-machine_code        what a compiled kernel does, read from its machine code
+machine_code        counts of a compiled kernel's instructions, from its machine code
 nvrtc               NVRTC, called as a library
 ahead_of_time       the command line of these compilers, their processes and reports
-triton_code         a Triton kernel's code as a text, by which a saved report is known to hold
+triton_code         a Triton kernel's code as a text, for deciding whether a saved report is valid
 resources           the resources of a compiled kernel, and whether they are too many
 
-Each module is imported on its own, and needs its own dependencies only.
+Each module is imported separately, and requires only its own dependencies.
 """

@@ -1,4 +1,4 @@
-"""What the ahead-of-time compilers share: their command line, their processes, and their reports.
+"""Shared parts of the ahead-of-time compilers: command line, processes and reports.
 
 A variant has a key: a hash of its code without comments, its configuration, its target and the
 version of the compiler. A report keeps the keys. With `--known REPORT` a variant whose key is in
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from precondattn_kernel_tools.resources import Resources, line
 
 AnyVariant = Any
-"""A variant of Triton's, of CUDA or of Pallas: each has a `name`."""
+"""A variant for Triton, CUDA or Pallas, which has a `name`."""
 
 
 class CompileTask(NamedTuple):
@@ -35,18 +35,18 @@ class CompileTask(NamedTuple):
     target: str
     key: str
     arguments: tuple[object, ...]
-    """Of the function that compiles it. They are pickled."""
+    """Arguments of the function that compiles it, which are pickled."""
 
 
 def key_of(*parts: object) -> str:
-    """The hash of all parts, whose texts identify them completely."""
+    """The hash of all parts, each of which is identified by its text."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def parsed(
     language: str, targets: Iterable[str], example: str, arguments: Sequence[str] | None
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The parser, for later errors, and the arguments of a compiler of kernels in a language."""
+    """The parser, for reporting later errors, and the parsed arguments of a language's compiler."""
     parser = argparse.ArgumentParser(description=f"Compile a package's {language} kernels.")
     parser.add_argument("module", help="the module whose variants(target) are compiled")
     parser.add_argument("--target", action="append", default=[], choices=tuple(targets))
@@ -73,7 +73,7 @@ def variants_of(module: str, target: str) -> dict[str, AnyVariant]:
     Raises
     ------
     ValueError
-        when two have the same name.
+        if two have the same name.
     """
     variants = list(importlib.import_module(module).variants(target))
     counts = Counter(variant.name for variant in variants)
@@ -85,7 +85,7 @@ def variants_of(module: str, target: str) -> dict[str, AnyVariant]:
 def selected(
     parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> list[tuple[AnyVariant, str]]:
-    """The (variant, target) pairs that the command line selects; an error where there are none."""
+    """The (variant, target) pairs that the command line selects; an error if there are none."""
     try:
         pairs = [
             (variant, target)
@@ -101,7 +101,7 @@ def selected(
 
 
 def print_names(pairs: Iterable[tuple[AnyVariant, str]]) -> None:
-    """The names of the variants, each once."""
+    """Print the name of each variant once."""
     print("\n".join(dict.fromkeys(variant.name for variant, _ in pairs)))
 
 
@@ -113,8 +113,8 @@ def compiled_in_processes(
 ) -> Iterator[Resources]:
     """The resources of every task, in order; `Resources` among the tasks are passed through.
 
-    Tasks are submitted as the iterable yields them. A process that dies is a failure of the
-    variant that killed it, and of no other.
+    Tasks are submitted as the iterable yields them. If a process dies, only the variant that killed
+    it fails.
     """
     running: list[tuple[CompileTask | None, Resources | None, Future[Resources] | None]] = []
     with _processes(jobs) as pool:
@@ -122,7 +122,7 @@ def compiled_in_processes(
             if isinstance(task, Resources):
                 running.append((None, task, None))
             elif task.key in known:
-                # A copy: variants of one key keep names of their own.
+                # A copy, since variants with equal keys have different names.
                 running.append((None, replace(known[task.key], name=task.name), None))
             else:
                 running.append((task, None, pool.submit(compile_one, *task.arguments)))
@@ -130,7 +130,7 @@ def compiled_in_processes(
             if submitted is not None and future is not None:
                 try:
                     resources = future.result()
-                except BrokenProcessPool:  # This task or one beside it killed the process.
+                except BrokenProcessPool:  # This task or a concurrent one killed the process.
                     resources = _compiled_alone(compile_one, submitted)
                 resources.key = submitted.key
             assert resources is not None
@@ -150,7 +150,7 @@ def _processes(count: int) -> ProcessPoolExecutor:
 
 
 def known_resources(path: Path | None) -> dict[str, Resources]:
-    """By key, what a saved report has of variants that compiled; empty without a report."""
+    """Resources of the variants that compiled in a saved report, by key; empty without a report."""
     if path is None:
         return {}
     saved = json.loads(path.read_text(encoding="utf-8"))["variants"]
@@ -163,7 +163,7 @@ def run(
     tasks: Iterable[CompileTask | Resources],
     versions: Mapping[str, str],
 ) -> int:
-    """Compile, print a line for each variant, save the report; 1 when a variant failed."""
+    """Compile, print a line for each variant and save the report; returns 1 if a variant failed."""
     known = known_resources(given.known)
     resources = []
     for each in compiled_in_processes(compile_one, tasks, given.jobs, known):

@@ -1,4 +1,4 @@
-"""Compiling CUDA kernels without a GPU: do they compile, and do they fit?
+"""Compiles CUDA kernels without a GPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.cuda_compiler MODULE --target sm_90 --save FILE
 
@@ -32,37 +32,38 @@ from precondattn_kernel_tools.resources import SHARED_LIMITS, Resources, judge
 TARGETS = tuple(target for target in SHARED_LIMITS if target.startswith("sm_"))
 
 REGISTERS = 65536
-"""Of a multiprocessor, and so the most of a block."""
+"""The number of registers of a multiprocessor, and so the largest number for a block."""
 
 
 class Variant(NamedTuple):
-    """One way in which a kernel is shipped."""
+    """One variant in which a kernel is shipped."""
 
     name: str
-    """Unique in the module."""
+    """A name that is unique in the module."""
     source: str | Path
     """The code, or the path of its file."""
     name_expression: str
-    """As for `cupy.RawModule`: "solve<__half, 64>"; a plain name is `extern "C"`."""
+    """A name expression as for `cupy.RawModule`, "solve<__half, 64>", or an `extern "C"` name."""
     options: tuple[str, ...] = ()
-    """Of NVRTC, such as "-DTILE=64". CUDA's headers and the file's folder need none."""
+    """Options of NVRTC, such as "-DTILE=64"; not needed for CUDA's headers and the file's
+    folder."""
     dynamic_shared_bytes: int = 0
-    """Requested by a launch, in addition to the kernel's static shared memory."""
+    """Bytes that a launch requests in addition to the kernel's static shared memory."""
     spill_limit: int = 0
-    """Bytes that a thread may spill."""
+    """The number of bytes that a thread may spill."""
     threads: int = 0
-    """Of a block; if given, their registers must not exceed those of a multiprocessor."""
+    """The threads of a block, whose registers must then not exceed a multiprocessor's."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
-    """For a target such as "sm_90"; an error of the compiler is a failure.
+    """Compile a variant for a target such as "sm_90"; a compiler error becomes a failure.
 
     Raises
     ------
     ValueError
-        when the target is not one of `TARGETS`.
+        if the target is not one of `TARGETS`.
     MissingToolError
-        when NVRTC or CUDA's headers are not installed.
+        if NVRTC or CUDA's headers are not installed.
     """
     if target not in TARGETS:
         raise ValueError(f"target has to be one of {', '.join(TARGETS)}, not {target!r}")
@@ -93,7 +94,7 @@ def compiled(variant: Variant, target: str) -> nvrtc.Compiled:
     Raises
     ------
     NvrtcError, OSError
-        when the kernel does not compile, or its file can not be read.
+        if the kernel does not compile, or its file can not be read.
     """
     folders = [include_folder()]
     code, name = str(variant.source), "kernel.cu"
@@ -107,7 +108,7 @@ def compiled(variant: Variant, target: str) -> nvrtc.Compiled:
 def key_of_variant(variant: Variant, target: str) -> str:
     """The key of a variant (`ahead_of_time.py`)."""
     code = variant.source
-    # A file's includes are not read here, so a key of the file would miss their changes.
+    # Included files are not read here, so a key of the file would not reflect their changes.
     text = without_comments(code) if isinstance(code, str) and '#include "' not in code else ""
     if not text:
         return ""
@@ -122,14 +123,14 @@ def without_comments(code: str) -> str:
         text = match[0]
         return " " if text.startswith("/") else text
 
-    # A comment, or a string or character in which slashes are no comment.
+    # A comment, or a string or character in which slashes do not start a comment.
     pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'"
     lines = re.sub(pattern, kept, code, flags=re.DOTALL).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    """Compile, print a line for each variant, and return 1 if one of them fails."""
     parser, given = parsed("CUDA", TARGETS, "sm_80, sm_90", arguments)
     pairs = selected(parser, given)
     if given.list:

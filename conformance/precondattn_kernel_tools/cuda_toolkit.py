@@ -1,4 +1,4 @@
-"""Finds the parts of CUDA that need no GPU: its headers, and NVRTC.
+"""Finds the parts of CUDA that do not require a GPU: its headers and NVRTC.
 
 They are installed as wheels by the extra `kernels`, or belong to a toolkit in `CUDA_PATH`.
 """
@@ -15,7 +15,7 @@ INSTALL = "pip install 'precondattn[kernels]', or set CUDA_PATH to a CUDA toolki
 
 
 class MissingToolError(RuntimeError):
-    """A tool is not installed. The message names it, and says how to install it."""
+    """Raised if a tool is not installed. The message names it and says how to install it."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def include_folder() -> Path:
 
 @functools.cache
 def nvrtc_library() -> Path:
-    """The newest `libnvrtc.so` of the first folder that has one.
+    """The newest `libnvrtc.so` in the first folder that contains one.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def nvrtc_library() -> Path:
 
 
 def _folders(name: str) -> Iterator[Path]:
-    # The wheels share the namespace `nvidia`: a folder for each in CUDA 12, and one for all in 13.
+    # The wheels share the namespace `nvidia`: CUDA 12 has a folder for each, CUDA 13 one for all.
     wheels = importlib.util.find_spec("nvidia")
     for place in (wheels.submodule_search_locations or ()) if wheels else ():
         yield from sorted(Path(place).glob(f"*/{name}"))

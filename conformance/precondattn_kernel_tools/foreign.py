@@ -1,26 +1,26 @@
-"""Names for the objects of Triton and JAX, whose own types a checker does not see."""
+"""Type aliases for objects of Triton and JAX, whose own types a type checker does not see."""
 
 from __future__ import annotations
 
 from typing import Any
 
 KernelFunction = Any
-"""What `triton.jit` returned."""
+"""The result of `triton.jit`."""
 Global = Any
-"""A global that a kernel names: a function, a module or a constant."""
+"""A global that a kernel uses: a function, a module or a constant."""
 CompiledKernel = Any
-"""What `triton.compile` returned, with its assembly in `asm`."""
+"""The result of `triton.compile`, with its assembly in `asm`."""
 Target = Any
-"""A `GPUTarget` of Triton's."""
+"""A `GPUTarget` of Triton."""
 Launchable = Any
-"""Something to launch: a `JITFunction`, or the interpreter's `GridExecutor`."""
+"""An object that can be launched: a `JITFunction`, or the interpreter's `GridExecutor`."""
 Interpreter = Any
-"""A module, or a part, of an interpreter of kernels."""
+"""An interpreter of kernels, a module or a part of it."""
 Handle = Any
 """A block of pointers or of values in Triton's interpreter."""
 ElementType = Any
-"""A type of Triton's, such as `tl.bfloat16`."""
+"""A Triton dtype, such as `tl.bfloat16`."""
 Argument = Any
-"""What a kernel is launched with: a tensor, a number, a flag, a type."""
+"""An argument of a launch: a tensor, a number, a flag, a type."""
 Operation = Any
-"""An operation of MLIR, or a module of them."""
+"""An MLIR operation or module."""

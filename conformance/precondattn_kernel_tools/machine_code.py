@@ -1,24 +1,22 @@
-"""What a compiled kernel does on an NVIDIA GPU, read from its machine code and not measured.
+"""Instruction counts of a compiled kernel on an NVIDIA GPU, read from its machine code.
 
     python -m precondattn_kernel_tools.machine_code MODULE --target sm_90 --match NAME --save FILE
 
 `MODULE.variants(target)` yields variants of `triton_compiler` or of `cuda_compiler`. Each is
 compiled, and NVIDIA's disassembler, which Triton includes, prints its machine code (SASS). The
-table has one line for the whole kernel and one for each loop, indented by depth. A loop is what a
-backward branch repeats, so its line is what one warp issues in one iteration, with one iteration
-of each loop inside it. Instructions that a predicate or a branch skips are counted too.
+table has one line for the whole kernel and one for each loop, indented by depth. A loop is the code
+that a backward branch repeats. Its line counts what one warp issues in one iteration, with one
+iteration of each inner loop. Instructions that a predicate or a branch skips are counted too.
 
-| column | instructions |
-|---|---|
-| tensor | products on tensor cores: HGMMA (wgmma, of 4 warps together), HMMA (mma), … |
-| load, store | of global memory, by bits of one thread: `128:4` are four accesses of 16 bytes |
-| async | asynchronous copies from global to shared memory: LDGSTS (cp.async), UTMALDG (TMA) |
-| shared | loads and stores of shared memory, matrices by LDSM and STSM included |
-| local | loads and stores of local memory: spilled registers, arrays with variable indices |
-| special | by MUFU, at an eighth of the rate of a product of float32: EX2 (exp2), LG2, RCP … |
-| fp32 | additions and products of float32 |
-| convert | conversions of numbers: F2FP (two at a time) is fast, F2F as slow as MUFU |
-| shuffle, barrier | exchanges within a warp; waits for other warps |
+| column | instructions | |---|---| | tensor | products on tensor cores: HGMMA (wgmma, of 4 warps
+together), HMMA (mma), … | | load, store | accesses to global memory, by bits of one thread: `128:4`
+are four of 16 bytes | | async | asynchronous copies from global to shared memory: LDGSTS
+(cp.async), UTMALDG (TMA) | | shared | loads and stores of shared memory, matrices by LDSM and STSM
+included | | local | loads and stores of local memory: spilled registers, arrays with variable
+indices | | special | by MUFU, at an eighth of the rate of a product of float32: EX2 (exp2), LG2,
+RCP … | | fp32 | additions and products of float32 | | convert | conversions of numbers: F2FP (two
+at a time) is fast, F2F as slow as MUFU | | shuffle, barrier | exchanges within a warp; waits for
+other warps |
 """
 
 from __future__ import annotations
@@ -62,14 +60,14 @@ KINDS = {
     "SHFL": "shuffle",
     **dict.fromkeys(("BAR", "SYNCS"), "barrier"),
 }
-"""The column of an opcode; others are counted as instructions only."""
+"""The column of each opcode; other opcodes only count as instructions."""
 
 _SHAPES = {
     "HMMA": {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4)},
     "IMMA": {"16832": (16, 8, 32), "16816": (16, 8, 16), "8816": (8, 8, 16)},
     "DMMA": {"884": (8, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16)},
 }
-"""m, n, k of a product of one warp."""
+"""The sizes m, n, k of a warp's product, by opcode."""
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_\w+):", re.MULTILINE)
@@ -92,11 +90,11 @@ class Section:
     last: int
     instructions: int
     counts: dict[str, dict[str, int]]
-    """By column, and within it by kind."""
+    """Instruction counts by column and, within it, by kind."""
     tensor_flops: int
-    """Of one warp: 2 m n k for each product; a quarter of it where four warps multiply together."""
+    """FLOPs of one warp: 2 m n k for each product, or a quarter if four warps share it."""
     depth: int = 0
-    """The number of loops around it, and its own."""
+    """The nesting depth: the number of enclosing loops, itself included."""
 
     def count(self, column: str) -> int:
         return sum(self.counts.get(column, {}).values())
@@ -104,25 +102,25 @@ class Section:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What was read of one kernel."""
+    """The counts of one kernel."""
 
     name: str
     target: str
     whole: Section
     loops: tuple[Section, ...]
-    """In the order of their first addresses."""
+    """The loops in the order of their first addresses."""
 
 
 # ------------------------------------------------------------------------------------- reading
 
 
 def read(name: str, target: str, disassembly: str, function: str = "") -> MachineCode:
-    """The counts of one function in the text of nvdisasm, or of its only one.
+    """The counts of one function in the output of nvdisasm; by default of its only function.
 
     Raises
     ------
     ValueError
-        when the text has no such function.
+        if the text has no such function.
     """
     text = _text_of(disassembly, function)
     instructions = list(_instructions(text))
@@ -170,7 +168,7 @@ def _backward_branches(text: str, instructions: Sequence[Instruction]) -> list[t
         if instruction.name.split(".")[0] != "BRA" or target is None:
             continue
         first = addresses[target[1]]
-        # Behind the end of a kernel is an instruction that branches to itself.
+        # After the end of a kernel there is an instruction that branches to itself.
         if first < instruction.address:
             loops[first] = max(instruction.address, loops.get(first, 0))
     return sorted(loops.items())
@@ -182,7 +180,7 @@ def _section(instructions: Sequence[Instruction], depth: int = 0) -> Section:
     for instruction in instructions:
         opcode, *modifiers = instruction.name.split(".")
         column = KINDS.get(opcode)
-        # ptxas reads from address RZ to wait; nothing is loaded.
+        # ptxas reads from address RZ to wait; it loads nothing.
         if column is None or instruction.operands.startswith("RZ, [RZ]"):
             continue
         counts.setdefault(column, Counter())[_kind(column, opcode, modifiers)] += 1
@@ -231,7 +229,7 @@ def disassembly_of(cubin: bytes) -> str:
     Raises
     ------
     MissingToolError
-        when Triton, which includes nvdisasm, is not installed.
+        if Triton, which includes nvdisasm, is not installed.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -253,12 +251,12 @@ def _disassembler() -> str:
 
 
 def machine_code(variant: AnyVariant, target: str) -> MachineCode:
-    """Of a variant of `triton_compiler` or `cuda_compiler`, for a target such as "sm_90".
+    """The counts of a variant of `triton_compiler` or `cuda_compiler` for a target such as "sm_90".
 
     Raises
     ------
     Exception
-        of the compiler, when the variant does not compile.
+        of the compiler, if the variant does not compile.
     """
     if hasattr(variant, "name_expression"):
         from precondattn_kernel_tools import cuda_compiler
@@ -275,7 +273,7 @@ def machine_code(variant: AnyVariant, target: str) -> MachineCode:
 
 
 def table(codes: Iterable[MachineCode]) -> str:
-    """A line for every kernel and each of its loops; columns that are empty are left out."""
+    """A line for every kernel and each of its loops; empty columns are left out."""
     rows = []
     for code in codes:
         rows.append((f"{code.target}  {code.name}", code.whole))
@@ -294,7 +292,7 @@ def table(codes: Iterable[MachineCode]) -> str:
 
 
 def _named(module: str, name: str, target: str) -> MachineCode:
-    """In another process: kernels can not be pickled, their names can."""
+    """The counts of a variant by name, since kernels can not be pickled for other processes."""
     return machine_code(_variants_of(module, target)[name], target)
 
 
@@ -304,7 +302,7 @@ def _variants_of(module: str, target: str) -> dict[str, AnyVariant]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, read and print; 1 when a variant does not compile."""
+    """Compile, read and print; returns 1 if a variant does not compile."""
     parser = argparse.ArgumentParser(description="Read the machine code of a package's kernels.")
     parser.add_argument("module", help="the module whose variants(target) are read")
     parser.add_argument("--target", action="append", default=[], choices=TARGETS, required=True)
@@ -324,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, target, task in tasks:
             try:
                 codes.append(task.result())
-            except Exception as error:  # An error of the compiler's is a result, not a fault.
+            except Exception as error:  # A compiler error is a result, not a fault.
                 failures.append(f"{target}  {name}\n    {type(error).__name__}: {error}")
     print(table(codes))
     print("\n".join(failures), end="\n" if failures else "")

@@ -1,6 +1,6 @@
-"""NVIDIA's run-time compiler: from CUDA C++ to machine code and the assembler's log.
+"""NVRTC, NVIDIA's run-time compiler: translates CUDA C++ to machine code, with the assembler's log.
 
-It needs neither a GPU nor a driver. CuPy compiles with the same library.
+It requires neither a GPU nor a driver. CuPy compiles with the same library.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple
 from precondattn_kernel_tools.cuda_toolkit import nvrtc_library
 
 STATIC_LIMIT = 48 << 10
-"""Bytes of shared memory that a kernel may declare; more has to be dynamic."""
+"""Bytes of shared memory that a kernel may declare statically; more has to be dynamic."""
 
 
 class NvrtcError(RuntimeError):
-    """An error of the compiler, with its message."""
+    """A compiler error with its message."""
 
 
 class Compiled(NamedTuple):
-    """One kernel, for one target."""
+    """One kernel compiled for one target."""
 
     registers: int
     spilt_bytes: int
     shared_bytes: int
-    """Static shared memory; the launch requests the dynamic one."""
+    """Bytes of static shared memory; a launch requests dynamic shared memory in addition."""
     lowered: str
     """The kernel's name in the machine code."""
     cubin: bytes
@@ -37,14 +37,14 @@ class Compiled(NamedTuple):
 def compile_kernel(
     code: str, name: str, name_expression: str, target: str, options: Sequence[str] = ()
 ) -> Compiled:
-    """The kernel of a name expression, "solve<__half, 64>", or of a name that is `extern "C"`.
+    """Compile the kernel with a name expression, "solve<__half, 64>", or an `extern "C"` name.
 
     Raises
     ------
     NvrtcError
         with the compiler's messages.
     MissingToolError
-        when NVRTC is not installed.
+        if NVRTC is not installed.
     """
     library = _library()
     program = ctypes.c_void_p()
@@ -71,7 +71,7 @@ def compile_kernel(
 
 
 def version() -> str:
-    """Such as "13.0"."""
+    """NVRTC's version, such as "13.0"."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _require(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
@@ -106,7 +106,7 @@ def _log(program: ctypes.c_void_p) -> str:
 
 
 def _with_too_large(log: str) -> str:
-    """Some versions fail without a message when a kernel declares too much shared memory."""
+    """The log, with a message about too much shared memory, which some versions omit."""
     sizes = [int(size) for size in re.findall(r"(\d+) bytes smem", log)]
     if "error" not in log and max(sizes, default=0) > STATIC_LIMIT:
         return f"{max(sizes)} bytes of shared memory are declared, of {STATIC_LIMIT}\n{log}"
@@ -122,7 +122,7 @@ def _cubin(program: ctypes.c_void_p) -> bytes:
 
 
 def _of(lowered: str, log: str, cubin: bytes) -> Compiled:
-    """The resources of one kernel; the log may have those of other kernels too."""
+    """The resources of one kernel; the log may contain those of other kernels too."""
     for part in re.split(r"Compiling entry function ", log)[1:]:
         if not part.startswith(f"'{lowered}'"):
             continue

@@ -1,4 +1,4 @@
-"""Compiling Pallas kernels without a GPU or TPU: do they compile, and do they fit?
+"""Compiles Pallas kernels without a GPU or TPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.pallas_compiler MODULE --target sm_90 --save FILE
 
@@ -6,7 +6,7 @@
 them for such a device. Every Pallas kernel in it is lowered to Triton's intermediate representation
 and compiled to machine code, and its resources are read as in `triton_compiler.py`. For the target
 `tpu` a kernel is lowered only: this finds blocks of a wrong shape and unsupported operations, but
-not whether it fits the memory. `tpu_compiler.py` finds that, where a TPU's compiler is installed.
+not whether it fits the memory. `tpu_compiler.py` checks that if a TPU's compiler is installed.
 
 Kernels need explicit `compiler_params`, Triton's for a GPU.
 """
@@ -42,47 +42,47 @@ DEVICES = {
     "sm_120": "NVIDIA RTX PRO 6000",
     TPU: "TPU v5e",
 }
-"""A device of each target, by the name that JAX has for it."""
+"""A device of each target, by JAX's name."""
 TARGETS = tuple(DEVICES)
 TRITON_CALL, TPU_CALL = "xla.gpu.triton", "tpu_custom_call"
-"""The names of calls of lowered kernels, or parts of the names."""
+"""The names, or parts of the names, of calls of lowered kernels."""
 
 Code = bytes | str
-"""The code of a lowered kernel: Triton's is bytes, a TPU's is text."""
+"""The code of a lowered kernel: bytes for Triton, text for a TPU."""
 Options = tuple[tuple[str, int], ...]
 
 
 class Variant(NamedTuple):
-    """A function that launches kernels, as it is shipped."""
+    """A function that launches kernels, as shipped."""
 
     name: str
-    """Unique in the module."""
+    """A name that is unique in the module."""
     function: Callable[..., object]
     arguments: tuple[object, ...]
-    """`jax.ShapeDtypeStruct`s, or trees of them."""
+    """The arguments as `jax.ShapeDtypeStruct`s, or trees of them."""
     spill_limit: int = 0
-    """Bytes that a thread may spill."""
+    """The number of bytes that a thread may spill."""
 
 
 class LoweredKernel(NamedTuple):
     """A lowered kernel of a variant."""
 
     name: str
-    """That of the variant, then that of the kernel."""
+    """The name of the variant followed by that of the kernel."""
     code: str
-    """In Triton's intermediate representation; empty for a TPU."""
+    """The code in Triton's intermediate representation; empty for a TPU."""
     options: Options
-    """num_warps, num_stages."""
+    """The options num_warps and num_stages."""
     spill_limit: int
 
 
 def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
-    """The kernels that it launches on a target, in order, each once.
+    """The kernels that a variant launches on a target, in order, each once.
 
     Raises
     ------
     Exception
-        that JAX raises where it can not lower one.
+        that JAX raises if it can not lower a kernel.
     """
     import jax
 
@@ -105,10 +105,10 @@ def kernels_of(variant: Variant, target: str) -> list[LoweredKernel]:
 
 
 def lowering_for(device: str, platform: str) -> AbstractContextManager[object]:
-    """JAX lowers for a device of this name inside; from version 0.11 on it needs one."""
+    """Context in which JAX lowers for a named device, which it requires from version 0.11 on."""
     import jax
 
-    if jax.__version_info__ < (0, 10, 2):  # An abstract device has no platform there.
+    if jax.__version_info__ < (0, 10, 2):  # There, an abstract device has no platform.
         return nullcontext()
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -160,7 +160,7 @@ def _as_text(code: Code) -> str:
 
 
 def compile_kernel(kernel: LoweredKernel, target: str) -> Resources:
-    """For an NVIDIA GPU; an error of the compiler is a failure."""
+    """Compile a kernel for an NVIDIA GPU; a compiler error becomes a failure."""
     limit = kernel.spill_limit
     return measured(kernel.name, target, limit, lambda: _compiled(kernel, target))
 
@@ -180,7 +180,8 @@ def _compiled(kernel: LoweredKernel, target: str) -> CompiledKernel:
 def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Resources]:
     """Every kernel of each (variant, target), in that order.
 
-    A kernel that variants of one target share is compiled once. For a TPU, lowering is all.
+    A kernel that variants of one target share is compiled once. For a TPU, kernels are only
+    lowered.
     """
     import jax
     import triton
@@ -190,7 +191,7 @@ def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Res
     for variant, target in pairs:
         try:
             kernels = kernels_of(variant, target)
-        except Exception as error:  # An error of the compiler's is a result, not a fault here.
+        except Exception as error:  # A compiler error is a result, not a fault here.
             failure = f"{type(error).__name__}: {error}"
             yield Resources(variant.name, target, failures=[failure])
             continue
@@ -207,7 +208,7 @@ def tasks_of(pairs: Sequence[tuple[Variant, str]]) -> Iterator[CompileTask | Res
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a line for each kernel, and return 1 when one of them fails."""
+    """Compile, print a line for each kernel, and return 1 if one of them fails."""
     import jax
     import triton
 

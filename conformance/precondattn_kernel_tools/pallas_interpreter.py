@@ -1,12 +1,12 @@
 """JAX's interpreter of TPU kernels, with its findings raised as errors.
 
 The interpreter simulates the memories of a TPU, its copies and semaphores on the CPU. It fills
-uninitialised memory with NaN, raises where a kernel reads outside of an array, and detects accesses
-to the same memory without an order. It prints or logs those and continues: `checked` raises an
-error, and runs programs along the parallel axes of a grid in a random order, on the given number of
-cores.
+uninitialised memory with NaN, raises an error if a kernel reads outside of an array, and detects
+unordered accesses to the same memory. It only prints or logs these; `checked` raises an error.
+`checked` also runs programs along the parallel axes of a grid in a random order, on the given
+number of cores.
 
-Not detected: errors of the compiler, whether a kernel fits VMEM, and differences in the last bits.
+Not detected are compiler errors, kernels that do not fit VMEM, and differences in the last bits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["RaceError", "checked"]
 
 
 class RaceError(RuntimeError):
-    """Two accesses of the same memory, one of them a write, have no order."""
+    """Two accesses to the same memory, one of them a write, have no defined order."""
 
 
 @contextmanager
 def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]:
-    """Parameters for `interpret=`; when it ends, no kernel that ran with them may have had a race.
+    """Context with parameters for `interpret=`, which raises at its end if a kernel had a race.
 
     `seed` determines the order of programs along parallel axes. With two cores, as some TPUs have,
     the cores share the programs, which takes a few times as long.
@@ -37,9 +37,9 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]
     Raises
     ------
     RaceError
-        where there was a race; the accesses have been printed, or logged by newer versions.
+        if there was a race; the accesses have been printed, or logged by newer versions.
     RuntimeError
-        where no kernel has been interpreted, because then nothing was checked.
+        if no kernel has been interpreted, because then nothing was checked.
     """
     interpreter: Interpreter = importlib.import_module(
         "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
@@ -54,7 +54,7 @@ def checked(seed: int = 0, *, cores: int = 1) -> Iterator[pltpu.InterpretParams]
 
     interpreter.RaceDetectionState = recorded
     try:
-        # Newer versions raise at the first race unless they are told to continue.
+        # By default, newer versions raise at the first race.
         fields = pltpu.InterpretParams.__dataclass_fields__
         continues: dict[str, str] = {"on_race": "warn"} if "on_race" in fields else {}
         yield pltpu.InterpretParams(

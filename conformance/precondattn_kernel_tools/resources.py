@@ -1,4 +1,4 @@
-"""The resources of a compiled kernel, and whether they are too many for a multiprocessor."""
+"""The resources of a compiled kernel, and whether they exceed those of a multiprocessor."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Resources:
     name: str
     target: str
     seconds: float = 0.0
-    """To compile it."""
+    """Seconds of compilation."""
     registers: int = 0
     spilt_bytes: int = 0
     shared_bytes: int = 0
     failures: list[str] = field(default_factory=list)
     key: str = ""
-    """Of the code, configuration, target and compiler (`ahead_of_time.py`)."""
+    """The key from code, configuration, target and compiler (`ahead_of_time.py`)."""
 
 
 def judge(resources: Resources, spill_limit: int) -> None:
-    """Add a failure for each resource of which the variant needs too much."""
+    """Add a failure for each resource that the variant exceeds."""
     limit = SHARED_LIMITS[resources.target] << 10
     if resources.spilt_bytes > spill_limit:
         resources.failures.append(f"spills {resources.spilt_bytes} bytes (at most {spill_limit})")
@@ -57,14 +57,14 @@ def judge(resources: Resources, spill_limit: int) -> None:
 def measured(
     name: str, target: str, spill_limit: int, compile_it: Callable[[], CompiledKernel]
 ) -> Resources:
-    """The resources of a kernel that Triton compiles; an error of the compiler is a failure."""
+    """The resources of a kernel that Triton compiles; a compiler error becomes a failure."""
     resources = Resources(name, target)
     start = time.perf_counter()
     try:
         compiled = compile_it()
         resources.seconds = round(time.perf_counter() - start, 2)
         resources.registers, resources.spilt_bytes = of_a_thread(compiled.asm)
-    except Exception as error:  # An error of the compiler's is a result, not a fault.
+    except Exception as error:  # A compiler error is a result, not a fault.
         resources.failures.append(f"{type(error).__name__}: {error}")
         return resources
     resources.shared_bytes = compiled.metadata.shared
@@ -73,7 +73,7 @@ def measured(
 
 
 def of_a_thread(assembly: Mapping[str, str]) -> tuple[int, int]:
-    """Registers, and spilled bytes."""
+    """The registers and spilled bytes of a thread."""
     if "amdgcn" in assembly:
         text = assembly["amdgcn"]
         spilt = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -105,7 +105,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def line(resources: Resources) -> str:
-    """The line that the terminal shows."""
+    """The line of a variant in the terminal."""
     r = resources
     numbers = (
         f"{r.target:6s}  {r.registers:3d} registers  {r.spilt_bytes:5d} spilt  "

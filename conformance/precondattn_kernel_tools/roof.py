@@ -1,10 +1,10 @@
-"""The least time in which a GPU can do a kernel's work, and what it would take at a given pace.
+"""The roofline of a kernel: its shortest possible time on a GPU, and a predicted time.
 
     roof = max(products / tensor rate, exponentials / special rate, bytes / bandwidth)
 
 No version of a kernel runs much faster than its roof. The rates are those of data sheets; a GPU
 reaches less. `pace` is the share of the roof that a full GPU is expected to reach within a loop.
-Around it are the parts that the roof does not know:
+The predicted time adds effects that the roof does not include:
 
     time = launches × gap + roof / (pace × filled)
 
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LAUNCH_GAP = 3e-6
-"""Seconds between two kernels of which the second waits for the first."""
+"""Seconds between two kernels if the second waits for the first."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, by the figures of its data sheet."""
+    """A GPU with the figures of its data sheet."""
 
     name: str
     source: str
     multiprocessors: int
     half: float
-    """FLOP/s of products of 16 bits on tensor cores, without sparsity."""
+    """FLOP/s of 16-bit products on tensor cores, without sparsity."""
     tf32: float
     special: float
-    """Exponentials per second: 16 for each multiprocessor and cycle."""
+    """Exponentials per second: 16 per multiprocessor and cycle."""
     bandwidth: float
     """Bytes per second."""
 
@@ -59,52 +59,52 @@ H200 = Device(
 
 
 HALF, FULL = 2, 4
-"""Bytes of a number."""
+"""Bytes of a number in half and in full precision."""
 
 
 class Size(NamedTuple):
     """The sizes of a call."""
 
     heads: int
-    """Of all sequences."""
+    """The number of heads of all sequences."""
     tokens: int
     d: int
     e: int
 
 
 def causal_pairs(t: int, rows: int, columns: int) -> int:
-    """Pairs in all tiles that a causal loop visits, for a tile of rows."""
+    """The number of pairs in all tiles that a causal loop visits, for tiles of this size."""
     return sum(rows * columns * -(-(a + rows) // columns) for a in range(0, t, rows))
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """All launches of a kernel in one call."""
+    """The work of all launches of a kernel in one call."""
 
     kernel: str
     launches: tuple[int, ...]
     """The number of programs of each launch."""
     half: float
-    """FLOPs of products with factors of 16 bits."""
+    """FLOPs of products with 16-bit factors."""
     tf32: float
     """FLOPs of products with factors in tf32; a product in three parts counts three times."""
     exponentials: float
     bytes: float
-    """Each input read once and each output written once, for each launch."""
+    """Bytes if each launch reads each input once and writes each output once."""
     requested: float
-    """Bytes that programs read and write, which the caches provide in part."""
+    """Bytes that programs read and write, part of which caches provide."""
 
 
 @dataclass(frozen=True)
 class Roof:
-    """The least time, and by what it is limited."""
+    """The shortest possible time, and the unit that limits it."""
 
     seconds: float
     limit: str
 
 
 def roof(work: KernelWork, device: Device) -> Roof:
-    """The longest of the times that each unit takes."""
+    """The largest of the times of the units."""
     times = {
         "tensor cores": work.half / device.half + work.tf32 / device.tf32,
         "exponentials": work.exponentials / device.special,
@@ -115,14 +115,14 @@ def roof(work: KernelWork, device: Device) -> Roof:
 
 
 def filled(work: KernelWork, device: Device, resident: int) -> float:
-    """The share of the multiprocessors that is occupied, with `resident` programs on each."""
+    """The occupied share of the multiprocessors' time, with `resident` programs on each."""
     at_a_time = device.multiprocessors * resident
     taken = sum(math.ceil(programs / at_a_time) * at_a_time for programs in work.launches)
     return sum(work.launches) / taken
 
 
 def predicted(work: KernelWork, device: Device, pace: float, resident: int) -> float:
-    """Seconds of all launches."""
+    """Predicted seconds of all launches."""
     seconds = roof(work, device).seconds / (pace * filled(work, device, resident))
     return seconds + len(work.launches) * LAUNCH_GAP
 
@@ -130,7 +130,7 @@ def predicted(work: KernelWork, device: Device, pace: float, resident: int) -> f
 def prediction(
     work: KernelWork, size: Size, devices: tuple[Device, ...], pace: float, resident: int
 ) -> dict[str, object]:
-    """The work of a kernel and, for each device, its roof and the predicted time: a row of JSON."""
+    """A JSON row: the work of a kernel and, for each device, its roof and the predicted time."""
     at = {}
     for device in devices:
         least, seconds = roof(work, device), predicted(work, device, pace, resident)

@@ -1,10 +1,10 @@
-"""Compiling Pallas kernels without a TPU: do they compile, and do they fit its VMEM?
+"""Compiles Pallas kernels without a TPU: do they compile, and do they fit its VMEM?
 
     python -m precondattn_kernel_tools.tpu_compiler MODULE --chip v5e
 
-A TPU's compiler is in the package `libtpu`, in the version that JAX's extra `tpu` requires, and
-needs no TPU; it is large, and nothing else here needs it. `MODULE.variants("tpu")` gives the
-functions that a package ships, as for `pallas_compiler.py`, which lowers them and no more.
+A TPU's compiler is in the package `libtpu`, in the version that JAX's extra `tpu` requires. It
+needs no TPU, but is large, and nothing else here uses it. `MODULE.variants("tpu")` gives the
+functions that a package ships, as for `pallas_compiler.py`, which only lowers them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2
 
 
 def compiler_for(chip: str) -> Callable[[Variant], str]:
-    """A function that compiles all kernels of a variant for a chip, and returns the error or "".
+    """A function that compiles a variant's kernels for a chip and returns the error, or "".
 
     Raises
     ------
     ImportError
-        where `libtpu` is not installed.
+        if `libtpu` is not installed.
     """
     try:
         importlib.import_module("libtpu")
@@ -54,7 +54,7 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
                 traced = jax.jit(variant.function).trace(*arguments)
                 lowered = traced.lower(lowering_platforms=(TPU,))
             lowered.compile()
-        except Exception as error:  # An error of the compiler's is a result, not a fault.
+        except Exception as error:  # A compiler error is a result, not a fault.
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -62,7 +62,7 @@ def compiler_for(chip: str) -> Callable[[Variant], str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    """Compile, print a line for each variant, and return 1 if one of them fails."""
     parser = argparse.ArgumentParser(description="Compile a package's Pallas kernels for a TPU.")
     parser.add_argument("module", help='the module whose variants("tpu") are compiled')
     parser.add_argument("--chip", choices=CHIPS, default="v5e")

@@ -1,16 +1,17 @@
-"""Triton's cache of compiled kernels, filled without a GPU and carried to another folder.
+"""Fills Triton's cache of compiled kernels without a GPU, for use in another folder or machine.
 
     with filled(folder, "sm_90") as kernels:
         attention.vjp(**inputs_on_the_meta_device)
 
-Each launch compiles what Triton would compile for it on that GPU, and runs nothing. Triton finds a
-kernel by a key: the text of the kernel and of what it calls, the types, constants and divisibility
-of its arguments, its options, the GPU's architecture, the assembler's version, and the files of
-Triton itself. So the environment needs the Triton, the Python and the assembler of the other
-machine (`TRITON_PTXAS_PATH`). The folders of kernels, of Triton and of the assembler do not matter,
-but Triton writes the cache's own folder into it: `moved` changes that.
+Each launch compiles what Triton would compile for it on that GPU, but does not run it. Triton finds
+a kernel by a key: the text of the kernel and of what it calls, the types, constants and
+divisibility of its arguments, its options, the GPU's architecture, the assembler's version, and the
+files of Triton itself. So Triton, Python and the assembler (`TRITON_PTXAS_PATH`) must be the same
+as on the other machine. The folders of kernels, Triton and the assembler do not matter. But Triton
+writes the cache's own path into the cache; `moved` changes that.
 
-With it goes the C code that Triton 3.6 compiles on the host, to call kernels (`triton_host_code`).
+The cache also contains the C code that Triton 3.6 compiles on the host to call kernels
+(`triton_host_code`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from pathlib import Path
 from precondattn_kernel_tools.foreign import CompiledKernel, KernelFunction, Launchable, Target
 
 GROUP = "__grp__"
-"""How the name of the file begins in which Triton lists the files of a kernel, by their paths."""
+"""The name prefix of files in which Triton lists the files of a kernel by their paths."""
 
 
 class StubDriver:
-    """What Triton asks its driver in order to compile, of a GPU that is not there."""
+    """A driver with the answers about an absent GPU that Triton needs in order to compile."""
 
     def __init__(self, target: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -50,14 +51,14 @@ class StubDriver:
 
 @dataclass
 class LaunchedKernels:
-    """What became of the launches, by the kernel's folder in the cache."""
+    """The launched kernels: compiled, found in the cache, or left."""
 
     compiled: dict[str, str] = field(default_factory=dict)
-    """Names by folder."""
+    """Names of newly compiled kernels, by cache folder."""
     found: dict[str, str] = field(default_factory=dict)
-    """Names by folder of those that were in the cache."""
+    """Names of kernels that were in the cache already, by cache folder."""
     left: Counter[str] = field(default_factory=Counter)
-    """Launches after the end of the time, which were not compiled, by name."""
+    """Numbers of launches that were not compiled because time had run out, by name."""
 
 
 @contextmanager
@@ -67,10 +68,10 @@ def filled(
     until: float = float("inf"),
     host_code: Callable[[CompiledKernel], None] | None = None,
 ) -> Iterator[LaunchedKernels]:
-    """Launches are compiled for a target such as "sm_90", into a folder, and not run.
+    """Context in which launches are compiled for a target such as "sm_90" into a folder, not run.
 
-    After `until`, on the clock `time.monotonic`, they are only counted. `host_code` is called with
-    every kernel.
+    After `until`, on the clock `time.monotonic`, launches are only counted. `host_code` is called
+    with every kernel.
     """
     import triton
     from triton.runtime.driver import driver
@@ -110,14 +111,14 @@ def filled(
 
 
 def build_of_triton() -> str:
-    """A hash of the files of the installed Triton. Kernels are found by the same Triton only."""
+    """A hash of the files of the installed Triton. Only the same Triton finds the kernels."""
     from triton.runtime.cache import triton_key
 
     return hashlib.sha256(triton_key().encode()).hexdigest()[:12]
 
 
 def moved(folder: Path, to: Path) -> int:
-    """Make the kernels of a cache be found when it lies at `to`; returns their number."""
+    """Change the paths in a cache so that its kernels are found at `to`; returns their number."""
     groups = sorted(folder.glob(f"*/{GROUP}*"))
     for path in groups:
         files = json.loads(path.read_text(encoding="utf-8"))["child_paths"]

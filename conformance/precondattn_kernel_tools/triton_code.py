@@ -1,9 +1,10 @@
-"""The code of a Triton kernel as a text that changes whenever its meaning can, and seldom else.
+"""The code of a Triton kernel as a text that changes if its meaning may, and rarely otherwise.
 
 The text is the kernel's syntax tree without comments and docstrings. In it, the name of a
 `triton.jit` function is replaced by the text of that function, a global by its value, and a
-parameter or local variable by a number. So neither names nor the module of a function matter.
-Triton's own functions keep their names: the version of Triton is a part of the key beside the text.
+parameter or local variable by a number. So neither the names nor the module of a function matter.
+Triton's own functions keep their names, since the version of Triton is part of the key besides the
+text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def code_of(function: KernelFunction) -> str:
     Raises
     ------
     ValueError
-        for a global that is neither a function of Triton's nor a constant.
+        for a global that is neither a Triton function nor a constant.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
     (definition,) = tree.body
@@ -35,7 +36,7 @@ def code_of(function: KernelFunction) -> str:
 
 
 class _Canonical(ast.NodeTransformer):
-    """Names replaced by what they refer to."""
+    """Replaces names by what they refer to."""
 
     def __init__(self, python: FunctionType, definition: ast.FunctionDef) -> None:
         self.globals = python.__globals__
@@ -83,7 +84,7 @@ class _Canonical(ast.NodeTransformer):
         return None
 
     def _replaced(self, node: ast.AST, name: str, value: Global) -> ast.AST:
-        """`value` is None for a builtin, and for the constant None."""
+        """Replace a name by its value; `value` is None for a builtin, and for the constant None."""
         if value is None or isinstance(value, ModuleType):
             return node
         if _is_kernel(value):
@@ -102,7 +103,7 @@ def _parameters(python: FunctionType) -> list[str]:
 
 
 def _is_kernel(value: Global) -> bool:
-    """Whether it is a function that `triton.jit` returned, and not one of Triton's own."""
+    """Whether a value is a result of `triton.jit` that is not one of Triton's own functions."""
     return hasattr(value, "fn") and not _is_triton(value.fn.__module__)
 
 

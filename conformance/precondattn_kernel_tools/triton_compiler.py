@@ -1,4 +1,4 @@
-"""Compiling Triton kernels without a GPU: do they compile, and do they fit?
+"""Compiles Triton kernels without a GPU: do they compile, and do they fit?
 
     python -m precondattn_kernel_tools.triton_compiler MODULE --target sm_90 --save FILE
 
@@ -7,7 +7,7 @@ machine code, and its resources are read from the assembler's log: registers and
 thread, shared memory of a block. A variant that spills more than its limit, or needs more shared
 memory than a block may have, is a failure.
 
-It has to run in a separate process: with TRITON_INTERPRET=1, kernels are interpreted.
+It has to run in a separate process without TRITON_INTERPRET=1, with which kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from precondattn_kernel_tools.triton_code import code_of
 
 
 class Variant(NamedTuple):
-    """One way in which a kernel is shipped."""
+    """One variant in which a kernel is shipped."""
 
     name: str
-    """Unique in the module."""
+    """A name that is unique in the module."""
     function: KernelFunction
     """The result of `triton.jit`."""
     signature: Mapping[str, str]
-    """By argument: "*bf16" (a pointer), "i32", "fp32" …"""
+    """The type of each argument by name: "*bf16" (a pointer), "i32", "fp32" …"""
     constants: Mapping[str, object]
     """The other arguments, which are compile-time constants."""
     options: Mapping[str, int]
-    """num_warps, num_stages."""
+    """The options num_warps and num_stages."""
     spill_limit: int = 0
-    """Bytes that a thread may spill."""
+    """The number of bytes that a thread may spill."""
     divisible: Sequence[str] = ()
     """Arguments that are multiples of 16, for which Triton specialises a kernel."""
 
 
 def compile_variant(variant: Variant, target: str) -> Resources:
-    """For a target such as "sm_90" or "gfx942"; an error of the compiler is a failure.
+    """Compile a variant for a target such as "sm_90" or "gfx942"; a compiler error is a failure.
 
     Raises
     ------
     ValueError
-        when the target is not one of `SHARED_LIMITS`.
+        if the target is not one of `SHARED_LIMITS`.
     """
     if target not in SHARED_LIMITS:
         raise ValueError(f"target has to be one of {', '.join(SHARED_LIMITS)}, not {target!r}")
@@ -100,7 +100,7 @@ def compiled(variant: Variant, target: str) -> CompiledKernel:
 
 
 def key_of_variant(variant: Variant, target: str) -> str:
-    """The key of a variant (`ahead_of_time.py`); empty where its code can not be read."""
+    """The key of a variant (`ahead_of_time.py`); empty if its code can not be read."""
     import triton
 
     try:
@@ -124,12 +124,12 @@ def _variants_of(module: str, target: str) -> dict[str, Variant]:
 
 
 def _compile_named(module: str, name: str, target: str) -> Resources:
-    """In another process: kernels can not be pickled, their names can."""
+    """Compile a variant given by name, since kernels can not be pickled for another process."""
     return compile_variant(_variants_of(module, target)[name], target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a line for each variant, and return 1 when one of them fails."""
+    """Compile, print a line for each variant, and return 1 if one of them fails."""
     import triton
 
     parser, given = parsed("Triton", SHARED_LIMITS, "sm_90, gfx942", arguments)

@@ -1,9 +1,9 @@
-"""The C code that Triton 3.6 compiles on the host, compiled without a GPU: it calls kernels.
+"""Compiles, without a GPU, the C modules with which Triton 3.6 calls kernels on the host.
 
 There is a module for each signature of a kernel, and one for the driver. Triton compiles them with
-the C compiler, which takes up to half a second each, and keeps them in its cache by their text. A
-module that can not be loaded on the other machine, as for an older C library, is compiled there
-again. Newer versions of Triton have one module for all signatures.
+the C compiler, which takes up to half a second each, and caches them by their text. A module that
+can not be loaded on another machine, for example because of an older C library, is compiled again
+there. Newer versions of Triton have one module for all signatures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from precondattn_kernel_tools.foreign import CompiledKernel
 
 LIBRARY = "libcuda.so.1"
-"""NVIDIA's driver. The modules are linked to it by name, so an empty library does here."""
+"""NVIDIA's driver. The modules are linked to it by name, so an empty library suffices here."""
 
 
 class HostCode:
@@ -38,7 +38,7 @@ class HostCode:
         self._compile(path.read_text(encoding="utf-8"), "cuda_utils")
 
     def launcher(self, kernel: CompiledKernel) -> None:
-        """The module of a compiled kernel's signature, where this version of Triton has one."""
+        """The module of a compiled kernel's signature, if this version of Triton has one."""
         from triton.backends.nvidia import driver
 
         if hasattr(driver, "make_launcher"):
@@ -54,7 +54,7 @@ class HostCode:
             return
         self._done.add(text)
         load = build._load_module_from_path
-        build._load_module_from_path = self._note  # To load a module needs the driver.
+        build._load_module_from_path = self._note  # Loading a module requires the driver.
         try:
             folders = [str(self.folder)]
             build.compile_module_from_src(

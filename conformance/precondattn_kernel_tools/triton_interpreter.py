@@ -1,23 +1,23 @@
-"""Triton's interpreter with the arithmetic and the memory of a GPU.
+"""Makes Triton's interpreter follow the arithmetic and the memory rules of a GPU.
 
 With TRITON_INTERPRET=1 Triton runs kernels on the CPU, in NumPy. Its results differ from those of a
 GPU, and it accepts kernels that are wrong on a GPU:
 
 ==================  ====================================================================
-bfloat16            is stored as integers, and computed with as integers
+bfloat16            is stored and computed as integers
 tf32 products       are computed in float32
-autotuning          needs a driver, and there is none
+autotuning          requires a driver, which is absent
 masked loads        lanes without an `other` are 0, and undefined on a GPU
 out of bounds       an access reads or writes whatever memory is at the address
 programs            run in order, one at a time: a race has no effect
 ==================  ====================================================================
 
-`patch_interpreter` corrects the first four for the process: undefined lanes are NaN, or the
-largest integer. `checked` raises where an access is
-outside of its tensor or where two programs write one element, and it runs the programs of a grid in
-another order: the output of a kernel without races does not depend on the order.
+`patch_interpreter` corrects the first four for the process: undefined lanes are NaN, or the largest
+integer. `checked` raises an error if an access is outside of its tensor or if two programs write
+one element. It also runs the programs of a grid in another order, on which the output of a kernel
+without races does not depend.
 
-Not detected: races within a program, and effects of the number of warps.
+Not detected are races within a program, and effects of the number of warps.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ interpreter: Interpreter = importlib.import_module("triton.runtime.interpreter")
 def is_interpreting() -> bool:
     """Whether kernels that are defined from now on run on the CPU.
 
-    Triton's own, such as `tl.sum`, are defined when it is imported.
+    Triton's own kernels, such as `tl.sum`, are defined when it is imported.
     """
     of_triton = isinstance(tl.sum, interpreter.InterpretedFunction)
     return of_triton and bool(triton.knobs.runtime.interpret)
 
 
 def patch_interpreter() -> None:
-    """Bfloat16, tf32 and autotuning as on a GPU, in this process. It may be called repeatedly.
+    """Make bfloat16, tf32 and autotuning work as on a GPU in this process. Repeated calls are safe.
 
     Raises
     ------
     RuntimeError
-        when kernels are not interpreted, because then nothing would be checked.
+        if kernels are not interpreted, because then nothing would be checked.
     """
     if not is_interpreting():
         raise RuntimeError(
@@ -90,9 +90,9 @@ def patch_interpreter() -> None:
 
 @contextmanager
 def checked(seed: int | None = None) -> Iterator[None]:
-    """Kernels that are launched inside are checked.
+    """Context in which launched kernels are checked.
 
-    With a seed, the programs of each grid run in a random order, else in their order.
+    With a seed, the programs of each grid run in a random order, otherwise in order.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def checked(seed: int | None = None) -> Iterator[None]:
 
 
 def _patch_launches(memory: WatchedMemory) -> None:
-    """The watch, if there is one, is notified of each launch, its tensors, grid and programs."""
+    """Notify the watch, if there is one, of each launch with its tensors, grid and programs."""
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     launch, convert = executor.__call__, interpreter._implicit_cvt
     set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
@@ -159,7 +159,7 @@ def _patch_types() -> None:
         return found
 
     def cast(self: Interpreter, source: Handle, dtype: ElementType) -> Handle:
-        # To the nearest, ties to even, as the hardware's conversions do.
+        # Rounds to nearest, ties to even, as the hardware's conversions do.
         data = source.data.astype(dtype_of(dtype))
         return interpreter.TensorHandle(data, dtype.scalar)
 
@@ -198,7 +198,7 @@ def _patch_products() -> None:
 
 
 def _factor(data: np.ndarray, is_tf32: bool) -> np.ndarray:
-    """A factor as tensor cores read it: of a float32, tf32 has the first 10 bits of the fraction.
+    """A factor as tensor cores read it: tf32 has the first 10 bits of a float32's fraction.
 
     Triton's compiler passes the float32 without rounding it, and the other bits are not read.
     """
@@ -226,14 +226,14 @@ def _patch_masked_loads() -> None:
 
 
 def _undefined(dtype: ElementType) -> bool | int | float:
-    """A value that no kernel can use by mistake: NaN, or an index that is out of bounds."""
+    """A value that a kernel can not use unnoticed: NaN, or an index that is out of bounds."""
     if dtype == np.bool_:
         return True
     return np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else np.nan
 
 
 def _patch_indices() -> None:
-    """NumPy 2.4 and later convert no array of one element to an integer; Triton up to 3.6 does."""
+    """Let Triton up to 3.6 convert one-element arrays to integers, as NumPy 2.4 does not."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Handle, scope: Interpreter) -> None:

@@ -1,12 +1,12 @@
-"""The launches of a package, recorded without a GPU: its launching code runs on meta tensors.
+"""Records the launches of a package without a GPU: its launching code runs on meta tensors.
 
     with recorded() as launches:
         backend.forward(mechanism, inputs_on_the_meta_device, frame)
     variants = [launch.variant("lucid d128") for launch in launches]
 
-So the variants that are compiled ahead of time (`triton_compiler.py`) are those that are shipped:
-the same types, constants and numbers of warps, and integers specialised as at run time (1 is a
-constant, and multiples of 16 are known to be divisible).
+So the variants that are compiled ahead of time (`triton_compiler.py`) are exactly those that are
+shipped: the same types, constants and numbers of warps, and integers specialised as at run time (1
+is a constant, and multiples of 16 are known to be divisible).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TYPES = {
     "torch.int32": "i32",
     "torch.int64": "i64",
 }
-"""Triton's names."""
+"""Triton's names of dtypes."""
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
 
@@ -37,7 +37,7 @@ Grid = tuple[int, ...] | Callable[[dict[str, Argument]], tuple[int, ...]]
 
 
 class TritonLaunch(NamedTuple):
-    """One call of a kernel."""
+    """One launch of a kernel."""
 
     function: KernelFunction
     grid: tuple[int, ...]
@@ -45,7 +45,7 @@ class TritonLaunch(NamedTuple):
     options: dict[str, int]
 
     def variant(self, name: str) -> Variant:
-        """The variant that Triton would compile for it, named `name` and the kernel's name."""
+        """The variant that Triton would compile, named by `name` and the kernel's name."""
         signature: dict[str, str] = {}
         constants: dict[str, object] = {}
         divisible = []
@@ -76,7 +76,7 @@ class TritonLaunch(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[TritonLaunch]]:
-    """Launches are appended to the list, and nothing is run."""
+    """Context in which launches are appended to the list and not run."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run

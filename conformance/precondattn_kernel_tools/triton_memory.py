@@ -1,8 +1,8 @@
-"""The loads and stores of Triton's interpreter, checked.
+"""Checks the loads and stores of Triton's interpreter.
 
 A pointer is an address of 48 bits and, above them, the number of the tensor from which it was
-computed. So an access is checked against its tensor: one that is outside of it and by chance inside
-another tensor is an error.
+computed. So an access is checked against its own tensor: an access outside of it is an error, even
+if it is inside another tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Extent:
         self.itemsize = tensor.element_size()
         steps = zip(self.shape, self.strides, strict=True)
         last = sum((size - 1) * stride for size, stride in steps)
-        # From the first element of a view to the end of its last; the storage may be larger.
+        # The extent reaches from the first element of a view to the end of its last; the storage
+        # may be larger.
         self.first = tensor.data_ptr()
         self.bytes = (last + 1) * self.itemsize if tensor.numel() else 0
         self.writers = np.full(0, -1)
@@ -47,7 +48,7 @@ class Extent:
         return f"a tensor of shape {self.shape} and strides {self.strides}"
 
     def check(self, addresses: np.ndarray, size: int, verb: str, count: int) -> None:
-        """Check the addresses, of a block of `count` unmasked elements, in this tensor."""
+        """Check that the addresses of a block, of `count` unmasked elements, are in this tensor."""
         offsets = addresses.astype(np.int64) - self.first
         is_outside = (offsets < 0) | (offsets + size > self.bytes)
         if is_outside.any():
@@ -76,14 +77,14 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """A launch begins: its tensors and its grid are not known yet."""
+        """Start a launch, whose tensors and grid are not known yet."""
         self.extents: list[Extent] = []
         self.grid: tuple[int, ...] = ()
         self.order: np.ndarray | None = None
         self.program = 0
 
     def number(self, tensor: Tensor) -> np.uint64:
-        """The number to add to the address in the pointers to a tensor."""
+        """The tensor's number, to add to the addresses in its pointers."""
         self.extents.append(Extent(tensor))
         return np.uint64(len(self.extents) << ADDRESS_BITS)
 
@@ -93,18 +94,18 @@ class Watch:
             self.order = self.random.permutation(math.prod(grid))
 
     def set_program(self, place: tuple[int, ...]) -> tuple[int, ...]:
-        """The position in the grid of the program that runs in place of the one at `place`."""
+        """Set the program that runs in place of the one at `place`; returns its position."""
         turn = int(np.ravel_multi_index(place, self.grid))
         self.program = turn if self.order is None else int(self.order[turn])
         return self._place(self.program)
 
     def addresses(self, pointers: np.ndarray, mask: np.ndarray, size: int, verb: str) -> np.ndarray:
-        """The addresses of pointers, all unmasked ones of which must be inside their tensors.
+        """The addresses of pointers, after checking that unmasked ones are inside their tensors.
 
         Raises
         ------
         OutOfBoundsError
-            otherwise, with the number of elements outside.
+            if some are outside, with their number.
         """
         numbers, addresses = _parts(pointers)
         count = int(mask.sum())
@@ -124,7 +125,7 @@ class Watch:
         Raises
         ------
         RaceError
-            when another program wrote one of those.
+            if another program wrote one of these elements.
         """
         numbers, addresses = _parts(pointers)
         for number in np.unique(numbers[mask]).tolist():
@@ -141,9 +142,9 @@ class Watch:
 
 
 class WatchedMemory:
-    """The interpreter's loads and stores, checked while there is a watch.
+    """The interpreter's loads and stores, which are checked while there is a watch.
 
-    They support NumPy's own types only, so they move the bits.
+    They support only NumPy's own types, so other types are moved as bits.
     """
 
     def __init__(self, memory: Interpreter) -> None:
@@ -205,7 +206,7 @@ class WatchedMemory:
     def _add_bfloat16(
         self, pointers: np.ndarray, value: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:
-        """The only atomic operation of Triton on bfloat16. Lanes may share an address."""
+        """Triton's only atomic operation on bfloat16. Lanes may share an address."""
         old = np.zeros_like(value)
         lane = np.ones(1, dtype=bool)
         for at in zip(*np.nonzero(mask), strict=True):
@@ -217,7 +218,7 @@ class WatchedMemory:
 
 
 def _parts(pointers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the tensors, and the addresses."""
+    """The numbers of the tensors, and the addresses, contained in pointers."""
     numbers = (pointers >> np.uint64(ADDRESS_BITS)).astype(np.int64)
     return numbers, pointers & np.uint64((1 << ADDRESS_BITS) - 1)
 

@@ -1,8 +1,8 @@
-"""The tests, in three sets of versions.
+"""Runs the tests with three sets of versions.
 
 `lowest` are the lower bounds of `pyproject.toml`, `pinned` the versions of `constraints.txt`, and
 `newest` what is released today. Each session has a new environment. With the pinned set everything
-runs, as in CI; with the others what depends on a version.
+runs, as in CI; with the others, the tests that depend on a version.
 
     nox -f conformance/versions/noxfile.py                      everything
     nox -f conformance/versions/noxfile.py -s "numpy(lowest)"   one session
@@ -27,7 +27,7 @@ SETS = {
     "pinned": (f"--constraint={ROOT / 'constraints.txt'}",),
     "newest": (),
 }
-"""By name, the options with which uv chooses the versions."""
+"""The uv options that choose the versions, by the name of the set."""
 
 every_bound = nox.parametrize(
     ("python", "versions"),
@@ -71,7 +71,7 @@ def numpy(session: nox.Session, versions: str) -> None:
     tried = Tried(session, versions)
     tried.install("conformance")
     tried.smoke()
-    # As in another project: the options of this repository's tests need a newer pytest.
+    # As in another project, since the options of this repository's tests need a newer pytest.
     tried.pytest(
         "--pyargs precondattn_conformance --precondattn-mechanism lucid",
         "--config-file=/dev/null",
@@ -85,7 +85,7 @@ def numpy(session: nox.Session, versions: str) -> None:
 @nox.session
 @every_bound
 def frameworks(session: nox.Session, versions: str) -> None:
-    """PyTorch, JAX and Flax. The mathematics is tested by the session `numpy`."""
+    """PyTorch, JAX and Flax. The session `numpy` tests the mathematics."""
     tried = Tried(session, versions)
     tried.install("torch", "jax", "flax", "test")
     tried.smoke()
@@ -98,9 +98,9 @@ def frameworks(session: nox.Session, versions: str) -> None:
 @nox.session
 @every_bound
 def kernels(session: nox.Session, versions: str) -> None:
-    """Kernels, interpreted, and the tools that check them."""
+    """Interpreted kernels, and the tools that check them."""
     tried = Tried(session, versions)
-    # The newest PyTorch has its own NVRTC, and NVIDIA's newest is newer than that.
+    # The newest PyTorch has its own NVRTC, which is older than NVIDIA's newest.
     tried.install("triton" if versions == "newest" else "kernels", "jax", "test")
     for folder in ("tests/backends/pallas", "tests/backends/triton", "tests/kernel_tools"):
         tried.pytest(folder, *BOTH_TIERS, "-n=auto", "--dist=loadfile")
@@ -118,7 +118,7 @@ def everything(session: nox.Session, versions: str) -> None:
 
 
 class Tried:
-    """What one session ran, with which result."""
+    """The commands that one session ran, and their results."""
 
     def __init__(self, session: nox.Session, versions: str) -> None:
         self.session, self.versions = session, versions
@@ -137,7 +137,7 @@ class Tried:
     def pytest(self, what: str, *options: str) -> None:
         results = Path(self.session.create_tmp()) / "results.xml"
         command = ["python", "-m", "pytest", "-q", f"--junitxml={results}", *options, *what.split()]
-        # 1: a test failed, which is counted. Anything else ends the session here.
+        # Code 1 means a failed test, which is counted. Any other code ends the session here.
         self.session.run(*command, success_codes=(0, 1))
         suite = ElementTree.parse(results).find("testsuite")
         assert suite is not None, results
@@ -167,7 +167,7 @@ class Tried:
             minor = ".".join(record["python"].split(".")[:2])
             path = RECORDS / f"{record['session']}_{self.versions}_{minor}.json"
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            # The page is a test of the next session.
+            # The next session tests the page.
             self.session.run("python", str(ROOT / "docs" / "make_versions.py"))
         if any(run["failed"] for run in self.runs) or not all(run["passed"] for run in self.runs):
             self.session.error("not everything passed")

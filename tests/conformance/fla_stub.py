@@ -1,7 +1,7 @@
 """The functions of flash-linear-attention 0.6.0 that the benchmarks call, without its kernels.
 
-Each has their arguments and makes their assertions, and those of shapes that their kernels assume.
-What they compute is computed by this library.
+Each takes the original's arguments, makes its assertions, and asserts the shapes that its kernels
+assume. The results are computed by this library.
 """
 
 import sys
@@ -110,13 +110,13 @@ def _one_number_of_heads(q, k, v):
 
 
 def _chunk_bwd_dqkwg():
-    """The refusal of a gradient, as in `fla.ops.common.chunk_o` on Hopper with Triton 3.6."""
+    """Refuse a gradient, as `fla.ops.common.chunk_o` does on Hopper with Triton 3.6."""
     if not sys.modules["fla.ops.common.chunk_o"].TRITON_ABOVE_3_7_1:
         raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
 
 
 def without_a_driver(*args, **kwargs):
-    """What a kernel does on a CPU."""
+    """Raise the error of a kernel on a CPU."""
     raise RuntimeError("0 active drivers ([]). There should only be one.")
 
 
@@ -136,11 +136,11 @@ MODULES = {
     "fla.ops.path_attn": {},
     "fla.ops.path_attn.parallel": {"parallel_path_attn": parallel_path_attn},
 }
-"""The names of the modules that have these functions."""
+"""The names of the modules that contain these functions."""
 
 
 def install(monkeypatch):
-    """Let these functions be those of an installed package `fla`."""
+    """Make these functions available as an installed package `fla`."""
     for name, members in MODULES.items():
         module = ModuleType(name)
         vars(module).update(members)

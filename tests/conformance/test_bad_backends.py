@@ -1,6 +1,6 @@
-"""The suite on faulty backends: it reports each fault, and the other cases still run.
+"""The suite on faulty backends reports each fault, and the other cases still run.
 
-Where no process dies, hangs or is replaced, the suite runs in this one.
+Tests in which no process dies, hangs or is replaced run the suite in this process.
 """
 
 import io
@@ -44,7 +44,7 @@ def conformance(backend, *arguments, mechanism="softmax", library="numpy"):
 
 
 def recorded(tmp_path, backend, *arguments, **named):
-    """The exit code, the record and the printed text."""
+    """Run the command; returns the exit code, the record and the printed text."""
     path = tmp_path / "record.json"
     done = conformance(backend, "--record", str(path), *arguments, **named)
     assert path.exists(), done.stderr
@@ -53,7 +53,7 @@ def recorded(tmp_path, backend, *arguments, **named):
 
 @pytest.fixture
 def here(tmp_path, only_the_reference, monkeypatch):
-    """The cases run as by `recorded`, in this process."""
+    """A function like `recorded` that runs the cases in this process."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def run(backend, **chosen):
@@ -116,7 +116,7 @@ def test_a_failure_shows_its_position_its_size_and_code_that_reproduces_it(tmp_p
 
 
 def run_snippet(outcome):
-    """The code of a failure, as a script."""
+    """Run the code of a failure as a script."""
     return subprocess.run(
         [sys.executable, "-c", outcome.snippet],
         env=environment(),
@@ -186,7 +186,7 @@ def test_a_backend_that_refuses_all_has_no_coverage_and_fails(here):
 
 
 def rows_of_design(folder):
-    """A list of cases that have no named layout."""
+    """A file with a pattern for the rows of the design, whose layouts have no given names."""
     path = folder / "rows_of_design.txt"
     path.write_text("*block*  # rows of the design\n")
     return str(path)
@@ -264,7 +264,7 @@ def test_a_backend_below_its_declared_minimum_fails(here):
     code, record, printed = here("late", mechanisms=("softmax", "lucid_solve"), **OUTPUTS)
     assert code == 1
     assert record.count("failed") == 0
-    assert "late promises lucid_solve, and supports none of it" in printed
+    assert "late promises lucid_solve, but no case of it was compared" in printed
     code, _, printed = here("late", **OUTPUTS)
     assert code == 0, printed
 
@@ -342,7 +342,7 @@ def test_an_interrupted_run_leaves_a_partial_record_and_no_process(tmp_path):
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert children
-    deadline = time.monotonic() + 20  # Python's tracker of resources ends after its parent.
+    deadline = time.monotonic() + 20  # Python's resource tracker ends after its parent.
     while children and time.monotonic() < deadline:
         time.sleep(0.05)
         children = [child for child in children if Path(f"/proc/{child}").exists()]

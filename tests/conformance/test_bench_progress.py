@@ -1,4 +1,4 @@
-"""What a run of benchmarks says while it works, and what is left of it after Ctrl-C."""
+"""Output of a benchmark run while it works, and the results that remain after Ctrl-C."""
 
 import io
 import os
@@ -22,7 +22,7 @@ from precondattn_conformance.progress import CLEAR
 
 @pytest.fixture(autouse=True)
 def _interrupts():
-    """As in a terminal: tests in the background ignore interrupts."""
+    """Enable interrupts as in a terminal, since tests in the background ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -40,7 +40,7 @@ def inputs_of(mechanism):
     ],
 )
 def test_terms_are_the_gradient_of_each_row_alone(expression, name, masks):
-    # τ and λ of one token change only that row of the output.
+    # τ and λ of one token change only that token's row of the output.
     mechanism = mechanism_of(expression)
     x = inputs_of(mechanism)
     out, pullback = mechanism.vjp(**x, **masks, backend="reference")
@@ -71,7 +71,7 @@ def test_no_terms_where_no_sum_over_tokens_is_taken(expression):
 
 
 def test_the_parts_of_the_values_gradient_in_a_difference():
-    # With the same queries and keys in both maps, and λ near 1, the parts cancel.
+    # With equal queries and keys in both maps, and λ near 1, the parts cancel.
     mechanism = mechanism_of("differential")
     x = inputs_of(mechanism)
     x |= {"q2": x["q"], "k2": x["k"], "lam": np.asarray(0.999)}
@@ -92,7 +92,7 @@ def test_the_terms_of_a_feature_map_are_those_of_the_sum_over_features():
     sizes, gradients = sizes_of_feature_maps(mechanism, x, cotangent, {}), pullback(cotangent)
     for name in x:
         assert np.max(np.abs(gradients[name])) < 1e-2 * sizes[name]
-        # Without cancellation they are the same, but for the signs.
+        # Without cancellation, gradients and sizes are equal except for signs.
         alone = np.where(np.arange(8) == 3, 1.0, 0.0) * np.ones_like(out)
         assert np.max(np.abs(pullback(alone)[name])) <= 2 * sizes[name]
 
@@ -113,7 +113,7 @@ def test_a_single_query_that_is_orthogonal_to_a_key_leaves_only_rounding(express
     found = mechanism.vjp(**rounded, backend="reference")[1](cotangent.astype(np.float32))["v"]
     assert error(found, d_v) > 1e-2
     assert error(found, d_v, size) < 1e-6
-    # All terms of one sign are at most √d times as large.
+    # If all terms have one sign, they are at most √d times as large.
     q = x["q"][0, 0, 0]
     np.testing.assert_allclose(
         size * 256**0.5, mechanism.scale_for(256) * np.linalg.vector_norm(q), rtol=1e-12

@@ -1,4 +1,4 @@
-"""Projects that are on no package index: their checkouts, and excerpts of their files."""
+"""Projects that are not on a package index: their checkouts, and excerpts of their files."""
 
 import subprocess
 

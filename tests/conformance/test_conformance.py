@@ -36,7 +36,7 @@ def test_every_preconditioner_around_every_mechanism_is_declared_or_refused_with
 
 @pytest.mark.parametrize("layout", [REAL, REAL_GROUPED], ids=lambda layout: layout.name)
 def test_on_a_trained_models_keys_lucid_is_far_from_softmax(layout):
-    """On i.i.d. keys the outputs hardly differ: such a test would pass without a solve."""
+    """On i.i.d. keys the outputs hardly differ, so a test would pass without a solve."""
     sizes = {"q": layout.h, "k": layout.n, "v": layout.n}
     x = {name: real_heads(name, (1, layout.s, n, 32), layout) for name, n in sizes.items()}
     plain, solved = pa.softmax(**x), pa.lucid(**x)
@@ -58,7 +58,7 @@ def outcome(expression, check="outputs", kind="clustered", **named):
 
 @pytest.fixture
 def faulty(only_the_reference):
-    """The reference as a backend, with a fault that a test plants in its leaves."""
+    """The reference as a backend in whose leaves a test plants a fault."""
 
     class Faulty(pa.Backend):
         name = "faulty"
@@ -248,7 +248,7 @@ def test_a_backend_that_runs_nothing_itself_has_no_coverage(third_party):
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        # The norm of a row without a visible key is so small that the division overflows float16.
+        # The norm of a row without visible keys is so small that the division overflows float16.
         ("torch", "gradients-torch-float16-masked-clustered-row_normalized"),
         # A gradient beyond float16's range, for which infinity is correct.
         ("torch", "gradients-torch-float16-plain-zero-lucid(qk_norm[gain=true])"),

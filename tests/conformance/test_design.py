@@ -1,4 +1,4 @@
-"""The design: every pair of levels has a row, some rows run, and a run reports its pairs."""
+"""The design: every pair of levels has a row, some rows run, and a run reports its coverage."""
 
 import itertools
 from collections import Counter
@@ -59,7 +59,7 @@ def test_a_mechanisms_rows_have_every_pair_and_nothing_that_is_apart(mechanism):
                 if all(pair in made.pairs for pair in combinations(triple, 2))
                 and triple not in found
             ]
-            # Three levels of which every two go together need not have a row with all three.
+            # Three pairwise compatible levels need not be compatible together.
             assert len(missing) < 0.02 * len(found), missing
 
 
@@ -162,7 +162,7 @@ def test_the_rows_of_smoke_pass(backend, mechanism):
     [
         # PyTorch refused to write a view of the scores to themselves.
         "caching-torch-float32-b1t63s63h1n1d16e16block64.lengths_apart-random-lucid(softmax[window=70])",
-        # The same with a key mask.
+        # The same layout with a key mask.
         "caching-torch-float64-b3t65s65h4n2d16e24block32.lengths_apart+key_blocks-random-lucid(softmax[window=38])",
     ],
 )

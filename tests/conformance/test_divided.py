@@ -1,4 +1,4 @@
-"""`precondattn conformance --devices`: sequences that devices divide, and processes that fail."""
+"""`precondattn conformance --devices`: sequences divided among devices, and processes that fail."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ MAIN = "from precondattn.command_line.cli import main; main()"
 
 
 BETWEEN_LEAVES = "contiguous-torch-bfloat16-b2t9s9h4n2d8e6u2block2.lengths-random-ccq(atk)"
-"""A gradient that is beyond its bound if values between leaves are rounded"""
+"""A case whose gradient exceeds its bound if values between leaves are rounded"""
 
 
 def conformance(*arguments):
@@ -45,7 +45,7 @@ def conformance(*arguments):
 
 
 def plain(order, *mechanisms):
-    """The first case of each, which has no masks."""
+    """The first case of each mechanism, which has no masks."""
     chosen = {}
     for case in divided_cases(2, only_mechanisms=mechanisms, only_checks=(order,)):
         chosen.setdefault(case.mechanism, case)
@@ -54,7 +54,7 @@ def plain(order, *mechanisms):
 
 @pytest.mark.thorough
 def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
-    """A broken exchange, and a process that dies."""
+    """A broken exchange, and a process that dies, are reported as such."""
     faulty = ("softmax[softcap=5]", "gla")
     good = [case.id for case in divided_cases(2, only_mechanisms=("lucid",))] + [BETWEEN_LEAVES]
     refused = plain("zigzag", "gated_delta", "unit_rows[axis=channel]")
@@ -74,14 +74,14 @@ def test_a_run_compares_reports_refusals_and_names_each_fault(tmp_path):
     assert "is computed of all" in found["unit_rows[axis=channel]", "unsupported"].reason
     says = {name: found[name, "failed"].reason for name in faulty}
     assert "is off by" in says["softmax[softcap=5]"]
-    assert "of process 1" in says["softmax[softcap=5]"]  # The first one needs no other's keys.
+    assert "of process 1" in says["softmax[softcap=5]"]  # It needs others' keys.
     assert says["gla"] == "process 1 died of SIGKILL"
     assert f"--devices 2 --case '{found['gla', 'failed'].id}'" in found["gla", "failed"].snippet
 
 
 @pytest.mark.thorough
 def test_processes_that_wait_in_vain_are_ended(monkeypatch):
-    """One has an error alone, and another one hangs."""
+    """One process has an error, and another hangs while it waits for it."""
     monkeypatch.syspath_prepend(FOLDER)
     cases = plain("contiguous", "ssd", "linear")
     alone, hung = run_divided(cases, 2, timeout=4, inside="broken_processes:faults")

@@ -38,7 +38,7 @@ DECLINED = outcome(UNSUPPORTED, kind="real", reason="has no gradient")
 
 
 def cell(*outcomes, conventions=()):
-    """The cell of `outputs`, beside another check of which something was compared."""
+    """The cell of the check `outputs`, in a row of which another check was compared."""
     beside = outcome(PASSED, 0.0, check="future")
     return cells_of([*outcomes, beside], dict.fromkeys(conventions, ("head_order",)))["outputs"]
 
@@ -100,7 +100,7 @@ def test_rows_run_in_processes_of_their_own_and_one_that_dies_fails_in_one_case(
     assert first_aligned.date == "2026-01-02"
 
     assert dies.checks["outputs"].word == "right"
-    assert dies.checks["refusals"].word == "right"  # After the case in which it died.
+    assert dies.checks["refusals"].word == "right"  # It runs after the crash.
     assert dies.checks["stability"].failures[0][1] == "the process died of SIGKILL"
     assert not dies.missing
 
@@ -202,10 +202,10 @@ def test_the_page_shows_a_judged_cell_with_its_code_and_others_as_not_yet_looked
     run_snippets(red, [DEFECT])
     text = page(red, [DEFECT])
     assert "**wrong, 1 of 2**; [defect 1](#defect-1)" in text
-    assert "**not finite, 1 of 1**; not yet looked at" in text
+    assert "**not finite, 1 of 1**; not yet examined" in text
     assert "(defect-1)=" in text
     assert "print('off by', 1 + 1)\n```\n\nprints\n\n```text\noff by 2\n```" in text
-    assert "| `fake/attend` | gradients |" in text.partition("## Not yet looked at")[2]
+    assert "| `fake/attend` | gradients |" in text.partition("## Not yet examined")[2]
 
     (report,) = reports(red, [DEFECT]).values()
     assert "[Report 1](ecosystem/reports/1.md)" in text

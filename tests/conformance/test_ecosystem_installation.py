@@ -1,4 +1,4 @@
-"""What has to be installed for the table of the ecosystem."""
+"""Packages and checkouts that have to be installed for the ecosystem's table."""
 
 from __future__ import annotations
 

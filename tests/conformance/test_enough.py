@@ -1,4 +1,4 @@
-"""How much of each check was compared, what a backend declares, and what is no part of either."""
+"""The share of each check that was compared, declared parts, and cases that count in neither."""
 
 import pytest
 

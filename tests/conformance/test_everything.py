@@ -1,4 +1,4 @@
-"""A run that names nothing: its cases, its processes, and what it prints first."""
+"""A run without any named backend, library or mechanism: cases, processes, first output."""
 
 import io
 import os
@@ -37,7 +37,7 @@ commands.app(["conformance"])
 
 @pytest.fixture(scope="module")
 def every():
-    """The cases of smoke, if each library has all of them."""
+    """The cases of smoke, if every library has all of them."""
     return list(cases("smoke"))
 
 
@@ -66,7 +66,7 @@ def test_what_a_run_of_everything_leaves_out_on_one_library_it_has_on_another(ev
         return {
             replace(c, library="any")
             for c in chosen
-            if c.library in SHARING and not c.layout.block  # Without rows of the design.
+            if c.library in SHARING and not c.layout.block  # Rows of the design are left out.
         }
 
     assert data_of(shared) == data_of(every)

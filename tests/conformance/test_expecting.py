@@ -1,4 +1,4 @@
-"""Who computes what is expected of long cases, and that the record says so."""
+"""The source of expected results of long cases, which the record names."""
 
 import numpy as np
 import pytest
@@ -25,12 +25,12 @@ def case(layout=LONG, check="outputs", mechanism="gated_delta"):
         ("triton", LONG, "outputs", "portable"),
         (("triton", "reference"), LONG, "gradients", "portable"),
         ("reference", LONG, "outputs", "portable"),
-        # Backends with the same algorithms, and the choice by default, which may be these.
+        # Backends with the same algorithms, and the default choice, which may be one of them.
         ("portable", LONG, "outputs", "reference"),
         ("torch", LONG, "outputs", "reference"),
         (None, LONG, "outputs", "reference"),
         ("triton", "b1t261s261h1n1d16e16block64", "outputs", "reference"),
-        # It computes what it expects itself.
+        # This check computes its expectation itself.
         ("triton", "b1t1025s1025h1n1d16e16block64", "states", "reference"),
     ],
 )

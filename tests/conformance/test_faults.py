@@ -1,4 +1,4 @@
-"""The conformance suite on planted faults: level full detects all, level smoke most of them."""
+"""The suite on planted faults: level full detects all of them, level smoke most."""
 
 import io
 from collections import Counter
@@ -23,7 +23,7 @@ from precondattn_conformance.faults.selftest import (
 
 
 def kind(fault):
-    """The same for faults that differ in the mechanism, or the method's result, alone."""
+    """A key that is equal for faults that differ only in the mechanism or the method's result."""
     if not fault.operator:
         return fault.name
     if fault.operator == "result":
@@ -32,7 +32,7 @@ def kind(fault):
 
 
 def of_each_kind():
-    """The first fault of each kind: of simple mechanisms, if there is one."""
+    """The first fault of each kind, on a simple mechanism if possible."""
     first = {}
     for fault in faults():
         first.setdefault(kind(fault), fault)
@@ -40,7 +40,7 @@ def of_each_kind():
 
 
 def groups(chosen, number):
-    """Groups of mechanisms with about as many faults each, so that workers share them."""
+    """Groups of mechanisms with about equal numbers of faults, to divide among workers."""
     count = Counter(fault.mechanism for fault in chosen)
     filled = [0] * number
     group_of = {}
@@ -61,11 +61,11 @@ QUICK = {
     "linear, step of blocks: padding after the last token is written to the state",
     "linear, forward of leaves: the options of the first call of these shapes",
 }
-"""Faults of a range, a tail, a mask, a cache, padding and a second call."""
+"""Faults of a range, a tail, a mask, a cache, padding, and a second call."""
 
 
 def quick():
-    """One fault of each operator, and a few written by hand."""
+    """One fault of each operator, and a few faults written by hand."""
     of_operators = {fault.operator: fault for fault in reversed(of_each_kind()) if fault.operator}
     by_hand = [fault for fault in of_each_kind() if fault.name in QUICK]
     assert len(by_hand) == len(QUICK)
@@ -79,7 +79,7 @@ def test_smoke_detects_a_fault_of_each_operator():
 
 
 def all_are_detected(chosen):
-    """Also smoke detects most, and nothing is found in the carriers without a fault."""
+    """Assert that all are detected, most by smoke, and that carriers without a fault pass."""
     actual = run_self_test(only=chosen, workers=1)
     assert not [verdict.fault for verdict in actual.survivors]
     assert not actual.failing_carriers

@@ -1,4 +1,4 @@
-"""The gate of benchmarks: its statistics, its verdicts, and its file. No test measures a time."""
+"""The regression gate of benchmarks: statistics, verdicts, file. No test measures a time."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def a_file(path, ratios, kind=KIND, rate=1.0):
 
 
 def run_gate(monkeypatch, tmp_path, measured, ratios, rates=1.0, kind=KIND, save=None):
-    """The exit code and the text of a run in which rows measure what is given, one by one."""
+    """Run the gate on rows with given measurements; returns the exit code and the text."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(committed, "machine_kind", lambda: kind)
     a_file(tmp_path / "committed.json", ratios)
@@ -54,7 +54,7 @@ def test_the_interval_contains_the_true_ratio_and_is_as_narrow_as_the_noise():
         inside += found.low <= 2 <= found.high
         widths += found.high - found.low
         assert found.low <= found.ratio <= found.high
-    assert inside >= 75  # A bootstrap of five blocks is narrower than its level says.
+    assert inside >= 75  # A bootstrap of five blocks is narrower than its nominal level.
     assert 0.01 < widths / 100 < 0.1
 
 
@@ -80,8 +80,8 @@ def test_too_few_or_unpaired_times_have_no_interval(ours, peers):
         (around(2.0), around(2.0), gate.FINE),
         (around(2.1), around(2.0), gate.FINE),  # Within the slack.
         (around(2.4), around(2.0), gate.WORSE),
-        (around(2.4, 0.3), around(2.0), gate.FINE),  # Within its own noise.
-        (around(2.4), around(2.0, 0.3), gate.FINE),  # Within the noise of what is committed.
+        (around(2.4, 0.3), around(2.0), gate.FINE),  # Within the noise of this measurement.
+        (around(2.4), around(2.0, 0.3), gate.FINE),  # Within the noise of the committed value.
         (around(1.5), around(2.0), gate.BETTER),
         (around(2.0), None, gate.UNKNOWN),
         ("wrong: 1e-2", None, gate.UNKNOWN),

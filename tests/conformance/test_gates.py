@@ -1,4 +1,4 @@
-"""Extreme gates find decays that are differences of cumulative sums, which powers of two do not."""
+"""Extreme gates detect decays computed as differences of cumulative sums; powers of two do not."""
 
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ DYADIC = np.asarray([0.0, -20.0, -0.5, -1e4, -3.0])
 
 
 def by_differences(q, k, v, g):
-    """A gated state in one block: the decay from j to i is exp(G_i − G_j)."""
+    """A gated state in one block, with the decay from j to i computed as exp(G_i − G_j)."""
     q, k = (x.repeat_interleave(g.shape[2] // x.shape[2], 2) for x in (q, k))
     v = v.repeat_interleave(g.shape[2] // v.shape[2], 2)
     sums = g.cumsum(1).transpose(1, 2)
@@ -27,7 +27,7 @@ def by_differences(q, k, v, g):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Inputs and results are kept by the name of the data, so other gates would not be seen."""
+    """Clear the caches of inputs and results, which are keyed by the name of the data only."""
     kept = lru_cache(maxsize=8)
     monkeypatch.setattr(oracle, "_kept", kept(oracle._computed))
     for module in (oracle, of_check):

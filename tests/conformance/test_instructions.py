@@ -1,4 +1,4 @@
-"""Counts of instructions: their verdicts, their file, and one count where valgrind is found."""
+"""Instruction counts: verdicts, file, and one real count if valgrind is installed."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from precondattn_conformance.bench.cases import COMPARED
 
 
 def run(monkeypatch, tmp_path, counted, committed, save=None, absent=None):
-    """The exit code and the text of a run that counts what is given."""
+    """Run the command with given counts; returns the exit code and the text."""
     file = tmp_path / "committed.json"
     entry = {"kind": instructions_command.kind(), "date": "2026-01-01", "counts": committed}
     file.write_text(json.dumps([entry]))

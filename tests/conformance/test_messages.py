@@ -1,4 +1,4 @@
-"""What a failure says to the author of a kernel or of a mechanism."""
+"""Messages of failures, as the author of a kernel or mechanism sees them."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,7 +27,7 @@ def carrier():
 
 @pytest.fixture
 def reason(carrier):
-    """What a case says about a fault of softmax."""
+    """A function that returns the message of a case for a fault of softmax."""
 
     def of(case, change, *stages):
         carrier.carry(Fault("softmax", "softmax", stages or (FORWARD,), "leaves", "", "", change))
@@ -50,7 +50,7 @@ def one_off(index, share):
 
 
 def in_the_last_bit(every):
-    """A race: in every so many calls an element differs in its last bit."""
+    """A race: in every n-th call an element differs in its last bit."""
     calls = []
 
     def planted(truth, call):
@@ -185,7 +185,7 @@ def test_an_array_that_was_written_to_is_shown_before_and_after(reason):
 
 @pytest.fixture
 def unfinished():
-    """A mechanism whose gradient is half as large as it should be, and that has no `step`."""
+    """A mechanism whose gradient is half of what it should be, and which has no `step`."""
 
     @dataclass(frozen=True)
     class Unfinished(pa.Leaf):

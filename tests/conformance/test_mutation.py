@@ -1,4 +1,4 @@
-"""Mutants of a small kernel: what is changed, what a suite sees of it, and what is reported."""
+"""Mutants of a small kernel: what is changed, what a suite detects, and what is reported."""
 
 import inspect
 import json
@@ -31,10 +31,10 @@ WEAK = "outputs-numpy-float64-single_token-random-softmax"
 STRONG = "outputs-numpy-float64-plain-random-softmax"
 LINE = "one_head: total, out, largest = 0.0, 0.0, np.full((q.shape[0], q.shape[1], 1), -np.inf)"
 SURVIVORS = {
-    # The first block multiplies both by e^{-inf}.
+    # The first block multiplies both values by e^{-inf}.
     f"{LINE} -> {LINE.removeprefix('one_head: ').replace('0.0, 0.0', '1.0, 0.0')}",
     f"{LINE} -> {LINE.removeprefix('one_head: ').replace('0.0, 0.0', '0.0, 1.0')}",
-    # Needs a number of tokens that is a multiple of four.
+    # Detecting it requires a number of tokens that is a multiple of four.
     "one_head: while start < k.shape[1]: -> while start <= k.shape[1]:",
 }
 
@@ -122,7 +122,7 @@ def test_cuda_is_changed_outside_of_comments_strings_and_the_preprocessor():
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The package of the kernel, on the path; its backend is not registered yet."""
+    """The package of the kernel on the path, before its backend is registered."""
     monkeypatch.syspath_prepend(str(MUTANTS))
     yield import_module(KERNEL)
     for name in [name for name in sys.modules if name.partition(".")[0] == "blocked_kernel"]:
@@ -178,13 +178,13 @@ def test_what_is_no_module_of_a_package_is_refused(module):
 
 @pytest.fixture
 def trial(kernel, only_the_reference, tmp_path, monkeypatch):
-    """The mutants of the kernel in this process."""
+    """A trial of the kernel's mutants in this process."""
     monkeypatch.setattr(oracle, "keep_all", lambda: None)
     return MutationTrial(targets(KERNEL), "blocked_kernel", None, None, tmp_path)
 
 
 def test_a_mutant_that_a_weak_case_leaves_is_killed_by_a_better_one(trial):
-    """One token has one block."""
+    """A case with one token has only one block."""
     weak, strong = (trial.baseline(case_of(name), 60) for name in (WEAK, STRONG))
     assert weak.status == strong.status == "passed"
     assert weak.lines <= strong.lines
@@ -209,7 +209,7 @@ def mutate(*arguments):
 
 @pytest.mark.thorough
 def test_a_weak_suite_leaves_survivors_and_a_better_one_kills_them(tmp_path):
-    """One token has one block, and no key that is masked."""
+    """A case with one token has only one block, and no masked key."""
     record, listed = tmp_path / "mutants.json", tmp_path / "equivalents.toml"
     options = ("--mutate", KERNEL, "--record", str(record))
     weak = mutate(*options, "--case", WEAK)

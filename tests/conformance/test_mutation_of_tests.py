@@ -1,4 +1,4 @@
-"""The sample of mutants that the tests have to notice: how it is drawn, planted and noted."""
+"""The sample of mutants that the tests have to detect: how it is drawn, planted and recorded."""
 
 import json
 import subprocess

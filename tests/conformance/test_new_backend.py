@@ -1,4 +1,4 @@
-"""`precondattn new-backend`: its files conform to the oracle, and it never overwrites files."""
+"""`precondattn new-backend`: the generated package conforms, and no file is overwritten."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ CHAPTER = ROOT / "docs" / "write_a_backend.md"
 
 
 def installed(folder, name, library, mechanism="lucid_solve"):
-    """A new backend, with the metadata that pip would install on the path."""
+    """Generate a new backend with the metadata that pip would install, on the path."""
     new_backend(name, library, folder, mechanism)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     metadata = folder / "src" / f"{name.replace('-', '_')}-{project['version']}.dist-info"
@@ -69,14 +69,14 @@ def replaced(path, old, new):
 
 
 def workflow_commands(folder):
-    """The pytest commands of the workflow, as lists of words."""
+    """The pytest commands of the workflow as lists of words."""
     workflow = (folder / ".github/workflows/conformance.yml").read_text()
     folded = re.findall(r"run: >-\n((?: {10}.*\n)+)", workflow)
     return [shlex.split(text) for text in folded]
 
 
 def counts(report):
-    """The numbers of compared and of failed cases in a JUnit file."""
+    """The numbers of compared and failed cases in a JUnit file."""
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     tests, failed, skipped = (int(suite.get(n)) for n in ("tests", "failures", "skipped"))
     assert suite.get("errors") == "0"
@@ -163,7 +163,7 @@ FAULTS = {
 
 @pytest.fixture
 def failures(only_the_reference, monkeypatch):
-    """The number of a mechanism's cases that fail on the new backend with its present files."""
+    """A function that counts a mechanism's failing cases on the generated backend."""
 
     def forget():
         for module in [name for name in sys.modules if name.partition(".")[0] == "newcomer"]:
@@ -178,7 +178,7 @@ def failures(only_the_reference, monkeypatch):
         forget()
         return report.count(FAILED)
 
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # A file may change within a second.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Files may change within a second.
     yield count
     forget()
 
@@ -194,7 +194,7 @@ def test_a_fault_planted_in_a_new_backend_is_detected(tmp_path, failures, name):
 
 
 def blocks_between(marker):
-    """The text of the chapter's blocks between `<!-- MARKER: begin -->` and end."""
+    """The text of the page's code blocks between `<!-- MARKER: begin -->` and the end marker."""
     text = CHAPTER.read_text()
     return re.findall(
         rf"<!-- {marker}: begin -->\n```\w+\n(.*?)```\n<!-- {marker}: end -->", text, re.S
@@ -202,14 +202,14 @@ def blocks_between(marker):
 
 
 def plain(text):
-    """Lines without numbers, which may differ in their last digits, and without alignment."""
+    """Lines without alignment and without numbers, whose last digits may differ."""
     lines = (" ".join(re.sub(r"[-+\d][\d.e+-]*", "#", line).split()) for line in text.splitlines())
     return [line for line in lines if line]
 
 
 @pytest.mark.thorough
 def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
-    """The documented diff plants the fault; the documented lines are in the printed report."""
+    """The documented diff plants the fault, and the report contains the documented lines."""
     source = installed(tmp_path, "mykernel", "torch")
     old, new = re.search(r"```diff\n-(.*)\n\+(.*)\n```", CHAPTER.read_text()).groups()
     replaced(source / "mykernel" / "lucid_solve.py", old, new)
@@ -224,7 +224,7 @@ def test_the_report_in_the_documentation_is_the_printed_one(tmp_path):
 def test_the_package_conforms_for_another_recurrence_after_the_documented_changes(
     tmp_path, failures, monkeypatch
 ):
-    """Those of the page on mechanisms, whose class has queries that share a state."""
+    """The documented changes of the mechanisms page give a class whose queries share a state."""
     page = (ROOT / "docs" / "write_a_mechanism.md").read_text()
     named = {"dataclass": dataclass, "ClassVar": ClassVar, "pa": pa, "af": pa.array_functions}
     exec(re.search(r"@dataclass\(frozen=True\)\nclass LeakyDelta.*?(?=```)", page, re.S)[0], named)

@@ -1,4 +1,4 @@
-"""A backend that has no gradient is compared in its outputs, by the checks of gradients too."""
+"""The outputs of a backend without gradients are compared, also by checks of gradients."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def attend(q, k, v, key_mask=None, segment_ids=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
     weights = scores.softmax(-1).nan_to_num() if key_mask is not None else scores.softmax(-1)
-    v = v.masked_fill(~visible.any(-2)[..., None], 0)  # A NaN in padding is no value.
+    v = v.masked_fill(~visible.any(-2)[..., None], 0)  # A NaN in padding must not count as a value.
     return (weights @ v).transpose(1, 2)
 
 

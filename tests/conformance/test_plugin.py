@@ -1,4 +1,4 @@
-"""The pytest plugin in a separate pytest run, and its imports when it is not used."""
+"""The pytest plugin in a separate pytest run, and its imports if it is not used."""
 
 import os
 import subprocess

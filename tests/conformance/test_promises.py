@@ -1,4 +1,4 @@
-"""Conventions that a backend does not promise: not compared, and told in the report."""
+"""Conventions that a backend does not promise are not compared, and the report says so."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def weights(scores):
 
 
 def attend(q, k, v, key_mask, *, tiled=False, top_left=False, hidden=None, weights=weights):
-    """Softmax attention, with what others do differently."""
+    """Softmax attention with options for other common conventions."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat(1, 1, group, 1) if tiled else x.repeat_interleave(group, 2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -124,7 +124,8 @@ def test_without_the_promise_the_rest_is_compared_and_right(function):
     assert others <= {"kept", "not known"}
     assert f"{lacking}: not promised, and not kept" in result._repr_html_()
     assert diagnosis(of(function, lacking)) == []
-    # Next to nothing is lost: what can not be compared is declined with the promise as the reason.
+    # Almost no other case is lost: those that can not be compared decline with the promise as
+    # reason.
     lost = len(checked(function).compared) - len(result.compared)
     assert lost == sum(n for why, n in result.declined.items() if "does not promise" in why)
     assert lost <= 5
@@ -189,7 +190,7 @@ def test_rows_without_keys_are_foreseen(mask, mechanism):
     layout = CallLayout("", b=3, t=9, s=9, mask=mask, block=4)
     case = Case("outputs", mechanism, "numpy", "float32", layout, "random")
     rows = (oracle(mechanism, layout, "random", "float32").out == 0).all(axis=3)
-    if layout.has("lengths"):  # Padding is 0 too, also where a query of it sees keys.
+    if layout.has("lengths"):  # Padding is 0 too, even if a padded query sees keys.
         lengths = layout.masks()["lengths"]
         is_padding = np.arange(9) >= lengths[:, None]
         rows = rows & ~(is_padding & (lengths > 0)[:, None])[..., None]
@@ -216,14 +217,14 @@ def test_a_call_that_tells_needs_its_convention_and_no_other():
 
 
 def of(function, *lacking):
-    """The function as a backend."""
+    """The function as a backend without some promises."""
     promises = pa.CONVENTIONS - set(lacking)
     return backend_from_function(function, "softmax", library="torch", promises=promises)
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A function, run by the command: exit code, record, printed text, page."""
+    """Run the command on a function; returns the exit code, record, printed text and page."""
     names = []
 
     def run(function, *lacking, **options):

@@ -1,4 +1,4 @@
-"""Each adapter of a public implementation computes its mechanism, where its project is there."""
+"""Each adapter of a public implementation computes its mechanism, if the project is installed."""
 
 import sys
 
@@ -17,17 +17,18 @@ from precondattn_conformance.peers.files import MissingError
 from precondattn_conformance.peers.project import Project
 
 TOKENS = 64
-"""A multiple of every chunk; with landmarks, as many as segments of one length have."""
+"""A multiple of every chunk size; with landmarks, it gives segments of equal length."""
 ERRORS = {"fla/mesa_cg": 0.02, "lolcats/quadratic_attention": 2e-4}
-"""Of an approximation, as its adapter declares, and of a normaliser whose terms of both signs
-cancel, where ours are off by as much; of all others as of float32."""
+"""Error bounds of implementations that are less accurate than float32: one is an approximation, as
+its adapter declares, and one has a normaliser whose terms of both signs cancel, where ours has an
+error of the same size."""
 FLOAT32 = 1e-5
 EQUAL_HEADS = ("flashinfer/delta_rule", "keras/numpy", "x_transformers/attend_grouped")
-"""Those that decline grouped heads, or read the key heads in another order."""
+"""Implementations that decline grouped heads, or read the key heads in another order."""
 DEFECTIVE = ("memory-efficient-attention-pytorch/cosine_sim_flash_attention",)
-"""Those that are wrong, by a defect that the ecosystem's page shows."""
+"""Implementations that are wrong, by a defect that the ecosystem's page describes."""
 INSTEAD = {"fla/comba_recurrent": "comba[erases=decayed]"}
-"""What those with a defect compute, in place of the mechanism of their description."""
+"""The mechanism that a defective implementation computes instead of the described one."""
 
 
 def backend_of(name):
@@ -38,10 +39,10 @@ def backend_of(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.filterwarnings("ignore")  # They are the projects' own.
+@pytest.mark.filterwarnings("ignore")  # The warnings come from the projects.
 @pytest.mark.parametrize("name", all_peers())
 def test_a_peer_computes_its_mechanism(name, monkeypatch):
-    monkeypatch.setattr("sys.argv", sys.argv[:1])  # A project may read pytest's as its own.
+    monkeypatch.setattr("sys.argv", sys.argv[:1])  # A project may parse pytest's arguments.
     backend, peer = backend_of(name), peer_named(name)
     (device,) = peer.devices or ("cpu",)
     if device == "cuda" and not pytest.importorskip("torch").cuda.is_available():

@@ -1,4 +1,4 @@
-"""Bounds in half precision: what the industry's kernels round meets them, and more does not."""
+"""Half-precision bounds: the rounding of the industry's kernels meets them, more does not."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ DATA = (
 )
 PACKED = "packed-zero"
 COHERENT = "b2t53s53h4n2d16e16u2block16.lengths_apart.expanded_tokens"
-"""One β, one gate and one cotangent for all tokens: their errors add up."""
+"""A layout with one β, one gate and one cotangent for all tokens, so that errors add up."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +41,7 @@ def registered():
 
 
 def outcome(name):
-    """Of a case, on the model of its mechanism; the reference computes what it does not round."""
+    """The outcome of a case on the rounding model; the reference computes what the model lacks."""
     case = case_of(name)
     is_recurrent = case.mechanism.partition("[")[0] in RECURRENCES
     model = backends.FlashLinearAttention if is_recurrent else backends.FlashAttention
@@ -76,7 +76,7 @@ def test_the_models_meet_every_bound(mechanism, dtype):
     ],
 )
 def test_a_bound_that_exceeds_the_usual_is_twice_the_error_of_the_model(name):
-    """The suite's model, in float64 on NumPy, has the error of the other, in float32 in PyTorch."""
+    """The suite's model (float64 in NumPy) has the same error as the other (float32 in PyTorch)."""
     found = outcome(name)
     assert found.status == PASSED, found.text
     error, allowed = found.measured.error, found.measured.bound
@@ -112,7 +112,7 @@ def test_a_state_that_is_rounded_at_the_borders_of_chunks_fails(monkeypatch, mec
 
 
 def sums_in_half_precision(read, log_weights, log_total, v):
-    """P v, rounded after each tile of 16 keys."""
+    """P v with the sum rounded after each tile of 16 keys."""
     weights = read.rounding(log_weights.exp())
     total = torch.zeros(1)
     for j in range(0, v.shape[2], 16):

@@ -1,4 +1,4 @@
-"""At smoke a function of JAX is compared with as many checks as one of PyTorch, if it is named."""
+"""A named JAX function is compared at level smoke by as many checks as a PyTorch function."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_without_float64_the_cases_of_jax_are_in_float32():
 
 
 def test_rows_without_keys_that_are_a_mean_fail_at_smoke():
-    """As of JAX's own attention with a mask: plain and packed calls of it are right."""
+    """JAX's own attention does this with a mask; its plain and packed calls are right."""
 
     def with_a_mask(q, k, v, key_mask=None):
         t, s = q.shape[1], k.shape[1]

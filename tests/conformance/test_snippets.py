@@ -64,7 +64,7 @@ def one_ulp_off():
 
 
 def residuals_by_shape():
-    """A workspace for each shape, which a later call overwrites."""
+    """A workspace for each shape, which later calls overwrite."""
     kept = {}
 
     def planted(truth, call):
@@ -148,13 +148,13 @@ PLANTED = {
     ),
     "leaks": ("numpy-float32-leak-random-softmax", (FORWARD,), all_arrays_kept()),
 }
-"""By check: the rest of the id of a case, the methods, and the fault."""
+"""For each check: the rest of a case's id, the methods, and the fault."""
 ELSEWHERE = {"sharding", "memory"}
-"""Needs four devices (`on_four_devices_the_check.py`), and minutes (below)."""
+"""Checks that need four devices (`on_four_devices_the_check.py`), or minutes (below)."""
 
 
 def printed(snippet):
-    """What the code of a failure prints as a script, and whether it ended in an AssertionError."""
+    """The output of a failure's code as a script, and whether it ended in an AssertionError."""
     console, failed = io.StringIO(), False
     with contextlib.redirect_stdout(console):
         try:
@@ -215,7 +215,7 @@ def test_the_code_of_a_failure_reproduces_it_and_passes_without_the_fault(carrie
 
 
 def option_ignored():
-    """The options of the first call are those of all later ones with these shapes."""
+    """All later calls with these shapes use the options of the first call."""
     first = {}
 
     def planted(truth, call):
@@ -226,7 +226,7 @@ def option_ignored():
 
 
 def option_kept():
-    """A call without options gets those of the first call that had some."""
+    """A call without options uses those of the first call that had some."""
     kept = []
 
     def planted(truth, call):

@@ -1,4 +1,4 @@
-"""Backends that are not installed: of a module, and public implementations."""
+"""Backends that are not installed: from a module, or public implementations."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_no_function_or_backend_is_named(
         ({"peer": "fla/kda", "imported": "a:b"}, "does not go with --import a:b"),
         ({"peer": "fla/kda", "imported": None, "layout": "bhtd"}, "--layout needs --import"),
         ({"peer": None, "imported": "a.b"}, "given as module:name; found 'a.b'"),
-        ({"peer": None, "imported": "a:b", "mechanisms": ("kda", "gla")}, "of one mechanism"),
+        ({"peer": None, "imported": "a:b", "mechanisms": ("kda", "gla")}, "needs one mechanism"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(given: dict, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Prints the kernels that the listed variants have, and the smallest calls do not launch."""
+"""Prints the kernels of the listed variants that the smallest calls do not launch."""
 
 import torch
 
@@ -10,7 +10,7 @@ from precondattn_triton import variants
 def launched(
     call: shipped.ShippedCall, tokens: int, batch: int, heads: int
 ) -> set[tuple[object, ...]]:
-    """What distinguishes the launches of a call, as in the list of variants."""
+    """The properties that distinguish the launches of a call, as in the list of variants."""
     variants.TOKENS, variants.BATCH, variants.HEADS = tokens, batch, heads
     dtype = getattr(torch, call.dtype)
     with variants.compiling_for("sm_90"):

@@ -1,4 +1,4 @@
-"""Prints how the kernels that are compiled for calls differ from those that the calls launch.
+"""Prints the differences between the kernels compiled for calls and those that the calls launch.
 
 The calls are made as on a GPU, with tensors on a CPU, and their launches are recorded and not run.
 """
@@ -31,7 +31,7 @@ CALLS = (
 
 
 def kernels(launches: list[TritonLaunch]) -> set[str]:
-    """What Triton compiles for launches."""
+    """The kernels that Triton compiles for launches."""
     variants = [launch.variant(launch.function.module) for launch in launches]
     return {
         f"{v.name} {sorted(v.signature.items())} {sorted(v.constants.items(), key=str)} "
@@ -41,7 +41,7 @@ def kernels(launches: list[TritonLaunch]) -> set[str]:
 
 
 def of_call(call: shipped.ShippedCall) -> set[str]:
-    """The kernels of the stage `alive`."""
+    """The kernels of a call of the stage `alive`."""
     given = argparse.Namespace(
         backend="triton", mechanism=call.expression, dtype=call.dtype, d=call.d, e=call.e,
         tokens=call.tokens, step=call.is_step, library="torch", device=None,
@@ -49,7 +49,7 @@ def of_call(call: shipped.ShippedCall) -> set[str]:
     run_case = runner.run_case
 
     def passed(*given: Any) -> Any:
-        """The outcome, as if it were right: the next check of the call runs too."""
+        """Return a passing outcome, so that the next check of the call runs too."""
         return replace(run_case(*given), status=PASSED)
 
     with (
@@ -67,7 +67,7 @@ def of_call(call: shipped.ShippedCall) -> set[str]:
 
 
 def of_warm(call: shipped.ShippedCall) -> set[str]:
-    """The kernels that are compiled for it."""
+    """The kernels that are compiled beforehand for a call."""
     with warm_calls.as_on_a_gpu(), recorded() as launches:
         warm_calls.run(warm_calls.of_alive(call))
     return kernels(launches)

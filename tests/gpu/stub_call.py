@@ -1,4 +1,4 @@
-"""In the place of a call on a GPU: it passes, is wrong, raises, crashes or hangs, as it is told."""
+"""A stub of a call on a GPU: it passes, is wrong, raises, crashes or hangs, as requested."""
 
 import json
 import os

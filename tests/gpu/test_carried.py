@@ -1,4 +1,4 @@
-"""The files that are carried to a GPU machine beside the wheels: packed, and unpacked elsewhere."""
+"""The files that are carried to a GPU machine beside the wheels are packed and unpacked."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from precondattn_gpu import carried
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache as Triton and `precondattn_gpu.warm` leave it, of two kernels and a module."""
+    """A cache of two kernels and a module, as Triton and `precondattn_gpu.warm` leave it."""
     folder = tmp_path / "cache"
     for name in ("USED", "UNUSED"):
         kernel = folder / name

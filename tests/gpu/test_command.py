@@ -1,4 +1,4 @@
-"""The command line, as a person uses it on a machine without a GPU."""
+"""The command line on a machine without a GPU."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_a_stage_runs_resumes_and_says_what_it_compared(tmp_path):
-    """One kernel of CUDA, in the simulator."""
+    """The stage runs one CUDA kernel in the simulator."""
     arguments = ("--stage", "alive", "--device", "cpu", "--match", "cupy unit_rows float32 64")
     first = run(*arguments, "--out", str(tmp_path / "one"))
     assert first.returncode == 0, first.stderr
@@ -104,7 +104,7 @@ def test_results_of_other_versions_are_not_mixed(tmp_path):
 
 @pytest.mark.thorough
 def test_the_prepared_runs_are_rehearsed_on_a_cpu(tmp_path):
-    """The first to its end, with one kernel, and the second after it."""
+    """The first run is rehearsed to its end with one kernel, and the second run after it."""
     arguments = ("--device", "cpu", "--cores", "4", "--match", "cupy unit_rows float32 64")
     out = ("--out", str(tmp_path))
     first = run("--first", *arguments, *out, "--limit", "60")

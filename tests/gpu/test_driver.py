@@ -1,4 +1,4 @@
-"""The driver stops in time, saves what is known, and resumes; with a clock that jumps."""
+"""The driver stops in time, saves results, and resumes; tested with a simulated clock."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_processes_at_once_are_as_many_as_jobs(tmp_path):
 
 
 def test_estimates_follow_the_tasks_of_the_call(tmp_path):
-    """Tasks take three times their estimate: none is started that would not end in time."""
+    """Tasks take three times their estimate; none is started that would not end in time."""
     launcher = Pretending(lambda task: 3 * task.seconds)
     results = Results("alive")
     run_stage(results, tasks(*[10.0] * 9), launcher, tmp_path, limit=100 + RESERVE)

@@ -1,4 +1,4 @@
-"""The prepared runs: order, marks, assemblers, and what follows from what failed."""
+"""The prepared runs: order, times, assemblers, and what runs after failures."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_triton_has_the_carried_assembler_and_once_more_its_own():
     assert {task.name for task in own} == {t.name for t in of_a(GPU) if t.name.startswith("triton")}
     assert not any(PTXAS in task.environment for task in own)
     part = next(each for each in first.parts(replace(GPU, ptxas="")) if each.file == first.BUNDLED)
-    assert part.tasks(empty()) == []  # All ran with it already.
+    assert part.tasks(empty()) == []  # All of them already ran with it.
 
 
 def test_headlines_share_one_process_and_wait_for_compiled_peers():

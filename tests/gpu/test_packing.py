@@ -1,4 +1,4 @@
-"""Wheels to carry to a machine: every requirement is met there, or the check says which is not."""
+"""Wheels for a machine: every requirement is met there, or the check names the unmet one."""
 
 import zipfile
 from pathlib import Path

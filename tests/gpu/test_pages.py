@@ -1,4 +1,4 @@
-"""From the results of a device to the ledger, the performance page and tuned configurations."""
+"""The ledger, the performance page and tuned configurations, made from a device's results."""
 
 import json
 import runpy
@@ -131,7 +131,7 @@ def test_predictions_stand_beside_what_was_measured(measured):
         for line in maker["page"]([], measured).splitlines()
         if line.startswith("| `lucid_solve update` | 128 | 8192 ")
     ]
-    # For an H100, and for an H200.
+    # One row for an H100, one for an H200.
     assert [row[-1] for row in rows] == ["– |", "4.00 ms |"]
 
 

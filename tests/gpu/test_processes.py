@@ -1,4 +1,4 @@
-"""Real processes: their output, their results, signals, and children that are stopped too."""
+"""Real processes: their output, results, signals, and children, which are stopped too."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_no_result_is_a_failure_with_the_output(tmp_path):
     [(2.0, 60.0, TIMED_OUT), (60.0, RESERVE + 2.0, INTERRUPTED)],
 )
 def test_a_process_that_is_stopped_takes_its_children_with_it(tmp_path, timeout, limit, status):
-    """Within the two seconds an interpreter starts and starts another, also on a busy machine."""
+    """Within two seconds an interpreter starts and starts another, even on a busy machine."""
     pid = tmp_path / "pid"
     code = (
         "import subprocess, sys, time;"

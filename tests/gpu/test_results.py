@@ -1,4 +1,4 @@
-"""A file of results stays within its limits, and says what it leaves out."""
+"""A results file stays within its limits, and says what it leaves out."""
 
 from precondattn_gpu import results as module
 from precondattn_gpu.results import LONGEST, Results, shortened

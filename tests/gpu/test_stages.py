@@ -1,4 +1,4 @@
-"""What the stages run: every kernel variant, and how results are read."""
+"""The stages' tasks cover every kernel variant, and their results are read correctly."""
 
 import json
 import os
@@ -25,7 +25,7 @@ GPU, CPU = RunOptions(cores=16), RunOptions("cpu", cores=2)
 
 @pytest.mark.thorough
 def test_the_smallest_calls_launch_every_variant_of_triton():
-    """In a process of its own: here, Triton interprets."""
+    """The test uses a separate process, because Triton interprets kernels in this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("launched_by_triton.py")
     command = [sys.executable, str(script)]
@@ -196,7 +196,7 @@ def test_the_profiler_s_page_is_read(tmp_path):
 
 
 def test_a_record_of_conformance_is_counted(tmp_path):
-    """A real record of a small run."""
+    """The record comes from a real small run."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.inputs import CallLayout
     from precondattn_conformance.report.record import RecordWriter

@@ -1,4 +1,4 @@
-"""Headlines: inputs that are made on the device, what is compared, and what is timed."""
+"""Headlines: inputs made on the device, and the compared and timed calls."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_calls_are_timed_in_turns():
     calls = {name: (clock, lambda name=name: order.append(name)) for name in ("ours", "peer")}
     times = in_turns(calls, rounds=3)
     assert {name: len(each) for name, each in times.items()} == {"ours": 3, "peer": 3}
-    rounds = order[4:]  # After one call without a clock, and one to count by.
+    rounds = order[4:]  # Before them are one call without a clock, and one to determine the count.
     changes = sum(a != b for a, b in pairwise(rounds))
     assert changes == 5
 

@@ -1,4 +1,4 @@
-"""Tuning: a winner is faster by more than chance, and computes the same."""
+"""Tuning: a winner is faster by more than chance, and computes the same result."""
 
 import pytest
 
@@ -14,7 +14,7 @@ GOOD, SLOW = Configuration(16, 16, 4, 1), Configuration(16, 32, 4, 1)
 
 
 def test_the_fastest_candidate_that_computes_the_same_wins(monkeypatch):
-    """The clock is invented; the kernels are interpreted."""
+    """The clock is simulated, and the kernels are interpreted."""
     seen = []
 
     def do_bench(call, **options):
@@ -26,7 +26,7 @@ def test_the_fastest_candidate_that_computes_the_same_wins(monkeypatch):
     for name, value in {"BATCH": 1, "TOKENS": 20, "HEADS": 1}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
-    broken = Configuration(7, 7, 4, 1)  # No power of two.
+    broken = Configuration(7, 7, 4, 1)  # It is not a power of two.
     monkeypatch.setattr(candidates, "candidates", lambda *key: [SLOW, GOOD, broken])
     result = tune.timed("laser_forward", 16, "cpu")
     assert result["winner"] == list(GOOD)
@@ -37,15 +37,15 @@ def test_the_fastest_candidate_that_computes_the_same_wins(monkeypatch):
     assert by_configuration[broken]["failures"]
     default = Configuration(*result["default"]["configuration"])
     assert default not in (GOOD, SLOW)
-    assert seen.count(default) == 4  # First, and after each candidate.
+    assert seen.count(default) == 4  # The default runs first, and after each candidate.
 
 
 @pytest.mark.parametrize(
     ("default", "candidate", "wins"),
     [
         ([2.0, 2.0], 1.9, True),
-        ([2.0, 2.0], 1.97, False),  # Not by 2 %.
-        ([2.0, 2.3], 1.9, False),  # The default differs as much from itself.
+        ([2.0, 2.0], 1.97, False),  # It is less than 2 % faster.
+        ([2.0, 2.3], 1.9, False),  # The default's own variation is as large.
     ],
 )
 def test_a_winner_is_faster_by_more_than_chance(default, candidate, wins):

@@ -1,4 +1,4 @@
-"""Tasks that share processes: one that crashes, hangs or is wrong costs only its own time."""
+"""Tasks that share processes: one that crashes, hangs or is wrong affects no other."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_tasks_of_a_kind_share_a_process_and_each_has_its_own_output(tmp_path):
 
 @pytest.mark.thorough
 def test_every_process_computes_with_one_thread(tmp_path):
-    """Fourteen processes of sixteen threads each would take twice the time."""
+    """Fourteen processes with sixteen threads each would take twice the time."""
     alone = ProcessTask(**{**vars(stub("alone", "passes")), "worker": ""})
     entries = run([stub("shared", "passes"), alone], tmp_path)
     assert entries["shared"]["data"]["threads"] == entries["alone"]["data"]["threads"] == ["1", "1"]
@@ -81,7 +81,7 @@ def test_a_bad_task_ends_its_process_and_the_next_one_has_a_new_one(
 
 @pytest.mark.thorough
 def test_a_task_that_hangs_beside_others_does_not_delay_them(tmp_path):
-    """The others end while it hangs, in the other process."""
+    """The other tasks end in the other process while one hangs."""
     tasks = [stub("hangs", "hangs", timeout=6.0), *(stub(f"{i}", "passes") for i in range(8))]
     entries = run(tasks, tmp_path, jobs=2)
     assert list(entries)[-1] == "hangs"
@@ -99,7 +99,7 @@ def test_a_worker_that_can_not_start_is_a_failure_with_its_message(tmp_path):
 
 
 def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
-    """`alive` reads the output of a task in a worker as that of a process of its own."""
+    """`alive` reads the output of a task in a worker like that of a separate process."""
     task = stub("call", "raises")
     entries = run([ProcessTask(**{**vars(task), "read": alive.read})], tmp_path)
     assert entries["call"]["status"] == CRASHED
@@ -109,7 +109,7 @@ def test_a_crash_of_a_call_names_its_last_launch(tmp_path):
 @pytest.mark.thorough(but=("passes", "crashes"))
 @pytest.mark.parametrize("what", ["crashes", "raises", "hangs", "wrong", "passes"])
 def test_what_a_call_would_have_shown_is_saved_whatever_came_of_it(tmp_path, what):
-    """So that a kernel that ends its process is not chosen because another call agreed."""
+    """A kernel that ends its process is then not chosen because another call agreed."""
     timeout = {"timeout": 4.0} if what == "hangs" else {}
     task = stub("call", what, found=alive.entries_in, **timeout)
     assert run([task], tmp_path)["call"]["data"]["ledger"] == [what]

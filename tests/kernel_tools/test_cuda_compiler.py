@@ -29,7 +29,7 @@ def compiler(*arguments):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Every example compiled: the process, and its report by name."""
+    """The finished process that compiled every example, and its report by name."""
     path = tmp_path_factory.mktemp("cuda") / "report.json"
     done = compiler(EXAMPLES, "--target=sm_80", "--target=sm_90", "--jobs=1", f"--save={path}")
     assert path.exists(), done.stderr

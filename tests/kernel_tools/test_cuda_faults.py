@@ -1,4 +1,4 @@
-"""The CUDA simulator detects planted faults in any order of threads, and names their line."""
+"""The CUDA simulator detects planted faults in any thread order, and names their line."""
 
 import re
 
@@ -118,7 +118,7 @@ NEEDED = re.compile(r"__syncthreads\(\);|__syncwarp\(\);|__threadfence\(\);")
 
 @pytest.fixture(scope="module")
 def weakened():
-    """The examples, in which any one barrier or fence can be left out."""
+    """The examples, compiled so that any one barrier or fence can be left out."""
     text, count = (EXAMPLES / "kernels.cu").read_text(), iter(range(100))
     text = NEEDED.sub(lambda match: f"if (left_out != {next(count)}) {match[0]}", text)
     switch = 'static int left_out;\nextern "C" __global__ void leave_out(int i) { left_out = i; }\n'
@@ -127,7 +127,7 @@ def weakened():
 
 
 def failing(module, i, order):
-    """The examples that fail without the barrier or fence of that number."""
+    """The examples that fail without the barrier or fence of this number."""
     module.get_function("leave_out")((1,), (1,), (np.int32(i),))
     number, ticket = np.int32, np.zeros(1, np.uint32)
     launches = [

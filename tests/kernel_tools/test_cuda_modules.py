@@ -1,4 +1,4 @@
-"""The CUDA simulator: building and launching modules, and refusals."""
+"""The CUDA simulator builds and launches modules, and refuses invalid ones."""
 
 import shutil
 

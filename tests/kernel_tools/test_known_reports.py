@@ -46,12 +46,12 @@ def variants(target):
 '''
 
 NUMBERS = itertools.count()
-"""Numbers of modules, so that every module has a new name."""
+"""Numbers that give every module a new name."""
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A function from a text to a module of that text, under a new name."""
+    """A function that makes a module from a text, under a new name."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(text):
@@ -78,7 +78,7 @@ def test_comments_docstrings_names_and_the_module_do_not_change_a_kernels_code(m
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("return x * FACTOR", "return x + FACTOR"),  # In a function that the kernel calls.
+        ("return x * FACTOR", "return x + FACTOR"),  # A function that the kernel calls.
         ("constexpr(2.0)", "constexpr(3.0)"),  # A constant that such a function reads.
         ("scaled(x=tl.load(x + at))", "tl.load(x + at)"),
         ("y, BLOCK: tl.constexpr", "y, BLOCK: tl.constexpr = 16"),
@@ -117,7 +117,7 @@ def test_only_variants_missing_in_the_saved_report_are_compiled(tmp_path):
     assert len(known["key"]) == 32
 
     known["registers"] = (
-        77  # A number that the compiler does not report: it shows whether the compiler ran.
+        77  # The compiler never reports this number, so it shows whether the compiler ran.
     )
     saved.write_text(json.dumps({"variants": [known]}))
     second = compiler(

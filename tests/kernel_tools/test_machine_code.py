@@ -1,4 +1,4 @@
-"""Reading machine code: a recorded text, and kernels that are compiled here."""
+"""Reading machine code, from a recorded text and from kernels that are compiled here."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ def test_a_function_that_is_not_in_the_text_is_named():
 
 @pytest.fixture(autouse=True)
 def compiling(monkeypatch):
-    """`conftest.py` switches the interpreter on."""
+    """Switch off Triton's interpreter, which `conftest.py` switches on."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
@@ -98,10 +98,10 @@ def test_a_triton_kernel_is_compiled_and_read(tmp_path):
     assert "loop 0x" in done.stdout
     (code,) = json.loads(path.read_text())
     (loop,) = code["loops"]
-    # 64 × 64 × 64 in one iteration, by one group of four warps.
+    # A product of 64 × 64 × 64 per iteration, by one group of four warps.
     assert 4 * loop["tensor_flops"] == 2 * 64**3
     assert loop["counts"]["tensor"] == {"HGMMA.64x64x16.F32": 4}
-    # Two tiles of 64 × 64 numbers of 16 bits, by 128 threads.
+    # Two tiles of 64 × 64 16-bit numbers, by 128 threads.
     assert loop["counts"]["async"] == {"LDGSTS.128": 8}
     assert "local" not in code["whole"]["counts"]
 

@@ -1,4 +1,4 @@
-"""A cache of Triton filled without a GPU: what a real launch asks for is found in it."""
+"""Real launches find their kernels in a cache of Triton that was filled without a GPU."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ print(ran, hits)
 
 
 def process(program, kernels, cache):
-    """What a process prints that does not interpret, with the module of the kernels in a folder."""
+    """The output of a process without the interpreter, given the folder of the kernels' module."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(kernels), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_a_real_launch_finds_in_a_moved_cache_what_meta_tensors_compiled(tmp_pat
     assert "cuda_utils" in modules.split()
     shutil.move(here / "cache", there / "cache")
     assert moved(there / "cache", there / "cache") == 1
-    # The first launch has another address, grid, size and factor. The second is of an address for
-    # which Triton has another kernel.
+    # The first launch has another address, grid, size and factor. The second has an address for
+    # which Triton needs another kernel.
     (result,) = process(LAUNCHES, there, there / "cache")
     assert result == "['scale', 'scale'] [True, False]"

@@ -1,4 +1,4 @@
-"""Checks of Triton kernels without a GPU: planted faults are detected, correct kernels pass.
+"""Checks of Triton kernels without a GPU detect planted faults, and correct kernels pass.
 
 `conftest.py` switches the interpreter on for this process. The compiler runs in other processes.
 """
@@ -91,7 +91,7 @@ def test_only_a_tf32_product_rounds_its_factors_to_ten_bits(precision):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_product_of_16_bits_is_summed_in_32(dtype):
     a = torch.ones(32, 32, dtype=dtype)
-    a[:, 0] = 2048  # In 16 bits, 2048 + 1 = 2048.
+    a[:, 0] = 2048  # 2048 + 1 = 2048 in 16 bits.
     result = torch.zeros(32, 32)
     with checked():
         kernels.product[(1,)](a, torch.ones_like(a), result, 32, "ieee")
@@ -299,7 +299,7 @@ def test_after_checked_kernels_run_unchecked_again():
 
 
 def python(*arguments, path=ROOT, **environment):
-    """A process without the interpreter, with a folder on its path."""
+    """Run a process without the interpreter, with a folder on its path."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = os.pathsep.join([str(path), inherited.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
@@ -332,7 +332,7 @@ def test_checked_names_what_is_missing(before, says):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Every example compiled: the process, and its report by name."""
+    """The finished process that compiled every example, and its report by name."""
     path = tmp_path_factory.mktemp("triton") / "report.json"
     done = compiler(EXAMPLES, "--target=sm_80", "--jobs=2", f"--save={path}")
     report = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Marks of tests that need a tool that may be missing: g++, CUDA's headers, NVRTC."""
+"""Pytest marks of tests that need a tool that may be missing: g++, CUDA's headers, NVRTC."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from precondattn_kernel_tools import cuda_toolkit
 
 
 def missing(*tools):
-    """The reason why the first missing tool is missing, or the empty string."""
+    """The reason why the first missing tool is missing, or an empty string."""
     try:
         for tool in tools:
             tool()

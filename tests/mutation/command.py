@@ -5,8 +5,8 @@
     python -m tests.mutation.command kill before --jobs 2
     python -m tests.mutation.command table
 
-`cover` needs Python 3.12, and writes to `build/mutation`, which is not committed; verdicts are in
-`record.json`, which is. `kill` continues where it was stopped.
+`cover` needs Python 3.12, and writes to `build/mutation`, which is not committed. Verdicts are in
+`record.json`, which is committed. `kill` continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOTES = ROOT / "build" / "mutation"
 
 @app.command()
 def draw() -> None:
-    """Draw the sample, once: verdicts of a sample that exists would be lost."""
+    """Draw the sample; refuses if one exists, since its verdicts would be lost."""
     if RECORD.exists():
         raise typer.BadParameter(f"{RECORD.name} has a sample already")
     _save([drawn.saved() | {"verdicts": {}} for drawn in drawn_sample()])
@@ -47,7 +47,7 @@ def draw() -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def cover(context: typer.Context, folder: Folder = NOTES) -> None:
-    """Run the tests once, with pytest's options, and note which execute which mutant."""
+    """Run the tests once, with pytest's options, and note which of them execute which mutant."""
     raise typer.Exit(run_and_note(_sample(), folder, context.args))
 
 
@@ -96,7 +96,7 @@ def kill(
 
 @app.command()
 def table() -> None:
-    """Print the counts of each run, and the mutants that one killed and another did not."""
+    """Print the counts of each run, and the mutants that only some of the runs killed."""
     entries = json.loads(RECORD.read_text(encoding="utf-8"))
     runs = list(dict.fromkeys(run for entry in entries for run in entry["verdicts"]))
     console.print(f"| run | {' | '.join(('killed', 'survived', 'untouched'))} |", markup=False)

@@ -1,4 +1,4 @@
-"""Which tests execute which mutant's lines: all tests run once, and those lines are watched."""
+"""Finds which tests execute which mutant's lines, by running all tests once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "times_of_tests"]
 
 
 def environment(task: Path, times: Path | None = None) -> dict[str, str]:
-    """Variables of a process of tests that does what the file of a task says."""
+    """Environment variables for a test process that follows a task file."""
     path = os.pathsep.join(p for p in (str(STARTUP), os.environ.get("PYTHONPATH", "")) if p)
     found = {**os.environ, "PYTHONPATH": path, "MUTATION": str(task)}
     return found | ({} if times is None else {"TIMES": str(times)})
 
 
 def cover(sample: list[DrawnMutant], folder: Path, options: list[str]) -> int:
-    """Run the tests, with pytest's options, and write notes and times to the folder."""
+    """Run the tests with pytest's options, and write notes and times to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     note: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, drawn in enumerate(sample):
@@ -51,7 +51,7 @@ def covering(sample: list[DrawnMutant], folder: Path) -> list[list[str]]:
 
 
 def alone(test: str) -> str:
-    """What can run without other tests: the blocks of a page use what those above them made."""
+    """The smallest unit that runs alone: a test, or a page, whose blocks use those above them."""
     file = test.partition("::")[0]
     return file if file.endswith(".md") else test
 

@@ -1,7 +1,7 @@
-"""A hundred mutants, drawn once with a seed, over all files that compute or check.
+"""Draws a hundred mutants with a seed from all files that compute or check.
 
-No file gives more than one, each folder gives at least one, and larger folders more. Mutants of
-JAX take longest, since each is traced and compiled anew: they are at most fifteen.
+No file gives more than one, each folder gives at least one, and larger folders give more. Mutants
+of JAX take longest, since each is traced and compiled again; at most fifteen are drawn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FOLDERS = (
     "backends/precondattn_jax",
 )
 PRINTS = ("precondattn/command_line", "precondattn/__main__.py")
-"""What neither computes nor checks."""
+"""Modules that neither compute nor check."""
 OF_JAX = ("jax", "flax")
 
 
 @dataclass(frozen=True)
 class DrawnMutant:
-    """A mutant of the sample, by the names that hold when lines above it change."""
+    """A mutant of the sample, identified by names that stay valid when lines above it change."""
 
     file: str
     key: str
@@ -38,23 +38,23 @@ class DrawnMutant:
 
     @property
     def is_of_jax(self) -> bool:
-        """Whether it is traced and compiled by JAX."""
+        """Whether JAX traces and compiles the mutant."""
         return any(name in self.file for name in OF_JAX)
 
     @property
     def module(self) -> str:
-        """The name by which it is imported."""
+        """The name of the mutant's module."""
         parts = Path(self.file).with_suffix("").parts
         parts = parts[1:] if parts[0] == "backends" else parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def mutant(self) -> Mutant:
-        """Where it is now.
+        """The mutant at its current place in the file.
 
         Raises
         ------
         LookupError
-            if its file no longer has it.
+            if its file no longer contains it.
         """
         path = ROOT / self.file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -65,7 +65,7 @@ class DrawnMutant:
 
     @property
     def is_there(self) -> bool:
-        """Whether its file still has it."""
+        """Whether the mutant's file still contains it."""
         try:
             self.mutant()
         except LookupError:
@@ -73,7 +73,7 @@ class DrawnMutant:
         return True
 
     def saved(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON data."""
         return asdict(self)
 
 
@@ -111,13 +111,14 @@ def _mutants_of_files() -> Iterable[tuple[str, list[DrawnMutant]]]:
 
 
 def _folder(file: str) -> str:
-    """The room of a file: two levels, `precondattn/cache` or `backends/precondattn_jax`."""
+    """The folder of a file in two levels, such as `precondattn/cache` or
+    `backends/precondattn_jax`."""
     parts = file.split("/")
     return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
 
 
 def _shares(by_file: dict[str, list[DrawnMutant]], count: int) -> dict[str, int]:
-    """How many each folder gives: by the number of its mutants, and at least one."""
+    """The number of mutants from each folder, in proportion to all its mutants; at least one."""
     sizes: dict[str, int] = defaultdict(int)
     for file, mutants in by_file.items():
         sizes[_folder(file)] += len(mutants)

@@ -1,8 +1,8 @@
-"""Which tests kill a mutant: those that execute its lines, until one fails.
+"""Runs the tests that execute a mutant's lines, until one fails.
 
-Files most of whose tests execute the lines come first, and cheap tests; then more of both, and then
-all, up to a limit of seconds.
-A process that takes many times as long as its tests did has met a mutant that does not end.
+Files most of whose tests execute the lines, and cheap tests, come first; then more of both, and
+then all, up to a time limit. If a process takes many times as long as its tests did, the mutant
+does not terminate.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from tests.mutation.draw import ROOT, DrawnMutant
 BATCHES = ((3, 20, 6.0), (12, 300, 60.0), (10_000, 100_000, 240.0))
 """The most files and tests of a batch, and the most seconds that they took without the mutant."""
 START, SLOWER = 120.0, 8.0
-"""A process may take this long to begin, and be this many times slower."""
+"""Seconds that a process may take to start, and the factor by which it may be slower."""
 
 NO_TESTS = 5
-"""The exit code of pytest. With a mutant that prevents imports, it is another one."""
+"""The exit code of pytest if no test was collected. With a mutant that prevents imports, it
+differs."""
 KILLED, SURVIVED, UNTOUCHED, GONE = "killed", "survived", "untouched", "gone"
 
 
 @dataclass(frozen=True)
 class KillVerdict:
-    """What became of a mutant."""
+    """The result of a mutant."""
 
     status: str
     covering: int
-    """The tests that execute its lines."""
+    """The number of tests that execute its lines."""
     tried: int
     test: str = ""
     """The test that failed."""
     reason: str = ""
 
     def saved(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as JSON data."""
         return asdict(self)
 
 
@@ -57,10 +58,10 @@ def kill(
     options: list[str],
     killers: list[str],
 ) -> KillVerdict:
-    """The verdict of the tests that cover a mutant, of which `seconds` has those that may run.
+    """The verdict of the tests that cover a mutant; only tests in `seconds` may run.
 
-    Those that killed it in another run come before all others, also if they are not noted: of what
-    is computed once in a process, only the first test is.
+    Tests that killed it in another run come first, even if they are not noted as covering it: if a
+    result is computed once per process, only the first test that needs it is noted.
     """
     if not drawn.is_there:
         return KillVerdict(GONE, 0, 0)
@@ -98,7 +99,7 @@ def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
 
 
 def _by_file(tests: list[str], seconds: dict[str, float]) -> dict[str, list[str]]:
-    """The tests of each file, cheap ones first; first the files that are about these lines."""
+    """The tests of each file, cheap ones first; files about these lines come first."""
     found: dict[str, list[str]] = defaultdict(list)
     for test in sorted(tests, key=lambda each: seconds[each]):
         found[test.partition("::")[0]].append(test)

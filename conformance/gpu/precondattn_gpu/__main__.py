@@ -33,8 +33,9 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "FLA_CACHE_RESULTS": "0",
 }
-"""JAX leaves memory to the others; many processes with many threads each slow each other down; and
-flash-linear-attention chooses its configurations where it is timed, on an idle device."""
+"""Environment variables of the tasks' processes. JAX does not reserve the device's memory. Each
+process has one thread, since many processes run at once. flash-linear-attention does not cache its
+configurations on disk, so it chooses them where it is timed, on an idle device."""
 UNFINISHED = 3
 """The exit code if tasks are left: run the same command again."""
 
@@ -155,7 +156,7 @@ def _run(
     jobs: int | None,
     again: bool,
 ) -> bool:
-    """Whether tasks are left."""
+    """Run the chosen stages; returns whether tasks are left."""
     end = launcher.now() + limit
     left = False
     name = machine.folder_name(described["device"])
@@ -191,7 +192,7 @@ def _run(
 
 
 def _lacks(stage: Stage, options: RunOptions) -> str:
-    """Why a stage can not run here; empty if it can."""
+    """The reason why a stage can not run here; empty if it can."""
     if options.is_cpu and not stage.on_a_cpu:
         return "needs a GPU"
     if stage.program and shutil.which(stage.program) is None:
@@ -200,7 +201,7 @@ def _lacks(stage: Stage, options: RunOptions) -> str:
 
 
 def _earlier(stage: Stage, out: Path, before: Path | None) -> Results | None:
-    """What an earlier call saved, in the folder of this call or in the other one."""
+    """The results that an earlier call saved, in this call's folder or the other one."""
     for folder in (out, before):
         if folder is not None and (path := folder / f"{stage.name}.json").exists():
             return Results.load(path)

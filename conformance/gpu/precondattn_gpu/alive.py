@@ -1,7 +1,7 @@
-"""Stage 1: does every kernel run at all, and is it right? Each call of `shipped`.
+"""Stage 1: whether every kernel runs and its result is right, by each call of `shipped`.
 
-Calls run one after another in workers. A call that does not pass ends its worker, and costs no
-other call anything.
+Calls run one after another in workers. A call that does not pass ends its worker; the other calls
+are not affected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """An error is raised by the launch of the kernel that made it, not by a later one."""
 
 TIMEOUT = 45.0
-"""Seconds after which a call hangs, unless its kernels take long to compile."""
+"""Seconds after which a call counts as hanging, unless its kernels take long to compile."""
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:

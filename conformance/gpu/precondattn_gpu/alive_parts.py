@@ -1,8 +1,8 @@
-"""The calls of `alive` in the order of the first run: what models are trained in comes first.
+"""The calls of `alive` in the order of the first run, which begins with the usual training dtype.
 
 A       bfloat16, width 128
 B       float16 and float32, width 128; then width 64; then 256 and 512; the narrow ones last
-bundled the part of A that Triton's assembler compiles, with the one that Triton brings
+bundled Triton's calls of A, compiled with the assembler that is part of the Triton package
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ def is_first(call: shipped.ShippedCall) -> bool:
 
 
 def first(options: RunOptions) -> list[ProcessTask]:
-    """A: the backends in turn."""
+    """The calls of part A, from each backend in turn."""
     lists = [[c for c in shipped.calls(name) if is_first(c)] for name in BACKENDS]
     return _tasks(options, interleaved(lists))
 
 
 def turn(call: shipped.ShippedCall) -> tuple[int, int]:
-    """Calls are sorted by it."""
+    """The sort key of a call."""
     return WIDTHS.index(max(call.d, call.e)), DTYPES.index(call.dtype)
 
 
 def others(options: RunOptions) -> list[ProcessTask]:
-    """B."""
+    """The calls of part B."""
     calls = interleaved([shipped.calls(name) for name in BACKENDS])
     return _tasks(options, sorted((c for c in calls if not is_first(c)), key=turn))
 
 
 def bundled(options: RunOptions) -> list[ProcessTask]:
-    """Triton's calls of A, compiled by the assembler that Triton brings."""
+    """Triton's calls of part A, compiled with the assembler that is part of the Triton package."""
     calls = [call for call in shipped.calls("triton") if is_first(call)]
     return _tasks(replace(options, ptxas=""), calls)
 

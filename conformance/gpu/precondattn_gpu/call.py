@@ -1,9 +1,9 @@
-"""One call of a backend, in this process: compared with the oracle, and its launches named.
+"""One call of a backend in this process, with named launches, compared with the oracle.
 
     python -m precondattn_gpu.call BACKEND MECHANISM DTYPE D E TOKENS --result FILE [--step]
 
-Every launch is a line of the output, written before the kernel runs. Where a kernel stops the
-process, the last of these lines names it.
+Every launch is a line of the output, written before the kernel runs. If a kernel stops the process,
+the last of these lines names it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from precondattn_conformance.libraries import Library
 
 LAUNCH = "launch "
-"""How the line of a launch begins."""
+"""The prefix of an output line that names a launch."""
 LEDGER = "ledger "
-"""How the line begins that has the entries of the ledger which the call is to show."""
+"""The prefix of an output line with the ledger entries that the call is to show."""
 
 NO_POOL = "PRECONDATTN_GPU_NO_POOL"
-"""Variable of the environment: CuPy takes each array from the driver, not from its pool."""
+"""Environment variable: CuPy allocates each array from the driver, not from its memory pool."""
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 
@@ -59,7 +59,7 @@ def main() -> None:
     result["kernels"] = list(dict.fromkeys(launched))
     given.result.write_text(json.dumps(result))
     if result["status"] not in ("passed", "unsupported"):
-        # Memory and the device may be in a bad state: a worker does not go on.
+        # Memory and the device may be in a bad state, so the worker ends.
         raise SystemExit(1)
 
 
@@ -89,7 +89,7 @@ def _compared(given: argparse.Namespace) -> JsonObject:
 
 
 def _prepare_cupy(library: str) -> None:
-    """NumPy's arrays need the name of bfloat16, and CuPy's may need allocations of their own."""
+    """Register bfloat16 with NumPy, and turn off CuPy's memory pool if `NO_POOL` is set."""
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 from it.
 
     if library == "cupy" and os.environ.get(NO_POOL):
@@ -99,7 +99,7 @@ def _prepare_cupy(library: str) -> None:
 
 
 def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
-    """The gradients and the output, then the output of a call without gradient, by the suite."""
+    """Compare gradients and output with the oracle, then the output of a call without gradient."""
     from precondattn_conformance.case import Case
     from precondattn_conformance.runner import run_case
 
@@ -131,24 +131,25 @@ def _compared_call(given: argparse.Namespace, layout: CallLayout) -> JsonObject:
 
 
 def _announce(entries: list[JsonObject]) -> None:
-    """Printed before a kernel runs: they count against it too if it stops the process."""
+    """Print the ledger entries before a kernel runs; they count against it if it crashes."""
     print(f"{LEDGER}{json.dumps(entries)}", flush=True)
 
 
 def backends_of(backend: str, mechanism: str) -> tuple[str, ...]:
-    """The backend alone; around LUCID's solve there may be pieces for which it has no kernel."""
+    """The backends of a call: the backend, and a helper for pieces around LUCID's solve."""
     if mechanism.startswith("lucid["):
         return _with_helper(backend)
     return (backend,)
 
 
 def _with_helper(backend: str) -> tuple[str, ...]:
-    """A backend, and for kernels the one that computes what they do not."""
+    """A backend and, for one with kernels, the backend that computes what the kernels do not."""
     return (backend, HELPER[backend]) if backend in HELPER else (backend,)
 
 
 def _compared_step(given: argparse.Namespace, layout: CallLayout, library: Library) -> JsonObject:
-    """One token after a cache. The helper computes what there is no kernel for in filling it."""
+    """Compare one token after a cache. The helper backend fills the cache where there is no
+    kernel."""
     import precondattn as pa
     from precondattn_conformance.bench.computation import CacheDecoder, decode_run, ours
     from precondattn_conformance.bench.correct import (
@@ -181,7 +182,7 @@ def _compared_step(given: argparse.Namespace, layout: CallLayout, library: Libra
 
 
 _launched: list[str] = []
-"""The names of the kernels that the present call has launched."""
+"""The names of the kernels that the current call has launched."""
 
 
 def _named_launches(backend: str) -> list[str]:

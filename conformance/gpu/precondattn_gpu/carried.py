@@ -24,7 +24,7 @@ import typer
 from precondattn_kernel_tools.triton_cache import GROUP, build_of_triton, moved
 
 PTXAS, CACHE = "ptxas", "triton"
-"""What is unpacked: a program, and a folder."""
+"""The names of what is unpacked: a program, and a folder."""
 PTXAS_FILE, CACHE_FILE = f"{PTXAS}.xz", f"{CACHE}_cache.tar.xz"
 USED = "used.json"
 """The file of a cache that lists the folders which are carried, and says which Triton filled it."""
@@ -91,7 +91,7 @@ def note_used(cache: Path, folders: Iterable[str]) -> None:
 
 
 def is_of_this_triton(cache: Path) -> bool:
-    """Whether the installed Triton filled a cache: another one finds no kernel there."""
+    """Whether the installed Triton filled a cache. Another Triton version finds no kernel there."""
     filled_by = json.loads((cache / USED).read_text(encoding="utf-8"))["triton"]
     return bool(filled_by == build_of_triton())
 

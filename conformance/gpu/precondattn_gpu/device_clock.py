@@ -1,9 +1,9 @@
-"""Times of a device: between two events, and of the replay of a recorded graph.
+"""Device times: between two events, and of the replay of a recorded graph.
 
     between events: the device's time of a call, gaps between its kernels included
     by replay: the same kernels launched by the device itself, without Python
 
-On a CPU, times are those of a clock.
+On a CPU, times are wall-clock times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 LEAST, MOST_CALLS = 0.015, 50
-"""A round takes so many seconds at least, or so many calls at most."""
+"""A round repeats a call for at least this many seconds, but at most this many times."""
 WARM_UPS = 2
 
 
@@ -101,7 +101,7 @@ Clock = TorchClock | CupyClock
 def in_turns(
     calls: Mapping[str, tuple[Clock, Callable[[], object]]], rounds: int
 ) -> dict[str, list[float]]:
-    """The seconds of each call, round by round: all of them once, then all of them again."""
+    """The seconds of each call in each round. A round times every call once."""
     for clock, call in calls.values():
         clock.seconds(call, 1)  # The first call loads libraries.
     counts = {

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from precondattn.json_types import Json
 
 LIMIT = 470.0
-"""Seconds of a call by default: below eight minutes."""
+"""The default time limit of a run, in seconds: below eight minutes."""
 RESERVE = 5.0
-"""Seconds that are left for stopping processes and saving."""
+"""Seconds reserved for stopping processes and saving."""
 MOST_PACE = 4.0
 """The largest factor by which estimates are corrected."""
 
@@ -45,33 +45,33 @@ class Running(Protocol):
     task: ProcessTask
     started: float
     in_new_worker: bool
-    """Whether its time includes that of a worker that starts, which the estimate does not."""
+    """Whether its time includes the start of a worker, which the estimate does not."""
 
 
 class Launcher(Protocol):
     """Starts processes and waits for them; it owns the clock."""
 
     def now(self) -> float:
-        """Seconds."""
+        """The current time in seconds."""
 
     def start(self, task: ProcessTask) -> Running:
-        """A process for the task."""
+        """Start a process for the task."""
 
     def wait(self, running: Sequence[Running], until: float) -> Running | None:
-        """One that has ended, or None at the time `until`."""
+        """Return a process that has ended, or None at the time `until`."""
 
     def finish(self, running: Running) -> Finished:
-        """What is known of a process; it is stopped if it still runs."""
+        """The exit code and output of a process; it is stopped if it still runs."""
 
 
 class Summary(NamedTuple):
-    """A call of a stage."""
+    """The counts of one run of a stage."""
 
     stage: str
     ran: int
-    """Tasks of this call that ended."""
+    """The number of tasks that ended in this run."""
     left: int
-    """Tasks that still have to run."""
+    """The number of tasks that still have to run."""
     seconds: float
 
     @property
@@ -92,14 +92,14 @@ def run_stage(
     started: Callable[[str], None] = lambda text: None,
     **more: Json,
 ) -> Summary:
-    """Run what is not done, save after each task, and stop in time.
+    """Run the unfinished tasks, save after each one, and stop in time.
 
-    `more` is saved with each result. `started` is told what happens, in a line of text.
+    `more` is saved with each result. `started` is called with a line of text for each event.
     """
     start = launcher.now()
     end = start + limit - reserve
     todo = [task for task in tasks if not results.is_done(task.name, again)]
-    # What was interrupted has the whole time now.
+    # Interrupted tasks are first: they then have the whole time limit.
     todo.sort(key=lambda task: task.name not in results.tasks)
     total, ran = len(todo), 0
     running: list[Running] = []
@@ -142,11 +142,11 @@ def run_stage(
 
 
 def outcome_of(task: ProcessTask, finished: Finished) -> TaskOutcome:
-    """What came of a task whose process has ended or was stopped at its timeout."""
+    """The outcome of a task whose process has ended or was stopped at its timeout."""
     if finished.code is None:
         end = finished.output[-1000:]
         outcome = TaskOutcome(TIMED_OUT, f"stopped after {finished.seconds:.0f} s\n{end}")
-        if finished.result.is_file():  # What it had saved until then.
+        if finished.result.is_file():  # The partial result that it saved.
             with contextlib.suppress(Exception):
                 outcome.data = task.read(finished).data
     elif finished.code < 0:
@@ -154,7 +154,7 @@ def outcome_of(task: ProcessTask, finished: Finished) -> TaskOutcome:
     else:
         try:
             outcome = task.read(finished)
-        except Exception as error:  # A result that can not be read is a result of the task.
+        except Exception as error:  # An unreadable result is a result of the task.
             text = f"{type(error).__name__}: {error}\n{finished.output}"
             outcome = TaskOutcome(FAILED, f"exit code {finished.code}, no result: {text}")
     outcome.data = {**task.data, **task.found(finished.output), **outcome.data}

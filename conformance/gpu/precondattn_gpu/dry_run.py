@@ -1,7 +1,7 @@
-"""A run that only pretends: the clock jumps, and every task passes after its estimate.
+"""A simulated run: the clock is simulated, and every task passes after its estimated time.
 
 It shows the order, how many calls each stage takes, that an interrupted task resumes, and that the
-files stay within their limits. Its results say that they are pretended.
+files stay within their limits. Its results are marked as simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRETENDED = "pretended"
 
 @dataclass
 class Pretended:
-    """A process that does not exist, and when it will have ended."""
+    """A simulated process, and the time at which it ends."""
 
     task: ProcessTask
     started: float
@@ -44,7 +44,7 @@ class Pretending:
         self.clock = 0.0
         self.seconds_of = seconds_of
         self.has_workers = has_workers
-        """Whether a task in a new worker takes the worker's start-up longer."""
+        """Whether starting a new worker adds its start-up to a task's time."""
         self._idle: Counter[tuple[object, ...]] = Counter()
         self.order: list[str] = []
         """The names of tasks in the order in which they were started."""

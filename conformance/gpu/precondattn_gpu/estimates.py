@@ -1,4 +1,4 @@
-"""How long a call of `alive` takes: start-up, inputs and oracle as measured on a CPU, compilation.
+"""Estimated times of the calls of `alive`: start-up, inputs, oracle and compilation.
 
 The seconds of inputs and oracle are measured by `make_estimates`, at a width of 128, and grow with
 the width. Those of compilation are from the reports of the compilers, on one core without a cache.
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 FILE = "estimates.json"
 UNKNOWN = {"oracle": 4.0, "compilation": 10.0}
-"""Seconds of calls that the file does not have."""
+"""Default seconds for calls that are not in the file."""
 MEASURED_WIDTH = 128
 HEADLINE = {"forward": 9.0, "decode": 8.0}
-"""Seconds of a headline by its first work. The calls are short: the time is that of allocations, of
-the definition on 1,024 tokens, and of copies for the comparison."""
+"""Seconds of a headline benchmark, by the first kind of work in it. The calls are short; the time
+goes to allocations, the reference on 1,024 tokens, and copies for the comparison."""
 FLA = {"gated_delta": 68, "path": 39, "kda": 148, "gla": 278}
-"""How many configurations flash-linear-attention tries at width 128, gradient included."""
+"""The number of configurations that flash-linear-attention tries at width 128, with gradient."""
 COMPILED, TRIED = 0.9, 0.13
-"""Seconds to compile a configuration of it, as measured on a CPU, and to time one."""
+"""Seconds to compile a configuration of flash-linear-attention (measured on a CPU) and to time
+it."""
 RUN = 1.0
-"""Seconds of the kernels, and of copies to and from the device."""
+"""Seconds of the kernels and of copies to and from the device."""
 
 
 def start_up(worker: str) -> float:
@@ -38,7 +39,7 @@ def start_up(worker: str) -> float:
 
 
 def seconds(call: ShippedCall) -> float:
-    """Seconds of a call in a worker that runs already, with all of its kernels to be compiled."""
+    """Seconds of a call in a running worker when all its kernels have to be compiled."""
     return oracle(call) + compilation(call) + RUN
 
 
@@ -49,13 +50,13 @@ def oracle(call: ShippedCall) -> float:
 
 
 def compilation(call: ShippedCall) -> float:
-    """Seconds of the compilers, for kernels that no call before it in the list has."""
+    """Seconds of compilation of the kernels that no earlier call in the list has."""
     by_name: dict[str, float] = _file()["compilation"]
     return by_name.get(call.name, 0.0 if call.is_step else UNKNOWN["compilation"])
 
 
 def named(expression: str, is_step: bool) -> str:
-    """The name of a call whatever its widths, dtype and backend."""
+    """The name of a call without its widths, dtype and backend."""
     return f"{expression} step" if is_step else expression
 
 

@@ -1,18 +1,19 @@
-"""The first nine minutes on a GPU: which kernels run, which are right, how fast the ten are.
+"""The first nine minutes on a GPU: which kernels run, which are right, and the ten headline times.
 
 =============  ======  ================================================================
 part           until   what
 =============  ======  ================================================================
 two kernels    0:30    one of CuPy, one of Pallas
 alive          2:00    A: bfloat16 at width 128, the three backends, the carried ptxas
-rates          2:20    of the device, in a product and a copy
+rates          2:20    the device's rates, measured by a product and a copy
 headlines      3:45    in one process on an idle device
-bundled        5:00    Triton's part of A with the assembler that it brings
+bundled        5:00    Triton's part of A with the assembler in the Triton package
 alive          8:30    B: float16, float32, width 64, then 256
 =============  ======  ================================================================
 
-Times count from the start of the command line that installs the packages. A part that ends early
-lets the next begin; one that does not is stopped at its mark, and what it has is saved.
+Times count from the start of the command line that installs the packages. When a part ends early,
+the next one begins. A part that is still running at its time is stopped, and its results so far are
+saved.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 LIMIT = 510.0
 """Seconds of the whole run."""
 RESERVE = 1.0
-"""Seconds that a part leaves for stopping its processes."""
+"""Seconds before the end of a part at which its processes are stopped."""
 BUNDLED = "alive_bundled"
 FILES = ("roof", "alive", "first_headline", BUNDLED)
 """The files of results, in order."""
@@ -45,14 +46,14 @@ class RunPart(NamedTuple):
     name: str
     file: str
     until: float
-    """Seconds after the start at which it is stopped."""
+    """Seconds after the start at which the part is stopped."""
     jobs: int
     tasks: Callable[[dict[str, Results]], list[ProcessTask]]
-    """Makes the tasks from the results until then, by file."""
+    """Makes the tasks from the earlier results, by file."""
 
 
 def parts(options: RunOptions, limit: float = LIMIT) -> list[RunPart]:
-    """The parts in order; a smaller limit shrinks them all."""
+    """The parts in order; a smaller limit shortens all of them."""
     most, share = max(options.cores - 2, 1), limit / LIMIT
     peers = first_headline.compiling(options)
     return [
@@ -83,7 +84,7 @@ def run(
     said: Callable[[str], None] = print,
     **more: Json,
 ) -> list[tuple[RunPart, Summary]]:
-    """Run the parts, each until its mark; `start` is the launcher's time of second 0."""
+    """Run the parts, each until its time; `start` is the launcher's time of second 0."""
     done = []
     for part in plan:
         tasks = part.tasks(results)

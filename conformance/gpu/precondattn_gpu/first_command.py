@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FIRST, SECOND = "first", "second"
 FILES = {FIRST: first.FILES, SECOND: (*first.FILES, second.FILE, "tuning")}
 MOST_FILES = 6
-"""As many can be carried."""
+"""The largest number of files that can be carried from the GPU machine."""
 
 Say = Callable[[str], None]
 
@@ -37,9 +37,9 @@ def run(
     environment: dict[str, str],
     say: Say,
 ) -> bool:
-    """Run the first or the second run; whether everything passed.
+    """Run the first or the second run; returns whether everything passed.
 
-    `since` is the time at which the command line began, in seconds since 1970; None is now.
+    `since` is the time at which the command line began, in seconds since 1970; None means now.
     """
     described = machine.describe(options)
     name = machine.folder_name(described["device"])
@@ -79,7 +79,7 @@ def _run(
 
 
 def _earlier(which: str, folders: list[Path]) -> dict[str, Results]:
-    """What is saved already, in the first folder that has it."""
+    """The results saved by earlier calls, from the first folder that has them."""
     found = {}
     for name in FILES[which]:
         paths = [path for folder in folders if (path := folder / f"{name}.json").exists()]
@@ -88,9 +88,9 @@ def _earlier(which: str, folders: list[Path]) -> dict[str, Results]:
 
 
 def pretend(options: RunOptions, out: Path, say: Say) -> dict[str, float]:
-    """Run neither: with a clock that jumps; the seconds that each would take.
+    """Simulate both runs with a clock that jumps; returns the seconds that each would take.
 
-    The first run finds nothing wrong, and has nothing compiled beforehand.
+    In the simulated first run every result is right, and no kernel is compiled beforehand.
 
     Raises
     ------

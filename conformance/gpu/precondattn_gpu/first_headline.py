@@ -1,6 +1,6 @@
 """The times that matter most, in one process on an otherwise idle device, each beside its peers.
 
-Those of flash-linear-attention are calls of their own at the end: its kernels choose among many
+Times beside flash-linear-attention are separate calls at the end: its kernels choose among many
 configurations, all of which have to be compiled first (`peer_call`).
 """
 
@@ -18,7 +18,7 @@ from precondattn_gpu.suite import dtype_of, outcome_of_record
 from precondattn_gpu.task import FAILED, Finished, ProcessTask, TaskOutcome
 
 TINY = "b=1,t=48,h=4,n=4,d=16"
-"""The sizes of a rehearsal on a CPU."""
+"""The sizes of a test run on a CPU."""
 WIDE = f"{SHORT},n=16,d=128"
 
 
@@ -56,7 +56,7 @@ BESIDE_FLA = tuple(
 
 
 def ready(options: RunOptions, compiled: Iterable[str]) -> list[ProcessTask]:
-    """The headlines whose peers are compiled, by the names of their tasks (`compiling`)."""
+    """The headline benchmarks whose peers are in `compiled`, the names of tasks of `compiling`."""
     compiled = {*compiled}
     return [
         task(each, options)
@@ -87,7 +87,7 @@ def task(each: TimedBesidePeers, options: RunOptions) -> ProcessTask:
 
 
 def read(finished: Finished) -> TaskOutcome:
-    """The record, and the seconds of replays."""
+    """The benchmark record, and the seconds of replays."""
     if not finished.result.exists():
         return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
     content = json.loads(finished.result.read_text())
@@ -105,7 +105,7 @@ def read_peer(finished: Finished) -> TaskOutcome:
 
 
 def compiling(options: RunOptions) -> list[ProcessTask]:
-    """One for each peer of flash-linear-attention."""
+    """A task for each peer of flash-linear-attention that compiles its kernels."""
     return [
         ProcessTask(
             compiling_name(each),

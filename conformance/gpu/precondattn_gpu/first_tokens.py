@@ -1,7 +1,8 @@
-"""Whether a long call is right: its first tokens, beside the definition in float32 on the device.
+"""Whether a long call is right: its first tokens are compared with the definition in float32.
 
-A causal call computes of the first tokens what a call on them alone does. Where the cotangent is
-zero after them, so are their gradients, and all later gradients are zero.
+In a causal call, the outputs of the first tokens equal those of a call on these tokens alone. If
+the cotangent is zero after them, the same holds for their gradients, and all later gradients are
+zero.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class FirstTokens:
-    """The output and the gradients of the first tokens, by the definition."""
+    """Expected output and gradients of the first tokens, computed by the definition."""
 
     def __init__(self, mechanism: pa.Mechanism, x: Tensors, dtype: str) -> None:
         self.mechanism, self.limit = mechanism, bound(dtype, KIND)
@@ -50,7 +51,7 @@ class FirstTokens:
         self.cotangent[:, : self.count] = cotangent
 
     def check(self, out: torch.Tensor, gradients: Tensors | None = None) -> Checked:
-        """The largest error. Raises `WrongResultError` for one beyond its bound."""
+        """Return the largest error; raise `WrongResultError` if one exceeds its bound."""
         if not bool(torch.isfinite(out).all()):
             raise WrongResultError("the output, which is not finite,", float("inf"), self.limit)
         worst = self._compare("the output", out[:, : self.count], self.out)
@@ -71,7 +72,7 @@ class FirstTokens:
 def _by_sequence(
     mechanism: pa.Mechanism, x: Tensors, cotangent: torch.Tensor
 ) -> tuple[torch.Tensor, Tensors]:
-    """Output and gradients by the definition, one sequence at a time: it needs much memory."""
+    """Output and gradients by the definition, one sequence at a time to limit memory."""
     outs, gradients = [], []
     has_batch = {name: "b" in pattern.letters for name, pattern in mechanism.inputs.items()}
     with torch.no_grad():
@@ -89,7 +90,7 @@ def _by_sequence(
 
 
 def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
-    """The error of a result. Raises `WrongResultError` beyond the limit."""
+    """The error of a result; raises `WrongResultError` beyond the limit."""
     measured = error(result.detach().double().cpu().numpy(), expected.double().cpu().numpy())
     if not measured <= limit:
         raise WrongResultError(what, measured, limit)
@@ -99,7 +100,7 @@ def compared(what: str, result: torch.Tensor, expected: torch.Tensor, limit: flo
 def check_step(
     computation: Computation, decoder: TokenDecoder, call: Callable[[], torch.Tensor], dtype: str
 ) -> Checked:
-    """One token after a cache, beside the definition in float32 on the same cache."""
+    """Compare one token after a cache with the definition in float32 on the same cache."""
     decoder.reset()
     if isinstance(decoder, SdpaDecoder):
         x = {name: array.float() for name, array in decoder.inputs.items()}

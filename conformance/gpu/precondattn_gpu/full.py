@@ -11,7 +11,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
-    """bfloat16 first: it is what models are trained in."""
+    """The tasks of the stage. bfloat16 is first: it is the usual training dtype."""
     return [
         conformance(
             f"{backend} {mechanism} {dtype} {part}",
@@ -29,7 +29,7 @@ def tasks(options: RunOptions) -> list[ProcessTask]:
 
 
 def parts() -> dict[str, tuple[str, ...]]:
-    """The suite's checks: those with a cache, and all others."""
+    """The suite's checks in two parts: those that use a cache, and all others."""
     from precondattn_conformance.checks import CHECKS
 
     cached = tuple(name for name in CHECKS if name in ("caching", "states", "packing"))

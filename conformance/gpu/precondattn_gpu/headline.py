@@ -1,4 +1,4 @@
-"""Stage 3: the times that matter most, each beside its peer in the same run."""
+"""Stage 3: the times that matter most, each with its peer's time from the same run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ HEADLINES = (
         )
     ),
 )
-"""In half precision; the most important first."""
+"""The benchmarks, in half precision; the most important first."""
 
 ROUNDS, ROUNDS_ON_A_CPU = "20", "2"
 

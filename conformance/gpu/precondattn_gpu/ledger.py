@@ -2,9 +2,9 @@
 
     python -m precondattn_gpu.ledger docs/measurements/gpu
 
-A kernel has an entry if a call of it agreed with the oracle on a device, and none of the calls that
-ran of the same family, verb, dtype and width did not, on that compute capability, from the same
-code and by the same assembler. The file is `ledger.json` in the package of the backend.
+A kernel has an entry if a call of it agreed with the oracle on a device, and no call of the same
+family, verb, dtype and width disagreed. Only calls on the same compute capability, from the same
+code and the same assembler count. The file is `ledger.json` in the package of the backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from precondattn_gpu.results import Results
 from precondattn_gpu.task import CRASHED, FAILED, PASSED, TIMED_OUT, WRONG
 
 STAGES = ("roof", "alive", BUNDLED)
-"""The stages whose calls are compared with the oracle and say what they show."""
+"""The stages whose calls are compared with the oracle and carry ledger entries."""
 
 
 BAD = (WRONG, FAILED, CRASHED, TIMED_OUT)
@@ -55,7 +55,7 @@ def _calls(results: Results) -> Iterable[JsonObject]:
 
 
 def _entries(entry: JsonObject) -> list[tuple[str, LedgerEntry]]:
-    """The backend and each entry that a call shows, or would show if it had agreed."""
+    """The backend and each entry that a call gives if it agrees with the oracle."""
     data = entry["data"]
     return [(data["backend"], LedgerEntry(**each)) for each in data.get("ledger", ())]
 

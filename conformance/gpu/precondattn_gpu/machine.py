@@ -1,4 +1,4 @@
-"""The machine on which results were measured: its device, and versions."""
+"""The machine on which results were measured: its device and package versions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = (
     *("fla-core", "flash-linear-attention", "transformers"),
 )
 DECISIVE = ("numpy", "torch", "triton", "jax", "cupy-cuda13x")
-"""Results of other versions of these are not mixed with those of this machine."""
+"""Packages whose versions have to agree: results of different versions are not mixed."""
 
 SOURCES = ("precondattn", "precondattn_triton", "precondattn_pallas", "precondattn_cupy",
            "precondattn_torch", "precondattn_jax", "precondattn_portable")  # fmt: skip
 
 
 def describe(options: RunOptions) -> JsonObject:
-    """The device's name, and the versions."""
+    """The device's name and the package versions."""
     return {
         "device": device_name(options),
         "python": platform.python_version(),
@@ -36,7 +36,7 @@ def describe(options: RunOptions) -> JsonObject:
 
 
 def difference(earlier: JsonObject, now: JsonObject) -> str:
-    """In what an earlier machine differs from this one, so that results can not be mixed."""
+    """The difference between the earlier machine and this one that forbids mixing results."""
     pairs = [("device", earlier.get("device"), now["device"])]
     pairs += [
         (name, earlier.get("versions", {}).get(name), now["versions"].get(name))
@@ -46,7 +46,7 @@ def difference(earlier: JsonObject, now: JsonObject) -> str:
 
 
 def require_same(stage: str, earlier: JsonObject, now: JsonObject) -> None:
-    """Raise a ValueError where earlier results of a stage can not be mixed with those of now."""
+    """Raise a ValueError if a stage's earlier results can not be mixed with new ones."""
     if earlier and (found := difference(earlier, now)):
         raise ValueError(
             f"the earlier results of {stage} are of other versions ({found}): give another folder"
@@ -59,7 +59,7 @@ def device_name(options: RunOptions) -> str:
     Raises
     ------
     RuntimeError
-        if PyTorch sees none.
+        if PyTorch finds no GPU.
     """
     if options.is_cpu:
         return "cpu"
@@ -71,7 +71,7 @@ def device_name(options: RunOptions) -> str:
 
 
 def folder_name(device: str) -> str:
-    """The name of a device as that of a folder or file: nvidia_h200."""
+    """A device's name as the name of a folder or file: nvidia_h200."""
     return "_".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 

@@ -1,8 +1,8 @@
-"""Measure on this CPU what `estimates` needs, and write its file.
+"""Measure on this CPU the times that `estimates` needs, and write its file.
 
     python -m precondattn_gpu.make_estimates docs/measurements/kernels
 
-The folder has the reports of the compilers.
+The folder contains the compilers' reports.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ IMPORTS = {
     "cupy": "import numpy, precondattn_cupy.variants",
     "headline": "import torch, triton, precondattn_triton.variants",
 }
-"""What the first task of a worker of a kind imports."""
+"""Imports of the first task in each kind of worker."""
 OF_A_DEVICE = 4.0
-"""Seconds for what a CPU does not show: the driver, a context, the libraries of CUDA."""
+"""Seconds of a start that can not be measured on a CPU: the driver, a context, CUDA's libraries."""
 REPORTS = {
     "triton": ("other_versions/triton_3_6.json", None),
     "pallas": ("other_versions/jax_0_11.json", None),
     "cupy": ("cuda.json", "sm_90"),
 }
-"""Of each backend: the report of the device's own versions, and its target where it has several."""
+"""The compilers' report of each backend for the GPU machine's versions, and the target in it if it
+has several."""
 
 
 def main() -> None:
@@ -102,7 +103,8 @@ def _call_of(backend: str, variant: str) -> str:
 
 
 def _of_cuda(variants: list[JsonObject]) -> dict[str, float]:
-    """Seconds of the kernels that each call of CuPy launches, for the first call that does."""
+    """Seconds of the kernels of each call of CuPy; a kernel counts for the first call that launches
+    it."""
     from precondattn_cupy import variants as of_cupy
 
     left = {v["name"]: v["seconds"] for v in variants if v["target"] == "sm_90"}

@@ -26,25 +26,25 @@ MECHANISMS = {
         "ccq(gated_delta)", "row_normalized", "linear", "retention", "ssd",
     ),
 }  # fmt: skip
-"""Chosen by hand: the most used first. All other recurrences that a backend has kernels for follow,
-by `mechanisms_of`."""
+"""The most used mechanisms, chosen by hand, most used first. `mechanisms_of` appends all other
+recurrences that a backend has kernels for."""
 
 
 def kernels(backend: str) -> KernelTable:
-    """What a backend computes on a GPU of NVIDIA."""
+    """The mechanisms that a backend computes on an NVIDIA GPU."""
     tables = import_module(f"precondattn_{backend}.backend").KERNELS
     table: KernelTable = tables.get("cuda", tables)
     return table
 
 
 def mechanisms_of(backend: str) -> list[str]:
-    """What is run on a backend, the most used first."""
+    """The mechanisms to run on a backend, the most used first."""
     bases = [leaf.name for leaf in recurrences_in(kernels(backend)) if leaf.role == "base"]
     return list(dict.fromkeys([*MECHANISMS[backend], *bases]))
 
 
 def in_turns() -> list[tuple[str, str]]:
-    """(backend, mechanism): the first of each backend, then the second of each, and so on."""
+    """Pairs (backend, mechanism): the first of each backend, then the second of each, and so on."""
     return interleaved(
         [[(backend, name) for name in mechanisms_of(backend)] for backend in MECHANISMS]
     )

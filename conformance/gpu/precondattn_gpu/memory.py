@@ -7,7 +7,7 @@ from precondattn_gpu.suite import benchmark, dtype_of
 from precondattn_gpu.task import ProcessTask
 
 SIZES = "b=1,t=32768,h=16,n=16,d=128"
-"""Measured at once, twice and four times as many tokens."""
+"""The smallest sizes; two and four times as many tokens are measured too."""
 
 CASES = (
     *(("triton", name) for name in ("lucid", "laser", "path", "gated_delta", "ccq(gated_delta)")),
@@ -17,7 +17,7 @@ CASES = (
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
-    """One for each mechanism; each size is measured in a process of its own."""
+    """One task for each mechanism; each size is measured in a separate process."""
     return [
         benchmark(
             f"{backend} {mechanism}",

@@ -1,4 +1,4 @@
-"""What the tasks of a stage depend on."""
+"""Command-line options that the tasks of a stage depend on."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ CUDA, CPU = "cuda", "cpu"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Given on the command line."""
+    """Options of the command line."""
 
     device: str = CUDA
-    """On `cpu`, kernels are interpreted or simulated, and sizes are small."""
+    """The device. On `cpu`, kernels are interpreted or simulated, and sizes are small."""
     match: str = ""
-    """Only tasks whose name contains this."""
+    """A part of a name; only tasks whose name contains it run."""
     cores: int = os.cpu_count() or 1
     ptxas: str = ""
-    """The path of the assembler for Triton; empty for the one that it brings."""
+    """The path of the assembler for Triton; empty for the one in the Triton package."""
 
     @property
     def is_cpu(self) -> bool:
@@ -30,13 +30,13 @@ INTERPRETED = {
     "pallas": {"JAX_PLATFORMS": "cpu"},
     "cupy": {"PRECONDATTN_CUPY_SIMULATE": "1"},
 }
-"""Variables with which a backend runs its kernels on a CPU."""
+"""Environment variables that make a backend run its kernels on a CPU."""
 
 PTXAS = "TRITON_PTXAS_PATH"
-"""Names the assembler for Triton."""
+"""Environment variable that names the assembler for Triton."""
 
 LIBRARY = {"triton": "torch", "pallas": "jax", "cupy": "cupy"}
-"""Whose arrays a backend takes on a GPU."""
+"""The array library of each backend on a GPU."""
 
 HELPER = {"triton": "torch", "pallas": "jax", "cupy": "portable"}
 """The backend that computes the pieces for which there is no kernel."""
@@ -45,17 +45,17 @@ BACKENDS = tuple(LIBRARY)
 
 
 def library_of(backend: str, options: RunOptions) -> str:
-    """Whose arrays a backend takes: CUDA kernels are simulated on NumPy arrays."""
+    """The array library of a backend; on a CPU, CUDA kernels are simulated on NumPy arrays."""
     return "numpy" if backend == "cupy" and options.is_cpu else LIBRARY[backend]
 
 
 def variables(backend: str, options: RunOptions) -> dict[str, str]:
-    """Of the environment of a process that runs a backend."""
+    """Environment variables for a process that runs a backend."""
     if options.is_cpu:
         return INTERPRETED[backend]
     return {PTXAS: options.ptxas} if options.ptxas and backend == "triton" else {}
 
 
 def device_arguments(options: RunOptions) -> tuple[str, ...]:
-    """Of `precondattn conformance` and `precondattn bench`."""
+    """Device arguments for `precondattn conformance` and `precondattn bench`."""
     return () if options.is_cpu else ("--device", options.device)

@@ -36,9 +36,9 @@ ENVIRONMENT = {
     "platform_system": "Linux",
     "platform_machine": "x86_64",
 }
-"""Of the machine, as in the markers of requirements."""
+"""Environment markers of the GPU machine, as used in requirements."""
 MOST_BYTES = 44 << 20
-"""The size of the folder, at most."""
+"""The largest allowed size of the folder, in bytes."""
 
 Machine = Mapping[str, Version | None]
 """The version of each package that the machine has; None if it is unknown."""
@@ -74,7 +74,7 @@ def metadata_of(wheel: Path) -> Metadata:
 
 
 def problems(carried: Iterable[Metadata], machine: Machine, extras: Iterable[str]) -> list[str]:
-    """Why these wheels can not be used on the machine; empty if they can."""
+    """The reasons why these wheels can not be used on the machine; empty if they can."""
     found: list[str] = []
     wheels: dict[str, Metadata] = {}
     name: str
@@ -114,7 +114,7 @@ def _needs(wheel: Metadata, extra: str) -> Iterator[Requirement]:
 
 
 def _unmet(name: str, need: Requirement, wheels: Mapping[str, Metadata], machine: Machine) -> str:
-    """Why a requirement is not met; empty if it is, or if the machine's version is unknown."""
+    """The reason why a requirement is not met; empty if it is met or the version is unknown."""
     other = canonicalize_name(need.name)
     if other not in wheels and other not in machine:
         return f"{other}: {name} requires {need}, which is neither carried nor on the machine"
@@ -130,7 +130,7 @@ def main(
     machine: Annotated[Path, typer.Option(help="the file of the machine's packages")],
     extra: Annotated[list[str] | None, typer.Option(help="of our wheel; may be repeated")] = None,
 ) -> None:
-    """Fail where a folder can not be used on the machine, and say why; else list its files."""
+    """Fail if a folder can not be used on the machine, and say why; else list its files."""
     wheels = sorted(folder.glob("*.whl"))
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     size = sum(sizes.values())

@@ -1,4 +1,4 @@
-"""From saved results to what the documentation shows: Markdown, and records of benchmarks.
+"""The documentation's view of saved results: Markdown, and records of benchmarks.
 
 A folder of measurements has one folder for each device, with one file for each stage.
 """
@@ -46,9 +46,9 @@ def merged(results: Results) -> BenchRecord:
 
 
 def kernel_seconds(measurements: Path) -> dict[str, dict[str, float]]:
-    """By device, the seconds of all launches of a kernel: "triton lucid_solve update 128 8192".
+    """Seconds of each kernel's launches by device and name, "triton lucid_solve update 128 8192".
 
-    They are those of a forward call, or those of its gradient for a kernel that it does not launch.
+    Launches are counted in a forward call; for a kernel that only the gradient launches, there.
     """
     return {
         results["profile"].machine["device"]: _kernel_seconds(results["profile"])
@@ -70,7 +70,7 @@ def _kernel_seconds(results: Results) -> dict[str, float]:
 
 
 def ledger(measurements: Path) -> str:
-    """What was run on which device; empty if nothing was."""
+    """Markdown that lists which tasks ran on which device; empty if none did."""
     return "\n".join(
         _device(results) for results in devices(measurements).values() if _is_measured(results)
     )
@@ -120,13 +120,13 @@ def _not_passed(results: Results) -> list[str]:
 
 
 def _rates(results: Results) -> list[str]:
-    """The device's own rates."""
+    """Markdown lines with the device's measured rates."""
     entry = results.tasks.get("rates", {"status": ""})
     return [f"\nThe device reached {entry['message']}."] if entry["status"] == PASSED else []
 
 
 def _bundled(results: Results, with_newest: Results | None) -> list[str]:
-    """What did not pass with the assembler that Triton brings, and whose fault it is."""
+    """Tasks that failed with Triton's own assembler, and whether that assembler is the cause."""
     newest = {} if with_newest is None else with_newest.tasks
     lines = []
     for name, entry in results.tasks.items():
@@ -140,7 +140,7 @@ def _bundled(results: Results, with_newest: Results | None) -> list[str]:
 
 
 def _replays(results: Results) -> list[str]:
-    """The times of calls whose kernels the device itself launches, without Python."""
+    """Times of calls whose recorded graph is replayed on the device, without Python."""
     rows = [
         f"| `{task}` | `{case}` | {name} | {_replay(seconds)} |"
         for task, entry in results.tasks.items()
@@ -165,7 +165,7 @@ def _replay(seconds: str | dict[str, float]) -> str:
 
 
 def _profile(results: Results) -> list[str]:
-    """The kernels that lose most time."""
+    """Markdown lines on the kernels that lose most time."""
     kernels = [
         {**kernel, "call": name}
         for name, entry in results.tasks.items()

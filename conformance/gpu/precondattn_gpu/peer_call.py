@@ -1,8 +1,8 @@
-"""A peer once, forward and backward, in this process: its kernels are compiled, and it is checked.
+"""One forward and backward call of a peer in this process, to compile its kernels and check it.
 
     python -m precondattn_gpu.peer_call fla gated_delta SIZES --dtype bfloat16 --device cuda …
 
-What Triton has compiled and tuned stays on disk for the process that times it.
+Triton keeps the compiled kernels and tuned configurations on disk for the process that times them.
 """
 
 from __future__ import annotations

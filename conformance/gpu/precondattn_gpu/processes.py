@@ -1,4 +1,4 @@
-"""Real processes: each task in its own, or in a worker that has run others of its kind.
+"""Processes for tasks: a new one for each task, or a worker that runs tasks of one kind in turn.
 
 The output of a task is in a file. A process is stopped with its children. A worker is not used
 again after a task that did not end with exit code 0: the device may be in a bad state there.
@@ -22,11 +22,12 @@ from precondattn_gpu.driver import Running
 from precondattn_gpu.task import Finished, ProcessTask
 
 POLL = 0.05
-"""Seconds between two looks at the running processes."""
+"""Seconds between two polls of the running processes."""
 MOST_WAITED = 5.0
-"""Seconds for all processes to end, once they are stopped."""
+"""The longest wait in seconds for stopped processes to end."""
 MOST_IDLE = 16
-"""Idle workers of all kinds; one more, and the first is stopped. Each may hold 2 GB of memory."""
+"""The largest number of idle workers of all kinds; beyond it, the oldest is stopped. Each may hold
+2 GB of memory."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class TaskProcess:
     worker: TaskWorker | None = None
     in_new_worker: bool = False
     code: int | None = None
-    """The exit code that its worker has answered."""
+    """The exit code that the worker has reported."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class TaskWorker:
     kind: tuple[object, ...]
     popen: subprocess.Popen[bytes]
     answers: int
-    """The file descriptor of its answers; reading does not wait."""
+    """The file descriptor for the worker's answers, which is read without blocking."""
 
 
 class TaskProcesses:
@@ -105,7 +106,7 @@ class TaskProcesses:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**self.environment, **task.environment},
-                start_new_session=True,  # So that its children are stopped with it.
+                start_new_session=True,  # Its children are then stopped with it.
             )
         return TaskProcess(task, self.now(), popen, output, result)
 
@@ -118,7 +119,7 @@ class TaskProcesses:
         return None
 
     def _new_worker(self, task: ProcessTask, output: Path) -> TaskWorker:
-        """A new worker for the task, which writes there if it can not start."""
+        """A new worker for the task. If it can not start, its error goes to `output`."""
         if len(self._idle) >= MOST_IDLE:
             self._stop(self._idle.pop(0).popen)
         with output.open("wb") as file:
@@ -158,7 +159,7 @@ class TaskProcesses:
         return Finished(code, output, running.result, seconds)
 
     def _stop(self, popen: subprocess.Popen[bytes]) -> None:
-        """Stop a process and all that it started, without waiting: the driver of a device may."""
+        """Stop a process and its children without waiting: a device's driver may delay the end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)
         for pipe in (popen.stdin, popen.stdout):

@@ -1,4 +1,4 @@
-"""Stage 7: counters of the hardware for every kernel of the headline calls, by Nsight Compute.
+"""Stage 7: hardware counters for every kernel of the headline calls, by Nsight Compute.
 
 For each kernel: its time, the share of tensor throughput and of bandwidth that it reached, and what
 its warps waited for. `farthest` names the kernels that are farthest from their roof.
@@ -53,7 +53,8 @@ CALLS = (
     ProfiledCall("cupy", "laser", BOTH, 8192, 128),
     ProfiledCall("cupy", "gated_delta", BOTH, 8192, 128, batch=4),
 )
-"""With 16 heads: the sizes for which kernels were predicted (`docs/make_predictions.py`)."""
+"""The profiled calls, with 16 heads: the sizes for which kernels were predicted
+(`docs/make_predictions.py`)."""
 
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 TIME = "gpu__time_duration.sum"
@@ -66,7 +67,7 @@ MOST_STALLS = 4
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
-    """One for each call. Clocks are left as they are."""
+    """One task for each call. The device's clocks are not changed."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     ncu = ("ncu", "--profile-from-start", "off", "--clock-control", "none", *sections)
     return [
@@ -84,7 +85,7 @@ def tasks(options: RunOptions) -> list[ProcessTask]:
 
 
 def arguments(call: ProfiledCall) -> tuple[str, ...]:
-    """Of the process that is profiled."""
+    """Arguments of the profiled process."""
     sizes = map(str, (call.batch, call.tokens, call.width))
     module = ("-m", "precondattn_gpu.profile_call")
     return (*module, call.backend, call.mechanism, call.work, *sizes)
@@ -101,7 +102,7 @@ def read(finished: Finished) -> TaskOutcome:
 
 
 def kernels_of(output: str) -> list[JsonObject]:
-    """The launches of a raw page: a row of names, a row of units, and a row for each launch."""
+    """Kernel launches in the profiler's raw page: a row of names, of units, and of each launch."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     if len(lines) < 3:
         return []
@@ -126,7 +127,8 @@ def _kernel(row: dict[str, str], units: dict[str, str]) -> JsonObject:
 
 
 def base_name(signature: str) -> str:
-    """Of `void lucid_update<__half, 128>(…)`."""
+    """The kernel's name without template arguments and parameters: `void lucid_update<__half,
+    128>(…)` gives `lucid_update`."""
     return signature.partition("(")[0].partition("<")[0].removeprefix("void ").strip()
 
 
@@ -136,7 +138,7 @@ def number(text: str) -> float:
 
 
 def farthest(kernels: list[JsonObject], count: int = 3) -> list[JsonObject]:
-    """The kernels that lose most time: their time without the share of the nearer roof."""
+    """The kernels with the largest gap to the nearer roof: time × (1 − the share reached)."""
 
     def lost(kernel: JsonObject) -> float:
         share = max(kernel["tensor_share"] or 0.0, kernel["bandwidth_share"] or 0.0)

@@ -1,4 +1,4 @@
-"""One call for a profiler: compiled and warmed up first, then run once between two marks.
+"""One call for a profiler: it is compiled and warmed up, then run once between two marks.
 
     python -m precondattn_gpu.profile_call BACKEND MECHANISM WORK BATCH TOKENS WIDTH
 

@@ -1,4 +1,4 @@
-"""What this device reaches: a product of 8192³ in bfloat16, and a copy within its memory.
+"""Measured rates of this device: a bfloat16 matrix product of 8192³, and a copy within its memory.
 
 python -m precondattn_gpu.rates --device cuda --result FILE
 """
@@ -18,7 +18,7 @@ from precondattn_gpu.options import CPU
 SIZE, COPIED = 8192, 2 << 30
 """The size of the product's matrices, and the bytes that are copied."""
 ON_A_CPU = 32
-"""A CPU computes and copies this many times less, in each direction."""
+"""The factor by which sizes are smaller on a CPU, in each direction."""
 ROUNDS = 5
 
 

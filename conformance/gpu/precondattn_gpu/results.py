@@ -1,8 +1,8 @@
 """The file of a stage's results: one JSON file, replaced after every task.
 
 Files are carried between machines, so their number and sizes are limited. A file holds no message
-longer than `LONGEST` characters. Where a file would be larger than `LARGEST` all the same, a result
-is saved without its message and its data, and says so.
+longer than `LONGEST` characters. If a file would still be larger than `LARGEST`, a result is saved
+without its message and its data, and says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 LONGEST = 4000
 LARGEST = 15 << 20
-"""Bytes. The limit is 16 MiB, and the head of a file needs some."""
+"""Size limit of a file in bytes. The hard limit is 16 MiB, and the header needs some of it."""
 MOST_FILES = 8
 
 
@@ -55,12 +55,12 @@ class Results:
         return results
 
     def is_done(self, name: str, again: bool = False) -> bool:
-        """Whether a task need not run. With `again`, one that did not pass runs again."""
+        """Whether a task is done. With `again`, a task that did not pass is not done."""
         status = self.tasks.get(name, {}).get("status", INTERRUPTED)
         return bool(status == PASSED if again else status != INTERRUPTED)
 
     def add(self, name: str, outcome: TaskOutcome, seconds: float, **more: Json) -> None:
-        """The outcome of a task, in place of an earlier one."""
+        """Set the outcome of a task, replacing an earlier one."""
         entry = asdict(outcome) | {"seconds": round(seconds, 2)} | more
         entry["message"] = shortened(outcome.message)
         old = len(_text(self.tasks[name])) if name in self.tasks else 0

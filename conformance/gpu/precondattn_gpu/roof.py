@@ -1,4 +1,4 @@
-"""Whether the two compilers besides Triton work at all, and the device's own rates."""
+"""Checks that the compilers of CuPy and Pallas work, and measures the device's rates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from precondattn_gpu.options import RunOptions, variables
 from precondattn_gpu.task import FAILED, PASSED, Finished, ProcessTask, TaskOutcome
 
 PROBES = ("cupy unit_rows bfloat16 64", "pallas softmax bfloat16 64")
-"""Calls that are quick to compile."""
+"""Probe calls that compile quickly."""
 
 
 def probes(options: RunOptions) -> list[ProcessTask]:
-    """The calls of CuPy and Pallas."""
+    """One probe call each for CuPy and Pallas."""
     calls = [call for name in ("cupy", "pallas") for call in shipped.calls(name)]
     return [alive.task(call, options) for call in calls if call.name in PROBES]
 
 
 def rates(options: RunOptions) -> list[ProcessTask]:
-    """The rates, which want an idle device."""
+    """The task that measures the rates, which needs an idle device."""
     task = ProcessTask(
         "rates",
         (
@@ -42,6 +42,6 @@ def read(finished: Finished) -> TaskOutcome:
     found = json.loads(finished.result.read_text())
     text = f"{found['flops'] / 1e12:.0f} TFLOP/s in a product, {found['bytes'] / 1e12:.2f} TB/s"
     if found["is_other_assembler"]:
-        # Triton takes its own where the other one does not start, and says nothing.
+        # Triton falls back silently to its own assembler if the given one does not start.
         return TaskOutcome(FAILED, f"Triton uses {found['versions']['assembler']}; {text}", found)
     return TaskOutcome(PASSED, text, found)

@@ -12,15 +12,15 @@ from precondattn_gpu.task import FAILED, PASSED, WRONG, Finished, ProcessTask, T
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 86
-"""The exit code when the tool has found something."""
+"""The exit code that means: the tool has found an error."""
 
 OWN_ALLOCATIONS = {
     "triton": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     "pallas": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
     "cupy": {NO_POOL: "1"},
 }
-"""Each array is an allocation of its own. In a pool, an access outside of an array is inside of
-another one, and memcheck sees nothing."""
+"""Environment variables that give each array its own allocation. In a memory pool, an access
+outside of an array may fall inside another one, which memcheck does not detect."""
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
@@ -30,7 +30,7 @@ def tasks(options: RunOptions) -> list[ProcessTask]:
 
 
 def narrowest(calls: list[shipped.ShippedCall]) -> list[shipped.ShippedCall]:
-    """For each mechanism and dtype the call with the narrowest rows."""
+    """The call with the narrowest rows for each mechanism and dtype."""
     best: dict[tuple[str, str, bool], shipped.ShippedCall] = {}
     for call in calls:
         key = call.mechanism, call.dtype, call.is_step
@@ -54,12 +54,12 @@ def task(call: shipped.ShippedCall, tool: str, options: RunOptions) -> ProcessTa
 
 
 def prefix(tool: str) -> tuple[str, ...]:
-    """The program that runs another under a tool."""
+    """The command prefix that runs a program under a tool."""
     return ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND))
 
 
 def read(finished: Finished) -> TaskOutcome:
-    """What the tool has found; a wrong result is one too."""
+    """The tool's findings; a wrong result counts as one."""
     reports = re.findall(r"^=+ (.*)$", finished.output, re.MULTILINE)
     text = "\n".join(reports)
     if finished.code == FOUND:

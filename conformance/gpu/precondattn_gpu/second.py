@@ -1,8 +1,8 @@
-"""The three minutes after the first run: what failed, again; if nothing did, two kernels tuned.
+"""The three minutes after the first run: failed calls again or, without any, tuning of two kernels.
 
-What failed runs under compute-sanitizer's memcheck where that starts, else alone in a process of
-its own. Times beside flash-linear-attention that the first run had no time for come first, since
-they need an idle device.
+Failed calls run under compute-sanitizer's memcheck if it starts, else each alone in a process.
+Times beside flash-linear-attention that the first run had no time for come first, since they need
+an idle device.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def failed(results: dict[str, Results], options: RunOptions, checks: bool) -> li
 
 
 def tuning_tasks(options: RunOptions) -> list[ProcessTask]:
-    """The candidates of two kernels."""
+    """One task for each of the two kernels, which tries its candidate configurations."""
     tasks = {task.name: task for task in tuning.tasks(options)}
     return [replace(tasks[f"{kernel} {width}"], seconds=30.0) for kernel, width in TUNED]
 
 
 def _probe() -> ProcessTask:
-    """Whether memcheck can run a program of PyTorch here."""
+    """A task that tests whether memcheck can run a PyTorch program here."""
     return ProcessTask(
         PROBE, ("-c", PROBE_CODE), _read_probe, seconds=12.0, timeout=40.0,
         prefix=sanitizer.prefix("memcheck"),

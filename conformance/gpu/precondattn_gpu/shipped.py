@@ -1,7 +1,8 @@
 """The calls that launch every kernel variant that is shipped, at their smallest size.
 
 A backend's `variants` module lists mechanisms, dtypes and widths, so that every kernel is compiled
-in every configuration. The same list is run here, with as few tokens as launch the same kernels.
+in every configuration. The same list is run here, with the fewest tokens that launch the same
+kernels.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from precondattn.spec.stateful import Stateful
 from precondattn_gpu.mechanisms import kernels
 
 FEW, MANY = 129, 513
-"""Tokens: one more than the rows of the largest tile, and one more than a super-block of LUCID's
-solve, which has kernels between super-blocks."""
+"""Token counts: one more than the rows of the largest tile, and one more than a super-block of
+LUCID's solve, which has kernels between super-blocks."""
 
 
 SHARED = ("bfloat16", 128, 128)
-"""The dtype and widths of calls that run the same kernels as others."""
+"""The dtype and widths of calls that share their kernels with other calls."""
 
 AROUND = {"lucid_solve[normalize=given": "lucid[normalize=queries_and_keys"}
 """A leaf that expects normalised keys is run within the mechanism that normalises them."""
 
 GRIDS = "grid=64/64", "grid=16/16"
-"""As listed, and as run: two whole windows and a part of one, in each direction."""
+"""Grid sizes as listed, and as run: two whole windows and part of a third in each direction."""
 PIXELS = 16 * 16
 
 
@@ -63,7 +64,7 @@ class ShippedCall(NamedTuple):
 
 
 def calls(backend: str) -> list[ShippedCall]:
-    """Every call of a backend's list, once; then what runs the same kernels in another way."""
+    """Every call of a backend's list once, then calls that run the same kernels in another way."""
     listed = list(dict.fromkeys(_listed(backend)))
     more = [*_sharing(backend, listed), *_steps(listed)]
     return list(dict.fromkeys([*listed, *more]))
@@ -79,7 +80,7 @@ def _listed(backend: str) -> Iterator[ShippedCall]:
 
 
 def _sharing(backend: str, listed: list[ShippedCall]) -> Iterator[ShippedCall]:
-    """Recurrences whose kernels are those of another in the list: once, in bfloat16."""
+    """Recurrences that share their kernels with one in the list, each once in bfloat16."""
     known = {leaf.name for call in listed for leaf in pa.parse(call.mechanism).program.leaves}
     for leaf in recurrences_in(kernels(backend)):
         if leaf.name not in known:

@@ -1,4 +1,4 @@
-"""What a call has shown that agreed with the oracle: entries of a backend's ledger."""
+"""Ledger entries of a call that agreed with the oracle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan_of_call(
 def entries_of(
     explanation: Explanation, backend: str, layout: CallLayout, verbs: Iterable[str]
 ) -> list[JsonObject]:
-    """The entries of the pieces of a plan that a backend runs; none where a CPU interprets them."""
+    """Ledger entries of the pieces of a plan that a backend runs; none if a CPU interprets them."""
     return [
         call.backend.ledger_entry(
             call.piece, replace(explanation.request, verb=verb, shapes=_shapes(call, layout))

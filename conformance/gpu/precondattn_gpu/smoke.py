@@ -9,7 +9,7 @@ from precondattn_gpu.task import ProcessTask
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
-    """One for each mechanism and backend."""
+    """One task for each mechanism and backend."""
     return [
         conformance(
             f"{backend} {mechanism}",

@@ -18,26 +18,26 @@ class Stage(NamedTuple):
     name: str
     what: str
     processes: str
-    """How many at once: one alone where times are measured; half of the cores; or most of them."""
+    """The number of concurrent processes: one (for timings), half of the cores, or most."""
     on_a_cpu: bool = True
     """Whether a machine without a GPU can run a part of it."""
     program: str = ""
-    """A program that it needs."""
+    """A program that the stage needs."""
 
     def tasks(self, options: RunOptions) -> list[ProcessTask]:
-        """What it runs, in order."""
+        """The stage's tasks in order."""
         make: Callable[[RunOptions], list[ProcessTask]] = import_module(
             f"precondattn_gpu.{self.name}"
         ).tasks
         return [task for task in make(options) if options.match in task.name]
 
     def jobs(self, options: RunOptions) -> int:
-        """How many processes run at once."""
+        """The number of concurrent processes."""
         share = {ALONE: 1, HALF: options.cores // 2, MOST: options.cores - 2}[self.processes]
         return max(share, 1)
 
     def estimate(self, options: RunOptions) -> float:
-        """Seconds for all of it."""
+        """Estimated seconds of the whole stage."""
         return sum(task.seconds for task in self.tasks(options)) / self.jobs(options)
 
 
@@ -61,10 +61,10 @@ PREPARED = {
     "first_headline": "times of the calls that matter most, in one process",
     "second": "what failed in the first run, once more",
 }
-"""Files of the prepared runs (`first`, `second`) that no stage has, and what they are."""
+"""Files of the prepared runs (`first`, `second`) that belong to no stage, with descriptions."""
 
 WHAT = {**{stage.name: stage.what for stage in STAGES}, **PREPARED}
-"""What the file of each name has."""
+"""The description of each results file."""
 
 NAMES = tuple(WHAT)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COMMAND = ("-m", "precondattn")
 SHOWN = 5
-"""Failures whose whole text is saved."""
+"""The number of failures whose whole text is saved."""
 
 
 def conformance(
@@ -31,7 +31,7 @@ def conformance(
     library = library_of(backend, options)
     arguments = [*COMMAND, "conformance", "--backend", backend, "--backend", HELPER[backend]]
     arguments += ["--library", library, "--level", level, "--jobs", "1", "--timeout", "120"]
-    # The suite puts CuPy's and NumPy's arrays where they are.
+    # Arrays of CuPy and NumPy need no `--device`.
     if library not in ("cupy", "numpy"):
         arguments += device_arguments(options)
     arguments += [*filters, "--record", "{result}"]
@@ -47,7 +47,7 @@ def conformance(
 
 
 def read_conformance(finished: Finished) -> TaskOutcome:
-    """Counts, and the texts of the first failures."""
+    """The counts of outcomes, and the texts of the first failures."""
     from precondattn_conformance.report.record import load
 
     if not finished.result.exists():
@@ -90,12 +90,12 @@ def benchmark(
 
 
 def dtype_of(backend: str, options: RunOptions) -> str:
-    """CUDA kernels are simulated on NumPy's arrays, which have no bfloat16."""
+    """bfloat16, or float32 for CUDA kernels simulated on NumPy, which has no bfloat16."""
     return "float32" if backend == "cupy" and options.is_cpu else "bfloat16"
 
 
 def read_benchmark(finished: Finished) -> TaskOutcome:
-    """The record; what was not timed has a reason."""
+    """The outcome from the saved record; rows that were not timed give a reason."""
     if not finished.result.exists():
         return TaskOutcome(FAILED, f"exit code {finished.code}, no record\n{finished.output}")
     return outcome_of_record(json.loads(finished.result.read_text()))

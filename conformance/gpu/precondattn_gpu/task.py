@@ -1,4 +1,4 @@
-"""A task: what a stage runs in a process, and what came of it."""
+"""Tasks: Python modules that a stage runs in a process, and their outcomes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ if TYPE_CHECKING:
 PASSED, WRONG, FAILED, CRASHED = "passed", "wrong", "failed", "crashed"
 UNSUPPORTED, TIMED_OUT, INTERRUPTED = "unsupported", "timed out", "interrupted"
 STATUSES = (PASSED, WRONG, FAILED, CRASHED, UNSUPPORTED, TIMED_OUT, INTERRUPTED)
-"""`wrong`: a result differs from the oracle's. `failed`: an error was raised. `crashed`: the
-process died. `interrupted`: the time was over; the task runs again in the next call."""
+"""The statuses of a task. `wrong`: a result differs from the oracle's. `failed`: an error was
+raised. `crashed`: the process died. `interrupted`: the time limit was reached; the task runs again
+in the next call."""
 
 
 class Finished(NamedTuple):
     """A process that has ended."""
 
     code: int | None
-    """Its exit code, negative for a signal; None if it was stopped."""
+    """The process's exit code, negative for a signal; None if it was stopped."""
     output: str
-    """What it wrote to the terminal."""
+    """The process's standard output and errors."""
     result: Path
-    """The file that it was asked to write; it may not exist."""
+    """The path of the result file, which may not exist."""
     seconds: float
 
 
 @dataclass
 class TaskOutcome:
-    """What came of a task."""
+    """The outcome of a task."""
 
     status: str
     message: str = ""
@@ -45,31 +46,32 @@ class ProcessTask:
     """A Python module that runs in a process, and writes one file."""
 
     name: str
-    """Unique in its stage."""
+    """A name that is unique within the stage."""
     arguments: tuple[str, ...]
-    """Of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a path."""
+    """Arguments of the Python interpreter: `("-m", "module", …)`. `{result}` is replaced by a
+    path."""
     read: Callable[[Finished], TaskOutcome]
-    """What came of it. It is called only if the process ended by itself."""
+    """Reads the outcome. It is called only if the process ended by itself."""
     seconds: float = 20.0
-    """An estimate of its time."""
+    """Estimated seconds."""
     timeout: float = 240.0
-    """It is stopped after this many seconds."""
+    """The time limit in seconds, after which the process is stopped."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the driver's own."""
+    """Environment variables in addition to the driver's own."""
     prefix: tuple[str, ...] = ()
     """A program that runs the interpreter, with its arguments."""
     continues: bool = False
-    """Whether what it has done stays if it is stopped, so that it begins also where its estimate
-    ends too late."""
+    """Whether partial work is kept when the task is stopped. Such a task starts even if its
+    estimate ends after the time limit."""
     worker: str = ""
-    """The kind of worker that runs it after other tasks of that kind, in one process that has
-    imported its libraries; empty: a process of its own."""
+    """The kind of worker that runs it. A worker runs several tasks in one process that has imported
+    its libraries. Empty: a separate process."""
     data: Mapping[str, Json] = field(default_factory=dict)
-    """What is saved with the result."""
+    """Data that are saved with the result."""
     found: Callable[[str], JsonObject] = lambda output: {}
-    """Data in its output that are saved whatever came of it."""
+    """Extracts data from the output, which are saved whatever the outcome."""
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Tasks of the same kind may share a worker."""
+        """The key of tasks that may share a worker."""
         return (self.worker, *sorted(self.environment.items()))

@@ -1,10 +1,10 @@
-"""One headline, in this process: made on the device, checked, and timed beside its peers.
+"""One headline benchmark in this process: inputs on the device, checked results, timed calls.
 
     python -m precondattn_gpu.timed_call BACKEND MECHANISM SIZES --work forward --peer flash_sdpa …
 
-The time of a row is that between events. What is not right is not timed. All rows are saved before
-graphs are recorded, since a recording that fails leaves the process unusable: then it ends. A
-record of `precondattn bench` has the rows, and the seconds of replays are beside it.
+The time of a row is measured between device events. A call with a wrong result is not timed. All
+rows are saved before graphs are recorded, since a recording that fails leaves the process unusable:
+then it ends. The result holds the rows as a record of `precondattn bench`, and the replay times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OURS = "precondattn"
 
 
 class TimedCall(NamedTuple):
-    """A call that is right, and the clock of its library."""
+    """A call with a right result, and the clock of its library."""
 
     clock: Clock
     call: Callable[[], object]
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False  # Of what calls are compared with.
+    torch.backends.cuda.matmul.allow_tf32 = False  # The calls are compared with this.
     rows: list[Row] = []
     recorded: dict[str, dict[str, TimedCall]] = {}
     replays: dict[str, dict[str, str | dict[str, float]]] = {}
@@ -84,13 +84,13 @@ def main() -> None:
             replays.setdefault(case_name, {})[name] = replayed(each, given)
             save()
             if isinstance(replays[case_name][name], str) and may_record:
-                raise SystemExit(1)  # The stream may still believe that it records.
+                raise SystemExit(1)  # The stream may still be in recording mode.
 
 
 def measured(
     case: BenchCase, backend: str, device: str, rounds: int
 ) -> tuple[Row, dict[str, TimedCall]]:
-    """The row of a case, and the calls that are right and were timed, by name."""
+    """The row of a case, and the correct and timed calls by name."""
     names = f"{backend},{HELPER[backend]}"
     row = empty_row(case, names, device)
     if device != CPU:
@@ -102,7 +102,7 @@ def measured(
     except WrongResultError as wrong:
         row.status, row.reason = WRONG, str(wrong)
         row.error, row.bound = wrong.error, wrong.bound
-    except Exception as error:  # What does not run is a result.
+    except Exception as error:  # An error is a result too.
         row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
     return row, calls
 
@@ -137,7 +137,7 @@ def _measure(
 def checked_in_torch(
     computation: Computation, x: dict[str, torch.Tensor], case: BenchCase, device: str
 ) -> TimedCall:
-    """The call of a computation in PyTorch, which is right."""
+    """The call of a computation in PyTorch, after its result was found right."""
     clock = TorchClock(device)
     if case.work == "decode":
         library = OnDevice(device)
@@ -247,7 +247,7 @@ def _backends(
 def _peers(
     case: BenchCase, names: str, x: dict[str, torch.Tensor], row: Row, device: str
 ) -> dict[str, TimedCall]:
-    """The peers that are here and right; the row gets the reasons of the others."""
+    """The peers that are installed and right; the row gets the reasons for the others."""
     found: dict[str, TimedCall] = {}
     for peer in peers_of(replace(case, library="torch")):
         reason = lacks(peer, replace(case, library="torch"), row.device)
@@ -258,14 +258,14 @@ def _peers(
                 found[peer.name] = checked_in_torch(computation, own, case, device)
                 row.ratios[peer.name] = {"error": found[peer.name].checked.error}
                 continue
-            except Exception as error:  # A peer that does not run takes no time from the others.
+            except Exception as error:  # An error of a peer does not affect the times of others.
                 reason = f"{type(error).__name__}: {error}"
         row.absent_peers[peer.name] = reason
     return found
 
 
 def replayed(each: TimedCall, given: argparse.Namespace) -> str | dict[str, float]:
-    """The seconds of a replay of the call's graph; a text if there is none."""
+    """The seconds of replaying the call's recorded graph, or the reason why there is none."""
     if given.device == CPU:
         return "needs a GPU"
     if "decode" in given.work:

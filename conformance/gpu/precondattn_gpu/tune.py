@@ -1,10 +1,10 @@
-"""One kernel of Triton's at one width: every candidate configuration, in this process.
+"""All candidate configurations of one Triton kernel at one width, tried in this process.
 
     python -m precondattn_gpu.tune KERNEL WIDTH --device cuda --result FILE
 
-The whole call is timed with each candidate, in turns with the default configuration: only the
+The whole call is timed with each candidate in turn with the default configuration, so that only the
 kernel differs. A candidate whose results differ from the default's is not timed. On a CPU nothing
-is timed: each candidate is compiled for compute capability 9.0.
+is timed; each candidate is compiled for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DTYPE = "bfloat16"
 BATCH, TOKENS, HEADS = 2, 8192, 16
 ROUNDS = 3
 GAIN = 0.02
-"""A winner is faster by more than this share, and by more than the default differs from itself."""
+"""A winner is faster by more than this share, and by more than the variation of the default."""
 SAME = 2e-2
-"""The largest difference of results, relative to the largest element."""
+"""The largest allowed difference of results, relative to the largest element."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def compiled(kernel: str, width: int, device: str) -> JsonObject:
 
 
 def _failures(kernel: str, width: int, candidate: Configuration) -> list[str]:
-    """Of the launches that a candidate changes."""
+    """Compiler failures of the launches that a candidate changes."""
     import torch
 
     from precondattn_kernel_tools.triton_compiler import compile_variant
@@ -119,7 +119,7 @@ def timed(kernel: str, width: int, device: str) -> JsonObject:
         d=width, e=width, values_per_head=1,
     )  # fmt: skip
     call = workload(mechanism, work, layout, DTYPE, device)
-    # What a file of this device has already is the default to compare with.
+    # If there is already a tuned file for this device, its configuration is the default.
     default = configuration(kernel, width, True, torch.empty(0, device=device))
     expected = call()
 
@@ -139,7 +139,7 @@ def timed(kernel: str, width: int, device: str) -> JsonObject:
                 entry["failures"] = ["its results differ from the default's"]
                 continue
             entry["ms"] = statistics.median(milliseconds(candidate) for _ in range(ROUNDS))
-        except Exception as error:  # A candidate that does not run is a result.
+        except Exception as error:  # An error is a result too.
             entry["failures"] = [f"{type(error).__name__}: {error}"]
         of_default.append(milliseconds(default))
     message, winner = _winner(tried, of_default)
@@ -168,7 +168,7 @@ def _winner(tried: list[JsonObject], of_default: list[float]) -> tuple[str, Json
 
 
 def _difference(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest, relative to the largest element; NaN if there is one."""
+    """The largest difference, relative to the largest element; NaN if a result contains NaN."""
     import torch
 
     worst = 0.0
@@ -180,7 +180,7 @@ def _difference(results: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def _identity(launch: TritonLaunch) -> tuple[object, ...]:
-    """What the compiler sees of a launch, but for types."""
+    """The compile-time parameters of a launch, without types."""
     constants = tuple(
         (p.name, launch.arguments[p.name]) for p in launch.function.params if p.is_constexpr
     )

@@ -1,4 +1,4 @@
-"""Stage 5: for the hottest kernels of Triton, the configurations that may be faster, by time.
+"""Stage 5: times the candidate configurations of the Triton kernels that take most time.
 
 `winners` writes those that were faster to a file of the backend, by the name of the device.
 """
@@ -15,7 +15,7 @@ WIDTHS = (128, 64)
 
 
 def tasks(options: RunOptions) -> list[ProcessTask]:
-    """One for each kernel and width."""
+    """One task for each kernel and width."""
     from precondattn_triton.candidates import candidates
 
     return [
@@ -35,7 +35,7 @@ def tasks(options: RunOptions) -> list[ProcessTask]:
 
 
 def arguments(kernel: str, width: int, options: RunOptions) -> tuple[str, ...]:
-    """Of the process that tries the candidates of one kernel."""
+    """Arguments of the process that tries one kernel's candidates."""
     module = ("-m", "precondattn_gpu.tune", kernel, str(width))
     return (*module, "--device", options.device, "--result", "{result}")
 

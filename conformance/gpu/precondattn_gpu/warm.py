@@ -1,10 +1,10 @@
-"""Triton's cache, filled without a GPU: the kernels of the first run need not be compiled there.
+"""Fills Triton's cache without a GPU, so that the first run on a GPU need not compile its kernels.
 
     python -m precondattn_gpu.warm FOLDER --ptxas PATH
 
-The calls of the first run are made (`warm_calls`), and each launch is compiled and not run
+It makes the calls of the first run (`warm_calls`); each launch is compiled but not run
 (`precondattn_kernel_tools.triton_cache`). This has to run with the Triton and the Python of the
-other machine: `twin.sh` makes such an environment. The same command continues where it was stopped,
+other machine: `twin.sh` creates such an environment. The same command resumes an interrupted one,
 since kernels that are in the folder are not compiled again.
 """
 
@@ -33,7 +33,7 @@ UNFINISHED = 3
 
 
 class Done(NamedTuple):
-    """What became of the launches of a call."""
+    """The result of compiling a call's launches."""
 
     name: str
     compiled: int
@@ -41,9 +41,9 @@ class Done(NamedTuple):
     left: int
     seconds: float
     folders: frozenset[str] = frozenset()
-    """The folders of the cache that it needs."""
+    """The cache folders that the call needs."""
     unsupported: str = ""
-    """Why the backend does not run it."""
+    """The reason why the backend does not run it."""
 
     def __str__(self) -> str:
         counts = f"{self.compiled} compiled, {self.found} found, {self.left} left"
@@ -51,7 +51,7 @@ class Done(NamedTuple):
 
 
 def fill(work: WarmCall, folder: Path, until: float) -> Done:
-    """Compile what a call launches, until a time of the clock `time.monotonic`."""
+    """Compile the launches of a call, until a time of the clock `time.monotonic`."""
     started, unsupported = time.monotonic(), ""
     with tempfile.TemporaryDirectory() as empty, as_on_a_gpu():
         host = HostCode(Path(empty))
@@ -76,16 +76,17 @@ def main(
 ) -> None:
     """Fill Triton's cache for the first runs on a GPU, without one.
 
-    The first part is assembled again by the program that Triton brings along.
+    The first part is also assembled with the assembler in the Triton package.
     """
     if not os.access(ptxas, os.X_OK):
         raise typer.BadParameter(f"--ptxas has to be a program; found {ptxas}")
     until = time.monotonic() + seconds
-    moved(folder, folder.resolve())  # It may have been elsewhere in an earlier call.
+    moved(folder, folder.resolve())  # An earlier call may have used another path.
     everything = works(match)
     left = 0
     used: set[str] = set()
-    # Kernels are assembled by the machine's program too, to see whose fault a wrong one is.
+    # Part A is also assembled by Triton's own program, to tell which assembler causes a wrong
+    # result.
     part_a = {*of_part_a()}
     again = [work for work in everything if work in part_a]
     for program, chosen in ((str(ptxas.resolve()), everything), (None, again)):
@@ -100,7 +101,7 @@ def main(
 def _filled(
     chosen: list[WarmCall], folder: Path, until: float, jobs: int, ptxas: str | None
 ) -> Iterator[Done]:
-    """Processes of their own, since Triton asks for the assembler's version once."""
+    """Fill the cache in separate processes, since Triton reads the assembler's version once."""
     os.environ.pop(PTXAS, None)
     if ptxas is not None:
         os.environ[PTXAS] = ptxas

@@ -1,4 +1,4 @@
-"""The calls of the first run in Triton, made without a GPU: they launch what they launch there.
+"""The Triton calls of the first run, made without a GPU; they launch the same kernels as on one.
 
 Tensors have shapes and no memory, except in steps: a cache of such tensors would have another
 layout. Launches are not run, so the results are meaningless.
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 BACKEND = "triton"
 TARGET = "sm_90"
 BRIEF = 256
-"""Tokens of the second cache with which a step is compared, at most (`check_decode`)."""
+"""The most tokens of the second cache with which a step is compared (`check_decode`)."""
 PREFILL = 1024
-"""Tokens of one call that fills a cache (`CacheDecoder`)."""
+"""The number of tokens of one call that fills a cache (`CacheDecoder`)."""
 
 
 class WarmCall(NamedTuple):
@@ -59,12 +59,12 @@ def works(match: str = "") -> list[WarmCall]:
 
 
 def of_part_a() -> list[WarmCall]:
-    """The calls of `alive` that come first."""
+    """The calls of `alive` in part A."""
     return [of_alive(call) for call in shipped.calls(BACKEND) if is_first(call)]
 
 
 def of_alive(call: shipped.ShippedCall) -> WarmCall:
-    """A call of the stage `alive`, or a step."""
+    """The call, or step, for a call of the stage `alive`."""
     layout = of_gpu.layout_of(call.d, call.e, call.tokens)
     if call.is_step:
         return WarmCall(call.expression, call.dtype, layout, is_step=True)
@@ -73,7 +73,7 @@ def of_alive(call: shipped.ShippedCall) -> WarmCall:
 
 
 def _of_headlines() -> Iterator[WarmCall]:
-    """The calls that are timed. A step has one token more than its context (`timed_call`)."""
+    """The timed calls. A step has one token more than its context (`timed_call`)."""
     from precondattn_conformance.bench.cases import layout
     from precondattn_conformance.bench.selection import with_sizes
 
@@ -86,7 +86,7 @@ def _of_headlines() -> Iterator[WarmCall]:
 
 
 def run(work: WarmCall) -> None:
-    """Make its launches, inside `as_on_a_gpu`."""
+    """Launch the call's kernels, inside `as_on_a_gpu`."""
     if work.is_step:
         _steps(work)
     else:
@@ -94,7 +94,7 @@ def run(work: WarmCall) -> None:
 
 
 def _call(work: WarmCall) -> None:
-    """A call with its gradient. Meta tensors have shapes, and no memory."""
+    """Make a call with its gradient on meta tensors, which have shapes and no memory."""
     import torch
 
     mechanism = pa.parse(work.mechanism)
@@ -106,7 +106,7 @@ def _call(work: WarmCall) -> None:
 
 
 def _steps(work: WarmCall) -> None:
-    """One token after a cache of zeros. A cache of meta tensors would have another layout."""
+    """Extend a cache of zeros by one token. A cache of meta tensors would have another layout."""
     import torch
 
     mechanism = pa.parse(work.mechanism)
@@ -118,7 +118,7 @@ def _steps(work: WarmCall) -> None:
         for new in (*extensions, token):
             cache = mechanism.init_cache(**token, capacity=tokens)
             cache = cache._replace(length=torch.full_like(cache.length, tokens - 1))
-            # What no kernel wrote is read, to see whether Mesa's query is solved.
+            # Mesa reads whether its query is solved from memory that no kernel has written.
             with torch.no_grad(), suppress(pa.NotSolvedError):
                 mechanism.extend(cache, **new, backend=work.backends, donate=True)
 
@@ -135,7 +135,7 @@ def _inputs(work: WarmCall, tokens: int, device: str) -> dict[str, torch.Tensor]
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """The backend takes tensors that are not on a GPU, and lengths are not read from them."""
+    """Context in which the backend accepts tensors off the GPU and reads no lengths from them."""
     from precondattn_triton.backend import Triton
     from precondattn_triton.target import compiling_for
 

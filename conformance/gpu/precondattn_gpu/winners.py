@@ -1,8 +1,8 @@
-"""From the results of the stage `tuning` to a file of configurations that the backend reads.
+"""Writes the winners of the stage `tuning` to a file of configurations that the backend reads.
 
     python -m precondattn_gpu.winners docs/measurements/gpu/nvidia_h200
 
-The file is `tuned/NAME.json` in the folder of the backend `triton`, by the name of the device.
+The file is `tuned/NAME.json` in the folder of the backend `triton`; NAME is the device's.
 """
 
 from __future__ import annotations

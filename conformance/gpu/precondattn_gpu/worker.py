@@ -1,9 +1,9 @@
-"""A process that runs one task after another, and imports libraries and sets up the device once.
+"""A process that runs tasks in turn, so that libraries are imported and the device set up once.
 
     python -m precondattn_gpu.worker
 
-A line of the standard input is a task: `{"module": …, "arguments": […], "output": FILE}`. What it
-prints goes to the file, and its exit code is a line of the standard output.
+Each line of the standard input is a task: `{"module": …, "arguments": […], "output": FILE}`. The
+task's output goes to the file, and its exit code to a line of the standard output.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    # The tasks' own output must not be taken for an answer.
+    # The tasks' own output must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         answers.write(f"{_run(json.loads(line))}\n")
 
 
 def _run(task: JsonObject) -> int:
-    """The exit code of a task."""
+    """Run a task; returns its exit code."""
     output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -37,7 +37,7 @@ def _run(task: JsonObject) -> int:
         import_module(task["module"]).main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # What would have ended a process of its own.
+    except BaseException:  # In a separate process, this would have ended the process.
         traceback.print_exc()
         return 1
     finally:

@@ -12,7 +12,7 @@ from precondattn_gpu.options import HELPER, LIBRARY
 def workload(
     mechanism: str, work: str, layout: CallLayout, dtype: str, device: str, backend: str = "triton"
 ) -> Callable[[], Arrays]:
-    """A function that runs it once and returns the results by name: output, and gradients."""
+    """A function that runs the call once and returns its results by name: output and gradients."""
     import numpy as np
 
     import precondattn as pa

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are reported. Each is a class in a file of its name."""
+"""The checks, in the order in which they are reported. Each is a class in a module of its name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ALL: tuple[Check, ...] = (
 )
 CHECKS = tuple(check.name for check in ALL)
 CHECK: dict[str, Check] = {check.name: check for check in (*ALL, Conventions())}
-"""Every check by its name, with the one that a run asks for when it has ended (`promises.py`)."""
+"""Every check by its name, and `conventions`, which a run asks for at its end (`promises.py`)."""
 
 
 def run(case: Case, backend: Backend = None, device: str | None = None) -> Measured:

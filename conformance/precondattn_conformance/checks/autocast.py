@@ -1,4 +1,4 @@
-"""Under PyTorch's autocast."""
+"""The check `autocast`: calls under PyTorch's autocast."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from precondattn_conformance.disagreement import DisagreementError, require_same
 
 
 class Autocast(Check):
-    """A float32 call under autocast is the oracle's, and equals a call in autocast's dtype.
+    """A float32 call under autocast agrees with the oracle, and equals a call in autocast's dtype.
 
-    Forward, gradient and extend; the gradient is computed under autocast too. The equality is
-    exact, so nothing inside was computed in another precision. In the explicit `vjp` some inputs
-    are in half precision already, and each gradient has the dtype of its own input.
+    It checks forward, gradient and extend; the gradient is computed under autocast too. The
+    equality is exact, which shows that nothing inside was computed in another precision. In the
+    explicit `vjp` some inputs are in half precision already, and each gradient has the dtype of its
+    own input.
     """
 
     name = "autocast"
@@ -58,14 +59,14 @@ with torch.autocast({device}, torch.{dtype}):
 
 
 class _Wide(Trial):
-    """The trial with its arrays in float32: the values are those rounded to the case's dtype."""
+    """The trial with float32 arrays, whose values are those rounded to the case's dtype."""
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> Arrays:
         return super().arrays(arrays, "float32")
 
 
 def _extended(wide: Trial) -> tuple[np.ndarray, np.ndarray] | None:
-    """The output of a prefill and one more token under autocast, and what is expected."""
+    """The output of a prefill and one more token under autocast, and the expected output."""
     time = wide.case.layout.t
     if not Caching().applies(wide.case) or time < 2:
         return None
@@ -73,13 +74,13 @@ def _extended(wide: Trial) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _rows_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
-    """What autocast makes of the inputs: gates, weights and the like stay in float32."""
+    """The inputs as autocast casts them: gates, weights and the like stay in float32."""
     half = trial.arrays(trial.numpy_inputs)
     return {n: half[n] if trial.mechanism.inputs[n].is_rows else a for n, a in inputs.items()}
 
 
 def _every_other_in_half(trial: Trial, inputs: Mapping[str, Array]) -> Arrays:
-    """Every other input in half precision, as keys rotated in float32 beside half values are."""
+    """Every other input in half precision, as when float32 keys meet half-precision values."""
     half = trial.arrays(trial.numpy_inputs)
     return {n: half[n] if i % 2 else array for i, (n, array) in enumerate(inputs.items())}
 

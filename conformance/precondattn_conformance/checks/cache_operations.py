@@ -16,15 +16,15 @@ from precondattn_conformance.checks.ragged import RaggedCall, calls, new_tokens,
 from precondattn_conformance.disagreement import DisagreementError
 
 OTHERS = 2
-"""Tokens that are cached and removed again."""
+"""The number of tokens that are cached and removed again."""
 
 
 class CacheOperations(Caching):
-    """Other tokens are cached and removed, sequences are rearranged, the capacity grows.
+    """A cache stays right when tokens are removed, sequences rearranged and its capacity grows.
 
-    The extended cache then equals the full call of these sequences. Histories of tokens are
-    cropped, and states too, which are kept before the other tokens. What can not be cropped has to
-    say so. The first sequence goes back to a snapshot.
+    The extended cache then equals the full call of these sequences. Token histories are cropped,
+    and so are states, of which a copy is kept before the other tokens. A cache that can not be
+    cropped has to raise an error. The first sequence goes back to a snapshot.
     """
 
     name = "cache_operations"
@@ -55,7 +55,7 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
             _require_refusal(longer)
         operations = _rearranged
         jit = trial.library.transforms().get("jit")
-        if layout.mask is None and jit is not None:  # Traced where the library can.
+        if layout.mask is None and jit is not None:  # Traced where the library can trace.
             operations = jit(operations)
         order = [*range(1, b), 0, b - 1]
         cache = operations((longer, before)).grow(capacity)
@@ -72,7 +72,7 @@ cache = longer.restore(before)  # Or crop, select, concatenate, reorder, grow.""
 
 
 def _first_rows(call: RaggedCall, most: int) -> RaggedCall:
-    """At most this many of the new tokens of each sequence."""
+    """The call with at most this many new tokens of each sequence."""
     stops = np.minimum(call.stops, call.starts + most)
     return call._replace(stops=stops, width=min(call.width, most))
 
@@ -136,7 +136,7 @@ class _Extension:
     def _of(
         self, name: str, array: np.ndarray, sequences: Sequence[int], capacity: int | None
     ) -> np.ndarray:
-        """An input of these sequences; one for pairs has a key column for each slot."""
+        """An input of these sequences; an input of pairs has a key column for each slot."""
         pattern = self.trial.mechanism.inputs[name]
         if pattern.letters[:1] == "b" and array.shape[0] > 1:
             array = array[list(sequences)]

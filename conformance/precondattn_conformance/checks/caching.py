@@ -1,4 +1,4 @@
-"""Caches, however the tokens arrive: in one prefill, one by one, in blocks, by several backends."""
+"""Caching checks: tokens arrive in one prefill, one by one, in blocks, or by several backends."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Caching(Check):
     """A prefill, then single tokens, then a block, equal the full call.
 
     The cache usually has spare capacity; ragged and masked sequences are included. From the third
-    call on the cache is donated, so that buffers are written in place. Of a prefix the first call
-    has all tokens, and an attn_mask has a column for each cached and new token.
+    call on the cache is donated, so that buffers are written in place. The first call contains the
+    whole prefix, and an attn_mask has a column for each cached and new token.
     """
 
     name = "caching"
@@ -43,7 +43,8 @@ class Caching(Check):
         layout, mechanism = case.layout, mechanism_of(case.mechanism)
         is_one_sequence = not layout.has("segment_ids") and layout.t == layout.s
         if any(map(layout.has, OF_PAIRS)):
-            # The cache of a window refuses them; of ragged calls the first has no whole prefix.
+            # A window's cache refuses them, and in ragged calls the first one does not contain the
+            # whole prefix.
             is_whole = not (layout.has("prefix") and layout.has("lengths"))
             is_one_sequence &= is_whole and mechanism.program.reach is None
         is_sensible = case.kind not in EXTREMES or makes_sense(mechanism, case.kind)
@@ -82,7 +83,7 @@ class Splits(Caching):
 
 
 class Alternation(Caching):
-    """One backend continues from another's cache: buffers mean the same to all backends.
+    """One backend continues from another's cache, so buffers must mean the same to all backends.
 
     Calls alternate between the backend under test and the reference, in both orders. In JAX, the
     reference's calls are made in NumPy.
@@ -109,11 +110,11 @@ def extended(
     donates: bool = True,
     order: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The outputs of successive `extend` calls by backends in turn, and what is expected.
+    """The outputs of successive `extend` calls by backends in turn, and the expected outputs.
 
-    The calls end at these tokens of the longest sequence; the others get fewer in each (`ragged`).
-    With an `order`, new tokens are views (`Library.view`). They may not be written to. Raises an
-    UnsupportedError if the backend under test runs no part of any call.
+    The calls end at these tokens of the longest sequence; the other sequences get fewer tokens in
+    each call (`ragged`). With an `order`, new tokens are views (`Library.view`). They may not be
+    written to. Raises an UnsupportedError if the backend under test runs no part of any call.
     """
     m = trial.mechanism
     cache = empty_cache(trial)
@@ -150,7 +151,7 @@ def _in_the_library(
 def _in_numpy(
     trial: Trial, cache: pa.Cache, given: Arrays, **options: Array
 ) -> tuple[Array, pa.Cache]:
-    """The same call with the cache and the new tokens in NumPy, where nothing is compiled."""
+    """Make the call with the cache and the new tokens in NumPy, where nothing is compiled."""
     array = trial.library.array
 
     def moved(cache: pa.Cache, into: Callable[[Array], Array]) -> pa.Cache:
@@ -167,9 +168,9 @@ class ExtendCall(NamedTuple):
 
     call: RaggedCall
     tokens: dict[str, np.ndarray]
-    """The inputs of the new tokens in NumPy."""
+    """The inputs of the new tokens as NumPy arrays."""
     new: Arrays
-    """The same as arrays of the library, in the layout's order in memory."""
+    """The inputs as arrays of the library, in the layout's order in memory."""
     masks: Arrays
 
 
@@ -191,7 +192,7 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
         ends = sorted({max(end, int(masks["prefix"].max())) for end in ends})
     for number, call in enumerate(calls(layout, list(ends))):
         options: Arrays = {}
-        if "prefix" in masks and number % 2 == 0:  # After the first call it need not be given.
+        if "prefix" in masks and number % 2 == 0:  # It is only required in the first call.
             options["prefix"] = array(masks["prefix"])
         if "attn_mask" in masks:
             columns = capacity if number % 2 or call.is_ragged else int(call.stops.max())
@@ -205,7 +206,7 @@ def steps(trial: Trial, ends: Sequence[int]) -> Iterator[ExtendCall]:
 
 
 def _rows_of_pairs(mask: np.ndarray, call: RaggedCall, columns: int) -> np.ndarray:
-    """The rows of a call's tokens of an attn_mask (b, h or 1, t, s), with so many columns."""
+    """The rows of an attn_mask (b, h or 1, t, s) for a call's tokens, with this many columns."""
     rows = np.take_along_axis(mask, call.tokens[:, None, :, None], axis=2)[..., :columns]
     width = [(0, 0)] * 3 + [(0, columns - rows.shape[3])]
     return np.pad(rows, width, constant_values=True)
@@ -216,9 +217,9 @@ def _capacity(layout: CallLayout) -> int:
 
 
 def ends_of(layout: CallLayout) -> list[int]:
-    """Where the calls end: a prefill and single tokens, over the edge of a block if there is one.
+    """The tokens at which calls end: a prefill and single tokens, across a block's edge if any.
 
-    Two single tokens are the last, after a block of new ones. Short sequences also start with one.
+    Two single tokens come last, after a block of new ones. Short sequences also start with one.
     """
     time, block = layout.t, layout.block
     if 0 < block < time:

@@ -1,4 +1,4 @@
-"""The base class of the checks, and the trial that each check gets: a case, ready to run."""
+"""The base class of the checks, and the trial that each check runs on: a case with its arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 VJP = """out, pullback = mechanism.vjp(**inputs, backend={backend})
 gradients = pullback(expected_of(case{where}).cotangent)"""
-"""Code of a snippet that makes a call and its gradient."""
+"""Snippet code that makes a call and computes its gradient."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Measured:
     error: float
     bound: float
     expected_by: str = ""
-    """Who computed what was expected, if not the reference (`expecting.py`)."""
+    """The source of the expected result, if it is not the reference (`expecting.py`)."""
     outputs_only: str = ""
-    """Why outputs alone were compared, where a backend with a gradient has gradients compared."""
+    """The reason why only outputs were compared, in a check that also compares gradients."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A case, with its arrays, its mechanism and the backend under test."""
+    """A case ready to run: its arrays, its mechanism and the backend under test."""
 
     case: Case
     library: Library
     backend: Backend
     unpromised: frozenset[str] = frozenset()
-    """The conventions by which the results are not compared (`conventions.py`)."""
+    """Conventions on which results must not depend, as they are not promised (`conventions.py`)."""
 
     @cached_property
     def mechanism(self) -> pa.Mechanism:
@@ -70,13 +70,15 @@ class Trial:
 
     @property
     def precision(self) -> str:
-        """The dtype to which the numbers of the case are rounded, and whose bounds hold."""
+        """The dtype to which the numbers of the case are rounded, and which determines the
+        bounds."""
         is_float32 = FLOAT64 in self.unpromised and self.case.dtype == "float64"
         return "float32" if is_float32 else self.case.dtype
 
     @property
     def numpy_inputs(self) -> dict[str, np.ndarray]:
-        """The inputs in NumPy. They do not need the oracle, which a declined case never runs."""
+        """The inputs in NumPy. Unlike the oracle, they are cheap to make for a case that is
+        declined."""
         case = self.case
         return inputs_of(case.mechanism, case.layout, case.kind, self.precision)
 
@@ -101,7 +103,7 @@ class Trial:
 
     @property
     def under_test(self) -> str | None:
-        """The first backend named. The others may help it, but not replace it."""
+        """The first named backend. The others may compute parts for it, but not replace it."""
         return self.backend[0] if isinstance(self.backend, tuple) else self.backend
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str | None = None) -> Arrays:
@@ -110,7 +112,7 @@ class Trial:
         return {name: self.library.array(array, dtype) for name, array in arrays.items()}
 
     def laid_out(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Inputs, or those of new tokens, in the library and in the layout's order in memory."""
+        """Inputs, or inputs of new tokens, in the library and in the layout's order in memory."""
         order = self.case.layout.order
         return laid_out(self.library, self.mechanism, self.arrays(arrays), arrays, order)
 
@@ -145,7 +147,7 @@ class Trial:
 
     @cached_property
     def no_gradient(self) -> str:
-        """Why the backend runs no part of the gradient of a call; empty if it does.
+        """The reason why the backend runs no part of a call's gradient; empty if it runs a part.
 
         Raises an UnsupportedError if it runs no part of the call either.
         """
@@ -158,15 +160,15 @@ class Trial:
 
     @property
     def outputs_only(self) -> str:
-        """`no_gradient` of a check that asked for it; empty for one that has no gradients."""
+        """The reason from `no_gradient`, if the check asked for it; else empty."""
         return str(vars(self).get("no_gradient", ""))
 
     def require_outputs(self) -> None:
-        """Raise an UnsupportedError if the backend runs no part of a call; gradients may lack."""
+        """Raise an UnsupportedError if the backend runs no part of a call without gradient."""
         _ = self.no_gradient
 
     def call(self, inputs: Mapping[str, Array] | None = None) -> Array:
-        """The output."""
+        """The output of the call."""
         return self.mechanism(**(inputs or self.inputs), **self.masks, backend=self.backend)
 
     def vjp(
@@ -195,13 +197,13 @@ class Trial:
         *,
         order: str | None = None,
     ) -> tuple[Array, Arrays]:
-        """`vjp`, or the output and no gradients if the backend has none."""
+        """The result of `vjp`, or the output without gradients if the backend has none."""
         return (self.call(inputs), {}) if self.no_gradient else self.vjp(inputs, order=order)
 
     def automatic(
         self, function: Callable[[Arrays], Array], inputs: Arrays, cotangent: Array
     ) -> Arrays:
-        """Gradients by the library's own differentiation; none if it or the backend has none."""
+        """Gradients by the library's own differentiation; empty without any."""
         if self.no_gradient:
             return {}
         return self.library.gradients(function, inputs, cotangent) or {}
@@ -223,10 +225,10 @@ class Trial:
         terms: Mapping[str, Sizes] | None = None,
         model: Callable[[], Mapping[str, float]] | None = None,
     ) -> Measured:
-        """The worst error among results and the oracle's, given by name as (result, expected).
+        """The worst error among pairs (result, expected), given by name.
 
-        `model` gives errors that rounding makes, by the same names, where a result is not that of
-        the plain call or its gradient. It is called if a bound is exceeded.
+        `model` returns the errors that rounding causes, by the same names, for results of other
+        calls than the plain call and its gradient. It is called if a bound is exceeded.
         """
         worst = Measured(0.0, self.bound)
         smallest = smallest_measured(self.precision)
@@ -237,7 +239,7 @@ class Trial:
             limit = self.bound_of(what)
             same_shape = result.shape == expected.shape
             found = error(result, expected, size, smallest) if same_shape else np.nan
-            if not found <= limit:  # It may be NaN.
+            if not found <= limit:  # The error may be NaN.
                 error_of_model = model().get(what) if model else None
                 if error_of_model is None:
                     error_of_model = self._error_of_model(what, exact)
@@ -253,9 +255,10 @@ class Trial:
     def _without_left_out(
         self, what: str, result: np.ndarray, expected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A result and what is expected, with 0 in rows that see no key, if these are left out.
+        """A result and the expected one, with 0 in rows that see no key, if these are left out.
 
-        Raises an UnsupportedError if such rows spoil a gradient, of which none can be left out.
+        Raises an UnsupportedError if such rows make a gradient NaN, since no part of a gradient can
+        be left out.
         """
         if EMPTY_ROWS not in self.unpromised or result.shape != expected.shape:
             return result, expected
@@ -272,7 +275,7 @@ class Trial:
         return name in self.mechanism.inputs or name in self.mechanism.program.slots
 
     def bound_of(self, what: str) -> float:
-        """The bound of a result that has this name."""
+        """The bound of the result with this name."""
         m = self.mechanism
         rules = [leaf.declares for leaf in m.program.leaves if isinstance(leaf, pa.Stateful)]
         is_delta = any(rule is not None and not rule.is_diagonal for rule in rules)
@@ -284,7 +287,7 @@ class Trial:
         )
 
     def _error_of_model(self, what: str, expected: np.ndarray) -> float:
-        """The error that rounding makes in a result of the oracle's, or 0."""
+        """The error that rounding causes in a result of the oracle's computation, or 0."""
         case, own = self.case, self.expected
         if self.precision == "float64" or case.kind in EXTREMES:
             return 0.0
@@ -295,12 +298,12 @@ class Trial:
         return errors().gradients[name] if own.gradients.get(name) is expected else 0.0
 
     def pairs_of_gradients(self, gradients: Mapping[str, Array], by: str = "vjp") -> Pairs:
-        """Gradients and the oracle's, by names such as "vjp of q"."""
+        """Pairs of gradients and the oracle's gradients, by names such as "vjp of q"."""
         expected = self.expected.gradients
         return {f"{by} of {n}": (self.numpy(g), expected[n]) for n, g in gradients.items()}
 
     def terms_of_gradients(self) -> dict[str, Sizes]:
-        """The sizes of the terms of gradients whose terms cancel, by the same names."""
+        """The sizes of the terms of gradients whose terms cancel, by names such as "vjp of q"."""
         terms = self.expected.terms
         return {f"{by} of {name}": terms[name] for by in ("vjp", "autograd") for name in terms}
 
@@ -313,7 +316,7 @@ class Trial:
 
 
 def _without_overflow(result: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
-    """The result, with the expected element where it is infinite because float16 overflows."""
+    """The result, with expected elements in place of infinite ones from float16 overflow."""
     if dtype != "float16" or result.shape != expected.shape:
         return result
     is_beyond = (np.abs(expected) > FLOAT16_MAX) & (result == np.copysign(np.inf, expected))
@@ -321,7 +324,7 @@ def _without_overflow(result: np.ndarray, expected: np.ndarray, dtype: str) -> n
 
 
 class NotRunError(Exception):
-    """The check can not run here, for a reason that is not the backend's."""
+    """Raised if the check can not run here, for a reason that is not the backend's."""
 
 
 class Check:
@@ -341,17 +344,17 @@ class Check:
         return True
 
     def run(self, trial: Trial) -> Measured:
-        """The worst error.
+        """Run the check; returns the worst error.
 
         Raises DisagreementError, the backend's UnsupportedError, or NotRunError.
         """
         raise NotImplementedError
 
     def written_out(self, case: Case, error: DisagreementError | None) -> str:
-        """Code of the call whose result was wrong, where there is more than one."""
+        """Code of the call whose result was wrong, for a check that makes several calls."""
         return self.snippet
 
     @property
     def anchor(self) -> str:
-        """Its section in the documentation."""
+        """The check's section in the documentation."""
         return f"conformance.md#{self.name}"

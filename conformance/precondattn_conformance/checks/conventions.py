@@ -1,4 +1,4 @@
-"""Whether a convention is kept: a small call that needs it, and the same call without it."""
+"""The check of conventions: a small call that needs one, and the same call without that need."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from precondattn_conformance.disagreement import DisagreementError
 
 
 class Conventions(Check):
-    """A convention is kept, also where it is not promised: one small call that needs it is right.
+    """A convention holds, whether it is promised or not: one small call that needs it is right.
 
-    It is broken if that call is wrong, and right once the convention does not matter. A run asks
-    for those that are not promised, and those that a failure needs.
+    A convention is broken if that call is wrong, and the call is right once the convention does not
+    matter. A run tests the conventions that are not promised, and those that a failed case needs.
     """
 
     name = PROBE
@@ -62,7 +62,7 @@ def _error(trial: Trial, convention: str) -> Measured:
 
 
 def _without(trial: Trial, convention: str) -> Trial:
-    """The trial of the same call where the convention does not matter."""
+    """The trial changed so that the convention does not matter."""
     case = trial.case
     if convention == BOTTOM_RIGHT:
         case = replace(case, layout=case.layout._replace(t=case.layout.s))

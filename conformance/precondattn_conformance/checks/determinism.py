@@ -1,4 +1,4 @@
-"""The same call twice, with another one in between."""
+"""The check `determinism`: repeated calls give the same bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from precondattn_conformance.disagreement import require_same
 MUTABLE = ("numpy", "torch", "cupy")
 
 REPEATS = 3
-"""Calls with the same inputs and nothing in between, before anything else is compared."""
+"""The number of repeated calls before any other call."""
 MORE_REPEATS = 8
-"""As many more, when a later comparison fails: a rare race may not show in the first ones."""
+"""The number of further repeats when a later comparison fails: a rare race may not show at
+first."""
 
 
 class Determinism(Check):
@@ -21,8 +22,8 @@ class Determinism(Check):
 
     First the same call is repeated: a difference means a race or unwritten memory. Then there is a
     call with other inputs, and one with those written into the first arrays: a difference means
-    something kept from an earlier call. No call changes the results of another one, and a pullback
-    can be called twice.
+    something was kept from an earlier call. No call changes the results of another one, and a
+    pullback can be called twice.
     """
 
     name = "determinism"
@@ -54,7 +55,7 @@ again, _ = mechanism.vjp(**inputs, backend={backend})  # It has the same bits.""
 
 
 def _require_repeatable(trial: Trial, before: Arrays, repeats: int) -> None:
-    """Raise a DisagreementError if the same call gives other bits, with nothing in between."""
+    """Raise a DisagreementError if immediate repeats of a call differ in any bit."""
     for number in range(2, repeats + 2):
         for what, array in _all(trial, trial.results()).items():
             require_same(
@@ -69,7 +70,7 @@ def _require_repeatable(trial: Trial, before: Arrays, repeats: int) -> None:
 
 
 def _require_same(trial: Trial, expected: Arrays, results: Arrays, reason: str) -> None:
-    """Raise a DisagreementError for this reason, unless the plain call is not repeatable either."""
+    """Raise a DisagreementError for this reason, or for a race in the plain call."""
     for what, array in expected.items():
         if np.array_equal(results[what], array, equal_nan=True):
             continue
@@ -89,7 +90,7 @@ def _called_twice(trial: Trial) -> tuple[Arrays, Arrays]:
 
 
 def _all(trial: Trial, results: tuple[object, dict[str, object]]) -> Arrays:
-    """Copies of the output and the gradients in NumPy, by name."""
+    """Copies of the output and the gradients as NumPy arrays, by name."""
     out, gradients = results
     arrays = {"the output": out, **{f"the gradient of {n}": g for n, g in gradients.items()}}
     return {what: trial.numpy(array).copy() for what, array in arrays.items()}

@@ -10,7 +10,7 @@ from precondattn_conformance.disagreement import DisagreementError
 
 
 class Dtypes(Check):
-    """An output has v's dtype, a gradient that of its input; both are on the inputs' device.
+    """An output has v's dtype, and a gradient its input's dtype; both are on the inputs' device.
 
     The other checks measure the accuracy in each dtype: a float64 result that was computed in
     float32 is off by 1e-7, where 1e-10 is allowed.
@@ -37,7 +37,7 @@ def _require_alike(what: str, result: object, like: object, trial: Trial) -> Non
     dtype = trial.library.dtype_name(result)
     if dtype != trial.case.dtype:
         raise DisagreementError(f"{what} is of {dtype}, not of {trial.case.dtype}")
-    # A NumPy array without axes often is one of NumPy's scalars.
+    # A NumPy array without axes often becomes a NumPy scalar.
     if type(result) is not type(like) and not isinstance(result, np.generic):
         raise DisagreementError(f"{what} is a {type(result).__name__}, not a {type(like).__name__}")
     found, expected = exact_device(result), exact_device(like)

@@ -1,4 +1,4 @@
-"""Under PyTorch's compiler, with lengths and batches that vary."""
+"""The check `dynamic_shapes`: PyTorch's compiler with varying lengths and batch sizes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from precondattn_conformance.checks.check import Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 
 SIZES = ((2, 9), (3, 12), (4, 7))
-"""Batches and lengths, in the order of the calls."""
+"""Batch sizes and lengths, in the order of the calls."""
 MOST_GRAPHS = 2
-"""One for the first sizes, and one with symbols for all others."""
+"""The largest number of graphs: one for the first sizes, one with symbolic sizes for all others."""
 
 
 class DynamicShapes(Check):
-    """One compiled function equals the oracle at every length and batch, and takes two graphs.
+    """One compiled function equals the oracle at every length and batch size, with two graphs.
 
-    PyTorch only. Outputs and gradients, with `fullgraph=True`; more graphs mean that something
-    depends on a length while the call is traced.
+    It compares outputs and gradients, in PyTorch only, with `fullgraph=True`. More graphs mean that
+    tracing specialises on a length.
     """
 
     name = "dynamic_shapes"
@@ -56,7 +56,7 @@ out = call(inputs)  # The check calls it at three lengths and batches."""
 
 
 def _measured(trial: Trial, compiled: Callable[[Arrays], Array]) -> Measured:
-    """Output and gradient of the compiled function at one size."""
+    """The error of the compiled function's output and gradient at one size."""
     outs = []
 
     def call(inputs: Arrays) -> Array:

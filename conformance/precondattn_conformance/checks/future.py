@@ -1,4 +1,4 @@
-"""A token with NaN or an infinity, and the results that must not depend on it."""
+"""The check `future`: which results a NaN or infinite token must not reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = "hnu"
 
 
 class EntryPlaces(NamedTuple):
-    """The index of each entry's sequence, token and key/value head, broadcast to an array."""
+    """The sequence, token and key/value head of each entry, as indices that broadcast."""
 
     sequence: np.ndarray
     token: np.ndarray
@@ -35,11 +35,12 @@ Chosen = Callable[[EntryPlaces], np.ndarray]
 class Future(Check):
     """A NaN or infinity in a token reaches no earlier output, no other sequence and no other head.
 
-    Keys, and what else belongs to a key (directions, gates, β), reach no earlier output, also of a
-    block of new tokens, and, but for softmax, no gradient of earlier outputs. Nothing of a token
-    reaches another sequence, head or packed segment, neither outputs nor gradients. Where sequences
-    of a batch depend on each other, the NaN reaches all that it does by the definition. A backend
-    that does not promise this of NaN gets a token with other numbers.
+    A key, or an input that belongs to a key (directions, gates, β), reaches no earlier output, nor
+    an earlier output within a block of new tokens. It reaches no gradient of earlier outputs
+    either, except in softmax. No input of a token reaches the outputs or gradients of another
+    sequence, head or packed segment. Where sequences of a batch depend on each other, exactly the
+    outputs that the definition makes NaN may be NaN. If a backend does not promise this for NaN,
+    the token has other finite numbers instead.
     """
 
     name = "future"
@@ -64,12 +65,12 @@ class Future(Check):
 
 
 def _bad_token(layout: CallLayout) -> int:
-    """A token within a block and within a segment, after the first."""
+    """The index of a token inside a block and a segment, after the first token."""
     return layout.t // 2 + 1
 
 
 def _earlier(trial: Trial) -> float:
-    """Outputs before a token with NaN keys, and their gradients."""
+    """The error of outputs before a token with NaN keys, and of their gradients."""
     j = _bad_token(trial.case.layout)
     inputs = _with_bad_keys(trial, np.nan)
     if trial.no_gradient:
@@ -110,23 +111,23 @@ def before_a_key(trial: Trial, bad: float) -> float:
 
 
 def _extended(trial: Trial) -> float:
-    """Outputs of new tokens before one with NaN keys."""
+    """The error of outputs of new tokens before one with NaN keys."""
     m, layout = trial.mechanism, trial.case.layout
     if any(pattern.is_pairwise for pattern in m.inputs.values()):
-        return 0.0  # Its columns are those of a cache.
+        return 0.0  # The columns of pairs are a cache's.
     j = _bad_token(layout)
     inputs = _with_bad_keys(trial, np.nan)
     cache = m.init_cache(**trial.inputs, capacity=layout.t)
     try:
         out, _ = m.extend(cache, **trial.arrays(inputs), backend=trial.backend)
     except pa.UnsupportedError:
-        return 0.0  # A backend may extend by one token only.
+        return 0.0  # A backend may support extension by single tokens only.
     found = _only(trial, "out", trial.numpy(out), _before(j))
     return trial.agree({"the extended output before a NaN": found}).error
 
 
 def _others(trial: Trial) -> float:
-    """Other sequences and heads than those with a token that is NaN in all inputs."""
+    """The error of other sequences and heads than those of a token that is NaN in all inputs."""
     j = _bad_token(trial.case.layout)
     inputs = _with_bad(
         trial,
@@ -142,7 +143,7 @@ def _others(trial: Trial) -> float:
 
 
 def _as_defined(trial: Trial, inputs: Arrays) -> float:
-    """The error of outputs that are finite by the definition, where all others are not."""
+    """The error of the outputs that are finite by the definition, where others are not."""
     out = trial.numpy(trial.call(trial.arrays(inputs)))
     expected = trial.mechanism(**inputs, backend="reference")
     is_finite = np.isfinite(expected)
@@ -158,7 +159,7 @@ def _as_defined(trial: Trial, inputs: Arrays) -> float:
 
 
 def _other_segments(trial: Trial, bad: float) -> float:
-    """Other segments than that of a bad token, and earlier outputs of its own."""
+    """The error of segments without the bad token, and of earlier outputs in its segment."""
     j = _bad_token(trial.case.layout)
     segments = trial.case.layout.masks()["segment_ids"]
     inputs = _with_bad(trial, bad, lambda entry: entry.token == j)
@@ -188,7 +189,7 @@ def _compare(trial: Trial, inputs: Arrays, chosen: Chosen, *, gradients: bool) -
 
 
 def _with_bad_keys(trial: Trial, bad: float) -> Arrays:
-    """The inputs with one bad token in all that belongs to a key, except its value."""
+    """The inputs with one bad token in every input that belongs to a key, except its value."""
     j = _bad_token(trial.case.layout)
     return _with_bad(
         trial,
@@ -204,9 +205,9 @@ def _with_bad(
     chosen: Chosen,
     among: Callable[[Pattern], bool] = lambda pattern: True,
 ) -> Arrays:
-    """The inputs with bad entries at chosen places, in token inputs with a suitable pattern.
+    """The inputs with bad entries at chosen places, in inputs with tokens and a suitable pattern.
 
-    If the backend does not promise to hide them, the entries are those of the token before.
+    If the backend does not promise to hide them, the entries are copied from the token before.
     """
     inputs, is_promised = {}, HIDDEN_NAN not in trial.unpromised
     for name, array in trial.numpy_inputs.items():
@@ -222,7 +223,7 @@ def _with_bad(
 def _only(
     trial: Trial, name: str, result: np.ndarray, chosen: Chosen, expected: Array = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A result with the expected entries where it is not chosen, and what is expected."""
+    """A result with the expected entries where they are not chosen, and the expected result."""
     if name == "out":
         pattern, expected = trial.mechanism.program.output, trial.expected.out
     else:
@@ -236,7 +237,7 @@ def _before(j: int) -> Chosen:
 
 
 def _places(trial: Trial, pattern: Pattern, shape: tuple[int, ...]) -> EntryPlaces:
-    """Where the entries of an array of this pattern are; 0 along axes that it lacks."""
+    """The places of the entries of an array with this pattern; 0 along axes that it lacks."""
     n = trial.case.layout.n
     index = np.indices(shape, sparse=True)
     zero = np.zeros((1,) * len(shape), dtype=int)
@@ -252,6 +253,6 @@ def _axis(pattern: Pattern, letters: str) -> int | None:
 
 
 def _leaves(expression: str) -> list[LeafProtocol]:
-    """The leaves that relate tokens to others."""
+    """The leaves in which tokens interact."""
     leaves = mechanism_of(expression).program.leaves
     return [leaf for leaf in leaves if not isinstance(leaf, pa.TokenWise)]

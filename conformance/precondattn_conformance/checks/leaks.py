@@ -1,4 +1,4 @@
-"""Memory that is not released after a call."""
+"""The check `leaks`: memory that is not released after a call."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from precondattn_conformance.memory import held_bytes
 
 WARM, CALLS = 4, 8
 SHARE = 0.5
-"""The allowed growth per call, as a share of the output's size: a leak keeps a whole array."""
+"""The allowed growth per call, as a share of the output's size. A leak keeps a whole array."""
 
 
 class Leaks(Check):
     """After a few calls, memory no longer grows with the number of calls.
 
-    One call is compared with the oracle first, since no other check has as many elements.
-    Measured over twice 8 calls with gradients, relative to the size of the output: the process's
-    resident memory on a CPU, the allocator's on a GPU. If the system reports neither, nothing is
-    checked.
+    One call is compared with the oracle first, since no other check has as many elements. The
+    growth is measured over two rounds of 8 calls with gradients, relative to the size of the
+    output. It is the growth of the process's resident memory on a CPU, and of the allocator's on a
+    GPU. If the system reports neither, nothing is checked.
     """
 
     name = "leaks"
@@ -40,7 +40,7 @@ class Leaks(Check):
                 trial.results()
             held.append(held_bytes(trial.library))
         output = 4 * int(trial.expected.out.size)
-        # An allocator that grows once is no leak, so the smaller growth counts.
+        # An allocator that grows once is not a leak, so the smaller growth counts.
         grown = min(after - before for before, after in pairwise(held)) / CALLS
         if grown > SHARE * output:
             raise DisagreementError(
@@ -53,7 +53,7 @@ class Leaks(Check):
 
 
 def _agreed(trial: Trial) -> Measured:
-    """The error of one call. What is wrong at this size is no leak, and is said first."""
+    """The error of one call. A result that is wrong at this size is reported before any leak."""
     out, gradients = trial.results()
     pairs = {"the output": (trial.numpy(out), trial.expected.out)}
     pairs |= trial.pairs_of_gradients(gradients)

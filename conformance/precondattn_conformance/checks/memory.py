@@ -1,4 +1,4 @@
-"""How peak memory grows with the number of tokens."""
+"""The check `memory`: how peak memory grows with the number of tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GROWTH = {"linear": 2.2, "quadratic": 4.4}
 class Memory(Check):
     """Peak memory grows as the backend declares: `memory = "linear"` or `"quadratic"`.
 
-    From 2,048 to 4,096 tokens, output and gradients, each in a separate process. A backend that
-    declares no class is not checked.
+    It compares 2,048 with 4,096 tokens, for output and gradients, each in a separate process. A
+    backend that declares no class is not checked.
     """
 
     name = "memory"

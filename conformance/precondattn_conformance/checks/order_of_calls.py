@@ -1,4 +1,4 @@
-"""Several calls of the same shapes: none may change what another one gives."""
+"""The check `order_of_calls`: calls of equal shapes must not change each other's results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from precondattn_conformance.disagreement import DisagreementError
 from precondattn_conformance.oracle import Oracle, oracle
 
 BLOCK = 16
-"""For the window that is wider than a block."""
+"""The block size: an option of the mechanism may be a window that is wider than a block."""
 
 CODE_OF_KEPT = """_, others = call_of(case{where}, turned=True)  # Other values of the same shapes.
 out = mechanism(**inputs, backend={backend})
@@ -26,16 +26,16 @@ mechanism(**others, backend={backend})"""
 OF_OPTION = "the output of {option}, called after {plain} with the same shapes,"
 KEPT = "the output of a call before another one of the same shapes"
 AFTER_OPTIONS = "the output after other options"
-"""The names of results, by which the code of a failure finds the call."""
+"""The names of results, from which the code for a failure finds the call."""
 
 
 class OrderOfCalls(Check):
-    """A pullback is held open across a forward of other values, and options are called in turn.
+    """Calls with the same shapes do not affect each other, also through pullbacks or other options.
 
-    Two calls of the same shapes, whose outputs are both kept; then two with their pullbacks, first
-    the first, by `vjp` and by the library's own differentiation. Then the mechanism with other
-    options on the same inputs, and without them again: nothing that is kept by shapes alone may be
-    found again.
+    Two calls have the same shapes and other values; the first output must not change. Then two
+    calls run before either pullback, by `vjp` and by the library's own differentiation. Then the
+    mechanism is called with other options on the same inputs, and without them again. This finds
+    caches that are keyed by shapes alone.
     """
 
     name = "order_of_calls"
@@ -71,7 +71,7 @@ gradients = pullback(out)"""
 
 
 def _kept(trial: Trial) -> Pairs:
-    """The output of a call, after another one of the same shapes."""
+    """The output of a call, read after another call of the same shapes."""
     second = trial.arrays(_turned(trial, trial.numpy_inputs))
     first = trial.call()
     trial.call(second)
@@ -79,7 +79,7 @@ def _kept(trial: Trial) -> Pairs:
 
 
 def _held(trial: Trial) -> Pairs:
-    """The gradients of two calls whose pullbacks are called after both."""
+    """The gradients of two calls whose pullbacks are called after both calls."""
     arrays = trial.numpy_inputs
     first, second = trial.inputs, trial.arrays(_turned(trial, arrays))
     cotangents = [
@@ -118,21 +118,21 @@ def _turned(trial: Trial, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 
 def _with_the_same_inputs(expression: str) -> list[str]:
-    """The mechanism with one other option, whose inputs have the same names and shapes."""
+    """Expressions with one other option, whose inputs have the same names and shapes."""
     plain = mechanism_of(expression)
     options = [at_block(text, BLOCK) for text in options_of(expression)]
     return [text for text in options if mechanism_of(text).inputs == plain.inputs]
 
 
 def _in_turn(trial: Trial, expression: str) -> float:
-    """The error of a call with another option, between two without it."""
+    """The error of a call with another option, made between two calls without it."""
     case = trial.case
     mechanism = mechanism_of(expression)
     expected = oracle(expression, case.layout, case.kind, trial.precision)
     try:
         found = _output(trial, mechanism, expected)
     except pa.UnsupportedError:
-        return 0.0  # A backend may have the mechanism without this option.
+        return 0.0  # A backend may lack this option.
     what = OF_OPTION.format(option=expression, plain=case.mechanism)
     try:
         return trial.agree({what: found}).error
@@ -150,7 +150,7 @@ def _output(
 
 
 def _code_of_option(case: Case, worst: str) -> str:
-    """A call of the mechanism, and then the wrong one: with another option."""
+    """Snippet: a call of the mechanism, then the wrong call with another option."""
     return f"""mechanism(**inputs, backend={{backend}})
 option = {case.id!r}
 other, given = call_of(option{{where}})  # The same shapes.
@@ -159,7 +159,7 @@ print(out{worst}, expected_of(option{{where}}).out{worst})  # The worst element.
 
 
 def _code_after_options(case: Case, worst: str) -> str:
-    """The call with each other option, and then the wrong one: without them."""
+    """Snippet: the call with each other option, then the wrong call without them."""
     options = _with_the_same_inputs(case.mechanism)
     ids = "".join(f"    {replace(case, mechanism=text).id!r},\n" for text in options)
     return f"""for option in (

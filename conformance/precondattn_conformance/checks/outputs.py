@@ -1,4 +1,4 @@
-"""The output of a full call."""
+"""The check `outputs`: the output of a full call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from precondattn_conformance.checks.check import Check, Measured, Trial
 
 
 class Outputs(Check):
-    """The output is the oracle's, under every mask, at every size, for every kind of keys."""
+    """The output equals the oracle's, under every mask, at every size, for every kind of keys."""
 
     name = "outputs"
     is_plain = True

@@ -1,4 +1,4 @@
-"""Packed sequences, each compared with a separate call."""
+"""The check `packing`: packed sequences, each compared with a separate call."""
 
 from __future__ import annotations
 

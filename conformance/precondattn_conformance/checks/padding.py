@@ -1,4 +1,4 @@
-"""The contents of padding."""
+"""The check of padding: NaN after a sequence's length has no effect."""
 
 from __future__ import annotations
 

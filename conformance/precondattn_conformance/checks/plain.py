@@ -1,4 +1,4 @@
-"""Whether the plain call is wrong too, when a check of something else fails."""
+"""Tests whether the plain call is wrong too, when a check of something else fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WRONG_TOO = "the plain call is wrong too: look at"
 
 
 def explained(trial: Trial, error: DisagreementError) -> DisagreementError:
-    """The disagreement, with what to look at first if it is not about the check.
+    """The disagreement, with a hint to look at the plain call first if that is wrong too.
 
     A wrong gradient fails the checks of strides, threads and the order of calls as well.
     """
@@ -21,7 +21,7 @@ def explained(trial: Trial, error: DisagreementError) -> DisagreementError:
 
 
 def _is_wrong(trial: Trial, is_gradient: bool) -> bool:
-    """Whether the output, or a gradient, of the plain call is wrong; not if it raises."""
+    """Whether the output, or a gradient, of the plain call is wrong; false if the call raises."""
     try:
         if is_gradient:
             trial.agree(trial.pairs_of_gradients(trial.vjp()[1]), trial.terms_of_gradients())

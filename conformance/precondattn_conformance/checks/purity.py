@@ -1,4 +1,4 @@
-"""Caches that a call must not change."""
+"""The check `purity`: a call does not change a cache that was not donated."""
 
 from __future__ import annotations
 

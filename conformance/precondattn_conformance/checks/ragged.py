@@ -1,10 +1,10 @@
-"""New tokens of ragged sequences: in one call each sequence gets a different number of them.
+"""New tokens of ragged sequences: each sequence gets a different number of them in a call.
 
     lengths 7 and 4, calls that end at 3, 4, 5 and 7 tokens
       →  sequence 1 ends at 1, 2, 2 and 4: it gets 1, 1, 0 and 2 new tokens
 
-A sequence's new tokens are the first of its row, the others are padding. A sequence that is
-shorter than others goes on decoding, as in a batch of requests.
+A sequence's new tokens are at the start of its row; the rest is padding. A sequence that is shorter
+than others goes on decoding, as in a batch of requests.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ class RaggedCall(NamedTuple):
 
     @property
     def tokens(self) -> np.ndarray:
-        """The index of the token in each row (b, width). In padding it is some other token's."""
+        """The token index of each row (b, width). In padding it is the index of some other
+        token."""
         last = np.maximum(self.stops - 1, 0)[:, None]
         return np.asarray(np.minimum(self.starts[:, None] + np.arange(self.width), last))
 
     @property
     def is_token(self) -> np.ndarray:
-        """Which rows (b, width) are tokens, and not padding."""
+        """A mask (b, width) of the rows that are tokens, as opposed to padding."""
         return np.asarray(np.arange(self.width) < self.counts[:, None])
 
 
 def calls(layout: CallLayout, ends: list[int]) -> list[RaggedCall]:
-    """Calls that end at these tokens of the longest sequence, and as far within the others."""
+    """Calls that end at these tokens of the longest sequence, and proportionally in the others."""
     lengths = layout.masks().get("lengths")
     is_ragged = lengths is not None
     total = np.full(layout.b, layout.t) if lengths is None else lengths
@@ -59,7 +60,7 @@ def calls(layout: CallLayout, ends: list[int]) -> list[RaggedCall]:
 
 
 def new_tokens(mechanism: pa.Mechanism, inputs: Arrays, call: RaggedCall) -> Arrays:
-    """The inputs of a call of `extend`; pairs keep all their key columns."""
+    """The inputs of a call of `extend`; inputs of pairs keep all key columns."""
     if not call.is_ragged:
         return slice_tokens(mechanism, inputs, int(call.starts[0]), int(call.stops[0]))
     return {
@@ -80,7 +81,7 @@ def _gathered(array: np.ndarray, axis: int | None, tokens: np.ndarray) -> np.nda
 
 
 def rows_of(array: np.ndarray, call: RaggedCall) -> np.ndarray:
-    """What a call gives of an array (b, tokens, …) of the full call; 0 in padding."""
+    """The part of an array (b, tokens, …) of the full call that is one call's; 0 in padding."""
     rows = np.take_along_axis(
         array, call.tokens.reshape(*call.tokens.shape, *(1,) * (array.ndim - 2)), 1
     )

@@ -1,4 +1,4 @@
-"""How a backend declines."""
+"""The check `refusals`: how a backend declines calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ADVICE = (
 
 
 class Refusals(Check):
-    """A refusal has a reason, and a backend claims no leaf that it can not know.
+    """A refusal has a reason, and a backend does not claim a leaf that it can not know.
 
     The backend is offered a leaf with the same options but different mathematics, of a class
     derived from the one it knows: output and gradients are twice as large. A backend that decides
-    by `isinstance`, by name or by options claims the leaf and returns those of its parent. A
+    by `isinstance`, by name or by options claims the leaf and returns its parent's results. A
     backend that declines the leaf is right, and so is one that runs the leaf's own code.
     """
 
@@ -67,7 +67,7 @@ print(derived.explain(**inputs, backend=({listed}, "reference")))  # Who compute
 
 
 def _agree(trial: Trial, derived: pa.Mechanism, pairs: Pairs) -> Measured:
-    """The error of results that are twice the oracle's. Once the oracle's are the parent's."""
+    """The error of results that should be twice the oracle's, and not equal to them."""
     twice = {what: (result, 2 * expected) for what, (result, expected) in pairs.items()}
     terms = {what: 2 * size for what, size in trial.terms_of_gradients().items()}
     try:
@@ -102,7 +102,7 @@ def _require_reason(name: str, support: Support) -> None:
 
 @cache
 def _class_twice_as_large(cls: type[pa.Leaf]) -> type[pa.Leaf]:
-    """A subclass that is not registered, with its base's name."""
+    """An unregistered subclass with its base's name."""
 
     def forward(self: pa.Leaf, x: Mapping[str, Array], frame: Frame) -> tuple[Array, Residuals]:
         out, residuals = cls.forward(self, x, frame)
@@ -123,7 +123,7 @@ def _class_twice_as_large(cls: type[pa.Leaf]) -> type[pa.Leaf]:
 
 
 def derived_from(mechanism: pa.Mechanism) -> pa.Mechanism:
-    """A derived leaf of the mechanism's only one: output and gradients are twice as large."""
+    """A derived leaf of the mechanism's only leaf; output and gradients are twice as large."""
     leaf = leaf_of(mechanism.program.calls[0])
     options = {field.name: getattr(leaf, field.name) for field in fields(leaf) if field.init}
     cls = _class_twice_as_large(type(leaf))  # type: ignore[arg-type]  # A class is hashable.

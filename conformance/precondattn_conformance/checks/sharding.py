@@ -1,4 +1,4 @@
-"""On several devices of JAX."""
+"""The check `sharding`: calls on several JAX devices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COLLECTIVE = re.compile(
 
 
 class Sharding(Check):
-    """Arrays that are sharded over batch and heads stay so, and no device waits for another.
+    """Arrays that are sharded over batch and heads stay so, without communication between devices.
 
-    Output, gradients and `extend` equal the oracle's, and are sharded as they are declared. The
-    compiled text has no collective, but for the gradient of an input that is not sharded over a
-    mesh axis one sum over that axis. Heads whose decay depends on their number are not sharded.
-    Four devices hold two sequences and two key/value heads; two devices, two heads.
+    Output, gradients and `extend` equal the oracle's, and are sharded as declared. The compiled
+    text contains no collective, except one sum over a mesh axis for the gradient of an input that
+    is not sharded over it. Heads whose decay depends on their index are not sharded. Four devices
+    hold two sequences and two key/value heads; two devices hold two heads.
     """
 
     name = "sharding"
@@ -79,7 +79,7 @@ out = call(inputs)  # The check shards the arrays over devices."""
 
 
 class _Shards:
-    """Two devices for key/value heads, and of four devices two for sequences."""
+    """The device mesh: two devices along key/value heads and, with four devices, two sequences."""
 
     def __init__(self, devices: list[jax.Device], *, divides_heads: bool) -> None:
         from jax.sharding import Mesh
@@ -91,7 +91,7 @@ class _Shards:
         self.mesh = Mesh(np.array(devices[: 2 * sequences]).reshape(sequences, 2), ("b", "h"))
 
     def spec(self, pattern: Pattern, array: Array) -> tuple[str | None, ...]:
-        """How an array with these axes is sharded."""
+        """The mesh axis of each axis of an array; None for an axis that is not sharded."""
         names = {"b": "b"} | (dict.fromkeys("nhu", "h") if self.divides_heads else {})
         return tuple(
             names.get(axis.letter) if size % 2 == 0 else None
@@ -109,14 +109,14 @@ class _Shards:
         return {name: self.put(patterns[name], array) for name, array in arrays.items()}
 
     def sums(self, pattern: Pattern, array: Array) -> int:
-        """The number of mesh axes over which devices share the array, and sum its gradient."""
+        """The number of mesh axes over which devices share the array and sum its gradient."""
         spec = self.spec(pattern, array)
         return sum(size > 1 and name not in spec for name, size in self.mesh.shape.items())
 
     def run(
         self, what: str, function: Callable[..., Array], arrays: tuple[object, ...], sums: int = 0
     ) -> Array:
-        """The result of the compiled function, whose text may have this many sums."""
+        """The result of the compiled function, whose text may contain at most this many sums."""
         import jax
 
         compiled = jax.jit(function).lower(*arrays).compile()

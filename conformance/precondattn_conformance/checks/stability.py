@@ -1,4 +1,4 @@
-"""Inputs at which a naive formula overflows, underflows or cancels."""
+"""The check `stability`: inputs at which a naive formula overflows, underflows or cancels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from precondattn_conformance.extremes import EXTREMES, FORWARD_ONLY, makes_sense
 
 
 class Stability(Check):
-    """Huge, tied and tiny logits, extreme gates and values far apart: as accurate as elsewhere.
+    """Results are accurate for huge, tied and tiny logits, extreme gates and values far apart.
 
     At every extreme the result is well conditioned, so the bounds are the same. No output and no
     gradient may be infinite or NaN.

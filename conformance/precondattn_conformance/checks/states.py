@@ -1,4 +1,4 @@
-"""Calls that start from a state, and the gradients through the first and the last state."""
+"""The check `states`: calls that start from a state, and gradients through both states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from precondattn_conformance.tolerance import error
 
 
 class States(Caching):
-    """From a non-empty state: the output, the last state, and the gradients through both.
+    """The output and the last state from a non-empty first state, and the gradients through them.
 
-    For mechanisms whose cache is a state and not a history of tokens. The cotangent is a view.
+    This applies to mechanisms whose cache is a state and not a history of tokens. The cotangent is
+    a view.
     """
 
     name = "states"
@@ -57,7 +58,7 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
         cotangent = trial.cotangent()
         if (
             case.library != "jax" and not case.layout.order
-        ):  # The cotangent of an output that was transposed is a view.
+        ):  # The cotangent of a transposed output is a view.
             cotangent = library.view(cotangent, "heads_first")
         cache = cache._replace(store=start)
         given = {**start, **{f"d {name}": d for name, d in d_last.items()}, "cotangent": cotangent}
@@ -73,14 +74,14 @@ out, last, pullback = mechanism.extend_vjp(cache, **inputs, backend={backend})""
             return (out * cotangent).sum() + sum((last.store[n] * d_last[n]).sum() for n in start)
 
         pairs = {what: (library.numpy(array), oracle[what]) for what, array in results.items()}
-        one = library.array(np.asarray(1.0), state_dtype)  # The cotangent of `total`.
+        one = library.array(np.asarray(1.0), state_dtype)  # This is the cotangent of `total`.
         automatic = library.gradients(total, {**inputs, **start}, one)
         for name, gradient in (automatic or {}).items():
             pairs[f"autograd of {name}"] = library.numpy(gradient), oracle[f"vjp of {name}"]
         trial.require_purity()
 
         def model() -> dict[str, float]:
-            """The errors of the definition in float32."""
+            """The errors of the float32 reference."""
             if trial.precision != "float32":
                 return {}
             x, first, d_out, d_first = (

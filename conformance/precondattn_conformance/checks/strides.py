@@ -1,4 +1,4 @@
-"""Arrays that are not contiguous in memory."""
+"""The check `strides`: arrays that are not contiguous in memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CHECK_OF_STEPS = Caching()
 
 
 class Strides(Check):
-    """Inputs and cotangents may be views: transposed, of every other element, a window.
+    """Inputs and cotangents may be views: transposed, every other element, or a window.
 
-    The output and the gradients are those of contiguous inputs, and no memory around a view is
+    The output and the gradients equal those for contiguous inputs, and no memory around a view is
     read or written. JAX has no views.
     """
 

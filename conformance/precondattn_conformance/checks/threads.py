@@ -1,4 +1,4 @@
-"""Numbers of threads of the library, and calls from several threads."""
+"""The check `threads`: thread counts of the library, and calls from several threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precondattn_conformance.checks.check import VJP, Check, Measured, Trial
 from precondattn_conformance.disagreement import DisagreementError
 
 SECONDS = 120.0
-"""The longest that calls at once may take."""
+"""Seconds after which concurrent calls count as hanging."""
 
 Result = tuple[Any, dict[str, Any]]
 
@@ -20,9 +20,10 @@ Result = tuple[Any, dict[str, Any]]
 class Threads(Check):
     """Results depend neither on the library's number of threads nor on calls in other threads.
 
-    PyTorch computes with 1, 2 and 4 threads, other libraries with as many as they have. Each time
-    three Python threads call at once, two with the same inputs and one with others. The sequences
-    are long enough for the library to divide its work. Calls that do not return have failed.
+    PyTorch computes with 1, 2 and 4 threads, other libraries with as many as they have. For each
+    count, three Python threads call at the same time, two with the same inputs and one with others.
+    The sequences are long enough for the library to divide its work. A call that does not return is
+    a failure.
     """
 
     name = "threads"
@@ -33,7 +34,7 @@ class Threads(Check):
 
     def run(self, trial: Trial) -> Measured:
         trial.require_outputs()
-        expected, pairs = trial.expected, {}  # The oracle is not computed at once with the calls.
+        expected, pairs = trial.expected, {}  # The oracle does not run during the calls.
         other = trial.arrays(trial.reversed_inputs)
         alone = trial.numpy(trial.results(other)[0])
         for count in trial.library.thread_counts:
@@ -57,22 +58,22 @@ class Threads(Check):
 
 
 def _at_once(trial: Trial, count: int | None, *calls: Callable[[], Result]) -> list[Result]:
-    """The results of the calls, each in a thread of its own."""
+    """The results of concurrent calls, each in its own thread."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
     all_are_ready = threading.Barrier(len(calls))
 
     def run(i: int) -> None:
         try:
-            with trial.library.precision(trial.case.dtype):  # JAX's is that of one thread.
+            with trial.library.precision(trial.case.dtype):  # JAX sets it per thread.
                 all_are_ready.wait()
                 results[i] = calls[i]()
         except BaseException as error:
             errors.append(error)
 
     threads = [
-        # A copy of the context: NumPy's treatment of warnings is part of it. A thread that hangs
-        # is a daemon, so that the process can end.
+        # A copied context includes NumPy's treatment of warnings. The thread is a daemon, so that
+        # the process can end if it hangs.
         threading.Thread(target=contextvars.copy_context().run, args=(run, i), daemon=True)
         for i in range(len(calls))
     ]

@@ -1,4 +1,4 @@
-"""Under the library's own transformations: `vmap`, and `torch.compile` or `jax.jit`."""
+"""The check `transforms`: `vmap`, and `torch.compile` or `jax.jit`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from precondattn_conformance.checks.check import Check, Measured, Trial
 class Transforms(Check):
     """A mapped or compiled call, and its gradient, equal those of the plain call.
 
-    PyTorch: `torch.vmap`, `torch.compile`. JAX: `jax.vmap`, `jax.jit`. The mapped call has two
-    different batches; the gradient is that of the compiled function.
+    PyTorch has `torch.vmap` and `torch.compile`, JAX `jax.vmap` and `jax.jit`. The mapped call has
+    two different batches; the gradient is that of the compiled function.
     """
 
     name = "transforms"
@@ -46,7 +46,7 @@ out = call(inputs)  # The check also maps it, and differentiates it."""
 
 
 def _mapped(trial: Trial, function: object) -> tuple[np.ndarray, np.ndarray]:
-    """The output of two calls in one, and the oracle's."""
+    """The output of two calls mapped into one, and the oracle's."""
     first, second = trial.numpy_inputs, trial.reversed_inputs
     both = {name: np.stack([first[name], second[name]]) for name in first}
     out = trial.numpy(function(trial.arrays(both)))  # type: ignore[operator]

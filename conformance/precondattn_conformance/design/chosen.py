@@ -9,11 +9,11 @@ from precondattn_conformance.design.factors import LONG, NONE
 from precondattn_conformance.design.rows import Design, design
 
 JAX_ROWS = 24
-"""JAX compiles every operation for every shape, so it gets a few rows only."""
+"""The number of rows for JAX, which compiles every operation for every shape."""
 JAX_DENSE = 2
-"""The rows without options that it gets at `smoke`."""
+"""The number of rows without options for JAX at `smoke`."""
 DRAWN = 48
-"""The rows that are drawn at the level `stress`."""
+"""The number of rows that are drawn at random at the level `stress`."""
 
 
 def rows(
@@ -26,7 +26,7 @@ def rows(
 ) -> list[Row]:
     """The rows of a mechanism on a library. `is_one`: the run names the mechanism."""
     if library == "array_api_strict":
-        return []  # It shows which functions are used, for which the named layouts are enough.
+        return []  # It only shows which functions are used; named layouts suffice for that.
     made = design(mechanism, library, blocks)
     if level == "smoke":
         if library != "jax":
@@ -37,24 +37,24 @@ def rows(
 
 
 def _of_jax(made: Design) -> list[Row]:
-    """The first rows without options, and those after them, which have the most new pairs."""
+    """The first rows without options, then the rows that cover the most new pairs."""
     first = made.array.first
     plain = [row for row in first if row.get("option", NONE) == NONE]
     return (plain + made.array.pairs[len(first) :])[:JAX_ROWS]
 
 
 def _of_smoke_of_jax(made: Design) -> list[Row]:
-    """The densest rows, and the gradients of options, which have the same sizes."""
+    """The densest rows, and rows with options and gradients, which have the same sizes."""
     first = _of_smoke(made)
     options = [r for r in first if r.get("option", NONE) != NONE and r["verb"] == "vjp"]
     return [*first[:JAX_DENSE], *(row for row in options if row not in first[:JAX_DENSE])]
 
 
 def _of_smoke(made: Design) -> list[Row]:
-    """All first rows of a class as it is declared; of other expressions one short row, in turn.
+    """All first rows for a class as it is declared; for other expressions one short row, in turn.
 
-    Those with a bias also have the rows that broadcast it along one axis, and those with an inner
-    eps the row with another.
+    Expressions with a bias also have the rows that broadcast it along one axis. Expressions with an
+    inner eps also have the row with another eps.
     """
     first = made.array.first
     if made.is_whole or not first:

@@ -1,6 +1,6 @@
-"""How many pairs of levels a run looked at, of those that go together: by mechanism, and in all.
+"""Coverage of a run: how many compatible pairs of levels it compared, by mechanism and in all.
 
-A pair is looked at if a case with both levels was compared with the oracle.
+A pair is covered if a case with both levels was compared with the oracle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pairs(
     compared: set[str],
     blocks: tuple[int, ...],
 ) -> list[Pairs]:
-    """The pairs of each of these mechanisms, in their order.
+    """The pair counts of each of these mechanisms, in their order.
 
     `compared` are the ids of the cases that were compared. A mechanism's rows with options count
     for the mechanism, and not for the variant that they call.
@@ -50,7 +50,7 @@ def pairs(
             made = design(mechanism, library, blocks)
             total += len(made.pairs)
             for row in rows(level, mechanism, library, blocks):
-                # A backend without float64 gets the row in float32.
+                # This row ran in float32 if the backend lacks float64.
                 in_float32 = {**row, "dtype": "float32"}
                 for compared_row in (row,) if row == in_float32 else (row, in_float32):
                     check, layout, kind, dtype, expression = made.entry(compared_row)

@@ -1,12 +1,14 @@
-"""Rows of levels that contain every pair of levels that go together, and triples of some factors.
+"""Covering arrays: rows of levels with every compatible pair of levels, and triples of some.
 
     rows = covering({"time": ("1", "17"), "mask": ("none", "lengths")}, goes_together)
 
-One level at a time is chosen, of any factor: the one with the most pairs that no row has yet, then
-the least used, then the first. So a beginning of the rows has as many pairs as it can have.
-Nothing is random, and no order of a hash matters: the rows are the same everywhere.
+The algorithm is greedy. It chooses one level at a time, of any factor: the one with the most pairs
+that are not yet covered, then the least used, then the first. So the first rows cover as many pairs
+as possible. Nothing is random and nothing depends on hash order, so the rows are the same
+everywhere.
 
-A pair that no row can complete, since no level of another factor goes with both, is left out.
+A pair is left out if no row can contain it, because some factor has no level compatible with
+both.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from functools import cached_property
 from itertools import combinations
 
 Level = tuple[str, str]
-"""A factor, and one of its levels."""
+"""A factor and one of its levels."""
 
 Row = dict[str, str]
 GoesTogether = Callable[[Level, Level], bool]
 
 
 class CoveringArray:
-    """The rows of a design; bits of an integer stand for levels."""
+    """The rows of a design; internally, bits of an integer stand for levels."""
 
     def __init__(
         self,
@@ -32,7 +34,8 @@ class CoveringArray:
         triples: Sequence[str] = (),
         first: Sequence[Row] = (),
     ) -> None:
-        """`first` are levels, the most important first, that the first rows have if they can."""
+        """`first` are levels that the first rows should have if compatible, most important
+        first."""
         self.names: list[Level] = [(f, level) for f, chosen in levels.items() for level in chosen]
         numbers = {name: i for i, name in enumerate(self.names)}
         self._factor = [list(levels).index(factor) for factor, _ in self.names]
@@ -51,7 +54,7 @@ class CoveringArray:
         ]
         self._used = [0] * len(self.names)
         self._missing = list(self._together)
-        """By level, the levels with which it is in no row yet."""
+        """For each level, the levels with which it shares no row yet."""
         self.first: list[Row] = []
         for wanted in first:
             row = self._with_most_of([numbers[x] for x in wanted.items() if x in numbers])
@@ -60,17 +63,17 @@ class CoveringArray:
 
     @cached_property
     def pairs(self) -> list[Row]:
-        """The rows that have every pair; they begin with the first rows."""
+        """The rows that cover every pair, starting with the first rows."""
         return [*self.first, *self._rows_of_pairs()]
 
     @cached_property
     def pairs_in_rows(self) -> frozenset[tuple[Level, Level]]:
-        """Every pair of levels that goes together, but for those that no row can complete."""
+        """Every compatible pair of levels, except those that no row can contain."""
         return frozenset(pair for row in self.pairs for pair in pairs_of(row))
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The same, and those of the triples."""
+        """The rows that cover every pair, followed by those that cover the triples."""
         return [*self.pairs, *self._rows_of_triples()]
 
     def _rows_of_pairs(self) -> Iterator[Row]:
@@ -106,7 +109,7 @@ class CoveringArray:
         return set(combinations(inside, 3))
 
     def _with_most_of(self, wanted: Sequence[int]) -> list[int] | None:
-        """A row with as many of these levels as go together; the first are the last to go."""
+        """A row with as many of these levels as are compatible; earlier levels have priority."""
         kept: list[int] = []
         for i in wanted:
             if all(self._together[i] >> j & 1 for j in kept):

@@ -1,4 +1,4 @@
-"""The factors that a kernel's code branches on, their levels, and which levels go together.
+"""The factors that a kernel's code branches on, their levels, and which levels are compatible.
 
 A row of the design (`rows.py`) has one level of each factor that its mechanism has. B is the size
 of a block: one of those that the backend declares (`Backend.blocks`), or of 16, 32, 64 and 128.
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 BLOCKS = (16, 32, 64, 128)
-"""The sizes of blocks at whose edges levels are placed, unless a backend declares its own."""
+"""Default block sizes, at whose edges levels are placed; a backend may declare its own."""
 
 VERBS = {
     "forward": "outputs",
@@ -19,11 +19,11 @@ VERBS = {
     "extend": "caching",
     "extend_vjp": "states",
 }
-"""The check that looks at each verb."""
+"""The check that covers each verb."""
 
 
 class Factor(NamedTuple):
-    """A factor: what it is, and its levels with the meaning of each."""
+    """A factor with its description, and its levels with the meaning of each."""
 
     what: str
     levels: dict[str, str]
@@ -34,9 +34,9 @@ def _as_they_are(*levels: str) -> dict[str, str]:
 
 
 FACTORS: dict[str, Factor] = {
-    "verb": Factor("the verb, and the check that looks at it", VERBS),
+    "verb": Factor("the verb, with the check that covers it", VERBS),
     "time": Factor(
-        "keys, against the edges of blocks",
+        "number of keys, relative to block edges",
         {
             "one": "1",
             "less": "B - 1",
@@ -71,7 +71,7 @@ FACTORS: dict[str, Factor] = {
     ),
     "block": Factor("B", _as_they_are(*map(str, BLOCKS))),
     "queries": Factor(
-        "queries against keys",
+        "number of queries, relative to keys",
         {"all": "as many", "fewer": "less by half a block and one", "single": "1"},
     ),
     "batch": Factor("b", _as_they_are("1", "2", "3")),
@@ -103,10 +103,10 @@ FACTORS: dict[str, Factor] = {
 }
 
 TRIPLES = ("time", "mask", "verb", "heads")
-"""Every triple of levels of these factors that goes together is in a row."""
+"""Factors of which every compatible triple of levels is in a row."""
 
 NONE = "none"
-"""The level of `option` and of `second` for the mechanism as it is."""
+"""The level of `option` and of `second` for the mechanism without options."""
 
 PACKED = tuple(level for level in FACTORS["mask"].levels if "segment" in level)
 AT_BLOCKS = tuple(
@@ -118,7 +118,7 @@ LONG = ("long", "longest")
 
 
 class IncompatibleLevels(NamedTuple):
-    """Levels of one factor that do not go together with levels of another, and why."""
+    """Levels of one factor that are incompatible with levels of another, and the reason."""
 
     factor: str
     levels: tuple[str, ...]
@@ -130,16 +130,16 @@ class IncompatibleLevels(NamedTuple):
 def _only(
     factor: str, levels: tuple[str, ...], other: str, allowed: tuple[str, ...], why: str
 ) -> IncompatibleLevels:
-    """These levels go together with the allowed ones only."""
+    """Levels of one factor that are compatible only with the allowed levels of another."""
     others = tuple(level for level in FACTORS[other].levels if level not in allowed)
     return IncompatibleLevels(factor, levels, other, others, why)
 
 
 _DEAR = "the oracle is quadratic"
-_WIDE = "so wide a state is large"
-_ORTHOGONAL = "no other key is near, and equal keys get no gradient"
+_WIDE = "a state of this width is large"
+_ORTHOGONAL = "no other key is similar, and equal keys get no gradient"
 APART = (
-    IncompatibleLevels("verb", CACHES, "mask", PACKED, "a cache holds one sequence in a row"),
+    IncompatibleLevels("verb", CACHES, "mask", PACKED, "a cache contains one sequence per row"),
     IncompatibleLevels("verb", CACHES, "queries", FEWER, "new tokens are queries and keys"),
     IncompatibleLevels("time", ("one",), "mask", AT_BLOCKS, "there is no block's edge"),
     IncompatibleLevels("time", ("one",), "queries", FEWER, "there is one key"),
@@ -165,26 +165,26 @@ APART = (
     _only("e", ("256",), "values", ("1",), _WIDE),
     IncompatibleLevels("d", ("128", "256"), "data", ("duplicate",), _ORTHOGONAL),
     IncompatibleLevels(
-        "batch", ("1",), "order", ("expanded_batch",), "one sequence is no expanded one"
+        "batch", ("1",), "order", ("expanded_batch",), "one sequence can not be expanded"
     ),
     IncompatibleLevels("batch", ("1",), "bias", ("over b", "over b and h"), "one sequence"),
     IncompatibleLevels(
-        "heads", ("1/1",), "order", ("expanded_heads",), "one head is no expanded one"
+        "heads", ("1/1",), "order", ("expanded_heads",), "one head can not be expanded"
     ),
     IncompatibleLevels("heads", ("1/1",), "bias", ("over h", "over b and h"), "one head"),
 )
-"""What does not go together for any mechanism. `rows.py` adds what its declaration excludes."""
+"""Incompatible levels for every mechanism. `rows.py` adds those that a declaration excludes."""
 
 
 @dataclass(frozen=True)
 class Apartness:
-    """A lookup of `APART`, with further lines."""
+    """A lookup of incompatible levels: `APART` and further entries."""
 
     lines: tuple[IncompatibleLevels, ...]
 
     @cached_property
     def pairs(self) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
-        """Every two levels that do not go together, in both orders."""
+        """Every two incompatible levels, in both orders."""
         pairs = {
             ((line.factor, level), (line.other, other))
             for line in self.lines
@@ -194,5 +194,5 @@ class Apartness:
         return frozenset(pairs | {(other, one) for one, other in pairs})
 
     def __call__(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
-        """Whether two levels do not go together."""
+        """Whether two levels are incompatible."""
         return (one, other) in self.pairs

@@ -1,4 +1,4 @@
-"""The first rows of a design, which `smoke` runs: each is right in few kernels with a fault.
+"""The first rows of a design, which `smoke` runs. Few faulty kernels give a right result in them.
 
 A kernel that is wrong for a second mask, wide values or the third sequence is wrong in one row
 that has all of these. So these rows are dense: masks at a block's edges, three sequences, groups
@@ -16,18 +16,18 @@ from precondattn_conformance.design.factors import NONE
 from precondattn_conformance.design.options import WIDE, together
 
 SMALLEST, MIDDLE, LARGEST = 0, -2, -1
-"""Which of the sizes of blocks a row has; of a single one it is that."""
+"""Indices into the block sizes, for the size that a row uses. With one size, all give that one."""
 
 _PLAIN = {"option": NONE, "second": NONE, "data": "clustered"}
 
 
 def _row(block: int, **levels: str) -> tuple[int, Row]:
-    """Levels in the order of their importance: of two that do not go together the first stays."""
+    """A row's levels in order of importance: if two are incompatible, the first is kept."""
     return block, {**_PLAIN, **levels}
 
 
 DENSE: tuple[tuple[int, Row], ...] = (
-    # Two masks at once, that change at blocks' edges; wide values; one key for several heads.
+    # Two masks that change at blocks' edges; wide values; several query heads per key head.
     _row(
         SMALLEST,
         time="three",
@@ -42,7 +42,7 @@ DENSE: tuple[tuple[int, Row], ...] = (
         bias="over b",
         queries="all",
     ),
-    # Fewer queries, two blocks and one token, a cache as long as the first sequence's.
+    # Fewer queries, two blocks and one token, a cache as long as that of the first sequence.
     _row(
         MIDDLE,
         time="two",
@@ -57,7 +57,7 @@ DENSE: tuple[tuple[int, Row], ...] = (
         order="expanded_batch",
         bias="over h",
     ),
-    # Decoding in ragged sequences, over the edges of blocks.
+    # Decoding in ragged sequences, across block edges.
     _row(
         SMALLEST,
         time="three",
@@ -97,7 +97,7 @@ DENSE: tuple[tuple[int, Row], ...] = (
         e="72",
         order="window",
     ),
-    # Long: the number of a block has four bits, and one row is left.
+    # A long sequence: the block number has four bits, and one row is left over.
     _row(
         LARGEST,
         time="long",
@@ -151,7 +151,7 @@ DENSE: tuple[tuple[int, Row], ...] = (
         heads="4/2",
         batch="1",
     ),
-    # Two masks of which one ends and one begins; wide values.
+    # Two masks, of which one ends and one begins; wide values.
     _row(
         SMALLEST,
         time="three",
@@ -164,7 +164,7 @@ DENSE: tuple[tuple[int, Row], ...] = (
         heads="4/2",
         batch="1",
     ),
-    # Keys and gates that are stored once for all sequences, as wide as values; nothing masked.
+    # Keys and gates that are stored once for all sequences, as wide as values; no masks.
     _row(
         SMALLEST,
         time="more",
@@ -211,9 +211,9 @@ DENSE: tuple[tuple[int, Row], ...] = (
 def first_rows(
     levels: Mapping[str, Sequence[str]], paired_options: str, blocks: Sequence[str]
 ) -> list[Row]:
-    """The wanted levels of the first rows: of the mechanism as it is, and of its options in pairs.
+    """The wanted levels of the first rows, for the mechanism alone and with pairs of options.
 
-    `paired_options` is the expression that has options in pairs; empty for none.
+    `paired_options` is the expression whose options are combined in pairs; empty for none.
     """
     rows = [_at(blocks, *row) for row in DENSE]
     options = levels.get("option", ())
@@ -231,7 +231,7 @@ def _at(blocks: Sequence[str], block: int, row: Row) -> Row:
 
 
 def _option_pairs(paired_options: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A window wider than a block with every other option, and each of the others with the next."""
+    """A window wider than a block with every other option, and each other with the next."""
     others = [option for option in options if option != NONE]
     wide = [option for option in others if f"window={WIDE}" in option]
     for window in wide:
@@ -249,7 +249,7 @@ def _option_pairs(paired_options: str, options: Sequence[str]) -> Iterator[tuple
 
 
 def _with_options(blocks: Sequence[str], number: int, verb: str, one: str, other: str) -> Row:
-    """Three blocks and a few tokens, with and without a mask."""
+    """A row with two options: three blocks and a few tokens, with or without a mask."""
     mask = ("lengths_apart", "none", "key_blocks")[number % 3]
     row = {"option": one, "second": other, "time": "three", "verb": verb, "mask": mask}
     more = {"dtype": "float32", "heads": "4/2", "batch": "2", "d": "16", "e": "16"}
@@ -257,7 +257,7 @@ def _with_options(blocks: Sequence[str], number: int, verb: str, one: str, other
 
 
 def _of_an_eps(blocks: Sequence[str], option: str) -> Row:
-    """Another eps of an inner piece, in float64: it changes few digits."""
+    """A row with another eps of an inner piece, in float64 because it changes few digits."""
     row = {"option": option, "dtype": "float64", "verb": "vjp", "time": "more", "mask": "none"}
     more = {"heads": "4/2", "batch": "1", "d": "5", "e": "3", "queries": "all"}
     return _at(blocks, SMALLEST, {**row, **more, "data": "random"})

@@ -1,12 +1,12 @@
-"""Options of a mechanism: one that is not its default, and two at once.
+"""Expressions that differ from a mechanism in one option, or in two at once.
 
     softmax   →   softmax[window=3], softmax[bias=true], …      options_of
                   softmax[window=3,bias=true], …                together
 
-The options are those of the class's `variants`, and of the variants of its base, inside it. To a
-leaf are added a scale and an eps, if no variant changes them. Of a window there is a second one,
-that is wider than a block. Two that exclude each other, or that the mechanism refuses together, do
-not go together.
+The options are those of the class's `variants` and, inside a composition, of its base's variants. A
+scale and an eps are added to a leaf if no variant changes them. A window has a second variant that
+is wider than a block. Two options are not combined if they exclude each other or the mechanism
+refuses both together.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import precondattn as pa
 from precondattn_conformance.declared import mechanism_of
 
 WIDE = 10**6
-"""Stands for a window wider than a block, until the block is known."""
+"""Placeholder for a window wider than a block, until the block is known."""
 
 USUAL = {"scale": 0.3, "eps": 0.5}
-"""Options that a kernel easily ignores, for leaves that have them and no variant with them."""
+"""Options that a kernel easily ignores, added to leaves that have them but no variant with them."""
 
 BEYOND = 6
-"""How many tokens wider."""
+"""The number of tokens by which a wide window exceeds a block."""
 
 
 @cache
@@ -46,7 +46,7 @@ def options_of(expression: str) -> tuple[str, ...]:
 
 @cache
 def inner_eps_of(expression: str) -> tuple[str, ...]:
-    """For a composition: expressions with another eps of its inner piece."""
+    """Expressions that differ from a composition in the eps of its inner piece."""
     plain = mechanism_of(expression)
     base: pa.Mechanism | None = getattr(plain, "base", None)
     if base is None:
@@ -61,7 +61,7 @@ def inner_eps_of(expression: str) -> tuple[str, ...]:
 
 @cache
 def together(expression: str, one: str, other: str) -> str | None:
-    """The expression with the options of both; None if they do not go together."""
+    """The expression with both options; None if they can not be combined."""
     if one == other:
         return None
     plain, *given = map(mechanism_of, (expression, one, other))
@@ -70,7 +70,7 @@ def together(expression: str, one: str, other: str) -> str | None:
 
 
 def at_block(expression: str, block: int) -> str:
-    """The expression with its wide window, if it has one, a few tokens wider than a block."""
+    """The expression with its wide window, if any, set to a few tokens more than a block."""
     return expression.replace(f"window={WIDE}", f"window={block + BEYOND}")
 
 
@@ -79,7 +79,7 @@ def _fields(m: pa.Mechanism) -> list[str]:
 
 
 def _changes(m: pa.Mechanism, plain: pa.Mechanism) -> int:
-    """The number of options in which they differ, inner ones included."""
+    """The number of options in which two mechanisms differ, inner ones included."""
     if type(m) is not type(plain):
         return 1
     count = 0
@@ -91,7 +91,7 @@ def _changes(m: pa.Mechanism, plain: pa.Mechanism) -> int:
 
 
 def _unvaried(plain: pa.Mechanism, found: list[pa.Mechanism]) -> list[pa.Mechanism | None]:
-    """A leaf with each option of `USUAL` that it has, and that no variant changes."""
+    """A leaf with each option of `USUAL` that it has and no variant changes."""
     if "base" in _fields(plain):
         return []
     return [

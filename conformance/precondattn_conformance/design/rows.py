@@ -1,11 +1,11 @@
-"""The design of a mechanism: its factors, its rows, and the case of each row.
+"""The test design of a mechanism: its factors, its rows, and the case of each row.
 
     design("lucid", "torch").rows   →   (check, layout, kind, dtype, expression), …
 
-A mechanism has the factors of its declaration: one without values has no width of values, one
-without a state no `extend_vjp`. A class as it is declared has options, alone and in pairs, and
-every triple of `TRIPLES`. Its variants and compositions have every pair of levels without options,
-and with another eps of the inner piece.
+The factors follow from a mechanism's declaration: without values there is no value width, and
+without a state no `extend_vjp`. The rows of a class as it is declared include options, alone and in
+pairs, and every triple of `TRIPLES`. Rows of its variants and compositions cover every pair of
+levels without options, and another eps of the inner piece.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from precondattn_conformance.libraries import named as library_named
 from precondattn_conformance.memory_order import EXPANDED, VIEWS, is_expanded
 
 UNBOUNDED = ("random", "clustered", "zero")
-"""Kinds of keys for a preconditioner that is not bounded for all."""
+"""Kinds of keys for a preconditioner that is not bounded for all keys."""
 
 
 class RowCase(NamedTuple):
-    """The case of a row, but for its library."""
+    """The case of a row, without its library."""
 
     check: str
     layout: CallLayout
@@ -61,7 +61,7 @@ class RowCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the factors of a mechanism depend on. Mechanisms with equal traits share their rows."""
+    """The properties of a mechanism that determine its factors. Equal traits share their rows."""
 
     letters: frozenset[str]
     is_causal: bool
@@ -74,7 +74,7 @@ class Traits:
     dtypes: tuple[str, ...]
     blocks: tuple[int, ...]
     paired_options: str
-    """The expression that has options in pairs; empty for none."""
+    """The expression whose options are combined in pairs; empty for none."""
 
 
 class Design:
@@ -94,7 +94,8 @@ class Design:
 
     @property
     def rows(self) -> list[Row]:
-        """Those of every pair, and for a class as it is declared those of every triple."""
+        """Rows that cover every pair and, for a class as it is declared, every triple of
+        `TRIPLES`."""
         return self.array.rows if self.is_whole else self.array.pairs
 
     @property
@@ -103,14 +104,14 @@ class Design:
 
     @property
     def pairs(self) -> frozenset[tuple[Level, Level]]:
-        """Every pair of levels that goes together."""
+        """Every compatible pair of levels."""
         return self.array.pairs_in_rows
 
     def entry(self, row: Row) -> RowCase:
         return entry(self.expression, row)
 
     def drawn(self, count: int) -> list[Row]:
-        """Rows of levels drawn uniformly among those that go together, the same in every run."""
+        """Rows of compatible levels drawn uniformly at random, the same in every run."""
         rng = np.random.default_rng([22, count])
         levels, goes = _levels(self.traits), _goes_together(self.traits)
         rows: list[Row] = []
@@ -132,7 +133,7 @@ class Design:
 
 @cache
 def design(expression: str, library: str, blocks: tuple[int, ...] = ()) -> Design:
-    """The design of a mechanism on a library, at the edges of these blocks, or of `BLOCKS`."""
+    """The design of a mechanism on a library, for these block sizes or `BLOCKS`."""
     m = mechanism_of(expression)
     patterns = list(m.inputs.values())
     letters = frozenset(axis.letter for pattern in patterns for axis in pattern.axes)

@@ -1,4 +1,4 @@
-"""`precondattn conformance --design`: factors, levels, what does not go together, and rows."""
+"""The output of `precondattn conformance --design`: factors, levels, exclusions, and rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from precondattn_conformance.design.rows import design
 def print_design(
     console: Console, mechanisms: tuple[str, ...], library: str, blocks: tuple[int, ...]
 ) -> None:
-    """The factors; with mechanisms, their rows too."""
+    """Print the factors and, for given mechanisms, their rows."""
     console.print(_factors(blocks))
     console.print(_apart())
     console.print(
-        f"Every pair of levels that goes together is in a row, and every triple of "
-        f"{', '.join(TRIPLES)}."
+        f"Together the rows contain every compatible pair of levels, and every compatible triple "
+        f"of {', '.join(TRIPLES)}."
     )
     for mechanism in mechanisms:
         console.print(_rows(mechanism, library, blocks))
@@ -34,12 +34,14 @@ def _factors(blocks: tuple[int, ...]) -> Table:
         )
         if name == "block" and blocks:
             levels = ", ".join(map(str, blocks))
-        table.add_row(name, escape(factor.what), escape(levels or "those of the mechanism"))
+        table.add_row(name, escape(factor.what), escape(levels or "options of the mechanism"))
     return table
 
 
 def _apart() -> Table:
-    table = Table("level", "does not go with", "why", title="apart", title_justify="left")
+    table = Table(
+        "level", "incompatible with", "why", title="incompatible levels", title_justify="left"
+    )
     for line in APART:
         table.add_row(
             escape(f"{line.factor}: {', '.join(line.levels)}"),
@@ -53,8 +55,8 @@ def _rows(mechanism: str, library: str, blocks: tuple[int, ...]) -> Table:
     made = design(mechanism, library, blocks)
     smoke = [id(row) for row in rows("smoke", mechanism, library, blocks)]
     title = (
-        f"{mechanism} on {library}: {len(made.rows)} rows, of which {len(made.array.pairs)} have "
-        f"every one of {len(made.pairs)} pairs"
+        f"{mechanism} on {library}: {len(made.rows)} rows, of which {len(made.array.pairs)} cover "
+        f"all {len(made.pairs)} pairs"
     )
     table = Table("", "check", "dtype", "layout", "keys", "mechanism", title=escape(title))
     for row in made.rows:

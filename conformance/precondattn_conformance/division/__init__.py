@@ -1,8 +1,8 @@
 """Sequences divided among devices, compared with the oracle: `precondattn conformance --devices`.
 
-The checks are the layouts of `precondattn.parallel` (`cases.py`). Each device gets its tokens of a
-call (`parts.py`), and computes their output and gradients together with the others, as a process of
-PyTorch (`torch_worker.py`) or as one of the devices of a process of JAX (`jax_worker.py`). They are
-put together here, and compared as those of any other case (`run.py`). A process that dies or hangs
-is one failure, and all are replaced (`processes.py`).
+The checks are the layouts of `precondattn.parallel` (`cases.py`). Each device gets its part of a
+call's tokens (`parts.py`), and computes their output and gradients together with the others. In
+PyTorch a device is a process (`torch_worker.py`); in JAX one process has all devices
+(`jax_worker.py`). The results are joined and compared as for any other case (`run.py`). A process
+that dies or hangs is one failure, and all processes are replaced (`processes.py`).
 """

@@ -2,11 +2,11 @@
 
 smoke    every mechanism that a class declares in each layout, once plainly and once with another
          entry of the table, in turn; other compositions plainly in one layout, in turn
-full     every mechanism in each layout, with all entries
+full     every mechanism in each layout, with all entries of the table
 stress   full, and sequences of several blocks of LUCID's solve
 
-Numbers of tokens and heads are those of the devices: few tokens each, in PyTorch not equally many,
-and heads that can be divided. A zigzag has an even number of tokens. In JAX all have equally many.
+Sizes depend on the number of devices: each has few tokens, and heads can be divided. In PyTorch
+devices have different numbers of tokens, in JAX equal ones. A zigzag has an even number of tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from precondattn_conformance.layout_names import named
 from precondattn_conformance.libraries import HALF, WIDE, installed
 
 BY_DEFAULT = ("torch",)
-"""The libraries of a run that names none: in JAX each case is compiled, for seconds."""
+"""The default libraries. JAX is not one of them, because it compiles each case for seconds."""
 LEAST, MOST = 2, 64
-"""Devices"""
+"""The smallest and the largest number of devices."""
 BLOCK = 2
-"""Of `cyclic`, and of masks"""
+"""The block size of the layout `cyclic` and of masks."""
 
 Entry = tuple[str, str, str]
-"""Of the tables: sizes and masks, the dtype, the kind of keys"""
+"""An entry of the tables below: sizes and masks, the dtype, the kind of keys."""
 
 PLAIN: Entry = ("uneven", "float64", "clustered")
 ENTRIES: tuple[Entry, ...] = (
@@ -56,11 +56,11 @@ LONG: tuple[Entry, ...] = (
 )
 LONG_BLOCK = 96
 LONG_TOKENS = 601
-"""Of each device: more than a block of LUCID's solve"""
+"""The number of tokens of each device; it exceeds a block of LUCID's solve."""
 
 
 def sizes_of(words: str, order: str, devices: int, library: str = "torch") -> CallLayout:
-    """The sizes and masks of an entry, for some devices."""
+    """The sizes and masks of an entry, for a number of devices."""
     kind, _, mask = words.partition(".")
     pair = 2 if order == "zigzag" else 1
     is_even = library != "torch"
@@ -94,7 +94,7 @@ def divided_cases(
     only_checks: tuple[str, ...] = (),
     only_dtypes: tuple[str, ...] = (),
 ) -> Iterator[Case]:
-    """The cases of a level; those of one mechanism follow each other.
+    """The cases of a level; cases of one mechanism are consecutive.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def divided_cases(
             for words, dtype, kind in _entries(level, mechanism, number, turn, is_only=is_only):
                 sizes = sizes_of(words, order, devices, library)
                 if sizes.t < sizes.s and order != "heads":
-                    continue  # Others are of tokens that are queries and keys.
+                    continue  # The other layouts apply to inputs with one token axis.
                 if only_dtypes and dtype not in only_dtypes:
                     continue
                 if only_checks and order not in only_checks:
@@ -136,7 +136,8 @@ def divided_cases(
 def _entries(
     level: str, mechanism: str, number: int, turn: count[int], *, is_only: bool
 ) -> tuple[Entry, ...]:
-    """Those of a mechanism in the layout of this number. One that is named is not derived."""
+    """The entries of a mechanism in the layout with this number. `is_only`: the run names the
+    mechanism."""
     if level == "full":
         return (PLAIN, *ENTRIES)
     if level == "stress":
@@ -147,7 +148,7 @@ def _entries(
 
 
 def require_divided(library: str) -> None:
-    """Raise a ValueError for a library in which sequences are not divided."""
+    """Raise a ValueError for a library in which sequences can not be divided."""
     if library not in WORKERS:
         raise ValueError(
             f"--devices compares sequences that devices of {' or '.join(WORKERS)} divide; "
@@ -158,12 +159,12 @@ def require_divided(library: str) -> None:
 
 
 def case_of(text: str) -> Case:
-    """The case of an id, whose check is a layout.
+    """The case with an id whose check is a layout.
 
     Raises
     ------
     ValueError
-        if the text is no such id.
+        if the text is not such an id.
     """
     case = any_case_of(text, ORDERS)
     require_divided(case.library)

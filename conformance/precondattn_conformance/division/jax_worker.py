@@ -1,8 +1,8 @@
-"""What the process of JAX does, which has all devices: it computes the whole of a call.
+"""The JAX worker process, which has all devices and computes the whole of a call.
 
-The parts of the devices are put together in their order, as `context_parallel` of JAX takes them,
-and the results are cut again. A gradient of an input without tokens is one sum; it is the first
-device's, and the others have none of it.
+The devices' parts are joined in order, as `context_parallel` of JAX expects them, and the results
+are cut again. The gradient of an input without tokens is one sum; the first device returns it, and
+the others return none.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DEVICES = "--xla_force_host_platform_device_count={}"
 
 
 def serve(connection: Connection, start: ProcessStart) -> None:
-    """Get so many devices, and answer until the connection is closed."""
-    flags = os.environ.get("XLA_FLAGS", "")  # Read when JAX starts, which is here.
+    """Set up the devices, and answer until the connection is closed."""
+    flags = os.environ.get("XLA_FLAGS", "")  # JAX reads them when it starts, which is here.
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICES.format(start.devices)}"
     import jax
 
@@ -107,13 +107,13 @@ def _computed(
 
 
 def joined(parts: list[np.ndarray], pattern: Pattern) -> np.ndarray:
-    """The parts of all devices along their tokens; one of them where there are none."""
+    """The parts of all devices joined along their tokens; for an input without tokens, one part."""
     time = HeadAxes.of_pattern(pattern, parts[0].shape).time
     return parts[0] if time is None else np.concatenate(parts, axis=time)
 
 
 def cut(whole: np.ndarray, pattern: Pattern, devices: int) -> Sequence[np.ndarray]:
-    """The part of each device. Of a sum without tokens, all of it for the first one."""
+    """The part of each device; a sum without tokens belongs to the first device."""
     time = HeadAxes.of_pattern(pattern, whole.shape).time
     if time is None:
         return [whole, *[np.zeros_like(whole)] * (devices - 1)]

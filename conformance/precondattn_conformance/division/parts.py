@@ -1,10 +1,10 @@
-"""Which tokens each device has, and arrays cut into its part and put together again.
+"""The tokens of each device, and functions that cut arrays into parts and join them.
 
     contiguous, heads    T // P tokens each, and one more on the first T % P devices
     zigzag               the same of pairs of tokens
     cyclic               blocks of B tokens, in turn; B is the block of the case's sizes
 
-So devices have different numbers of tokens where P does not divide them. In PyTorch a device is a
+So devices have different numbers of tokens if P does not divide T. In PyTorch a device is a
 process.
 """
 
@@ -22,13 +22,13 @@ from precondattn.parallel.layouts import TokenOrder
 from precondattn_conformance.inputs import CallLayout
 
 ORDERS = ("heads", "contiguous", "zigzag", "cyclic")
-"""The layouts, as the checks that they are."""
+"""The layouts, which are also the names of the checks."""
 OF_TOKENS = ("key_mask", "segment_ids")
-"""Masks with an axis of tokens, the second."""
+"""Masks with a token axis, which is the second."""
 
 
 def name_of(order: str, sizes: CallLayout) -> str:
-    """The layout as `context_parallel` reads it."""
+    """The layout's name as `context_parallel` reads it."""
     return f"cyclic[block={sizes.block}]" if order == "cyclic" else order
 
 
@@ -51,7 +51,7 @@ def _span(first: int, count: int) -> np.ndarray:
 
 
 class ProcessParts(NamedTuple):
-    """The tokens of every process, of queries `t` and of keys `s`."""
+    """The tokens of every process, among queries `t` and keys `s`."""
 
     tokens: Mapping[str, list[np.ndarray]]
 
@@ -64,20 +64,20 @@ class ProcessParts(NamedTuple):
         return len(self.tokens["t"])
 
     def cut(self, array: np.ndarray, pattern: Pattern, device: int) -> np.ndarray:
-        """A process's part of an array; all of one without tokens."""
+        """A process's part of an array; the whole array if it has no tokens."""
         time, places = self._places(array.shape, pattern)
         return array if time is None else np.take(array, places[device], axis=time)
 
     def cut_mask(self, name: str, mask: np.ndarray, device: int) -> np.ndarray:
-        """A process's part of a mask; all of one that is not of tokens."""
+        """A process's part of a mask; the whole mask if it has no token axis."""
         return mask[:, self.tokens["s"][device]] if name in OF_TOKENS else mask
 
     def joined(
         self, parts: list[np.ndarray], pattern: Pattern, shape: tuple[int, ...]
     ) -> np.ndarray:
-        """An array of this shape from all parts; the sum of those without tokens.
+        """An array of this shape, joined from all parts; without tokens, the sum of the parts.
 
-        A part of another shape than expected stays as it is, for the comparison to see.
+        A part with an unexpected shape is kept, so that the comparison reports it.
         """
         time, places = self._places(shape, pattern)
         if time is None:
@@ -92,7 +92,7 @@ class ProcessParts(NamedTuple):
         return whole
 
     def device_of(self, letter: str, token: int) -> tuple[int, int]:
-        """Which process has a token, and its number there."""
+        """The process that has a token, and the token's index there."""
         for device, own in enumerate(self.tokens[letter]):
             if token in own:
                 return device, int(np.flatnonzero(own == token)[0])
@@ -101,7 +101,7 @@ class ProcessParts(NamedTuple):
     def _places(
         self, shape: tuple[int, ...], pattern: Pattern
     ) -> tuple[int | None, list[np.ndarray]]:
-        """The axis of tokens, and each process's entries along it."""
+        """The token axis, and each process's indices along it."""
         time = HeadAxes.of_pattern(pattern, shape).time
         if time is None:
             return None, []

@@ -1,12 +1,12 @@
-"""The processes that divide calls, from outside: started, asked together, and replaced.
+"""Starts, calls and replaces the processes that divide calls.
 
     processes = Processes(4, "torch")
     replies = processes.run(parts)      # of each device
     processes.stop()
 
-In PyTorch each device is a process. They exchange by gloo, and find each other by a file. In JAX
-one process has all devices. If one dies, or one has an error and another gives no reply, all are
-ended, and the next call starts new ones.
+In PyTorch each device is a process. They communicate by gloo, and find each other through a file.
+In JAX one process has all devices. If a process dies, or one has an error and another does not
+reply, all are stopped, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from precondattn_conformance.isolation import cause
 from precondattn_conformance.status import FAILED
 
 WORKERS = {"torch": torch_worker, "jax": jax_worker}
-"""By library in which sequences are divided."""
+"""The worker module of each library in which sequences can be divided."""
 TIMEOUTS = {"torch": 25.0, "jax": 120.0}
-"""Seconds for one call, which JAX compiles."""
+"""Time limits in seconds for one call, which JAX also has to compile."""
 TO_START = 120.0
-"""Seconds until all have imported what they need, and found each other."""
+"""Time limit in seconds for all processes to import their modules and find each other."""
 TO_FOLLOW = 3.0
-"""Seconds that others have to reply, after one has an error."""
+"""Seconds that the other processes have to reply after one has an error."""
 
 
 class LostError(Exception):
-    """A call that not all processes reply to; `details` has their tracebacks."""
+    """Raised if not all processes reply to a call; `details` has their tracebacks."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class LostError(Exception):
 
 
 class LibraryProcesses:
-    """The processes of a library. They start with the first call."""
+    """The processes of a library, started at the first call."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LibraryProcesses:
         inside: str | None = None,
     ) -> None:
         if inside is not None:
-            context_manager(inside)  # An error of its name is that of the whole run.
+            context_manager(inside)  # An error in this name is raised for the whole run.
         self.devices, self.library, self.backend = devices, library, backend
         self.timeout, self.inside = timeout or TIMEOUTS[library], inside
         self.count = devices if library == "torch" else 1
@@ -71,7 +71,7 @@ class LibraryProcesses:
         Raises
         ------
         LostError
-            if one dies or does not reply in time.
+            if a process dies or does not reply in time.
         RuntimeError
             if they do not start.
         """
@@ -80,7 +80,7 @@ class LibraryProcesses:
         connections = [connection for _, connection in self.started]
         each = self.devices // self.count
         for rank, connection in enumerate(connections):
-            with suppress(BrokenPipeError):  # Then it has died, which is found below.
+            with suppress(BrokenPipeError):  # A process that has died is found below.
                 connection.send(parts[each * rank : each * (rank + 1)])
         until = time.monotonic() + self.timeout
         replies: dict[int, list[Reply]] = {}
@@ -100,7 +100,7 @@ class LibraryProcesses:
         return [reply for rank in range(self.count) for reply in replies[rank]]
 
     def _silent(self, replies: dict[int, list[Reply]]) -> str:
-        """What to say where some processes do not reply."""
+        """The message if some processes do not reply."""
         names = ", ".join(str(rank) for rank in range(self.count) if rank not in replies)
         all_replies = [(rank, reply) for rank, of in replies.items() for reply in of]
         failed = [f"process {i} {r.reason}" for i, r in all_replies if r.status == FAILED]

@@ -1,4 +1,4 @@
-"""What a process that computes divided calls is asked, and what it replies."""
+"""Requests to a process that computes divided calls, and its replies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from precondattn_conformance.libraries import Library
 from precondattn_conformance.status import FAILED, UNSUPPORTED
 
 BEFORE_KILLING = 2.0
-"""Seconds before the timeout, at which a hanging process writes its traceback."""
+"""Seconds before the time limit at which a hanging process writes its traceback."""
 
 
 class ProcessStart(NamedTuple):
-    """What a process is told when it starts."""
+    """Start-up arguments of a process."""
 
     rank: int
     devices: int
     store: str
-    """The file by which the processes find each other"""
+    """The file through which the processes find each other"""
     backend: Backend
     timeout: float
     traces: str
@@ -51,7 +51,7 @@ class PartOfCall(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Its output and gradients; or why it has none."""
+    """Output and gradients of a part, or the reason why there are none."""
 
     status: str
     reason: str = ""
@@ -66,7 +66,7 @@ def answer(
     traces: IO[str],
     reply_to: Callable[[list[PartOfCall]], list[Reply]],
 ) -> None:
-    """The loop of a process: receive the parts of a call that are its own, send their replies."""
+    """The main loop of a process: receive its parts of a call, send their replies."""
     discover()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with context_manager(start.inside)() if start.inside else nullcontext():
@@ -85,7 +85,7 @@ def answer(
 def _tried(
     reply_to: Callable[[list[PartOfCall]], list[Reply]], parts: list[PartOfCall]
 ) -> list[Reply]:
-    """The replies; of a refusal or an error, the same for each part."""
+    """The replies; a refusal or an error is the reply to every part."""
     try:
         return reply_to(parts)
     except pa.UnsupportedError as refusal:
@@ -97,14 +97,14 @@ def _tried(
 
 
 def refusal_of(mechanism: pa.Mechanism) -> str | None:
-    """Why no layout can divide a mechanism, whatever the arguments; None where one may."""
+    """The reason why no layout can divide a mechanism; None if a layout may."""
     if mechanism.mixes_sequences:
         return f"{mechanism}: the output of a sequence depends on all others"
     return None
 
 
 def fault_of(library: Library, part: PartOfCall, given: Arrays, results: Arrays) -> str | None:
-    """What is wrong with a call that has returned, before its numbers are looked at."""
+    """A fault of a finished call other than its numbers, such as an input that was written to."""
     for name, array in given.items():
         if not np.array_equal(library.numpy(array), part.inputs[name], equal_nan=True):
             return f"has written to the input {name}"

@@ -1,8 +1,8 @@
-"""The outcome of a divided call: all parts together, compared with the oracle.
+"""The outcome of a divided call: its parts are joined and compared with the oracle.
 
-The oracle computes the whole call in float64, as for every case. Padding contains NaN, which may
-reach nothing. Output and gradients of the devices are put together in the order of the sequence;
-gradients of inputs without tokens are added up.
+The oracle computes the whole call in float64, as for every case. Padding contains NaN, which must
+not reach any result. Output and gradients of the devices are joined in the order of the sequence;
+gradients of inputs without tokens are summed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_divided(
     inside: str | None = None,
     started: Callable[[Case], object] = lambda case: None,
 ) -> Iterator[Outcome]:
-    """The outcomes, as soon as each is known."""
+    """Yield the outcomes as soon as each is known."""
     of_library = {
         name: LibraryProcesses(devices, name, backend, timeout, inside) for name in WORKERS
     }
@@ -95,7 +95,7 @@ def calls_of(trial: Trial, parts: ProcessParts) -> list[PartOfCall]:
 
 
 def _failure(replies: list[Reply]) -> tuple[str, str] | None:
-    """The reason and details, if processes have errors, or not all the same refusal."""
+    """The reason and details if a process has an error, or reasons of refusals differ."""
     failed = [(rank, reply) for rank, reply in enumerate(replies) if reply.status == FAILED]
     if failed:
         rank, first = failed[0]
@@ -109,7 +109,7 @@ def _failure(replies: list[Reply]) -> tuple[str, str] | None:
 
 
 def compared(trial: Trial, parts: ProcessParts, replies: list[Reply]) -> Measured:
-    """The worst error. Raises a DisagreementError if one is above its bound."""
+    """Return the worst error, or raise a DisagreementError if one is above its bound."""
     expected, mechanism = trial.expected, trial.mechanism
     done = [(r.out, r.gradients) for r in replies if r.out is not None and r.gradients is not None]
     out = parts.joined([out for out, _ in done], mechanism.program.output, expected.out.shape)
@@ -122,7 +122,7 @@ def compared(trial: Trial, parts: ProcessParts, replies: list[Reply]) -> Measure
 
 
 def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:
-    """Which device has the worst element."""
+    """The device that has the worst element, in words."""
     for letter, place in zip(trial.axes(error.what), error.index, strict=False):
         if letter in parts.tokens:
             device, number = parts.device_of(letter, place)
@@ -132,7 +132,7 @@ def _where(trial: Trial, parts: ProcessParts, error: DisagreementError) -> str:
 
 
 def _command(case: Case, processes: LibraryProcesses) -> str:
-    """What runs the case again."""
+    """The command that runs the case again."""
     named = processes.backend
     backends = (named,) if isinstance(named, str) else named or ()
     options = "".join(f" --backend {name}" for name in backends)

@@ -1,4 +1,4 @@
-"""What each process of PyTorch does: it computes its part of a call, together with the others."""
+"""The PyTorch worker process, which computes its part of a call together with the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def serve(connection: Connection, start: ProcessStart) -> None:
-    """Find the others, and answer until the connection is closed."""
+    """Connect to the other processes, and answer until the connection is closed."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,7 +34,7 @@ def serve(connection: Connection, start: ProcessStart) -> None:
     with open(start.traces, "w") as traces:
         faulthandler.enable(traces)
         store = dist.FileStore(start.store, start.devices)
-        # The parent ends a process that waits too long: after its timeout, which is shorter.
+        # The parent's time limit is shorter: it ends a process that waits too long.
         waits = timedelta(seconds=10 * start.timeout)
         dist.init_process_group(
             "gloo", store=store, rank=start.rank, world_size=start.devices, timeout=waits

@@ -3,7 +3,7 @@
     precondattn ecosystem --record ecosystem.json --page ecosystem.md
     precondattn ecosystem --peer 'fla/*' --level full
 
-Each row runs in a process of its own (`run.py`, `process.py`), and its outcomes become cells
-(`cells.py`). What a red cell means is judged by hand (`judgements/`), and a judgement of a cell
-that is not red any more is an error.
+Each row runs in a separate process (`run.py`, `process.py`), and its outcomes become cells
+(`cells.py`). The meaning of a red cell is judged by hand (`judgements/`). A judgement of a cell
+that is no longer red is an error.
 """

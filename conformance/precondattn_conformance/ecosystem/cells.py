@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 RIGHT = "right"
 WRONG = "wrong"
 NOT_FINITE = "not finite"
-"""All of its failures are NaN or infinite where the definition is finite."""
+"""The status of a cell whose failures are all NaN or infinite where the definition is finite."""
 CONVENTION = "convention differs"
-"""All of its failures are of conventions that the function does not keep."""
+"""The status of a cell whose failures are all due to conventions that are not kept."""
 DECLINED = "declined"
 NOT_COMPARED = "not compared"
-"""The project is not there, or this machine can not run it."""
+"""The status of a cell whose project is not installed, or can not run on this machine."""
 
 RED = (WRONG, NOT_FINITE)
 WORST_FIRST = (WRONG, NOT_FINITE, CONVENTION, RIGHT, DECLINED, NOT_COMPARED)
 
 LISTED = 2
-"""The number of failures, and of reasons of declines, that a cell has."""
+"""The number of failures, and of reasons for declines, that a cell keeps."""
 LONGEST = 300
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A row and a check: what was found, and how much of it was compared."""
+    """A cell of the table: the status of a check of a row, and how much of it was compared."""
 
     word: str
     cases: int = 0
     compared: int = 0
     failed: int = 0
     worst: float | None = None
-    """The largest error over its bound; infinite where a result is not finite."""
+    """The largest ratio of error to bound; infinite if a result is not finite."""
     failures: tuple[tuple[str, str], ...] = ()
-    """The first failed cases, with the reason."""
+    """The first failed cases, with their reasons."""
     declines: tuple[tuple[str, int], ...] = ()
     """The most common reasons why cases were declined."""
     conventions: tuple[str, ...] = ()
-    """The conventions that are not kept, and that failures need."""
+    """The conventions that are not kept and that explain failures."""
 
     def as_dict(self) -> JsonObject:
         worst = self.worst
@@ -82,10 +82,9 @@ class TableCell:
 def cells_of(
     outcomes: Iterable[Outcome], conventions: Mapping[str, tuple[str, ...]]
 ) -> dict[str, TableCell]:
-    """The cells of a row by check; `conventions` are those without which cases do
-    not fail, by the ids of these.
+    """The cells of a row by check. `conventions` explain failures, by the ids of the failed cases.
 
-    A row of which nothing was compared is *not compared*: this machine can not run it.
+    If nothing in a row was compared, its cells are *not compared*: this machine can not run it.
     """
     by_check: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -133,7 +132,7 @@ def is_not_finite(failure: Outcome) -> bool:
 
 
 def _share(outcome: Outcome) -> float | None:
-    """The error over its bound."""
+    """The ratio of the error to its bound."""
     measured = outcome.measured
     if measured is None or measured.bound == 0:
         return None
@@ -146,7 +145,7 @@ def _short(text: str) -> str:
 
 
 def together(cells: Iterable[TableCell]) -> TableCell | None:
-    """Several checks as one column: the worst word, and the sums; None without any check."""
+    """Several checks as one column: the worst status and summed counts; None without any."""
     each = list(cells)
     if not each:
         return None

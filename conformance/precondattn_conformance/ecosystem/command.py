@@ -35,8 +35,8 @@ def ecosystem(
     Raises
     ------
     ValueError
-        for a pattern that matches no row, a level that is none, a file that can not be written; and
-        after the run if a judgement is stale. The table has been written then.
+        for a pattern that matches no row, an unknown level, or a file that can not be written; and
+        after the run if a judgement is stale. The table is written before that.
     """
     if level not in LEVELS:
         raise ValueError(f"level is one of {', '.join(LEVELS)}; found {level!r}")
@@ -52,7 +52,7 @@ def ecosystem(
     table.rows.sort(key=lambda row: order[row.name])
     table.seconds = time.monotonic() - began
     if record is not None:
-        table.save(record)  # What the rows cost is kept, also where a judgement's code fails.
+        table.save(record)  # They are kept if a judgement's code fails.
     run_snippets(table, JUDGEMENTS, jobs=jobs)
     if record is not None:
         table.save(record)
@@ -62,7 +62,7 @@ def ecosystem(
 
 
 def _in_a_line(row: TableRow) -> str:
-    """A row in the terminal: how many checks have which word, and which checks the worst."""
+    """A row in the terminal: how many checks have each status, and which have the worst."""
     words = Counter(cell.word for cell in row.checks.values())
     counts = ", ".join(
         f"{words[word]} {word}" + _names(row, word) for word in WORST_FIRST if words[word]

@@ -1,4 +1,4 @@
-"""The rows of the table: one implementation of one mechanism, and how the suite calls it."""
+"""The rows of the table: implementations of mechanisms, and how the suite calls them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LIBRARIES = {
     "pallas": "jax",
     "cupy": "cupy",
 }
-"""Our own backends, each with the library of its arrays."""
+"""Our own backends, each with its array library."""
 
 MECHANISMS = ("softmax", "lucid", "path", "gated_delta", "kda")
-"""The mechanisms of our own backends' rows: the suite's own runs have the others."""
+"""The mechanisms in our own backends' rows; the suite's own runs cover the others."""
 
 WITHOUT = {("pallas", "path"), ("cupy", "path")}
-"""What a backend has no kernel for."""
+"""Pairs (backend, mechanism) without a kernel."""
 
 
 class Contender(Protocol):
@@ -46,21 +46,21 @@ class Contender(Protocol):
     def library(self) -> str: ...
 
     def described(self) -> dict[str, str]:
-        """Its project, and where this is: title, url, date."""
+        """A description of its project: title, url, date."""
 
     def version(self) -> str:
-        """The version of the project. Raises a MissingError where it is not there."""
+        """The version of the project. Raises a MissingError if it is not installed."""
 
     def limits(self) -> Mapping[str, str]:
-        """What its documentation says that it does not compute, by the name of the check."""
+        """The limits that its documentation states, by the name of the check."""
 
     def ready(self) -> tuple[str, FunctionBackend | None]:
-        """The name of its backend, which is registered; and the backend, if it is a function."""
+        """The name of its registered backend, and the backend itself if it is a function."""
 
 
 @dataclass(frozen=True)
 class OfProject:
-    """A peer, by its name: a process of its own looks it up again."""
+    """A peer, identified by its name, so that another process can look it up."""
 
     name: str
 
@@ -88,7 +88,7 @@ class OfProject:
 
     def ready(self) -> tuple[str, FunctionBackend | None]:
         backend = self.peer.backend()
-        backend.promises = pa.CONVENTIONS  # What it does not keep is found.
+        backend.promises = pa.CONVENTIONS  # A run finds the conventions that it does not keep.
         register_backend(backend)
         return backend.name, backend
 
@@ -124,12 +124,12 @@ class OfOurs:
 
 
 def contenders(patterns: Iterable[str] = ()) -> list[Contender]:
-    """All rows, in the order of the table; those whose name matches a pattern, such as `"fla/*"`.
+    """The rows in the order of the table: all, or those that match a pattern such as `"fla/*"`.
 
     Raises
     ------
     ValueError
-        for a pattern that matches none.
+        for a pattern that matches no row.
     """
     every = list(_every())
     wanted = tuple(patterns)

@@ -1,7 +1,7 @@
-"""Which failures are a matter of convention: the case is right, or none, without a promise.
+"""Finds failures due to a convention: without the promise, the case is right or not run.
 
-A row runs first as if it kept every convention. Where a small call tells that it does not keep one
-(`promises.py`), its failures that need that convention run again without it.
+A row first runs as if it kept every convention. If a small call shows that it does not keep one
+(`promises.py`), the failed cases that need this convention run again without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from precondattn_conformance.status import FAILED
 def explained(
     session: Session, backend: FunctionBackend, outcomes: Sequence[Outcome]
 ) -> dict[str, tuple[str, ...]]:
-    """The conventions, not kept, without which a case does not fail, by the id of the case."""
+    """The broken conventions without which a case does not fail, by the id of the case."""
     broken = {each.convention for each in session.promises(outcomes) if each.verdict == BROKEN}
     found = {}
     promised = backend.promises

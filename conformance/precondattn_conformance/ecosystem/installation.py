@@ -1,6 +1,6 @@
-"""The commands that install what is compared: packages of the extra `ecosystem`, and checkouts.
+"""Commands that install the compared projects: packages of the extra `ecosystem`, and checkouts.
 
-The packages are installed without their dependencies, which would replace each other's versions.
+The packages are installed without their dependencies, whose versions conflict.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.metadata import requires
 from precondattn_conformance.peers.everyone import lines_to_check_out
 
 EXTRA = "ecosystem"
-"""The extra of precondattn that has every package of a peer, beside the frameworks."""
+"""The extra of precondattn that contains every package of a peer, besides the frameworks."""
 
 
 def packages() -> list[str]:

@@ -1,7 +1,7 @@
-"""What was found by looking at red cells: a limit, a convention or a defect.
+"""Judgements of red cells: a limit, a convention or a defect.
 
-A judgement belongs to cells that are red. Where one of them is not red any more, the judgement is
-stale, and that is an error: so the page never blames a version that is right.
+A judgement belongs to red cells. If one of them is no longer red, the judgement is stale, which is
+an error. So the page never blames a version that is right.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from precondattn_conformance.ecosystem.cells import CONVENTION, NOT_COMPARED, RE
 from precondattn_conformance.ecosystem.table import Table, TableRow
 
 LIMIT, CONVENTIONAL, DEFECT = "limit", "convention", "defect"
-"""Documented; one of two that are in use; against its own description."""
+"""Kinds of judgement: a documented limit; one of two conventions in use; a contradiction to its own
+description."""
 KINDS = (DEFECT, LIMIT, CONVENTIONAL)
 MOST_REPORTS = 10
 
 
 class StaleError(ValueError):
-    """Judgements that do not belong to red cells, or whose code did not run."""
+    """Raised for judgements that do not belong to red cells, or whose code did not run."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is behind the red cells of some rows and checks."""
+    """The cause of the red cells of some rows and checks."""
 
     peers: str
-    """Patterns of names of rows, with spaces between them, such as `"fla/kda_* fla/gdn2_chunk"`."""
+    """Patterns of row names, separated by spaces, such as `"fla/kda_* fla/gdn2_chunk"`."""
     checks: tuple[str, ...]
     kind: str
     sentence: str
-    """It begins with a capital, and says what happens on which input."""
+    """The finding as a sentence with a capital letter: what happens on which input."""
     code: str = ""
-    """A minimal input that a reader can paste. What it prints is shown: the error against the
-    definition in float64."""
+    """A minimal example that a reader can paste. The page shows what it prints: the error against
+    the float64 definition."""
     expected: str = ""
-    """What should have been computed, and by which description; a report has it."""
+    """The expected result and the description that defines it, for a report."""
     title: str = ""
     """The title of the report; a judgement without a title has no report."""
 
@@ -59,12 +60,12 @@ class Judgement:
         return check in self.checks and any(fnmatchcase(row.name, p) for p in self.patterns)
 
     def rows(self, table: Table) -> list[TableRow]:
-        """The rows of the table that it is about."""
+        """The table's rows to which it applies."""
         return [row for row in table.rows if any(fnmatchcase(row.name, p) for p in self.patterns)]
 
 
 def require_true(table: Table, judgements: Sequence[Judgement]) -> None:
-    """Raise a StaleError unless each judgement is about red cells, and its code has run."""
+    """Raise a StaleError unless each judgement applies to red cells and its code has run."""
     reports = [each for each in judgements if each.title]
     faults = [fault for judgement in judgements for fault in _faults(table, judgement)]
     if len(reports) > MOST_REPORTS:

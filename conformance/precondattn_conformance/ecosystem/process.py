@@ -1,7 +1,7 @@
-"""What the process of a row does: it runs the cases, and sends each outcome as soon as it is known.
+"""The process of a row, which runs the cases and sends each outcome as soon as it is known.
 
-A project is imported here and nowhere else, so that it can neither pollute nor end another run.
-What it prints goes to a file, whose last line says why a process died.
+A project is imported only here, so that it can not affect another run. Its output goes to a file,
+whose last line says why a process died.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from precondattn_conformance.status import FAILED
 
 @dataclass(frozen=True)
 class Started:
-    """A case has begun."""
+    """Message: a case has begun."""
 
     case: Case
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The project, or what it needs, is not there."""
+    """Message: the project, or something that it needs, is not installed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class FinishedRow:
-    """All cases have run."""
+    """Message: all cases have run."""
 
     conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The conventions that were not kept, without which a case does not fail, by its id."""
+    """The conventions that were not kept and without which a case does not fail, by its id."""
     findings: tuple[str, ...] = ()
     """What the function computes instead (`functions/diagnosis.py`)."""
 
@@ -54,13 +54,13 @@ Message = Started | Outcome | Missing | FinishedRow
 def serve(
     connection: Connection, contender: Contender, level: str, done: Collection[str], prints: str
 ) -> None:
-    """Run the cases of a row, except those in `done`. What it prints goes to the file `prints`."""
+    """Run the cases of a row, except those in `done`; printed output goes to the file `prints`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     with open(prints, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     faulthandler.enable()
-    del sys.argv[1:]  # A project may read the command line as its own.
+    del sys.argv[1:]  # A project may parse the command line.
     try:
         contender.version()
         name, backend = contender.ready()

@@ -1,4 +1,4 @@
-"""Reports of defects, as they could be sent to a project: ten lines each."""
+"""Reports of defects of ten lines each, which can be sent to a project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from precondattn_conformance.ecosystem.table import Table
 
 
 def reports(table: Table, judgements: Sequence[Judgement]) -> dict[str, str]:
-    """The reports by the names of their files."""
+    """The reports by file name."""
     known = [each for each in judgements if each.rows(table)]
     return {f"{n}.md": _report(table, each) for each, n in report_numbers(known).items()}
 

@@ -1,10 +1,9 @@
-"""Rows in processes of their own, several at once, each with a limit of time.
+"""Runs rows in separate processes, several at once, each with a time limit.
 
     for contender, ran in run_all(contenders("fla/*"), "smoke", jobs=2): …
 
-A process that dies has failed in the case that it was running; another one goes on with the cases
-after it. A process that has no time left has failed in its case, and the cases after it are not
-compared.
+If a process dies, the case that it was running has failed, and another process continues after it.
+If the time limit is reached, the running case has failed, and later cases are not compared.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from precondattn_conformance.status import FAILED
 from precondattn_conformance.xla import compiling_quickly
 
 SECONDS = 300.0
-"""The time for a row at the level smoke."""
+"""The time limit in seconds for a row at the level smoke."""
 
 STARTS = 4
-"""The largest number of processes of a row, of which all but the last have died."""
+"""The largest number of processes of a row: each but the last has died."""
 
 
 @dataclass
 class Ran:
-    """What became of a row."""
+    """The result of running a row."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     conventions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
     missing: str = ""
-    """Why nothing, or nothing more, was compared."""
+    """The reason why nothing, or nothing more, was compared."""
     seconds: float = 0.0
 
 
 def run_all(
     rows: Iterable[Contender], level: str, *, jobs: int = 2, seconds: float = SECONDS
 ) -> Iterator[tuple[Contender, Ran]]:
-    """What became of each row, as soon as it is known."""
+    """Yield the result of each row as soon as it is known."""
     todo = deque(rows)
     running: list[_Row] = []
     try:
@@ -97,7 +96,7 @@ class _Row:
         theirs.close()
 
     def receive(self) -> None:
-        """Take the next message, or notice that the process has died."""
+        """Receive the next message, or notice that the process has died."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -129,13 +128,13 @@ class _Row:
         self._start()
 
     def give_up(self) -> None:
-        """End a row that has had its time."""
+        """End a row that has reached its time limit."""
         reason = f"no result after {self.limit:g} s"
         self._failed(f"it hung: {reason}")
         self._end(reason)
 
     def _failed(self, reason: str) -> None:
-        """The case that was running has failed."""
+        """Record that the running case has failed."""
         if self.case is not None:
             self.ran.outcomes.append(Outcome(self.case, FAILED, reason=reason))
 
@@ -146,7 +145,7 @@ class _Row:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, which may have hung."""
+        """End the process, which may be hanging."""
         self.connection.close()
         self.process.kill()
         self.process.join()

@@ -1,4 +1,4 @@
-"""The code of judgements is run as a reader would run it, and what it prints is recorded."""
+"""Runs the code of judgements as a reader would, and records what it prints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SECONDS = 120
 
 
 def run_snippets(table: Table, judgements: Iterable[Judgement], *, jobs: int = 2) -> None:
-    """Run the code of judgements of rows that were compared, and add what it prints to the table.
+    """Run the code of judgements whose rows were compared, and add the printed output to the table.
 
-    So many run at once.
+    Up to `jobs` run at once.
 
     Raises
     ------
     RuntimeError
-        if one fails.
+        if the code of one fails.
     """
     table.printed.clear()
     codes = [j.code for j in judgements if j.code and any(row.checks for row in j.rows(table))]
@@ -31,7 +31,7 @@ def run_snippets(table: Table, judgements: Iterable[Judgement], *, jobs: int = 2
 
 
 def printed(code: str) -> str:
-    """What a process of its own prints."""
+    """The output of the code in a separate process."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:

@@ -32,17 +32,17 @@ class TableRow:
     url: str
     version: str
     date: str
-    """The day of the version as year, month and day, or empty."""
+    """The date of the version (year, month, day), or empty."""
     mechanism: str
     library: str
     seconds: float
     missing: str
-    """Why nothing, or nothing more, was compared."""
+    """The reason why nothing, or nothing more, was compared."""
     checks: Mapping[str, TableCell]
     findings: tuple[str, ...] = ()
-    """What it computes instead, where its plain call is wrong."""
+    """What the implementation computes instead, if its plain call is wrong."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """What its documentation says that it does not compute, by the name of the check."""
+    """The limits that its documentation states, by the name of the check."""
 
     def as_dict(self) -> JsonObject:
         return {
@@ -68,18 +68,18 @@ class TableRow:
 
 @dataclass
 class Table:
-    """The rows, and when and with what they were made."""
+    """The rows, with the date and environment of the run."""
 
     level: str
     patterns: tuple[str, ...] = ()
-    """Only rows whose name matches one of these; none: all."""
+    """Patterns of row names; empty if all rows were run."""
     date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d}")
     suite: str = precondattn.__version__
     environment: JsonObject = field(default_factory=environment.describe)
     seconds: float = 0.0
     rows: list[TableRow] = field(default_factory=list)
     printed: dict[str, str] = field(default_factory=dict)
-    """What the code of each judgement printed."""
+    """The printed output of each judgement's code."""
 
     def save(self, path: Path) -> None:
         content: JsonObject = {
@@ -104,7 +104,7 @@ def load(path: Path) -> Table:
     Raises
     ------
     ValueError
-        if the file is no table.
+        if the file is not a table.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -145,7 +145,7 @@ def row_of(contender: Contender, ran: Ran) -> TableRow:
 
 
 def _why_not(cells: Mapping[str, TableCell]) -> str:
-    """The most common reason of the first check, where nothing was compared."""
+    """The most common reason of the first check, if nothing was compared."""
     if any(cell.compared for cell in cells.values()):
         return ""
     return next((reason for cell in cells.values() for reason, _ in cell.declines), "no cases")

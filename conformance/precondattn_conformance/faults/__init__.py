@@ -1,7 +1,7 @@
-"""Planted faults: the suite is tested by backends that are wrong in one place.
+"""Planted faults: backends that are wrong in one place, by which the suite itself is tested.
 
-Faults of a formula are none of these: a dropped term, another sign, a bound that is off by one.
-Mutants stand for them (`mutation/`): all changes of one token of the formula's text.
+Errors in a formula, such as a dropped term, a wrong sign or a bound that is off by one, are not
+planted here. Mutants cover them (`mutation/`): all changes of one token of the formula's text.
 
 fault.py            a fault: a change of the arguments, code, or result of a backend's method
 carriers.py         the backends that carry faults; everything else in them is right
@@ -11,6 +11,6 @@ written_by_hand/    faults of one mechanism, or of one algorithm, by idea
 catalogue.py        all faults, and the smallest number for each mechanism
 selftest.py         runs the suite on each fault: one that survives is an error in the suite
 
-A fault is planted only while a method of its carrier runs. The oracle that the suite compares with
-is computed outside of it.
+A fault is planted only while a method of its carrier runs. The oracle's results are computed
+outside of it.
 """

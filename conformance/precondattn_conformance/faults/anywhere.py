@@ -1,6 +1,6 @@
 """Faults that apply to any mechanism: wrong results, and wrong use of memory.
 
-A dtype wider than the call's is no fault, because the core casts the result.
+Computing in a wider dtype than the call's is not a fault, because the core casts the result.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _changed(change: Callable[[Array], Array], correct: MethodResult) -> MethodR
 
 
 def memory(m: Piece, stage: str) -> Named:
-    """The caller's memory is written to, strides are ignored, or results share memory."""
+    """Writes to the caller's memory, ignored strides, and results that share memory."""
     name = next(iter(m.inputs))
     yield f"the input {name} written to", partial(_written, lambda call: call.inputs[name])
     if stage in (BACKWARD, STEP_BACKWARD):
@@ -116,7 +116,7 @@ def _written(which: Callable[[MethodCall], Array], truth: Truth, call: MethodCal
 
 
 def _copied(result: MethodResult) -> MethodResult:
-    """A copy of a result, which shares no memory."""
+    """A copy of a result, which shares no memory with it."""
     return MethodResult(
         None if result.out is None else np.array(result.out),
         tuple(map(np.array, result.residuals)),
@@ -157,7 +157,7 @@ def _of_dense_cotangent(call: MethodCall) -> MethodCall:
 
 
 def _cached_by_identity() -> Change:
-    """Returns the last result if the input arrays are the same objects, whatever they contain."""
+    """Return the last result if the input arrays are the same objects, whatever they contain."""
     last: list[tuple[list[Array], MethodResult]] = []
 
     def planted(truth: Truth, call: MethodCall) -> MethodResult:

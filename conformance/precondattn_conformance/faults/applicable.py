@@ -1,4 +1,4 @@
-"""Where a kind of fault can change a result, decided from a mechanism's leaves."""
+"""Functions that decide from a mechanism's leaves whether a kind of fault can change a result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from precondattn_conformance.faults.fault import (
 )
 
 Named = Iterable[tuple[str, Change]]
-"""Changes, each with a short description."""
+"""Changes with short descriptions."""
 
 
 def stages_of(m: Piece) -> tuple[str, ...]:
     """The methods that a backend needs for a mechanism.
 
-    A mechanism that is not causal has no cache, and only states have gradients.
+    A mechanism that is not causal has no cache, and among caches only states have gradients.
     """
     has_states = bool(m.program.slots) and not keeps_tokens(m)
     needed = {FORWARD, BACKWARD}
@@ -34,12 +34,12 @@ def stages_of(m: Piece) -> tuple[str, ...]:
 
 
 def leaves(m: Piece, *kinds: type) -> list[LeafProtocol]:
-    """Its leaves, or those of the given classes."""
+    """The mechanism's leaves, or those of the given classes."""
     return [leaf for leaf in m.program.leaves if not kinds or isinstance(leaf, kinds)]
 
 
 def looks_at_other_tokens(m: Piece) -> bool:
-    """Whether a token's output depends on others."""
+    """Whether a token's output depends on other tokens."""
     return any(
         not isinstance(leaf, pa.TokenWise) or getattr(leaf, "axis", "") == "channel"
         for leaf in leaves(m)
@@ -49,8 +49,9 @@ def looks_at_other_tokens(m: Piece) -> bool:
 def depends_on_validity(m: Piece) -> bool:
     """Whether an invalid token changes the result although its inputs are zeros.
 
-    In softmax a zero key has a weight; retention decays with every token, and CCQ counts it. For
-    the other recurrences a token of zeros has no effect, unless a feature map precedes them.
+    In softmax a zero key has a weight; retention decays with every token, and CCQ counts every
+    token. For the other recurrences a token of zeros has no effect, unless a feature map precedes
+    them.
     """
     kinds = (pa.Softmax, pa.Path, pa.QueryWeightedQuery, pa.LucidSolve)
     if leaves(m, *kinds, pa.Retention, pa.ConditionedQuery):

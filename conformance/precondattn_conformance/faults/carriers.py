@@ -1,4 +1,4 @@
-"""The backends that carry a fault; everything else in them is right.
+"""The backends in which a fault is planted; everything else in them is right.
 
 ==========  ==============================================================================
 leaves      the reference's leaves, one at a time
@@ -40,7 +40,7 @@ from precondattn_portable import Portable
 
 
 class Carrier(pa.Backend):
-    """A backend whose methods are right except for the fault that it carries."""
+    """A backend in which a fault is planted, and which is right otherwise."""
 
     only_by_name = True
     wide_values = True
@@ -52,10 +52,10 @@ class Carrier(pa.Backend):
     """The number of those calls whose result was wrong; counted only if `watched`."""
     watched = False
     broken = ""
-    """The traceback of a planted call that raised, so that the fault is not the intended one."""
+    """The traceback of a planted call that raised an error, which is not the intended fault."""
 
     def carry(self, fault: Fault | None) -> None:
-        """Carry this fault from now on."""
+        """Plant this fault from now on; None plants no fault."""
         self.fault, self.reached, self.changed, self.broken = fault, 0, 0, ""
 
     def truth(self, call: MethodCall) -> MethodResult:
@@ -155,7 +155,7 @@ def _dtype(inputs: Mapping[str, Array]) -> str:
 
 
 def _names_in_call(mechanism: Piece) -> dict[str, str]:
-    """The name of each buffer in a `MethodCall`, a leaf's slot or a group's key, by its key."""
+    """The name of each buffer in a `MethodCall`, by its key: a leaf's slot or a group's key."""
     if len(mechanism.program.calls) > 1:
         return {key: key for key in mechanism.program.slots}
     return {key: slot for slot, key in mechanism.program.slot_keys[0].items()}
@@ -175,7 +175,7 @@ def _arrays(result: MethodResult) -> list[np.ndarray]:
 
 
 class Leaves(Carrier):
-    """The reference's leaves."""
+    """A carrier with the reference's leaves."""
 
     name = "faulty-leaves"
 
@@ -189,7 +189,7 @@ class Leaves(Carrier):
 
 
 class Autograd(Leaves):
-    """The leaves, differentiated by the framework."""
+    """A carrier whose leaves are differentiated by the framework."""
 
     name = "faulty-autograd"
 
@@ -199,7 +199,7 @@ class Autograd(Leaves):
 
 
 class WholeCarrier(Carrier):
-    """Compositions as one call."""
+    """A carrier that runs a composition as one call."""
 
     name = "faulty-whole"
 
@@ -213,7 +213,7 @@ class WholeCarrier(Carrier):
 
 
 class BlockedCarrier(Carrier):
-    """The blocked algorithms, with small blocks."""
+    """A carrier with the blocked algorithms and small blocks."""
 
     name = "faulty-blocks"
     libraries = Portable.libraries
@@ -232,12 +232,12 @@ class BlockedCarrier(Carrier):
             return _result(cast("LeafRunner", runner), call)
 
     def _run(self, call: MethodCall) -> MethodResult:
-        with small_blocks():  # A fault's change may read the block sizes too.
+        with small_blocks():  # A fault's change may also read the block sizes.
             return super()._run(call)
 
 
 def _result(runner: LeafRunner, call: MethodCall) -> MethodResult:
-    """The result of the methods that a runner has, whose buffers have the names of the call's."""
+    """The result of a runner's method, with the buffers' names as in the call."""
     run, x, frame = runner.methods, call.inputs, call.frame
     if call.stage == FORWARD:
         return MethodResult(*run.forward(x, frame))

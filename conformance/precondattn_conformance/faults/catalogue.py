@@ -1,8 +1,8 @@
-"""All faults: every operator on every mechanism that it applies to, and those written by hand.
+"""All faults: every operator on every mechanism to which it applies, and faults written by hand.
 
-They are what no change of one token is; mutants stand for the others (`mutation/`). An operator is
-applied to a leaf, and to its variants for what the leaf's defaults lack: a window, a bias, a gate.
-Faults between leaves are applied to compositions.
+They are faults that can not be made by changing one token of code; mutants cover those
+(`mutation/`). An operator is applied to a leaf, and to variants of it that have a window, a bias or
+a gate. Faults between leaves are applied to compositions.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ IN_TURN: dict[str, dict[str, int]] = {
         "memory": 1,
     },
 }
-"""The number of faults per method of a mechanism, for operators that act the same on all of them.
-The faults are taken in turn. Of the other operators every method has all faults."""
+"""The number of faults per method of a mechanism, for operators that act the same on all
+mechanisms. Each method gets other faults in turn. Operators that are not listed give every method
+all their faults."""
 
 AROUND = {
     "tempered": "temperature(linear)",
@@ -92,19 +93,19 @@ AROUND = {
     "unit_rows": "row_normalized(linear)",
     "difference": "differential(linear)",
 }
-"""Leaves that treat each token alone have no state. They contribute to a state's gradient only in
-compositions with a stateful leaf: these."""
+"""Compositions for leaves that treat each token alone and so have no state. They contribute to a
+state's gradient only in a composition with a stateful leaf."""
 
 MINIMUM = 120
 """The smallest number of faults in all."""
 
 OF_EACH_STAGE = 2
-"""The smallest number of faults of each mechanism in each of its methods, beside its mutants."""
+"""The smallest number of faults of each mechanism in each of its methods, besides its mutants."""
 
 
 @cache
 def faults() -> tuple[Fault, ...]:
-    """All faults; their names are unique."""
+    """All faults, with unique names."""
     every = (*_systematic(), *written_by_hand.faults())
     names = Counter(fault.name for fault in every)
     assert max(names.values()) == 1, names.most_common(3)
@@ -135,7 +136,7 @@ def _systematic() -> Iterator[Fault]:
 
 
 def _operators(m: pa.Mechanism) -> dict[str, Operators]:
-    """By carrier."""
+    """The operators of each carrier that apply to a mechanism."""
     if len(m.program.calls) > 1:
         return {"whole": OF_THE_WHOLE}
     return {"leaves": OF_LEAVES, "blocks": OF_BLOCKS}

@@ -27,14 +27,14 @@ STAGES = (FORWARD, BACKWARD, STEP, STEP_BACKWARD)
 
 
 Function = Callable[..., Any]
-"""A function, a method or a class of the code under test, or what replaces it."""
+"""A function, a method or a class of the code under test, or its replacement."""
 Owner = type | ModuleType
-"""A class or a module, in which a function stands."""
+"""A class or a module that contains a function."""
 
 
 @dataclass(frozen=True)
 class MethodCall:
-    """The arguments of a method; those that it does not have are empty."""
+    """The arguments of a method; arguments that the method does not have are empty."""
 
     stage: str
     mechanism: Piece
@@ -52,7 +52,7 @@ class MethodCall:
     dtype: str = ""
     """The dtype of the caller's inputs; `inputs` in half precision have been cast to float32."""
     wiring: Mapping[tuple[int, str], str] = field(default_factory=dict)
-    """By number of a leaf in a group and name of its input: another array to read."""
+    """Arrays to read in place of others, by a leaf's index in a group and its input's name."""
 
     def given(self, **inputs: Array) -> MethodCall:
         """The call with other inputs."""
@@ -60,13 +60,13 @@ class MethodCall:
 
     @property
     def declared(self) -> Inputs:
-        """The patterns of its inputs."""
+        """The patterns of the mechanism's inputs."""
         inputs: Inputs = self.mechanism.inputs
         return inputs.extending() if self.stage in (STEP, STEP_BACKWARD) else inputs
 
     @property
     def output(self) -> Pattern:
-        """The pattern of its output."""
+        """The pattern of the mechanism's output."""
         program = self.mechanism.program
         pattern: Pattern = program.output
         return pattern.renamed({"s": "t"}) if self.stage in (STEP, STEP_BACKWARD) else pattern
@@ -74,7 +74,7 @@ class MethodCall:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The result of a method; the parts that it does not have are empty."""
+    """The result of a method; parts that the method does not have are empty."""
 
     out: Array = None
     residuals: tuple[Array, ...] = ()
@@ -104,11 +104,11 @@ class Fault:
     change: Change
     library: str = "numpy"
     has_options: bool = False
-    """Whether the cases of the mechanism with other options count too."""
+    """Whether cases of the mechanism with other options count too."""
 
     @property
     def name(self) -> str:
-        """Unique among all faults."""
+        """The fault's name, unique among all faults."""
         where = "+".join(self.stages)
         inside = "" if self.mechanism.startswith(self.subject) else f" of {self.subject}"
         about = f"{self.operator}: {self.detail}" if self.operator else self.detail
@@ -123,22 +123,22 @@ class Fault:
 
 
 def with_call(change: Callable[[MethodCall], MethodCall]) -> Change:
-    """The correct method, with another call."""
+    """A change that runs the correct method with another call."""
     return lambda truth, call: truth(change(call))
 
 
 def with_result(change: Callable[[MethodResult], MethodResult]) -> Change:
-    """The correct method, with a changed result."""
+    """A change of the correct method's result."""
     return lambda truth, call: change(truth(call))
 
 
 def with_output(change: Callable[[Array], Array]) -> Change:
-    """The correct method, with a changed output."""
+    """A change of the correct method's output."""
     return with_result(lambda result: replace(result, out=change(result.out)))
 
 
 def inside(owner: Owner, name: str, change: Callable[[Function], Function]) -> Change:
-    """The method, run while `owner.name` (of a class or a module) is replaced by `change` of it."""
+    """A change that runs the method while `owner.name` (in a class or module) is replaced."""
 
     def planted(truth: Truth, call: MethodCall) -> MethodResult:
         with REPLACING:

@@ -1,4 +1,4 @@
-"""Faults of gradients: that of one input, or of one state, is left out."""
+"""Faults of gradients: the gradient of one input or one state is left out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from precondattn_conformance.faults.fault import (
 
 
 def gradient(m: Piece, stage: str) -> Named:
-    """The gradient of each input. None of them is 0."""
+    """For each input, a fault that sets its gradient to 0; none is 0 otherwise."""
     if stage in (BACKWARD, STEP_BACKWARD):
         for name in m.inputs:
             yield f"of {name} left out", with_result(partial(_without, name))
 
 
 def gradient_of_state(m: Piece, stage: str) -> Named:
-    """The gradient of the state before the call, and that of the state after it."""
+    """Faults of the gradients of the state before the call and of the state after it."""
     if stage != STEP_BACKWARD:
         return
     for name in _buffers(m):

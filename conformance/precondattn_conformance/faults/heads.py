@@ -23,13 +23,14 @@ from precondattn_conformance.faults.fault import (
 )
 
 GROUPED = (("h", "n"), ("u", "h"))
-"""Axes of heads, each with the axis of the fewer heads that they share."""
+"""Axes of heads, each with the axis of the smaller number of heads that they share."""
 
 
 def head_map(m: Piece, stage: str) -> Named:
     """Heads that read the wrong keys and values.
 
-    Only for mechanisms whose heads share something: a norm or a temperature has its own per head.
+    This applies to mechanisms whose heads share an input; a norm or a temperature is separate per
+    head.
     """
     for many, few in GROUPED:
         letters = {letter for pattern in m.inputs.values() for letter in pattern.letters}
@@ -116,7 +117,7 @@ def _neighbours(few: str, truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def _one_of(many: str, few: str, truth: Truth, call: MethodCall) -> MethodResult:
-    """Only the first head of each group contributes to the gradient of what they share."""
+    """The gradient of a shared array, from the first head of each group only."""
     count, group = _size(call, many), _size(call, many) // _size(call, few)
     axis = call.output.letters.index(many)
     shape = [1] * call.cotangent.ndim

@@ -1,8 +1,8 @@
-"""Faults of masks: segments and validity that are not read, or at the wrong place.
+"""Faults of masks: segments and validity are not read, or read at the wrong place.
 
     visible(i, j)  ≠  j ≤ i,  same segment,  j valid
 
-The backend gets a frame that has been changed.
+The backend gets a changed frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _in_frame(change: Callable[[Frame], Frame]) -> Change:
 
 
 def segments(m: Piece, stage: str) -> Named:
-    """Wrong segment boundaries. A cache holds one segment, so steps have none."""
+    """Wrong segment boundaries; not for steps, since a cache contains one segment."""
     if stage in (STEP, STEP_BACKWARD) or not looks_at_other_tokens(m):
         return
     ignored = {"q_segment": None, "k_segment": None}
@@ -55,7 +55,7 @@ def _later_segments(frame: Frame) -> Frame:
 
 
 def _rolled(x: Array, *, keep_first: bool) -> Array:
-    """x moved by one token: every token gets the entry of the token before."""
+    """x moved by one token: every token gets the entry of the token before it."""
     first = x[:, :1] if keep_first else x[:, -1:]
     return namespace(x).concat([first, x[:, :-1]], axis=1)
 

@@ -1,8 +1,8 @@
-"""Faults of options: one that the backend ignores, and yet supports.
+"""Faults of options: the backend claims to support an option but ignores it.
 
     softmax[window=3] computed as softmax
 
-Options that change which inputs, buffers or columns of the output there are can not be ignored.
+Options that change the inputs, buffers or output columns can not be ignored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def with_option(name: str, change: Callable[[OptionValue], OptionValue]) -> Chan
 
 
 ONE_COMPARISON = ("scale", "detach")
-"""Options that a leaf reads in one condition: a mutant of it stands for the option ignored."""
+"""Options that a leaf reads in one condition. A mutant of that condition covers ignoring them."""
 
 
 def ignored(m: Piece, stage: str) -> Named:
-    """Each option of a leaf that is not its default."""
+    """A fault for each option of a leaf that differs from its default: it is ignored."""
     leaf = leaf_of(m.program.calls[0])
     for field in dataclasses.fields(leaf):
         name, default = field.name, field.default
@@ -49,7 +49,7 @@ def _always(setting: OptionValue) -> Callable[[OptionValue], OptionValue]:
 
 
 def _can_be(leaf: Leaf, name: str, default: object) -> bool:
-    """Whether the leaf without the option exists, and has the same arrays."""
+    """Whether the leaf without the option exists and has the same arrays."""
     try:
         other = dataclasses.replace(leaf, **{name: default})
     except (TypeError, ValueError):  # The option is required, or another one needs it.

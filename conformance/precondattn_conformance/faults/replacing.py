@@ -1,7 +1,7 @@
-"""Names of modules and classes are replaced by one thread at a time.
+"""A lock for replacing names of modules and classes, which one thread may do at a time.
 
-A replaced name is replaced for all threads. If two threads replaced it at once, the second would
-take the first one's change for the original, and put it back for good.
+A replacement applies to all threads. If two threads replaced a name at once, the second would take
+the first one's replacement for the original, and restore it permanently.
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from __future__ import annotations
 import threading
 
 REPLACING = threading.RLock()
-"""Held from the replacement of a name until the original is back."""
+"""Locked from the replacement of a name until the original is restored."""

@@ -1,4 +1,4 @@
-"""Rounding to fewer bits, in the same dtype."""
+"""Rounding to fewer bits in the same dtype."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def saved_output(m: Piece, stage: str) -> Named:
 
 
 def residual(m: Piece, stage: str) -> Named:
-    """The logarithms of row sums, which blocked attention keeps, overwritten in their memory."""
+    """Overwrite the logarithms of row sums that blocked attention keeps as residuals."""
     if stage != BACKWARD or not leaves(m, pa.Softmax, pa.Path):
         return
     yield "overwritten by the first gradient", _overwritten
@@ -50,7 +50,7 @@ def _overwritten(truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def value_between(m: Piece, stage: str) -> Named:
-    """Wrong intermediate results, which a mechanism that runs in one call keeps as residuals."""
+    """Wrong intermediate results, which a mechanism run as one call keeps as residuals."""
     program = m.program
     if stage != BACKWARD:
         return

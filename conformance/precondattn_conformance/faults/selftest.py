@@ -1,8 +1,9 @@
-"""The suite's own test: it must catch every fault, and the carriers must pass without one.
+"""The self test of the suite: it must catch every fault, and the carriers must pass without one.
 
 A fault first runs on the smoke cases of its mechanism, the case most likely to catch it first, and
 then on the full level if none fails. It is caught by the first case that fails. A fault that
-survives is an error in the suite, or changes no result: the report has the number of wrong results.
+survives is an error in the suite, or changes no result; the report gives the number of wrong
+results.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ FIRST_CHECK = {
     STEP: "caching",
     STEP_BACKWARD: "states",
 }
-"""The check that is most likely to catch a fault of a method."""
+"""The check that is most likely to catch a fault, by the faulty method."""
 
 FIRST_OF_OPERATOR = {"zero times": "future", "memory of a cache": "cache_operations"}
-"""The same for a kind of fault, whatever the method."""
+"""The check that is most likely to catch a fault, by its kind, whatever the method."""
 
 MISSED_BY_SMOKE = "stability"
-"""The check that is most likely to catch what smoke does not: a state of low precision."""
+"""The check that is most likely to catch faults that smoke misses: low-precision states."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ class FaultVerdict:
 
     fault: str
     caught_at: str | None
-    """The level whose case failed; None if none did."""
+    """The level at which a case failed; None if none did."""
     case: str = ""
     reason: str = ""
     changed: int = 0
-    """For a survivor: the number of planted calls whose result was wrong."""
+    """The number of planted calls with a wrong result, counted for faults that were not caught."""
     broken: str = ""
-    """The traceback if the planted change itself raised, so that it is not the intended fault."""
+    """The traceback if the planted change raised an error, which is not the intended fault."""
     seconds: float = 0.0
 
     @property
@@ -109,12 +110,12 @@ class SelfTest:
 
     @property
     def failing_carriers(self) -> list[Plain]:
-        """Carriers that fail without a fault, or that no case ran on."""
+        """Carriers that fail without a fault, or on which no case ran."""
         return [plain for plain in self.plain if plain.failures or not plain.passed]
 
     @property
     def is_good(self) -> bool:
-        """Whether all faults were caught, most of them by smoke, and nothing else is wrong."""
+        """Whether all faults were caught, enough of them by smoke, and nothing else is wrong."""
         return (
             not self.survivors
             and self.smoke_share >= SMOKE_SHARE
@@ -127,7 +128,7 @@ Progressed = Callable[[FaultVerdict | Plain], None]
 
 
 def missing_faults() -> list[str]:
-    """Mechanisms and methods that have too few faults."""
+    """Messages for mechanisms and methods that have too few faults."""
     count = Counter((f.subject, stage) for f in faults() for stage in f.stages)
     missing = [
         f"{name}, {stage}: {count[name, stage]} of {OF_EACH_STAGE}"
@@ -149,7 +150,7 @@ def run_self_test(
 ) -> SelfTest:
     """Run the suite on every fault (or `only` some), in `workers` processes.
 
-    At the level "smoke", a fault that smoke does not catch survives.
+    At the level "smoke", a fault that smoke does not catch counts as a survivor.
     """
     start = time.perf_counter()
     results = SelfTest(level)
@@ -172,7 +173,7 @@ class FaultTask(NamedTuple):
 
 
 AT_ONCE = 25
-"""The number of faults in a task. All are of one mechanism, and share the oracle's results."""
+"""The number of faults in a task, all of one mechanism, so that they share the oracle's results."""
 
 
 def _results(
@@ -217,7 +218,7 @@ def run_task(task: FaultTask, level: str = FULL) -> list[FaultVerdict | Plain]:
 
 @contextmanager
 def planting() -> Iterator[dict[str, Carrier]]:
-    """The carriers, registered, with warnings off: wrong results cause many, such as for NaN."""
+    """Context that registers the carriers and turns off warnings, which wrong results cause."""
     with registered() as carriers, warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield carriers
@@ -232,7 +233,7 @@ def run_plain(carrier: Carrier, name: str, mechanism: str, library: str = "numpy
 
 
 def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> FaultVerdict:
-    """Run cases on one fault, until one fails."""
+    """Run cases on one fault until one fails."""
     start = time.perf_counter()
     carrier.carry(fault)
     tried: set[str] = set()
@@ -254,7 +255,7 @@ def run_fault(carrier: Carrier, fault: Fault, level: str = FULL) -> FaultVerdict
 
 
 def _is_by_fault(carrier: Carrier, fault: Fault, case: Case) -> bool:
-    """Whether the case passes without the fault. Those of smoke do: `run_plain` runs them all."""
+    """Whether the case passes without the fault. Smoke cases do, as `run_plain` has shown."""
     carrier.carry(None)
     try:
         return run_case(case, helped(carrier)).status == PASSED
@@ -281,13 +282,14 @@ def _cases_of(fault: Fault, level: str) -> list[Case]:
 
 
 def _cases(level: str, mechanism: str, library: str, *, has_options: bool = False) -> list[Case]:
-    """The cases of a mechanism as it is: with other options it may lack what a fault changes."""
+    """The cases of a mechanism, with other options only if `has_options`: they may lack what it
+    changes."""
     chosen = cases(level, only_libraries=(library,), only_mechanisms=(mechanism,))
     return [case for case in chosen if has_options or case.mechanism == mechanism]
 
 
 def _in_order(chosen: list[Case], fault: Fault, level: str) -> list[Case]:
-    """The most likely check first, then float64, then short sequences."""
+    """The cases sorted: the most likely check first, then float64, then short sequences."""
     first = {FIRST_CHECK[stage] for stage in fault.stages}
     if fault.operator in FIRST_OF_OPERATOR:
         first = {FIRST_OF_OPERATOR[fault.operator]}
@@ -301,7 +303,7 @@ def _in_order(chosen: list[Case], fault: Fault, level: str) -> list[Case]:
 
 
 def self_test(console: Console, level: str = FULL) -> int:
-    """`precondattn conformance --self-test`: 0 where the suite catches every fault, else 1."""
+    """Run `precondattn conformance --self-test`; returns 0 if every fault is caught, else 1."""
     with Progress(
         TextColumn("{task.description:<18}"),
         BarColumn(),
@@ -325,7 +327,7 @@ def self_test(console: Console, level: str = FULL) -> int:
 
 
 def show(results: SelfTest, console: Console) -> int:
-    """Print the results in a few lines, and return the exit code."""
+    """Print the results in a few lines; returns the exit code."""
     caught = len(results.verdicts) - len(results.survivors)
     console.print(f"{len(results.verdicts)} faults, {caught} caught")
     for verdict in results.survivors:

@@ -19,7 +19,7 @@ from precondattn_portable.outlook import OutlookRows
 from precondattn_portable.windowed import WindowedBlocks
 
 BLOCK = 4
-"""Tokens of a block of most algorithms."""
+"""The number of tokens of a block in most algorithms."""
 
 SMALL = (
     (layout, {"ROWS": 2 * BLOCK, "FEWEST_ROWS": BLOCK, "CHUNK": BLOCK, "ROW_BLOCK_ENTRIES": 64}),
@@ -36,7 +36,7 @@ SMALL = (
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """The blocked algorithms use blocks of a few tokens in this context."""
+    """Context in which the blocked algorithms use blocks of a few tokens."""
     with REPLACING:
         known = [(owner, {n: getattr(owner, n) for n in sizes}) for owner, sizes in SMALL]
         _set(SMALL)

@@ -2,7 +2,7 @@
 
     update ≠ Append(tokens), Replace(state), …    or    past ≠ the result of the last update
 
-A buffer may also be consistent, but have another meaning than it has for other backends.
+A buffer may also be consistent, but have another meaning than for other backends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from precondattn_conformance.faults.tokens import rolled
 
 
 def slots_of(m: Piece) -> dict[str, Slot]:
-    """The slots of its buffers, by their names in a call."""
+    """The slots of a mechanism's buffers, by their names in a call."""
     if len(m.program.calls) > 1:
         return {key: slot for key, (slot, _) in m.program.slots.items()}
     return {slot.name: slot for slot in m.program.calls[0].leaf.slots()}
@@ -38,7 +38,7 @@ def _keeps_tokens(slot: Slot) -> bool:
 
 
 def update(m: Piece, stage: str) -> Named:
-    """Each buffer: not updated, or updated wrongly."""
+    """For each buffer: it is not updated, or updated wrongly."""
     if stage != STEP:
         return
     for i, (name, slot) in enumerate(slots_of(m).items()):
@@ -69,8 +69,8 @@ def _rounded(call: MethodCall, name: str, correct: Update) -> Update:
 
 
 def _in_wrong_order(call: MethodCall, name: str, correct: Update) -> Update:
-    """The new tokens, rolled by one: only a step of several tokens shows it."""
-    if isinstance(correct, Replace):  # A buffer that several steps have updated.
+    """The new tokens rolled by one, which changes only steps of several tokens."""
+    if isinstance(correct, Replace):  # Such a buffer may have been updated by several steps.
         return Replace(rolled(correct.value, 1))
     return correct._replace(tokens=rolled(correct.tokens, 1))
 
@@ -78,7 +78,7 @@ def _in_wrong_order(call: MethodCall, name: str, correct: Update) -> Update:
 def past(m: Piece, stage: str) -> Named:
     """A step that reads the buffers wrongly.
 
-    A buffer of decays is exempt from losing its last token: the entry of that token is 0 anyway.
+    A buffer of decays does not get the fault of losing its last token, whose entry is 0 anyway.
     """
     if stage != STEP:
         return
@@ -103,7 +103,7 @@ def _without_last(name: str, call: MethodCall) -> MethodCall:
 
 
 def meaning(m: Piece, stage: str) -> Named:
-    """A buffer with another meaning, which this backend writes and reads consistently."""
+    """A buffer with another meaning, which the backend writes and reads consistently."""
     if stage == STEP:
         for name in slots_of(m):
             yield f"{name} stored twice as large, and halved when read", partial(_doubled, name)
@@ -117,7 +117,7 @@ def _doubled(name: str, truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def first_state(m: Piece, stage: str) -> Named:
-    """The gradient computed from another state before the call."""
+    """The gradient computed from a wrong initial state."""
     if stage != STEP_BACKWARD:
         return
     for name in slots_of(m):

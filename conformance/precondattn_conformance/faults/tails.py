@@ -2,7 +2,7 @@
 
     rows B ⌊T / B⌋ … T − 1 are not written, or are those of the block before
 
-For the blocked carrier, whose B is small.
+They are for the blocked carrier, whose B is small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from precondattn_conformance.faults.small_blocks import BLOCK
 
 
 def block_tail(m: Piece, stage: str) -> Named:
-    """Only for leaves with blocks; a leaf that treats each token alone has none."""
+    """Faults for leaves with blocks; a leaf that treats each token alone has none."""
     if all(isinstance(leaf, pa.TokenWise) for leaf in m.program.leaves):
         return
     if stage in (STEP, STEP_BACKWARD):

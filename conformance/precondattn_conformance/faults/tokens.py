@@ -1,4 +1,4 @@
-"""Faults of gates, write strengths and directions: misplaced by one token.
+"""Faults of gates, write strengths and directions that are misplaced by one token.
 
     e^{g_{t−1}} for e^{g_t},    β_{t+1} for β_t
 
@@ -16,7 +16,7 @@ from precondattn_conformance.faults.fault import MethodCall, with_call
 
 
 def placement(m: Piece, stage: str) -> Named:
-    """Inputs other than rows, one token late or early."""
+    """Inputs other than rows, late or early by one token."""
     if not looks_at_other_tokens(m) and len(m.program.calls) == 1:
         return
     for name, pattern in m.inputs.items():
@@ -31,7 +31,7 @@ def _moved(name: str, by: int, call: MethodCall) -> MethodCall:
 
 
 def rolled(x: Array, by: int, axis: int = 1) -> Array:
-    """x with its tokens moved by `by`; the last become the first."""
+    """x with its tokens moved by `by`; tokens moved past the end go to the start."""
     return namespace(x).roll(x, by, axis=axis)
 
 

@@ -1,4 +1,4 @@
-"""A mechanism that runs as one call, as in a fused kernel: all its leaves, one after the other.
+"""Runs a mechanism as one call, as a fused kernel does: all its leaves in turn.
 
 forward     every intermediate result of the program; they are the residuals
 backward    in reverse; the gradients of what several leaves read are summed
@@ -26,7 +26,7 @@ def whole(call: MethodCall) -> MethodResult:
 
 
 def read(call: MethodCall, number: int) -> dict[str, str]:
-    """The name of the array that each input of a leaf reads, by the leaf's name of the input."""
+    """The array of the program that each input of a leaf reads, by the leaf's name of the input."""
     declared = dict(call.mechanism.program.calls[number].arguments)
     return declared | {formal: v for (i, formal), v in call.wiring.items() if i == number}
 
@@ -76,7 +76,7 @@ def _backward(call: MethodCall) -> MethodResult:
 
 
 def accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:
-    """Add to the gradient of an array of the program."""
+    """Add a gradient to the gradient of an array of the program."""
     cotangents[name] = cotangents[name] + gradient if name in cotangents else gradient
 
 
@@ -88,7 +88,7 @@ def _of_inputs(call: MethodCall, cotangents: Arrays) -> Arrays:
 
 
 def _steps(call: MethodCall) -> tuple[Arrays, dict[str, Update]]:
-    """Every array of the program, and the updates."""
+    """Every array of the program after a step, and the buffer updates."""
     arrays = dict(call.inputs)
     updates: dict[str, Update] = {}
     for i, leaf_call in enumerate(call.mechanism.program.calls):

@@ -1,8 +1,8 @@
-"""Faults of wiring: leaves of a composition that read the wrong array, or gradients not summed.
+"""Faults of wiring: a leaf of a composition reads the wrong array, or gradients are not summed.
 
     y = lucid_solve(k, v);  o = softmax(q, k, v := v)      and not  v := y
 
-For the carrier that runs a composition as one call.
+They are for the carrier that runs a composition as one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precondattn_conformance.faults.fault import (
 def wiring(m: Piece, stage: str) -> Named:
     """A leaf reads an input of the leaf before it, in place of that leaf's output.
 
-    Only if the two have the same shape. In a backward call, the forward call was right.
+    Both arrays must have the same shape. In a faulty backward call, the forward call was right.
     """
     program = m.program
     calls_by_output = {call.out: call for call in program.calls}
@@ -48,7 +48,7 @@ def wiring(m: Piece, stage: str) -> Named:
 
 
 def _pattern(m: Piece, name: str) -> str:
-    """The shape of an array of the program, in the program's letters."""
+    """The axes of an array of the program, in the program's letters."""
     program = m.program
     if name in program.inputs:
         return str(program.inputs[name])
@@ -62,7 +62,7 @@ def _rewired(key: tuple[int, str], name: str, call: MethodCall) -> MethodCall:
 
 
 def shared(m: Piece, stage: str) -> Named:
-    """The gradient of an array that several leaves read, from only one of them."""
+    """The gradient of an array that several leaves read, computed from only one of them."""
     read = [name for call in m.program.calls for _, name in call.arguments]
     if stage in (BACKWARD, STEP_BACKWARD) and len(set(read)) < len(read):
         yield "gradient of the last reader only", inside(whole, "accumulate", _first_only)

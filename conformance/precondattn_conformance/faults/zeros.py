@@ -1,8 +1,8 @@
-"""Faults that multiply by 0 what should be left out: 0 · NaN is NaN.
+"""Faults that multiply by 0 terms that should be left out: 0 · NaN is NaN.
 
     o + 0 · Σ k    of all tokens of a sequence,    o + 0 · Σ v    of all sequences
 
-On finite inputs they change nothing.
+They change nothing on finite inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precondattn_conformance.faults.fault import BACKWARD, FORWARD, MethodCall, 
 
 
 def zero_times(m: Piece, stage: str) -> Named:
-    """The other sequences of the batch, and, in softmax, later keys."""
+    """0 times the sum of the other sequences in the batch and, in softmax, of later keys."""
     if stage not in (FORWARD, BACKWARD) or "v" not in m.inputs or not looks_at_other_tokens(m):
         return
     is_masked = all(getattr(leaf, "hides_later_keys", False) for leaf in m.program.leaves)

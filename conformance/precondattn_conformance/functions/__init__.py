@@ -1,1 +1,1 @@
-"""Anyone's function under test: a bare function of arrays, without a package or a class."""
+"""Functions under test: plain functions of arrays, without a package or a class."""

@@ -1,12 +1,12 @@
-"""How a function wants its arrays: the order of their axes, their heads, the number of tokens.
+"""The arrangement of arrays that a function expects: axes, heads, widths, number of tokens.
 
     layout="bhtd"      heads before tokens
-    layout="thd"       one sequence a call, without an axis for the batch
-    heads="equal"      as many key and value heads as query heads: ours are repeated
-    widths="equal"     values as wide as keys: zeros are appended, and their output cut off
+    layout="thd"       one sequence per call, without a batch axis
+    heads="equal"      as many key and value heads as query heads: the given heads are repeated
+    widths="equal"     values as wide as keys: zeros are appended, and their output is cut off
     multiple=64        a multiple of 64 tokens: zeros are appended, and their output is cut off
 
-All of it is made of array functions that the framework differentiates.
+The conversions use array functions that the framework can differentiate.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from precondattn.algebra.declaration import FIXED, HEADS, Pattern
 from precondattn.arrays import Array, Arrays, namespace, placement
 
 ROLES = {"b": "b", "t": "t", "s": "t", "c": "t", FIXED: "t", "n": "h", "h": "h", "u": "h"}
-"""The letter of a layout for an axis of an input; every other axis is d. Several steps of a token
-(a fixed number) stay behind it."""
+"""The layout letter for each axis of an input; every other axis is d. If a token has several steps
+(a fixed number), their axis stays after the token axis."""
 PLAIN = "bthd"
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a function wants its arrays.
+    """The arrangement of arrays that a function expects.
 
     Raises
     ------
     ValueError
-        if the layout has not the letters b, t, h, d, each once (b may be missing).
+        if the layout does not consist of the letters b, t, h, d, each once (b may be missing).
     """
 
     layout: str = PLAIN
@@ -52,14 +52,14 @@ class Arrangement:
             raise ValueError(f"multiple must be at least 1; found {self.multiple}")
 
     def arranged(self, patterns: Mapping[str, Pattern], x: Mapping[str, Array]) -> Arrays:
-        """Inputs in our order (b, t, h, d) as the function wants them.
+        """Inputs in the order (b, t, h, d), rearranged as the function expects them.
 
         Raises
         ------
         ValueError
-            if a multiple of tokens is wanted of fewer queries than keys: with zeros behind both,
-            the last query would not see what it saw; or if values are wider than keys, where equal
-            widths are wanted: zeros behind the keys would change norms and scales.
+            if tokens must be padded to a multiple and there are fewer queries than keys: with zeros
+            after both, the last query would not see the same keys; or if equal widths are required
+            and values are wider than keys: zeros appended to keys would change norms and scales.
         """
         d, e = width(patterns, x, "d"), width(patterns, x, "e")
         if self.widths == "equal" and e > d:
@@ -75,15 +75,16 @@ class Arrangement:
             if self.heads == "equal":
                 array = _repeated(pattern, array, most)
             array = self._padded(pattern, self.widened(pattern, array, d))
-            # A bias (b, h, t, s) is as the scores are, in every layout.
+            # A bias (b, h, t, s) has the axes of the scores, in every layout.
             order = None if pattern.is_pairwise else self._order(_roles(pattern))
             arrays[name] = array if order is None else _permuted(array, order)
         return arrays
 
     def output(self, out: Array, tokens: int) -> Array:
-        """The function's output in our order, without the tokens that were appended.
+        """The function's output in the order (b, t, h, e), without the appended tokens.
 
-        One with another number of tokens is returned whole, so that its shape is seen to be wrong.
+        An output with an unexpected number of tokens is returned whole, so that its shape is
+        reported.
         """
         order = self._order(PLAIN)
         inverse = tuple(sorted(range(4), key=order.__getitem__))
@@ -91,21 +92,21 @@ class Arrangement:
         return out[:, :tokens, ...] if out.shape[1] == tokens + -tokens % self.multiple else out
 
     def widened(self, pattern: Pattern, array: Array, d: int) -> Array:
-        """Values, or a state, with zeros behind their channels where those of keys are more."""
+        """Values or a state with zeros appended to its channels, if keys have more channels."""
         axes = [i for i, axis in enumerate(pattern.axes) if axis.letter == "e"]
         for axis in axes if self.widths == "equal" else ():
             array = _longer(array, axis, d * pattern.axes[axis].multiple)
         return array
 
     def narrowed(self, pattern: Pattern, array: Array, e: int) -> Array:
-        """An output or a state without the channels that were appended."""
+        """An output or a state without the appended channels."""
         index = tuple(
             slice(e * axis.multiple) if axis.letter == "e" else slice(None) for axis in pattern.axes
         )
         return array[index] if self.widths == "equal" else array
 
     def _order(self, roles: str) -> tuple[int, ...]:
-        """The axes of an array, by their roles, in the order of the layout."""
+        """The axes of an array, given their roles, in the order of the layout."""
         layout = self.layout if "b" in self.layout else "b" + self.layout
         return tuple(sorted(range(len(roles)), key=lambda axis: layout.index(roles[axis])))
 
@@ -118,7 +119,7 @@ class Arrangement:
 
 
 def width(patterns: Mapping[str, Pattern], x: Mapping[str, Array], letter: str) -> int:
-    """The number of channels of keys (d) or values (e); 0 where no input has them."""
+    """The number of channels of keys (d) or values (e); 0 if no input has them."""
     sizes = (
         int(array.shape[i]) // axis.multiple
         for name, array in x.items()
@@ -129,7 +130,7 @@ def width(patterns: Mapping[str, Pattern], x: Mapping[str, Array], letter: str) 
 
 
 def _longer(array: Array, axis: int, size: int) -> Array:
-    """The array with zeros behind it, up to a size along an axis."""
+    """The array padded with zeros to a size along an axis."""
     xp, shape = namespace(array), list(array.shape)
     shape[axis] = size - shape[axis]
     if not shape[axis]:

@@ -1,8 +1,8 @@
-"""A function as a backend: `backend_from_function`.
+"""A backend made from a function: `backend_from_function`.
 
-What the function can not do is found by calling it. A kind of call (its dtype, heads, widths,
-masks, number of tokens, whether it has a gradient or a state) is first tried with random inputs. An
-error there is the reason why the backend declines such calls, and reports show it.
+The limits of the function are found by calling it. Each kind of call (dtype, heads, widths, masks,
+number of tokens, with or without a gradient or a state) is first tried with random inputs. If that
+raises an error, the backend declines such calls with the error as the reason, which reports show.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from precondattn_conformance.functions.trial import (
 T = TypeVar("T")
 
 TRIED = ("torch", "jax", "numpy")
-"""The libraries that a function may be of, in the order in which they are tried."""
+"""The array libraries that a function may use, in the order in which they are tried."""
 PLAIN_SIZES = ((2, 5, 8), (1, 64, 64), (1, 128, 128))
-"""Sequences, tokens and width of the calls by which libraries are found. The first of them shows
-the most, and many kernels take larger ones only."""
+"""Sequences, tokens and width of the calls that determine the libraries. The first sizes detect
+most errors, but many kernels accept only larger ones."""
 
 
 def backend_from_function(
@@ -68,54 +68,56 @@ def backend_from_function(
     devices: Iterable[str] = (),
     promises: frozenset[str] = pa.CONVENTIONS,
 ) -> FunctionBackend:
-    """A backend that computes one mechanism by a function, for the suite and for `backend=`.
+    """Make a backend that computes one mechanism by a function, for the suite and for `backend=`.
 
     Parameters
     ----------
     function : callable
         Takes the mechanism's inputs by the names of its parameters (q, k, v, g, beta, …; also
-        query, key, value), and returns the output (b, t, h, e), alone or first in a tuple. Its
-        parameters named as an option of the mechanism (scale, causal, …) get the option, or the
-        input that an option adds (bias, sink). `key_mask` (b, s), `segment_ids` (b, s) and
-        `visible` (b or 1, 1, t, s: which query sees which key) get masks; `initial_state` with
-        `output_final_state` gets the recurrent state.
+        query, key, value), and returns the output (b, t, h, e), alone or first in a tuple. A
+        parameter with the name of an option of the mechanism (scale, causal, …) gets the option, or
+        the input that the option adds (bias, sink). The parameters `key_mask` (b, s), `segment_ids`
+        (b, s) and `visible` (b or 1, 1, t, s: which query sees which key) get masks;
+        `initial_state` with `output_final_state` gets the recurrent state.
     mechanism : str or Mechanism
         An expression, such as `"kda"` or `"softmax"`.
     name : str, optional
-        Of the backend; the function's by default.
+        The name of the backend; by default that of the function.
     library : {"torch", "jax", "numpy"}, optional
-        The library of its arrays. By default it is called with arrays of each.
+        The library of its arrays. By default it is called with arrays of each library to find out.
     layout : str
-        The order of the axes: `"bthd"`, `"bhtd"`, or `"thd"` and `"htd"` for one sequence a call.
+        The order of the axes: `"bthd"`, `"bhtd"`, or `"thd"` and `"htd"` for one sequence per call.
     heads : {"grouped", "equal"}
-        "equal": it takes as many key and value heads as query heads, so they are repeated.
+        "equal": it requires as many key and value heads as query heads, so they are repeated.
     multiple : int
-        It takes multiples of so many tokens; zeros are appended, and their output is cut off.
+        It requires a multiple of this many tokens; zeros are appended, and their output is cut off.
     widths : {"any", "equal"}
-        "equal": it takes values as wide as keys; zeros are appended to narrower ones, and their
+        "equal": it requires values as wide as keys; zeros are appended to narrower ones, and their
         output is cut off. Calls with wider values are declined.
     dtypes : iterable of str, optional
-        Those in which it computes; found by calling it by default.
+        The dtypes that it supports; by default they are found by calling it.
     gradient : bool
         Whether the framework's automatic differentiation differentiates it.
     inputs, options : mapping, optional
-        Its names of inputs and options, where they differ from the mechanism's.
+        The function's names of inputs and options that differ from the mechanism's.
     state : State or (str, str), optional
-        The parameters for the state before the call, and that ask for the state after it.
+        The parameter for the state before the call, and the one that requests the state after it.
     device : str, optional
-        Where it is called to find the library, as that names it; the CPU by default.
+        The device on which it is called to find the library, in that library's name; by default the
+        CPU.
     devices : iterable of str, optional
         The only kinds of devices it runs on, such as `"cuda"`; any by default.
     promises : set of str
-        The conventions of `pa.CONVENTIONS` that it keeps; by others it is not compared.
+        The conventions of `pa.CONVENTIONS` that it keeps. Results that depend on others are not
+        compared.
 
     Raises
     ------
     TypeError
-        if an input has no parameter, the function needs an argument that is no input, or a plain
-        call fails with arrays of each library.
+        if an input has no parameter, the function requires an argument that is not an input, or a
+        plain call fails with arrays of every library.
     ValueError
-        for a layout, heads or a multiple that is none, and for names that nothing has.
+        for an invalid layout, heads or multiple, and for unknown names.
 
     Examples
     --------
@@ -149,14 +151,14 @@ def backend_from_function(
 
 
 def lacks_device(devices: Collection[str], device: str) -> str:
-    """Why what runs on these kinds of devices only does not on another; empty if it does."""
+    """The reason why a function for these kinds of devices can not run on another; or empty."""
     if not devices or device.partition(":")[0] in devices:
         return ""
     return f"needs arrays on {' or '.join(sorted(devices))}; found {device}"
 
 
 def _name_of(function: Function) -> str:
-    """The function's name; another where a backend has it, as `reference` or `torch`."""
+    """The function's name, changed if another backend has it, such as `reference` or `torch`."""
     while isinstance(function, partial):
         function = function.func
     name = str(getattr(function, "__name__", type(function).__name__))
@@ -166,11 +168,11 @@ def _name_of(function: Function) -> str:
 
 
 class FunctionBackend(pa.Backend):
-    """Made by `backend_from_function`."""
+    """A backend made by `backend_from_function`."""
 
     only_by_name = True
     registered_by = ""
-    """Code that registers it, for those who reproduce a failure."""
+    """Code that registers the backend, for reproducing a failure."""
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class FunctionBackend(pa.Backend):
         return pa.Support.no(why) if why else pa.Support.yes(differentiable=self.gradient)
 
     def lacks(self, piece: Piece, request: pa.Request) -> str:
-        """Why the function has nothing for such a call, by its parameters; empty where it has."""
+        """The reason why the function has no parameters for such a call; empty if it has them."""
         if reason := lacks_device(self.devices, request.device):
             return reason
         if not self._is_own(piece):
@@ -237,7 +239,7 @@ class FunctionBackend(pa.Backend):
         different = self._different_options(piece)
         if different:
             known = [name for name in different if name in parameters.options]
-            if known:  # Of which of several leaves it is, is not known.
+            if known:  # Its leaf is not known if there are several.
                 return f"takes one {', '.join(known)} only, that of {self.mechanism}"
             return f"has no parameter for the option {', '.join(different)}"
         if len(self.program.leaves) > 1 and _program(piece) != self.program:
@@ -254,7 +256,7 @@ class FunctionBackend(pa.Backend):
             if parameters.state is None:
                 return "has no parameter for a state"
             if len(piece.program.slots) != 1:
-                return "has one state, and the cache of this has several arrays"
+                return "has one state, but this cache has several arrays"
         if request.masks - self._masks():
             return f"has no parameter for {', '.join(sorted(request.masks - self._masks()))}"
         if self.dtypes is not None and request.dtype not in self.dtypes:
@@ -264,20 +266,21 @@ class FunctionBackend(pa.Backend):
         return ""
 
     def _masks(self) -> frozenset[str]:
-        """The masks of a full call; with the mask of keys, lengths too."""
+        """The masks of a full call. A function with a mask of keys also supports lengths."""
         masks = self.parameters.masks
         if VISIBLE in masks:
             return frozenset({"key_mask", "segment_ids", "lengths"})
         return masks | {"lengths"} if "key_mask" in masks else masks
 
     def _is_own(self, piece: Piece) -> bool:
-        """Whether its leaves are those of the mechanism, with options of any value."""
+        """Whether a piece's leaves are those of the mechanism, with options of any value."""
         return [*map(type, _program(piece).leaves)] == [*map(type, self.program.leaves)]
 
     def _by_own_names(self, piece: Piece, x: Mapping[str, T]) -> tuple[Piece, dict[str, T]]:
-        """The piece, or the mechanism where it is a group of all its leaves, and its inputs.
+        """The piece and its inputs; a group of all leaves is replaced by the mechanism.
 
-        A group has other names of them, as x and x2 for k and q of normalised keys and queries.
+        A group has other names for the inputs, such as x and x2 for k and q of normalised keys and
+        queries.
         """
         if piece == self.mechanism or len(self.program.calls) == 1:
             return piece, dict(x)
@@ -286,10 +289,10 @@ class FunctionBackend(pa.Backend):
         return self.mechanism, {names[name]: each for name, each in x.items()}
 
     def _different_options(self, piece: Piece) -> list[str]:
-        """Options that differ from those of the mechanism, and that no parameter takes.
+        """Options that differ from the mechanism's and that no parameter takes.
 
-        Of several leaves all options have to be those of the mechanism: a parameter does not say
-        of which leaf it is.
+        With several leaves, all options must be the mechanism's, since a parameter does not say to
+        which leaf it belongs.
         """
         own, parameters, taken = self.program.leaves, self.parameters, set[str]()
         if len(own) == 1:
@@ -304,7 +307,7 @@ class FunctionBackend(pa.Backend):
         return list(dict.fromkeys(different))
 
     def tried(self, piece: Piece, request: pa.Request) -> str:
-        """Why such a call with random inputs fails; empty where it runs."""
+        """The reason why such a call with random inputs fails; empty if it runs."""
         request = shortened(piece, request)
         key = piece, request
         if key not in self._answers:
@@ -318,7 +321,7 @@ class FunctionBackend(pa.Backend):
         frame: Frame,
         past: Array | None = None,
     ) -> tuple[Array, ...]:
-        """The output; after a state `past`, the output and the new state."""
+        """The output; with a state `past`, the output and the new state."""
         parameters, arrangement = self.parameters, self.arrangement
         d, e = (width(piece.inputs, x, letter) for letter in "de")
         arrays = arrangement.arranged(piece.inputs, x)
@@ -343,10 +346,10 @@ class FunctionBackend(pa.Backend):
         return out, arrangement.narrowed(slot, more[0], e)
 
     def _options_of(self, piece: Piece, x: Mapping[str, Array]) -> dict[str, object]:
-        """The options that are not the function's defaults, by its names of them.
+        """The options that differ from the function's defaults, by the function's names.
 
-        A function that is jitted traces what it is passed. Where it has another default than None,
-        None is not passed, which is no window and the like; a scale is its number.
+        A jitted function traces its arguments. If the function's default is not None, then None (no
+        window, for example) is not passed. A scale is passed as its number.
         """
         named, defaults = {}, self.parameters.defaults
         for option, parameter in self.parameters.options.items():
@@ -360,7 +363,7 @@ class FunctionBackend(pa.Backend):
         return named
 
     def _require_array(self, out: Array) -> None:
-        """Refuse a result of another kind, by an error that says what the function is to return."""
+        """Raise an error for a result that is not an array, saying what has to be returned."""
         axes = self.arrangement.layout
         if library_of(out) is None:
             raise pa.UnsupportedError(
@@ -386,7 +389,7 @@ class FunctionBackend(pa.Backend):
     def _called_for_each(
         self, piece: Piece, arrays: Mapping[str, Array], named: Mapping[str, object]
     ) -> Array:
-        """The outputs of a function of one sequence."""
+        """The outputs of a function that takes one sequence, for every sequence."""
         has_batch = {name: piece.inputs[name].axes[0].letter == "b" for name in arrays}
         outs = []
         for i in range(max(a.shape[0] for name, a in arrays.items() if has_batch[name])):
@@ -418,7 +421,7 @@ class FunctionBackend(pa.Backend):
         return out, {slot: pa.Replace(new)}
 
     def _masks_of(self, frame: Frame, piece: Piece) -> dict[str, object]:
-        """The masks that the call has, for the function's parameters."""
+        """The masks of the call, by the function's parameters."""
         wanted = self.parameters.masks
         masks: dict[str, object] = {}
         if "key_mask" in wanted and frame.k_valid is not None:
@@ -432,18 +435,18 @@ class FunctionBackend(pa.Backend):
 
 
 def _program(piece: Piece) -> Program:
-    """Its program, under names and in an order that do not depend on where its leaves are from."""
+    """The piece's program in normal form, independent of where its leaves come from."""
     return piece.program if len(piece.program.calls) == 1 else group_of(piece)
 
 
 def _tokens(piece: Piece, x: Mapping[str, Array]) -> int:
-    """How many tokens the output has."""
+    """The number of tokens of the output."""
     shapes = {name: tuple(array.shape) for name, array in x.items()}
     sizes = sizes_of(piece.inputs, shapes)
     return sizes[next(axis.letter for axis in piece.program.output.axes if axis.letter in "ts")]
 
 
 def _in_short(result: object) -> str:
-    """What a result is, with the names of what it has."""
+    """A short description of a result, with the names that it contains."""
     names = f" with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else ""
     return f"{type(result).__name__ if result is not None else None}{names}"

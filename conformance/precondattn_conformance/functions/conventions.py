@@ -1,7 +1,7 @@
 """Conventions in which published functions differ, each as a guess about a function.
 
-A guess changes the call of the function, or what the oracle is asked for. Where both then agree,
-the convention explains the difference.
+A guess changes the call of the function or the expected output of the oracle. If the two then
+agree, the convention explains the difference.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Expected = Callable[[], np.ndarray]
 
 
 class Guess(NamedTuple):
-    """A convention, and what it means for one call."""
+    """A convention, and its effect on one call."""
 
     sentence: str
-    """It ends "right to 2e-7 if …"."""
+    """The end of the sentence "right to 2e-7 if …"."""
     expected: Expected
-    """The output by this convention, from the oracle."""
+    """Returns the oracle's output under this convention."""
     given: Inputs | None = None
-    """What the function is called with; None for the inputs themselves."""
+    """The inputs with which the function is called; None for the unchanged inputs."""
     layout: str | None = None
-    """The order of the axes in which it is called; None for the declared one."""
+    """The order of axes in which it is called; None for the declared one."""
 
 
 def guesses(mechanism: pa.Mechanism, x: Inputs, layout: str) -> Iterator[Guess]:
-    """Every convention that can be told from the declared one by these inputs."""
+    """Every convention that these inputs can distinguish from the declared one."""
     yield from _heads(mechanism, x)
     yield from _alignment(mechanism, x)
     yield from _options(mechanism, x)
@@ -47,7 +47,7 @@ def guesses(mechanism: pa.Mechanism, x: Inputs, layout: str) -> Iterator[Guess]:
 
 
 def by_oracle(mechanism: pa.Mechanism, x: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The output of the definition in float64."""
+    """The output by the definition, in float64."""
     return np.asarray(mechanism(**x, backend="reference"))
 
 
@@ -152,7 +152,7 @@ def _strengths(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
 
 def _norms(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
     units = {name: _unit(x[name]) for name in ("q", "k") if name in x}
-    # Delta rules have keys of length 1 already.
+    # Delta rules already have keys of length 1.
     changed = {name: rows for name, rows in units.items() if not np.allclose(rows, x[name])}
     if "k" in changed:
         yield Guess("keys are normalised to length 1", _changed(mechanism, x, k=changed["k"]))
@@ -165,8 +165,8 @@ def _norms(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
 
 
 def _eps(mechanism: pa.Mechanism, x: Inputs) -> Iterator[Guess]:
-    """x / (n + ε) is x c / √(c² n² + ε) with c² = 1 / (2 n + ε), for mechanisms that read no other
-    queries and keys than their normalised ones."""
+    """x / (n + ε) equals x c / √(c² n² + ε) with c² = 1 / (2 n + ε), for mechanisms that read only
+    normalised queries and keys."""
     eps = getattr(mechanism, "eps", 0.0)
     if mechanism.name not in ("qk_norm", "lucid_solve") or not eps:
         return
@@ -196,7 +196,7 @@ def _axis(mechanism: pa.Mechanism, name: str, letters: str) -> int | None:
 
 
 def _shifted(array: np.ndarray, axis: int, by: int) -> np.ndarray:
-    """Tokens later by one (or earlier, if by is −1), with 0 at the end that becomes free."""
+    """Tokens moved later by one (or earlier, if `by` is −1), with 0 at the free end."""
     shifted = np.roll(array, by, axis=axis)
     index: list[slice | int] = [slice(None)] * array.ndim
     index[axis] = 0 if by > 0 else -1

@@ -1,7 +1,7 @@
-"""What a function declines by its parameters, as `Backend.declines` says it.
+"""Parts of the suite that a function's parameters rule out, in the form of `Backend.declines`.
 
-An author sees these in the function's signature, or has named them. What is found only by calling
-the function, such as an error with grouped heads, is not among them.
+They follow from the function's signature or from the arguments of `check`. Limits that are found
+only by calling the function, such as an error with grouped heads, are not included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from precondattn_conformance.libraries import HALF, WIDE
 
 MASKS = ("lengths", "key_mask", "segment_ids")
 COMPILED = ("transforms", "dynamic_shapes", "sharding")
-"""The checks that compile a function, or map it."""
+"""The checks that compile or map a function."""
 
 
 def declined(
@@ -27,7 +27,7 @@ def declined(
     *,
     gradient: bool,
 ) -> Iterator[str]:
-    """The parts, each with its reason, of a function that takes these masks."""
+    """Texts "part: reason" for a function that takes these masks."""
     for library in libraries:
         if not (gradient and library in DIFFERENTIATING):
             yield f"vjp {library}: has no gradient"

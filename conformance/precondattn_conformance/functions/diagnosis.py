@@ -1,7 +1,7 @@
-"""What a function may compute instead, where its plain call is wrong.
+"""Diagnosis of a function whose plain call is wrong: the convention that it may follow instead.
 
-The oracle is asked for the output by each convention (`conventions.py`). Those that agree with the
-function are named; where several agree equally well, all of them.
+The oracle computes the output under each convention (`conventions.py`). Those that agree with the
+function are reported; if several agree equally well, all of them are.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ GROUPED = PLAIN._replace(t=7, s=7, e=8, values_per_head=1)
 EQUAL = GROUPED._replace(n=4)
 FEWER = EQUAL._replace(t=4, s=7)
 CALLS = {"": (GROUPED, EQUAL), "with fewer queries than keys": (FEWER,)}
-"""Sizes of the calls that are explained; of several, the first that the function supports."""
+"""Sizes of the diagnosed calls. Of several sizes, the first that the function supports is used."""
 BETTER = 100.0
-"""A convention explains a difference that it makes so many times smaller."""
+"""A convention explains a difference if it reduces the error by at least this factor."""
 AS_WELL = 4.0
-"""Two conventions fit equally where their errors differ by less than this factor."""
+"""Two conventions fit equally well if their errors differ by less than this factor."""
 
 IN_FLOAT32 = "it computes in float32"
 
 
 class Finding(NamedTuple):
-    """A call that is wrong as declared, and the conventions by which it is right."""
+    """A call that is wrong as declared, and the conventions under which it is right."""
 
     call: str
     error: float
-    """As a share of the largest entry."""
+    """The error relative to the largest entry."""
     explained: tuple[tuple[str, float], ...]
-    """The conventions with their errors, the best first."""
+    """The conventions with their errors, best first."""
 
     def __str__(self) -> str:
         wrong = f"wrong as declared ({_short(self.error)}{self.call and ', '}{self.call})"
         if not self.explained:
-            return f"{wrong}, and by none of the known conventions"
+            return f"{wrong}, and no known convention explains it"
         texts = " or if ".join(sentence for sentence, _ in self.explained)
         return f"{wrong}, right to {_short(self.explained[0][1])} if {texts}"
 
 
 def diagnosis(backend: FunctionBackend) -> list[Finding]:
-    """The calls of a function that are wrong, each with what explains it."""
+    """The wrong calls of a function, each with the conventions that explain it."""
     findings = []
     for what, layouts in CALLS.items():
         for layout in layouts:
@@ -85,9 +85,9 @@ class _Call:
 
     @classmethod
     def of(cls, backend: FunctionBackend, layout: CallLayout) -> _Call | None:
-        """The call in the first dtype that the function computes; None without any.
+        """The call in the first dtype that the function supports; None if there is none.
 
-        A call is none that needs a convention which the function does not promise.
+        Calls that need a convention which the function does not promise are left out.
         """
         patterns, unpromised = backend.mechanism.inputs, pa.CONVENTIONS - backend.promises
         shapes = tuple((name, tuple(p.shape(layout.sizes))) for name, p in patterns.items())
@@ -102,7 +102,7 @@ class _Call:
         return None
 
     def _numpy(self, arrays: Mapping[str, np.ndarray]) -> Inputs:
-        """Arrays rounded to the dtype of the call, in float64."""
+        """The arrays in float64, rounded to the dtype of the call."""
         with self.library.precision(self.dtype):
             return {
                 name: self.library.numpy(self.library.array(array, self.dtype))
@@ -110,7 +110,7 @@ class _Call:
             }
 
     def output(self, given: Inputs | None = None, layout: str | None = None) -> np.ndarray | None:
-        """The function's output; None where it raises an error."""
+        """The function's output; None if it raises an error."""
         backend, x = self.backend, self.inputs if given is None else given
         before = backend.arrangement
         if layout is not None:
@@ -121,13 +121,13 @@ class _Call:
                 t, s = self.layout.t, self.layout.s
                 frame = full_frame(t, s, next(iter(arrays.values())))
                 return self.library.numpy(backend.call(backend.mechanism, arrays, frame)[0])
-        except Exception:  # A guess that the function can not be called with is none.
+        except Exception:  # A guess with which the function can not be called is no explanation.
             return None
         finally:
             backend.arrangement = before
 
     def finding(self, what: str) -> Finding | None:
-        """What is wrong with the call; None where it is right."""
+        """The finding for a wrong call; None if the call is right."""
         backend = self.backend
         limit = 10 * bound(self.dtype, "random")
         plain = self.output()
@@ -147,7 +147,7 @@ class _Call:
         return Finding(what, error, fitting)
 
     def _explained(self, plain: np.ndarray | None, error: float) -> Iterator[tuple[float, str]]:
-        """The conventions that make the error much smaller, with what remains of it."""
+        """The conventions that greatly reduce the error, each after its remaining error."""
         backend = self.backend
         for guess in guesses(backend.mechanism, self.inputs, backend.arrangement.layout):
             is_plain = guess.given is None and guess.layout is None
@@ -161,7 +161,7 @@ class _Call:
 
 
 def _distance(out: np.ndarray | None, expected: np.ndarray) -> float:
-    """The largest error as a share of the largest entry; infinite without a finite result."""
+    """The largest error relative to the largest entry; infinite if the result is not finite."""
     if out is None or out.shape != expected.shape or not np.isfinite(out).all():
         return math.inf
     return float(np.abs(out - expected).max() / max(np.abs(expected).max(), 1e-300))

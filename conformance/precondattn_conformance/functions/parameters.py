@@ -1,6 +1,6 @@
-"""Which parameter of a function is which input, option, mask or state of a mechanism.
+"""Assignment of a function's parameters to inputs, options, masks and states of a mechanism.
 
-By default that is read from the parameters' names. A function that names none of the inputs, or has
+By default it follows from the parameters' names. A function that names none of the inputs, or has
 no signature (many built-in ones), gets the inputs by position, in the mechanism's order.
 """
 
@@ -24,25 +24,25 @@ INPUTS = {
     "q2": ("query2", "queries2"),
     "k2": ("key2", "keys2"),
 }
-"""Other names of inputs."""
+"""Alternative names of inputs."""
 OPTIONS = {"causal": ("is_causal",), "scale": ("softmax_scale", "sm_scale")}
-"""Other names of options."""
+"""Alternative names of options."""
 VISIBLE = "visible"
 MASKS = ("key_mask", "segment_ids", VISIBLE)
-"""Masks that a function may have: which keys count (b, s), the packed segments (b, s), and which
-query sees which key (b or 1, 1, t, s), for all masks, causality and windows together."""
+"""Masks that a function may take: which keys count (b, s); the packed segments (b, s); and which
+query sees which key (b or 1, 1, t, s), which combines all masks, causality and windows."""
 IN_VISIBLE = ("causal", "window")
-"""Options that `visible` contains."""
+"""Options that `visible` includes."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The parameters for a recurrent state: a call with both returns `(out, new state)`."""
+    """The parameters of a recurrent state: a call with both returns `(out, new state)`."""
 
     given: str
-    """The state before the first token."""
+    """The parameter for the state before the first token."""
     wanted: str | None = None
-    """Set to true where the last state is to be returned; None where it always is."""
+    """The parameter that is set to true to get the last state; None if it is always returned."""
 
 
 STATES = (
@@ -55,24 +55,24 @@ STATES = (
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a function, by what they are."""
+    """The parameters of a function, by their roles."""
 
     inputs: Mapping[str, str]
-    """The function's parameters, by the mechanism's name of the input."""
+    """The function's parameters by the mechanism's input names."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The function's parameters, by the mechanism's name of the option."""
+    """The function's parameters by the mechanism's option names."""
     masks: frozenset[str] = frozenset()
     state: State | None = None
     names: frozenset[str] = frozenset()
-    """All of its parameters; those named as an input that an option adds get that input."""
+    """All parameters. One with the name of an input that an option adds gets that input."""
     by_position: bool = False
     """Whether the inputs are passed in the mechanism's order, without names."""
     positional: tuple[str, ...] = ()
-    """Parameters that can not be passed by name."""
+    """Parameters that can only be passed by position."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """The function's own defaults of options, where it has one."""
+    """The function's default values of options."""
     unused: tuple[str, ...] = ()
-    """Parameters that keep their defaults."""
+    """Parameters that keep their default values."""
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class Parameters:
         options: Mapping[str, str] | None = None,
         state: State | None = None,
     ) -> Parameters:
-        """Those of a function that is to compute a mechanism.
+        """The parameters of a function that computes a mechanism.
 
         Parameters
         ----------
@@ -96,14 +96,15 @@ class Parameters:
         TypeError
             if an input of the mechanism has no parameter, or the function needs another argument.
         ValueError
-            if `inputs` or `options` name what the mechanism or the function does not have.
+            if `inputs` or `options` contain a name that the mechanism or the function does not
+            have.
         """
         if not callable(function):
             raise TypeError(f"function must be callable; found {type(function).__name__}")
         owner = leaf_or_whole(mechanism)
         try:
             signature = _signature_of(function)
-        except (TypeError, ValueError):  # Some built-in functions have none.
+        except (TypeError, ValueError):  # Some built-in functions have no signature.
             return cls({name: name for name in mechanism.inputs}, by_position=True)
         known = signature.parameters
         kinds = [each.kind for each in known.values()]
@@ -163,13 +164,13 @@ class Parameters:
 
 
 def _signature_of(function: Function) -> inspect.Signature:
-    """That of `forward` for a module of PyTorch, also a compiled one: a module takes anything."""
+    """The signature; for a PyTorch module, that of `forward`, since a module takes anything."""
     function = getattr(function, "_orig_mod", function)
     return inspect.signature(getattr(function, "forward", function))
 
 
 def leaf_or_whole(mechanism: Piece) -> Piece:
-    """What has the options: the leaf of a mechanism that is one, otherwise the mechanism."""
+    """The piece that has the options: the leaf of a single-leaf mechanism, else the mechanism."""
     leaves = mechanism.program.leaves
     return cast("Piece", leaves[0]) if len(leaves) == 1 else mechanism
 
@@ -181,7 +182,7 @@ def _require_names(
     mechanism: pa.Mechanism,
     known: Mapping[str, object] | None,
 ) -> None:
-    """Refuse a mapping whose keys or values name nothing."""
+    """Raise an error for a mapping with unknown keys or values."""
     for name, parameter in given.items():
         if name not in ours:
             raise ValueError(
@@ -196,7 +197,7 @@ def _require_names(
 
 
 def _require_count(known: Mapping[str, inspect.Parameter], mechanism: pa.Mechanism) -> None:
-    """Refuse a function that names no input, and does not take as many arguments as there are."""
+    """Raise an error for a function that names no input and takes another number of arguments."""
     one = [p for p in known.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed, count = sum(p.default is p.empty for p in one), len(mechanism.inputs)
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in known.values())
@@ -209,12 +210,12 @@ def _require_count(known: Mapping[str, inspect.Parameter], mechanism: pa.Mechani
 
 
 def _adds_an_input(mechanism: Piece, option: str) -> bool:
-    """Whether an option, such as `bias`, has the name of the input that it adds."""
+    """Whether an option, such as `bias`, has the same name as the input that it adds."""
     if getattr(mechanism, option) is not False:
         return False
     try:
         return option in replace(mechanism, **{option: True}).inputs
-    except (TypeError, ValueError):  # The base does not allow it.
+    except (TypeError, ValueError):  # The base does not allow this option.
         return False
 
 

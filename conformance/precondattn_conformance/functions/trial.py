@@ -1,7 +1,7 @@
-"""Whether a call of a function runs, by calling it with random inputs.
+"""Tests whether a call of a function runs, by calling it with random inputs.
 
-The shapes are those of the request, with at most `MOST_TOKENS` tokens. What a trial says is why a
-backend declines such calls.
+The shapes are those of the request, with at most `MOST_TOKENS` tokens. The error of a failed trial
+is the reason why a backend declines such calls.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ MOST_TOKENS = 320
 LONGEST_REASON = 120
 
 Called = Callable[..., tuple[Array, ...]]
-"""Of a piece, its inputs by name, a frame and perhaps a state; an output and perhaps a state."""
+"""A function of a piece, its inputs by name, a frame and, if any, a state; it returns an output
+and, if any, a state."""
 
 
 def shortened(piece: Piece, request: pa.Request) -> pa.Request:
-    """The request of such a trial."""
+    """The request for a trial, with fewer tokens."""
     return replace(request, shapes=_shapes(piece, request), differentiated=False)
 
 
 def reason_against(
     call: Called, piece: Piece, request: pa.Request, *, promises: frozenset[str]
 ) -> str:
-    """Why such a call fails; empty where it runs."""
+    """The reason why such a call fails; empty if it runs."""
     library = named(request.library, None if request.device == "cpu" else request.device)
     rng = np.random.default_rng(0)
     try:
@@ -106,7 +107,7 @@ def _no_states(piece: Piece, request: pa.Request, x: Arrays) -> list[Array]:
 
 
 def sizes_of(patterns: Inputs, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The sizes by letter; an axis that broadcasts tells nothing."""
+    """The axis sizes by letter; broadcast axes are ignored."""
     return {
         axis.letter: n // axis.multiple
         for name, shape in shapes.items()
@@ -118,7 +119,7 @@ def sizes_of(patterns: Inputs, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 def _shapes(piece: Piece, request: pa.Request) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The shapes of one sequence of the call, with at most `MOST_TOKENS` tokens.
 
-    JAX compiles for each shape, so there it is all sequences.
+    In JAX, which compiles for each shape, they are the shapes of all sequences.
     """
 
     def size(letter: str, n: int) -> int:
@@ -145,13 +146,13 @@ def plain_request(
 
 
 def _is_rounded(out: Array) -> bool:
-    """Whether an output in float64 has float32's digits only."""
+    """Whether a float64 output has only float32 precision."""
     xp = namespace(out)
     return bool(xp.all(xp.astype(xp.astype(out, xp.float32), xp.float64) == out))
 
 
 def _first_line_of(error: Exception) -> str:
-    """Of its message; without one, where it was raised."""
+    """The first line of the error's message; if that is empty, the place where it was raised."""
     message = str(error).strip().partition("\n")[0]
     if message:
         return f": {message[:LONGEST_REASON]}"
@@ -160,7 +161,7 @@ def _first_line_of(error: Exception) -> str:
 
 
 def _outside_of_jit(library: str) -> AbstractContextManager[object]:
-    """Where JAX computes with numbers, also while it traces the call that asks."""
+    """Context in which JAX computes concrete values, even while it traces the calling function."""
     if library != "jax":
         return nullcontext()
     import jax

@@ -26,10 +26,10 @@ from precondattn_conformance.session import Session
 from precondattn_conformance.writable import require_writable
 
 LEFT_OUT = ("threads", "leaks", "memory", "sharding", "dynamic_shapes", "transforms")
-"""Checks of a process or of a compiler rather than of arithmetic, which take seconds for each
-mutant."""
+"""Checks of a process or of a compiler rather than of arithmetic. They take seconds per mutant, and
+are left out by default."""
 SAVED_EVERY = 20.0
-"""Seconds between two records."""
+"""Seconds between two saves of the record."""
 
 
 def mutate(
@@ -42,17 +42,17 @@ def mutate(
     equivalent: Path | None = None,
     most_cases: int | None = None,
 ) -> int:
-    """Run the cases on every mutant of modules; the exit code is 1 if one survives.
+    """Run the cases on every mutant of modules; returns exit code 1 if one survives.
 
-    `inside` names a context manager in which the cases run: "my_tests.tiles:small_tiles".
-    A mutant gets at most `most_cases`: those of different checks, mechanisms and data come first.
-    `equivalent` is a list of mutants that compute the same (`equivalents.py`).
-    After Ctrl-C the results so far are in the record, and the exit code is 130.
+    `inside` names a context manager in which the cases run: "my_tests.tiles:small_tiles". Each
+    mutant runs at most `most_cases` cases; cases of different checks, mechanisms and data come
+    first. `equivalent` is a file that lists mutants that compute the same result
+    (`equivalents.py`). After Ctrl-C the results so far are in the record, and the exit code is 130.
 
     Raises
     ------
     ValueError
-        if the module, a filter or a file is not as expected, or no case uses the module.
+        if the module, a filter or a file is invalid, or no case uses the module.
     """
     require_writable(record)
     mutated = [each for module in modules for each in targets(module)]
@@ -129,13 +129,13 @@ def _run(
 
 
 def _cases(session: Session) -> list[Case]:
-    """The session's cases, without checks of a process, unless they are named."""
+    """The session's cases, without checks of a process unless they are named."""
     checks = session.checks
     return [case for case in session.cases() if case.check in checks or case.check not in LEFT_OUT]
 
 
 def _of_one_library(session: Session) -> Session:
-    """The session with one array library, where none is named: the first that the backend has.
+    """The session with one array library: if none is named, the first that the backend supports.
 
     Another library runs the same lines, and JAX compiles every case of every mutant.
     """
@@ -149,7 +149,7 @@ def _of_one_library(session: Session) -> Session:
 
 
 def described(session: Session, inside: str | None, most_cases: int | None) -> str:
-    """The options that determine which cases run, as in the command line."""
+    """The options that determine which cases run, as on the command line."""
     words = [f"--level {session.level}"]
     words += [f"--backend {name}" for name in session.backend]
     for option, values in session.filters.items():

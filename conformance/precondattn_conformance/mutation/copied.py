@@ -1,6 +1,6 @@
-"""A mutant of CUDA text: this process imports a copy of the package, whose file is overwritten.
+"""Plants a mutant of CUDA text: this process imports a copy of the package and overwrites its file.
 
-The copy is in a temporary folder that comes first on the path, and so are the compiled kernels.
+The copy is in a temporary folder that comes first on the path. Compiled kernels are in it too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from precondattn_conformance.mutation.planting import forget
 from precondattn_conformance.mutation.target import Target
 
 CACHES = ("XDG_CACHE_HOME", "CUPY_CACHE_DIR")
-"""Where compiled kernels are kept: mutants of them would fill the user's."""
+"""Environment variables of caches for compiled kernels, set to keep mutants out of the user's."""
 
 
 class CopyPlanter:
     """Plants the mutants of a file in a copy of its package."""
 
     def __init__(self, target: Target, folder: Path) -> None:
-        """Called before the package is imported; targets of one package share the copy."""
+        """Copy the package before it is imported; targets of one package share the copy."""
         self.target, self.text = target, target.text
         copy = folder / target.package.name
         if not copy.exists():
@@ -33,13 +33,13 @@ class CopyPlanter:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """The mutant is in the copy in this context."""
+        """Context in which the copy contains the mutant."""
         with self.written(mutant.applied(self.text)):
             yield
 
     @contextmanager
     def written(self, text: str) -> Iterator[None]:
-        """The copy of the file has this text in this context."""
+        """Context in which the copy of the file has this text."""
         self.file.write_text(text, encoding="utf-8")
         forget(self.target.package.name)
         try:

@@ -1,7 +1,7 @@
-"""The mutants of a CUDA file, token by token. Comments, strings and preprocessor lines stay.
+"""The mutants of a CUDA file, token by token. Comments, strings and preprocessor lines are kept.
 
-The kinds are those of `python_mutants`: comparisons, signs, `+ 1`, numbers, `min` and `max`,
-`&&` and `||`, neighbouring arguments of like names, accumulations, and barriers that are dropped.
+The kinds are those of `python_mutants`: comparisons, signs, `+ 1`, numbers, `min` and `max`, `&&`
+and `||`, neighbouring arguments with similar names exchanged, accumulations and barriers dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATEMENT = re.compile(r"[;{}]")
 
 
 class Token(NamedTuple):
-    """A word, a number or a sign, and where it is."""
+    """A word, a number or a sign, and its position."""
 
     kind: str
     text: str
@@ -93,7 +93,7 @@ class _CudaFile:
         yield "number", (token.start, token.stop), new + suffix
 
     def _exchanged(self, index: int) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """`stride_b, stride_h`: two words with the same beginning or end, both alone."""
+        """Exchange neighbouring words with a common beginning or end: `stride_b, stride_h`."""
         if index < 2 or index + 2 >= len(self.tokens):
             return
         edge, left, _, right, other = self.tokens[index - 2 : index + 3]
@@ -104,7 +104,7 @@ class _CudaFile:
             yield "stride", (left.start, right.stop), f"{b}, {a}"
 
     def _dropped(self, index: int) -> Iterator[tuple[str, tuple[int, int], str]]:
-        """`x += y;` and `x[i] = y;`, if they are statements of their own."""
+        """Drop `x += y;` or `x[i] = y;` if it is a complete statement."""
         first = index
         depth = 0
         while first > 0:
@@ -114,7 +114,7 @@ class _CudaFile:
                 break
             first -= 1
         if depth < 0:
-            return  # Inside `for (…)`, or an argument.
+            return  # It is inside `for (…)`, or an argument.
         words = self.tokens[first:index]
         if any(t.text in ("for", "if", "while", "return", "else") for t in words):
             return
@@ -129,7 +129,7 @@ class _CudaFile:
         yield "statement", (start, stop), "\n" * self.text[start:stop].count("\n")
 
     def _is_spaced(self, index: int) -> bool:
-        """Operators have spaces around them; templates, pointers and signs of numbers do not."""
+        """Whether spaces surround an operator, unlike in templates, pointers and signs."""
         token = self.tokens[index]
         return self.text[token.start - 1].isspace() and self.text[token.stop].isspace()
 
@@ -144,7 +144,7 @@ class _CudaFile:
 
 
 def _functions(tokens: list[Token]) -> Iterator[tuple[str, int, int]]:
-    """Name, first and last token of each function's body, at the level of the file."""
+    """The name, and the first and last token of the body, of each function of the file."""
     depth, name, begin, at = 0, "", 0, 0
     while at < len(tokens):
         text = tokens[at].text

@@ -1,7 +1,8 @@
-"""Mutants that compute the same, so that no case can kill them: a list with a reason for each.
+"""Equivalent mutants: they compute the same result, so that no case can kill them.
 
-The file is TOML. A mutant is named by its key, which has the texts of its line before and after the
-change, so that the list survives changes elsewhere in the file.
+They are listed in a TOML file, each with a reason. A mutant is named by its key, which contains the
+text of its line before and after the change, so that the list stays valid if the file changes
+elsewhere.
 
     [[group]]
     target = "mykernel.solve"
@@ -21,15 +22,15 @@ from pathlib import Path
 from precondattn_conformance.mutation.record import MutationRecord
 
 OURS = Path(__file__).with_name("equivalents.toml")
-"""The list of precondattn's own kernels."""
+"""The list for precondattn's own kernels."""
 
 
 Known = dict[tuple[str, str], str]
-"""The reason by the target and the key of each equivalent mutant."""
+"""The reason for each equivalent mutant, by target and key."""
 
 
 def equivalents(targets: Iterable[str], file: Path | None) -> Known:
-    """The equivalent mutants of targets, from our list and from a file.
+    """The equivalent mutants of targets, from the list `OURS` and from a file.
 
     Raises
     ------
@@ -57,7 +58,7 @@ def equivalents(targets: Iterable[str], file: Path | None) -> Known:
 
 
 def wrong_equivalents(known: Known, record: MutationRecord) -> list[str]:
-    """The mutants in the list that are killed, or that the target does not have."""
+    """The listed mutants that are killed, or that the target does not have."""
     wrong = []
     for target, key in known:
         entry = record.entries[target].get(key)

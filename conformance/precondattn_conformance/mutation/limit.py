@@ -1,4 +1,4 @@
-"""A limit of time for Python code in this process."""
+"""A time limit for Python code in this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import FrameType
 
 
 class TimeLimitError(BaseException):
-    """The time is over. No `except Exception` in between keeps it."""
+    """Raised when the time limit is reached; `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise a TimeLimitError in the main thread after these seconds.
+    """Context that raises a TimeLimitError in the main thread after this many seconds.
 
-    Code that does not return to Python is not interrupted: its process has to be ended.
+    Code that does not return to Python is not interrupted; its process has to be killed.
     """
 
     def over(number: int, frame: FrameType | None) -> None:

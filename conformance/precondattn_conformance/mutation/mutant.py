@@ -11,11 +11,11 @@ class Mutant:
     """One change of a file's text."""
 
     function: str
-    """The function it is in, with its class: `Work.parts`. In CUDA, the kernel."""
+    """The function that contains it, with its class: `Work.parts`. In CUDA, the kernel."""
     kind: str
-    """What is changed: "comparison", "stride", "mask"."""
+    """The kind of change: "comparison", "stride", "mask"."""
     start: int
-    """The first character that is replaced."""
+    """The index of the first character that is replaced."""
     stop: int
     new: str
     line: int
@@ -26,18 +26,18 @@ class Mutant:
     """The text of the changed lines, without indentation."""
     after: str
     target: str = ""
-    """The name of its file's `Target`."""
+    """The name of the `Target` of its file."""
     number: int = 1
-    """Counts the mutants of a function that have the same texts before and after."""
+    """A number that distinguishes mutants of a function with the same texts before and after."""
 
     @property
     def key(self) -> str:
-        """Its name in records and lists. It does not change if lines above are added or removed."""
+        """The mutant's name in records and lists, which does not depend on lines above it."""
         again = f" #{self.number}" if self.number > 1 else ""
         return f"{self.function}: {self.before} -> {self.after}{again}"
 
     def applied(self, text: str) -> str:
-        """The text of the file with this change."""
+        """The text of the file with this mutant's change."""
         return text[: self.start] + self.new + text[self.stop :]
 
 
@@ -51,7 +51,7 @@ class Lines:
             self.starts.append(self.starts[-1] + len(line) + 1)
 
     def number(self, character: int) -> int:
-        """The number of the line of a character; the first is 1."""
+        """The number of the line that contains a character, counted from 1."""
         return bisect_right(self.starts, character)
 
     def mutant(
@@ -73,7 +73,7 @@ def _one_line(text: str) -> str:
 
 
 def numbered(mutants: list[Mutant]) -> list[Mutant]:
-    """The mutants in the order of the text, with different keys, and none twice."""
+    """The mutants in the order of the text, with distinct keys and without duplicates."""
     known: dict[str, int] = {}
     spans: set[tuple[int, int, str]] = set()
     result = []

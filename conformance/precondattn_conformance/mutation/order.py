@@ -1,4 +1,4 @@
-"""Which cases a mutant gets, and in which order: those that see most come first."""
+"""The cases that a mutant runs, and their order: the most sensitive cases come first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from precondattn_conformance.mutation.mutant import Mutant
 from precondattn_conformance.mutation.trial import Baseline
 
 LIMIT = 10.0
-"""A mutant may take so many times as long as the unchanged code, and this many seconds more."""
+"""A mutant's time limit: this factor times the unchanged code's time, plus this many seconds."""
 
 
 class CaseOrder:
-    """The cases that pass on the unchanged code, and what each has killed."""
+    """The cases that pass on the unchanged code, and the mutants that each has killed."""
 
     def __init__(self, baselines: Iterable[Baseline], most: int | None = None) -> None:
-        """`most` is the largest number of cases of a mutant."""
+        """`most` is the largest number of cases for a mutant."""
         self.most = most
-        # Different checks, mechanisms and data first; among these the shortest.
+        # Cases of different checks, mechanisms and data come first; among these the shortest.
         shortest = sorted(baselines, key=lambda b: b.seconds)
         seen: Counter[tuple[str, ...]] = Counter()
         ranked = []
@@ -33,7 +33,7 @@ class CaseOrder:
         self.kills_in: Counter[tuple[str, str, str]] = Counter()
 
     def cases(self, mutant: Mutant) -> list[tuple[Case, float]]:
-        """The cases that execute what is changed, each with its limit in seconds."""
+        """The cases that execute the changed lines, each with its time limit in seconds."""
         first, last = mutant.lines
         wanted = [(mutant.target, line) for line in range(first, last + 1)]
         found = [b for b in self.baselines if not b.lines.isdisjoint(wanted)]
@@ -46,6 +46,6 @@ class CaseOrder:
         return [(b.case, LIMIT * b.seconds + LIMIT) for b in found[: self.most]]
 
     def killed(self, mutant: Mutant, case: str) -> None:
-        """A case has killed a mutant, so it comes earlier from now on."""
+        """Record that a case has killed a mutant, which moves the case forward."""
         self.kills[case] += 1
         self.kills_in[mutant.target, mutant.function, case] += 1

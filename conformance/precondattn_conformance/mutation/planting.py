@@ -1,8 +1,8 @@
-"""A mutant in this process: the functions of the module get other code, and no file is written.
+"""Plants a mutant in this process: the module's functions get other code, and no file is written.
 
-A function keeps its identity, so that every module that has imported it calls the mutant. Results
-that were kept from before are forgotten: plans, compiled functions, what `functools.cache` holds.
-Triton's interpreter and `inspect` read the source again; they get the mutant's from `linecache`.
+A function keeps its identity, so that every module that has imported it calls the mutant. Cached
+results of earlier calls are removed: plans, compiled functions, `functools.cache`. Triton's
+interpreter and `inspect` read the source again; they get the mutant's from `linecache`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from precondattn_conformance.mutation.mutant import Mutant
 from precondattn_conformance.mutation.target import Target
 
 Place = tuple[str, int]
-"""A function's name with its class, and its first line."""
+"""A function's name, with its class, and its first line."""
 
 
 class NotPlantedError(RuntimeError):
-    """No function of this process has the mutant's code."""
+    """Raised if no function of this process has the mutant's code."""
 
 
 class Planter:
@@ -45,12 +45,12 @@ class Planter:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """The mutant is in the process in this context.
+        """Context in which the process contains the mutant.
 
         Raises
         ------
         NotPlantedError
-            if its function is not one that this process can call, or its code is not valid.
+            if this process can not call the mutant's function, or its code is invalid.
         """
         text = mutant.applied(self.text)
         try:
@@ -82,7 +82,7 @@ class Planter:
 
 
 def forget(package: str) -> None:
-    """Forget what was kept from earlier calls: by the package, by precondattn and by compilers."""
+    """Clear caches of earlier calls in the package, in precondattn and in compilers."""
     preparation._prepared.clear()
     for kept in _kept(package):
         kept.cache_clear()
@@ -101,9 +101,9 @@ class CachedFunction(Protocol):
 
 @functools.cache
 def _kept(package: str) -> list[CachedFunction]:
-    """What `functools.cache` and `lru_cache` have made in the package and in precondattn.
+    """The functions with `functools.cache` or `lru_cache` in the package and in precondattn.
 
-    The registry of mechanisms is none of these, and the suite's own results stay.
+    The registry of mechanisms is not among them, and the suite's own results are kept.
     """
     of = (package, "precondattn")
     cached = type(functools.lru_cache(_place))
@@ -119,7 +119,7 @@ def _place(code: CodeType) -> Place:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of all functions and classes in a module's."""
+    """The code objects of all functions and classes in a module's code."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant

@@ -1,7 +1,8 @@
 """The process in which mutants run, one after another.
 
-It is started once: imports, the oracle's results and compiled kernels stay. It is replaced if a
-mutant hangs where Python can not interrupt it, ends the process, or leaves something behind.
+It is started once, so that imports, the oracle's results and compiled kernels are kept. It is
+replaced if a mutant hangs where Python can not interrupt it, ends the process, or has lasting side
+effects.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from precondattn_conformance.mutation.trial import (
 )
 
 STARTING = 120.0
-"""Seconds for imports."""
+"""Time limit in seconds for imports."""
 GRACE = 20.0
-"""Seconds after a limit, before the process is ended."""
+"""Seconds after a time limit until the process is ended."""
 MEMORY = 12 << 30
-"""Bytes of addresses that a mutant may use more than the process did before it."""
+"""Bytes of address space that a mutant may use in addition to the process before it."""
 
 
 Message = Any
-"""What a process has sent: a `Baseline`, a `MutantVerdict`, or an error."""
+"""A message from a process: a `Baseline`, a `MutantVerdict`, or an error."""
 
 
 class Setting(NamedTuple):
-    """What a process is started with."""
+    """The start-up arguments of a process."""
 
     targets: tuple[Target, ...]
     backend: Backend
@@ -78,9 +79,9 @@ class MutationProcess:
         Raises
         ------
         TimeoutError, EOFError
-            if there is none in time, or the process has ended.
+            if no message comes in time, or the process has ended.
         ValueError
-            with a message of the process: what is wrong with the setting.
+            with the process's message, if its setting is wrong.
         """
         if not self.connection.poll(limit):
             raise TimeoutError
@@ -90,7 +91,7 @@ class MutationProcess:
         return message
 
     def baseline(self, case: Case, limit: float) -> Baseline:
-        """The case on the unchanged code."""
+        """The result of a case on the unchanged code."""
         self._started()
         self.connection.send((case, limit))
         try:
@@ -101,7 +102,7 @@ class MutationProcess:
         return result
 
     def verdict(self, mutant: Mutant, cases: Sequence[tuple[Case, float]]) -> MutantVerdict:
-        """Run a mutant; a second time in a new process, if the first was spoilt before."""
+        """Run a mutant; repeat it in a new process if an earlier one affected the first."""
         try:
             return self._verdict(mutant, cases)
         except SpoiltError:
@@ -109,7 +110,7 @@ class MutationProcess:
         try:
             return self._verdict(mutant, cases)
         except SpoiltError as error:
-            # A mutant that a process does not recover from has been noticed.
+            # The mutant itself has lasting side effects, so it counts as detected.
             self.stop()
             return MutantVerdict(KILLED, reason=str(error))
 
@@ -142,7 +143,7 @@ class MutationProcess:
 
 
 def _serve(connection: Connection, setting: Setting) -> None:
-    """The loop of the process."""
+    """The main loop of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when to stop.
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with tempfile.TemporaryDirectory(prefix="precondattn-mutants-") as folder:
@@ -172,11 +173,11 @@ def _serve(connection: Connection, setting: Setting) -> None:
 
 
 def _limit_memory() -> None:
-    """A mutant that allocates without end raises a MemoryError."""
+    """Limit memory, so that a mutant that allocates without end raises a MemoryError."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
-        return  # Only Linux says how much is used.
+        return  # Only Linux reports the memory in use.
     used = pages * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))

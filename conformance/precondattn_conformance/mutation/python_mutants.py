@@ -9,11 +9,11 @@ number         0.0 to 1.0, 2 to 3
 extremum       `min` to `max`
 mask           `mask=` or `other=` removed
 dtype          `.to(tl.float32)` removed, `tl.float32` to `tl.float16`
-stride         neighbours of like names exchanged: `stride_b, stride_h`, `i0, i1`
+stride         neighbours with similar names exchanged: `stride_b, stride_h`, `i0, i1`
 statement      `x += y`, `x[i] = y` or a call whose result is not used dropped
 =============  ===========================================================================
 
-Only the bodies of functions are changed: no annotations, defaults, decorators, or errors' texts.
+Only the bodies of functions are changed: no annotations, defaults, decorators, or error messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from precondattn_conformance.mutation.mutant import Lines, Mutant, numbered
 
 Span = tuple[int, int]
 Edit = tuple[str, Span, str]
-"""What is changed, where, and what is written there."""
+"""The kind of change, its span, and the new text."""
 
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -84,7 +84,7 @@ class _PythonFile:
             yield from self._of_statement(name, each)
 
     def _edits(self, statement: ast.stmt) -> Iterator[Edit]:
-        """The edits of a statement itself, and of its expressions."""
+        """The edits of a statement itself and of its expressions."""
         if _can_be_dropped(statement):
             yield "statement", self.span(statement), "pass"
         if isinstance(statement, ast.AugAssign) and type(statement.op) in OPERATORS:
@@ -168,7 +168,7 @@ class _PythonFile:
             yield "number", self.span(node), str(node.value + 1)
 
     def _negated(self, test: ast.expr) -> Iterator[Edit]:
-        """`if x` to `if not x`, where no other edit does this."""
+        """`if x` to `if not x`, unless another edit does this."""
         if isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.NamedExpr):
             yield "condition", self.span(test), f"not ({self.text_of(test)})"
 
@@ -194,12 +194,12 @@ class _PythonFile:
         at = self._found(left, right, old)
         if at is not None:
             stop = at + len(old)
-            if old == "is not" or old == "not in":  # Any space between the two words.
+            if old == "is not" or old == "not in":  # There may be any space between the two words.
                 stop = at + len(re.match(r"\w+\s+\w+", self.text[at:])[0])  # type: ignore[index]
             yield kind, (at, stop), new
 
     def _found(self, left: ast.expr, right: ast.expr, operator: str) -> int | None:
-        """Where the operator stands between its operands, which may be in parentheses."""
+        """The position of the operator between its operands, which may be in parentheses."""
         start, stop = self.span(left)[1], self.span(right)[0]
         words = r"\s+".join(re.escape(word) for word in operator.split())
         gap = re.sub(r"#.*", lambda comment: " " * len(comment[0]), self.text[start:stop])
@@ -226,7 +226,7 @@ class _PythonFile:
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Functions of the module and methods of its classes; what is inside a function is its own."""
+    """The functions of a module and methods of its classes; nested functions are part of these."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             yield prefix + child.name, child
@@ -244,7 +244,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """All expressions of a statement, without those of the statements inside it."""
+    """All expressions of a statement, except those of statements inside it."""
     skipped = ("annotation", "returns", "args", "decorator_list", "keywords", "bases")
     todo: list[ast.AST] = [
         value
@@ -279,7 +279,7 @@ def _is_number(node: ast.expr, value: int) -> bool:
 
 
 def _is_zero(node: ast.expr) -> bool:
-    """`x + 0` is a copy, and `x - 0` the same one."""
+    """Whether a node is 0: `x + 0` is a copy, and `x - 0` is the same."""
     return isinstance(node, ast.Constant) and node.value == 0
 
 
@@ -290,7 +290,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _are_alike(left: ast.expr, right: ast.expr) -> bool:
-    """`stride_b` and `stride_h`; `i0` and `i1`; `x.stride(0)` and `x.stride(1)`."""
+    """Whether two names are similar: `stride_b` and `stride_h`; `x.stride(0)` and `x.stride(1)`."""
     a, b = (ast.unparse(node) for node in (left, right))
     if isinstance(left, ast.Name) and isinstance(right, ast.Name):
         return a != b and (

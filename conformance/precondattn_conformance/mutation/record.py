@@ -1,7 +1,7 @@
-"""What is known of all mutants, in a JSON file: a run can be stopped and continued.
+"""A JSON record of the results of all mutants, so that a run can be stopped and continued.
 
-A killed mutant is not run again, nor one that survived the same options. If the text of a target
-has changed, all its mutants are.
+A killed mutant is not run again, nor is one that survived a run with the same options. If the text
+of a target has changed, all its mutants run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precondattn_conformance.mutation.trial import INVALID, KILLED, SURVIVED, TI
 
 @dataclass
 class MutantEntry:
-    """A mutant and what became of it."""
+    """A mutant and its result."""
 
     key: str
     line: int
@@ -30,7 +30,7 @@ class MutantEntry:
     before: str
     after: str
     status: str = ""
-    """Empty as long as it has not been run."""
+    """The result; empty if the mutant has not been run."""
     case: str = ""
     """The case that killed it."""
     reason: str = ""
@@ -44,11 +44,11 @@ class MutantEntry:
         return self.status in (KILLED, TIMEOUT)
 
     def needs(self, options: str) -> bool:
-        """Whether a run with these options can show something new."""
+        """Whether a run with these options can give a new result."""
         return not self.is_killed and self.status != INVALID and options not in self.tried
 
     def add(self, verdict: MutantVerdict, options: str) -> None:
-        """The result of a run. A mutant that no case touches survives."""
+        """Add the result of a run. A mutant whose lines no case executes survives."""
         if self.status == SURVIVED and verdict.status not in (KILLED, TIMEOUT, SURVIVED):
             self.tried.append(options)
             return
@@ -62,17 +62,17 @@ class MutationRecord:
     """The entries of all targets, in the order of their texts."""
 
     def __init__(self, targets: Iterable[Target], file: Path | None) -> None:
-        """Entries that are in the file already are taken from it; so are those of other targets.
+        """Entries that are already in the file are loaded, including those of other targets.
 
         Raises
         ------
         ValueError
-            if the file is no such record.
+            if the file is not such a record.
         """
         self.file = file
         self.texts: dict[str, str] = {}
         self.entries: dict[str, dict[str, MutantEntry]] = {}
-        """By the name of the target and the key of the mutant."""
+        """The entries by the name of the target and the key of the mutant."""
         self.others = _saved(file)
         for target in targets:
             saved = self.others.pop(target.name, {})
@@ -89,7 +89,7 @@ class MutationRecord:
         return self.entries[mutant.target][mutant.key]
 
     def save(self) -> None:
-        """Write the file, whole: a run that is stopped meanwhile leaves the one before."""
+        """Write the whole file at once: a run that is stopped meanwhile keeps the previous file."""
         if self.file is None:
             return
         data = dict(self.others)

@@ -1,4 +1,4 @@
-"""The table of a run: what survived, with the change as a diff, and the counts."""
+"""The table of a run: the survivors, each with its change as a diff, and the counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EQUIVALENT, SURVIVOR, NOT_RUN = "equivalent", "survivor", "not run"
 
 
 def kind_of(entry: MutantEntry, is_equivalent: bool) -> str:
-    """In which column a mutant is counted."""
+    """The column in which a mutant is counted."""
     if entry.is_killed or entry.status == INVALID:
         return entry.status
     if is_equivalent:
@@ -25,7 +25,7 @@ def kind_of(entry: MutantEntry, is_equivalent: bool) -> str:
 
 
 def counts(record: MutationRecord, known: Known) -> dict[str, Counter[str]]:
-    """By target, the number of mutants by what became of them."""
+    """The number of mutants with each result, by target."""
     return {
         target: Counter(kind_of(e, (target, e.key) in known) for e in entries.values())
         for target, entries in record.entries.items()
@@ -33,7 +33,7 @@ def counts(record: MutationRecord, known: Known) -> dict[str, Counter[str]]:
 
 
 def survivors(record: MutationRecord, known: Known) -> dict[str, list[MutantEntry]]:
-    """By target, the mutants that no case has killed and that are not listed as equivalent."""
+    """The mutants that no case has killed and that are not listed as equivalent, by target."""
     return {
         target: [e for e in entries.values() if kind_of(e, (target, e.key) in known) == SURVIVOR]
         for target, entries in record.entries.items()
@@ -41,7 +41,7 @@ def survivors(record: MutationRecord, known: Known) -> dict[str, list[MutantEntr
 
 
 def print_survivors(record: MutationRecord, known: Known, console: Console) -> None:
-    """Each survivor: its line, and the change."""
+    """Print each survivor's line and change."""
     for target, found in survivors(record, known).items():
         if not found:
             continue
@@ -55,7 +55,7 @@ def print_survivors(record: MutationRecord, known: Known, console: Console) -> N
 
 
 def print_counts(record: MutationRecord, known: Known, console: Console) -> None:
-    """One row for each target: how many mutants, and what became of them."""
+    """Print a row for each target: the number of mutants, and the counts of results."""
     columns = (KILLED, TIMEOUT, EQUIVALENT, SURVIVOR, INVALID, NOT_RUN)
     numbers = counts(record, known)
     shown = [c for c in columns if c in (KILLED, SURVIVOR) or any(n[c] for n in numbers.values())]

@@ -1,4 +1,4 @@
-"""All mutants of a target: the unchanged code first, then each mutant until a case fails."""
+"""Runs all mutants of a target: the unchanged code first, then each mutant until a case fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class MutationProcesses:
-    """A few processes, each of which does one thing at a time."""
+    """A few worker processes, each of which does one thing at a time."""
 
     def __init__(self, setting: Setting, count: int) -> None:
         self.all = [MutationProcess(setting, count) for _ in range(count)]
@@ -30,7 +30,7 @@ class MutationProcesses:
     def map(
         self, function: Callable[[MutationProcess, Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
-        """The result for each item, as soon as it is known."""
+        """Yield the result for each item as soon as it is known."""
 
         def run(item: Item) -> Result:
             process = self.free.get()
@@ -70,7 +70,7 @@ def baselines(
 def verdicts(
     processes: MutationProcesses, mutants: Iterable[Mutant], order: CaseOrder
 ) -> Iterator[tuple[Mutant, MutantVerdict]]:
-    """What becomes of each mutant, as soon as it is known."""
+    """Yield the result of each mutant as soon as it is known."""
 
     def judged(process: MutationProcess, mutant: Mutant) -> MutantVerdict:
         verdict = process.verdict(mutant, order.cases(mutant))

@@ -1,4 +1,4 @@
-"""From `--mutate MODULE` to files: the name of a module or a package, or the path of a file."""
+"""The files named by `--mutate MODULE`: a module, a package, or the path of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Target:
     """A file whose text is mutated."""
 
     name: str
-    """`mykernel.lucid_solve`, or for CUDA `mykernel/cuda/solve.cu`."""
+    """The target's name: `mykernel.lucid_solve`, or for CUDA `mykernel/cuda/solve.cu`."""
     file: Path
     package: Path
     """The folder of its top-level package."""
@@ -38,12 +38,12 @@ class Target:
 
 
 def targets(module: str) -> list[Target]:
-    """The target of a module's name or a file's path; of a package, all its modules.
+    """The target of a module's name or a file's path; for a package, those of all its modules.
 
     Raises
     ------
     ValueError
-        if there is none, or if it is neither Python nor CUDA, or in no package.
+        if there is no such file, or it is neither Python nor CUDA, or belongs to no package.
     """
     first = _target(module)
     if first.file.name != "__init__.py":
@@ -81,7 +81,7 @@ def _file_of_module(name: str, expected: str) -> Path:
 
 
 def _package(file: Path) -> Path | None:
-    """The outermost folder with an `__init__.py` above a file; folders of data may be between."""
+    """The outermost package folder above a file; folders between may lack `__init__.py`."""
     folders = [folder for folder in file.parents if (folder / "__init__.py").is_file()]
     if not folders:
         return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def touched(files: Container[str]) -> Iterator[set[tuple[str, int]]]:
-    """The set is filled with the file and the number of each line executed in this context."""
+    """Context with a set that collects the file and number of each line that is executed."""
     lines: set[tuple[str, int]] = set()
 
     def of_line(frame: FrameType, event: str, argument: object) -> TraceFunction:

@@ -1,8 +1,9 @@
-"""The unchanged code and its mutants in this process.
+"""Runs the unchanged code and its mutants in this process.
 
-A mutant is killed if a case that passes on the unchanged code does not: it is off, it raises, it
-declines, or it takes far longer. The case is then repeated on the unchanged code. If that fails
-too, the mutant has left something behind: the process has to be replaced, and it does not count.
+A mutant is killed if a case that passes on the unchanged code does not pass: its result is wrong,
+it raises, it declines, or it takes far longer. The case is then repeated on the unchanged code. If
+that fails too, the mutant has had lasting side effects: the process has to be replaced, and the
+kill does not count.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ KILLED, SURVIVED, TIMEOUT, INVALID, UNTOUCHED = (
     "untouched",
 )
 BROKEN = "#error\n"
-"""A CUDA file that begins so does not compile: the cases that now fail are those that use it."""
+"""Text at the start of a CUDA file that prevents compilation: every case that uses it fails."""
 
 
 class SpoiltError(RuntimeError):
-    """A case that passed fails on the unchanged code, after a mutant."""
+    """Raised if a case that had passed fails on the unchanged code after a mutant has run."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A case on the unchanged code."""
+    """The result of a case on the unchanged code."""
 
     case: Case
     status: str
     seconds: float
     lines: frozenset[tuple[str, int]] = frozenset()
-    """The target and number of each line that it executes; of CUDA, line 0 if it uses the file."""
+    """The target and number of each line that it executes; for CUDA, line 0 if it uses the file."""
 
 
 @dataclass(frozen=True)
 class MutantVerdict:
-    """What became of a mutant."""
+    """The result of a mutant."""
 
     status: str
     case: str = ""
@@ -76,8 +77,8 @@ class MutationTrial:
         inside: str | None,
         folder: Path,
     ) -> None:
-        """`folder` is an empty one, for copies of packages."""
-        warnings.simplefilter("ignore")  # Of overflow, where a mutant computes nonsense.
+        """`folder` is an empty folder for copies of packages."""
+        warnings.simplefilter("ignore")  # A mutant's nonsense results may overflow.
         self.backend, self.device = backend, device
         self.texts = {t.name: CopyPlanter(t, folder) for t in targets if t.is_cuda}
         modules = {t: importlib.import_module(t.name) for t in targets if not t.is_cuda}
@@ -87,7 +88,7 @@ class MutationTrial:
         oracle.keep_all()
 
     def baseline(self, case: Case, limit: float) -> Baseline:
-        """The unchanged code, and what of the targets the case uses."""
+        """Run a case on the unchanged code, and record which lines of the targets it executes."""
         with self.inside():
             try:
                 with time_limit(limit), touched(self.name_of) as lines:
@@ -115,7 +116,7 @@ class MutationTrial:
         Raises
         ------
         SpoiltError
-            if the case that failed now fails on the unchanged code.
+            if the case that failed also fails on the unchanged code now.
         """
         if not cases:
             return MutantVerdict(UNTOUCHED)
@@ -139,7 +140,7 @@ class MutationTrial:
         return found
 
     def _outcome(self, case: Case, limit: float) -> tuple[str | None, str]:
-        """KILLED or TIMEOUT with a reason, or None if the case passes."""
+        """KILLED or TIMEOUT with a reason; None if the case passes."""
         try:
             with time_limit(limit):
                 outcome = run_case(case, self.backend, self.device)

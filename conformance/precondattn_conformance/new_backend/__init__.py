@@ -1,9 +1,9 @@
-"""`precondattn new-backend`: a small package with a backend, as a start for a kernel.
+"""`precondattn new-backend`: generates a small package with a backend, as a start for a kernel.
 
     precondattn new-backend NAME --library torch --mechanism gated_delta
 
 It installs with pip, computes one mechanism correctly by a plain algorithm, declines everything
-else with reasons, and has a workflow that runs the conformance suite. Its files are in
+else with reasons, and has a workflow that runs the conformance suite. Its templates are in
 `templates/`.
 """
 

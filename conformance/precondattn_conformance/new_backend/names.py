@@ -29,7 +29,7 @@ def checked(name: str) -> Names:
     Raises
     ------
     ValueError
-        if it is not valid for a distribution and a module, or is taken.
+        if the name is not valid for a distribution and a module, or is already used.
     """
     if not FORM.fullmatch(name):
         raise ValueError(
@@ -54,4 +54,4 @@ def checked(name: str) -> Names:
 
 def _is_importable(module: str) -> bool:
     spec = find_spec(module)
-    return spec is not None and spec.origin is not None  # A folder alone has no origin.
+    return spec is not None and spec.origin is not None  # A mere folder has no origin.

@@ -1,4 +1,4 @@
-"""The package: its files, their templates, and where they are written."""
+"""The files of the generated package, and their templates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 class TemplateLibrary(NamedTuple):
-    """What differs between the array libraries."""
+    """The texts that depend on the array library."""
 
     title: str
     requirement: str
     dtypes: tuple[str, ...]
     solve: str
-    """Which template of LUCID's solve: its blocks are written and read in other ways."""
+    """The template of LUCID's solve, which reads and writes blocks differently in each library."""
 
 
 WIDE = ("float32", "float64")
@@ -33,7 +33,7 @@ LIBRARIES = {
 
 
 class TemplateMechanism(NamedTuple):
-    """What the README says of each mechanism."""
+    """The README's texts for each mechanism."""
 
     computes: str
     used_by: str
@@ -74,17 +74,16 @@ def new_backend(
     library : {"torch", "jax", "numpy", "cupy"}
         The library whose arrays it supports.
     directory : Path, optional
-        The folder to write to; by default one of that name in the current folder. It must be empty
-        or not exist.
+        The folder to write to; by default a folder with that name in the current folder. It must be
+        empty or not exist.
     mechanism : {"lucid_solve", "gated_delta", "softmax"}
-        The mechanism or piece that it computes, by a plain algorithm to begin with.
+        The mechanism or piece that it computes; the template has a plain algorithm.
 
     Raises
     ------
     ValueError
         if the name is invalid or taken, the library or the mechanism is unknown, or the directory
-        is not empty.
-        Nothing has been written then.
+        is not empty. Nothing is written in these cases.
     ImportError
         if Jinja2 is not installed.
     """
@@ -107,7 +106,7 @@ def new_backend(
 
 
 def _rendered(name: str, library: str, mechanism: str) -> Iterator[tuple[str, str]]:
-    """Every file: its path in the package, and its text."""
+    """The path in the package and the text of each file."""
     names, chosen = checked(name), LIBRARIES[library]
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -122,7 +121,7 @@ def _rendered(name: str, library: str, mechanism: str) -> Iterator[tuple[str, st
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        autoescape=False,  # It writes Python, TOML and YAML.
+        autoescape=False,  # The templates are of Python, TOML and YAML.
     )
     words = {
         **names._asdict(),

@@ -1,8 +1,8 @@
-"""Public implementations of the mechanisms, by project: each peer is a few lines around a function.
+"""Public implementations of the mechanisms by project; each peer is a short adapter of a function.
 
     precondattn conformance --peer fla/kda_chunk
     peer_named("fla/kda_chunk").backend()
 
-Nothing of a project is copied. A project is a package that is installed, or a checkout of its
-repository (`checkout.py`). What is missing makes its peers *not compared*.
+No code of a project is copied. A project is an installed package, or a checkout of its repository
+(`checkout.py`). If it is missing, its peers are *not compared*.
 """

@@ -1,4 +1,4 @@
-"""What adapters share: heads first, whole chunks, equal widths. All of it is differentiable."""
+"""Conversions shared by adapters: heads first, whole chunks, equal widths; all differentiable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from precondattn.arrays import Array, namespace, placement
 
 Foreign = Any
-"""A function, module or object of a project, and its arguments: their types are the project's."""
+"""A function, module, object or argument of a project, whose type belongs to the project."""
 
 HALF32 = ("float32", "bfloat16", "float16")
 """The dtypes of functions that compute in float32."""
@@ -19,7 +19,7 @@ def heads_first(*arrays: Array) -> list[Array]:
 
 
 def widened(x: Array, width: int) -> Array:
-    """An array (…, d) with zeros behind, as (…, width)."""
+    """An array (…, d) padded with zeros to (…, width)."""
     if x.shape[-1] == width:
         return x
     xp = namespace(x)
@@ -28,16 +28,16 @@ def widened(x: Array, width: int) -> Array:
 
 
 def equally_wide(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys (…, d) and values (…, e) of the larger width, with zeros behind.
+    """Queries, keys (…, d) and values (…, e), padded with zeros to the larger width.
 
-    The default scale is then another, and of the output the first e channels count.
+    This changes the default scale, and only the first e channels of the output count.
     """
     width = max(q.shape[-1], v.shape[-1])
     return widened(q, width), widened(k, width), widened(v, width)
 
 
 def scale_of(q: Array, scale: float | None) -> float:
-    """The scale of logits: d^{-1/2} of the queries (…, d) where none is given."""
+    """The scale of logits; by default d^{-1/2} for queries (…, d)."""
     return float(q.shape[-1] ** -0.5) if scale is None else scale
 
 
@@ -48,7 +48,7 @@ def whole_mask(visible: Array, q: Array) -> Array:
 
 
 def mask_with_bias(visible: Array, bias: Array | None, q: Array) -> Array:
-    """A mask with a bias (b, h, t, s): that, with −∞ where a key is not visible; else the mask."""
+    """A bias (b, h, t, s) with −∞ where a key is not visible; without a bias, the mask."""
     if bias is None:
         return visible
     xp = namespace(q)
@@ -56,13 +56,13 @@ def mask_with_bias(visible: Array, bias: Array | None, q: Array) -> Array:
 
 
 def equally_wide_by_default(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """`equally_wide` for a function that has no parameter for its scale, width^{-1/2}."""
+    """`equally_wide` for a function whose scale is always width^{-1/2}."""
     wide_q, wide_k, wide_v = equally_wide(q, k, v)
     return wide_q * (wide_q.shape[-1] / q.shape[-1]) ** 0.5, wide_k, wide_v
 
 
 def only_self_attention(q: Array, k: Array, tokens: int = 1) -> None:
-    """Decline a call with fewer queries than keys; their tokens are on the given axis.
+    """Decline a call with fewer queries than keys; `tokens` is their token axis.
 
     Raises
     ------
@@ -74,16 +74,17 @@ def only_self_attention(q: Array, k: Array, tokens: int = 1) -> None:
 
 
 def in_one_dtype(*arrays: Array) -> list[Array]:
-    """Arrays in the widest of their dtypes, for functions that want the same of all."""
+    """Arrays converted to the widest of their dtypes, for functions that require one dtype."""
     xp = namespace(arrays[0])
     dtype = xp.result_type(*arrays)
     return [xp.astype(x, dtype) for x in arrays]
 
 
 def forget_gate(g: Array) -> Array:
-    """What a sigmoid turns into the decay e^g, for functions that take a gate before its sigmoid.
+    """The gate before the sigmoid whose sigmoid is the decay e^g.
 
-    A decay of 1 has no finite one, so it is replaced by one that differs in the last digit.
+    A decay of 1 would need an infinite gate, so it is replaced by a decay that differs in the last
+    digit.
     """
     xp = namespace(g)
     least = float(xp.finfo(g.dtype).eps)

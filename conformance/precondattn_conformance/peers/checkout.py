@@ -1,7 +1,7 @@
-"""Checkouts of repositories that are on no package index.
+"""Checkouts of repositories that are not on a package index.
 
-The user has them in the folder that the environment variable `PRECONDATTN_CHECKOUTS` names, each
-under the name of its repository, at the revision that its peers were written for.
+They are in the folder named by the environment variable `PRECONDATTN_CHECKOUTS`, each under the
+name of its repository, at the revision for which its peers were written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from subprocess import run
 from precondattn_conformance.peers.files import MissingError
 
 FOLDER = "PRECONDATTN_CHECKOUTS"
-"""The environment variable of the folder that has the checkouts."""
+"""The environment variable that names the folder of checkouts."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Checkout:
 
     @property
     def folder(self) -> Path:
-        """Where it is.
+        """The folder of the checkout.
 
         Raises
         ------
         MissingError
-            where it is not, or where git says that it has another revision. A folder without git's
-            data is taken as it is.
+            if it does not exist, or git reports another revision. A folder without git data is not
+            checked.
         """
         root = os.environ.get(FOLDER)
         if root is None:
@@ -56,7 +56,7 @@ class Checkout:
 
     @property
     def lines(self) -> str:
-        """Shell lines that make it."""
+        """Shell lines that create the checkout."""
         folder = f'"${FOLDER}/{self.name}"'
         return (
             f"git clone --quiet --filter=blob:none https://github.com/{self.repository} {folder}\n"
@@ -65,7 +65,7 @@ class Checkout:
 
 
 def _revision_of(folder: Path) -> str:
-    """What git has checked out there."""
+    """The revision that git has checked out in a folder."""
     told = run(
         ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""All peers, and one by its name. A project's module imports nothing of the project itself."""
+"""All peers, and lookup by name. A project's module does not import the project itself."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PROJECTS = (
     "xformers",
     "xlstm",
 )
-"""The modules of this folder that have a project's peers."""
+"""The modules of this folder that define peers."""
 
 
 @cache
 def all_peers() -> dict[str, Peer]:
-    """Every peer by its name, those of a project together."""
+    """Every peer by its name, grouped by project."""
     peers: dict[str, Peer] = {}
     for name in PROJECTS:
         module = import_module(f"precondattn_conformance.peers.{name}")
@@ -48,7 +48,7 @@ def all_peers() -> dict[str, Peer]:
 
 
 def lines_to_check_out() -> str:
-    """Shell lines that make every checkout, in the folder that `PRECONDATTN_CHECKOUTS` names."""
+    """Shell lines that create every checkout in the folder named by `PRECONDATTN_CHECKOUTS`."""
     projects = {peer.project.name: peer.project for peer in all_peers().values()}
     checkouts = (project.checkout for project in projects.values())
     return "\n".join(checkout.lines for checkout in checkouts if checkout is not None)
@@ -60,7 +60,7 @@ def peer_named(name: str) -> Peer:
     Raises
     ------
     ValueError
-        if there is none; the message has the names of its project's peers.
+        if there is no such peer; the message lists the project's peers.
     """
     peers = all_peers()
     if name not in peers:

@@ -1,4 +1,4 @@
-"""Files of public projects, alone: the packages around them may need what is not installed."""
+"""Single files of public projects, whose packages may import modules that are not installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import CodeType, ModuleType
 
 
 class MissingError(ImportError):
-    """A project that is not there, or a part of it that can not be imported."""
+    """Raised if a project is not installed, or a part of it can not be imported."""
 
 
 def module_of(file: Path) -> ModuleType:
-    """A file as a module, with its imports."""
+    """A file imported as a module, with its imports."""
     name = f"_precondattn_peer{file.with_suffix('').as_posix().replace('/', '_').replace('.', '_')}"
     if name in sys.modules:
         return sys.modules[name]
@@ -35,34 +35,33 @@ def module_of(file: Path) -> ModuleType:
 
 
 ONE_PARSES = Lock()
-"""CPython counts the depth of syntax trees in the interpreter, not in the thread: of two threads
-that convert one at a time, one raises a SystemError."""
+"""A lock for parsing. CPython counts the depth of syntax trees per interpreter, not per thread: if
+two threads parse at the same time, one raises a SystemError."""
 
 
 def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleType:
-    """Functions and classes of a file whose imports are not installed.
+    """Selected functions and classes of a file whose imports are not installed.
 
-    Only these definitions of the file are executed, as they are written: neither its imports nor
-    its other statements. Decorators are left out, for they compile or register. Annotations are not
-    evaluated.
+    Only these definitions are executed, unchanged; the file's imports and other statements are not.
+    Decorators are left out, since they compile or register. Annotations are not evaluated.
 
     Parameters
     ----------
     file : Path
     *names : str
-        The definitions at the top of the file, with those that they call.
+        The names of top-level definitions, including those that they call.
     given : mapping
-        What they use besides, by its name there: `{"torch": torch}`.
+        Other objects that they use, by the names in the file: `{"torch": torch}`.
 
     Returns
     -------
     module
-        With the definitions as its attributes.
+        A module with the definitions as its attributes.
 
     Raises
     ------
     MissingError
-        if there is no such file, or no such definition in it.
+        if there is no such file, or a definition is missing.
     """
     module = ModuleType(f"excerpt of {file.name}")
     vars(module).update(given)
@@ -72,7 +71,7 @@ def excerpt_of(file: Path, *names: str, given: Mapping[str, object]) -> ModuleTy
 
 @cache
 def _code_of(file: Path, names: tuple[str, ...]) -> CodeType:
-    """The definitions of an excerpt, compiled. Adapters ask for them in each call."""
+    """The compiled definitions of an excerpt, cached because adapters request them in each call."""
     text = _there(file).read_text(encoding="utf-8")
     with ONE_PARSES:
         parsed = ast.parse(text)

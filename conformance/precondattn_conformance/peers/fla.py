@@ -1,7 +1,7 @@
-"""flash-linear-attention: its plain references in PyTorch, which its kernels are tested against.
+"""flash-linear-attention: the plain PyTorch references against which its kernels are tested.
 
-Each is loaded from its file, since the package around it imports Triton. They compute in float32.
-Those without grouped heads take one number of heads, for which ours are repeated.
+Each is loaded from its file, since the package imports Triton. They compute in float32. References
+without grouped heads require equal numbers of heads, so key and value heads are repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE = ("initial_state", "output_final_state")
 
 
 def references(operation: str, file: str = "naive") -> ModuleType:
-    """The file of an operation that has its references."""
+    """The module of an operation that contains its references."""
     return FLA.imported(f"fla/ops/{operation}/{file}.py")
 
 
@@ -37,7 +37,7 @@ def by_key_heads(
     heads: int,
     initial_state: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """A function of equal heads, of a state for each key head: it is repeated for the queries'."""
+    """Call a function of equal heads, with a state per key head repeated for query heads."""
     if initial_state is None:
         return function(None)
     group = heads // initial_state.shape[1]
@@ -139,7 +139,7 @@ def gsa_recurrent(q: Array, k: Array, v: Array, s: Array, g: Array, scale: float
 def _path(
     q: Array, k: Array, v: Array, w: Array, beta: Array, g: Array, scale: float | None
 ) -> object:
-    """It has no default scale."""
+    """Adapter of the PaTH reference, which has no default scale."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _naive("path_attn", "naive_path_attn")(q, k, v, w, beta, g, scale)
 
@@ -169,7 +169,7 @@ def comba_recurrent(
     scale: float | None,
     **state: object,
 ) -> object:
-    """It computes `comba[erases=decayed]`, and its chunked form, and its kernel, `comba`."""
+    """Computes `comba[erases=decayed]`; its chunked form and its kernel compute `comba`."""
     return _naive("comba", "naive_recurrent_comba")(q, k, v, p, beta, g, scale, **state)
 
 
@@ -218,7 +218,7 @@ def gdn2_chunk(
 def _mesa(
     function: str, q: Array, k: Array, v: Array, g: Array, lam: Array, *chunk_size: int
 ) -> Array:
-    """It takes values as wide as keys, and a strength beta of each token."""
+    """Adapter of the Mesa references, which take values as wide as keys, and a β per token."""
     import torch
 
     e, (q, k, v) = v.shape[-1], equally_wide(q, k, v)
@@ -251,7 +251,7 @@ def mesa_cg(q: Array, k: Array, v: Array, g: Array, lam_mesa: Array) -> Array:
 
 @FLA.peer("deltaformer", heads="equal", dtypes=HALF32)
 def deltaformer(q: Array, k: Array, v: Array, beta: Array) -> Array:
-    """It takes values as wide as queries, by whose width it scales."""
+    """Takes values as wide as queries, and scales by that width."""
     d, e = q.shape[-1], v.shape[-1]
     q, k, v = equally_wide(q, k, v)
     function = _naive("deltaformer", "naive_deltaformer_attn")
@@ -262,7 +262,7 @@ def deltaformer(q: Array, k: Array, v: Array, beta: Array) -> Array:
 def delta_product_recurrent(
     q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, steps: int
 ) -> object:
-    """The steps of a token are rows of their own (b, t steps, h, d). It has no default scale."""
+    """Takes the steps of a token as separate rows (b, t steps, h, d), and has no default scale."""
     k, v, beta = (x.flatten(1, 2) for x in (k, v, beta))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     function = _naive("gated_delta_product", "naive_recurrent_gated_delta_product")
@@ -364,7 +364,7 @@ def rwkv6_recurrent(
 
 @FLA.peer("rwkv6[scale=1]", layout="bhtd", heads="equal", dtypes=HALF32, multiple=32)
 def rwkv6_chunk(q: Array, k: Array, v: Array, g: Array, u: Array) -> object:
-    """It does not scale; the recurrent form scales by d^(-1/2)."""
+    """Does not scale; the recurrent form scales by d^(-1/2)."""
     return _naive("rwkv6", "naive_chunk_rwkv6", "chunk_naive")(q, k, v, g, u)
 
 
@@ -372,7 +372,7 @@ def rwkv6_chunk(q: Array, k: Array, v: Array, g: Array, u: Array) -> object:
 def atk_recurrent(
     q: Array, k: Array, v: Array, g: Array, beta: Array, g_atk: Array, beta_atk: Array
 ) -> object:
-    """It makes queries and keys of length 1 itself."""
+    """Normalises queries and keys to length 1 itself."""
     function = _naive("precond_gated_delta_rule", "naive_recurrent_precond_gated_delta_rule")
     return function(q, k, v, g_atk, g, beta_atk, beta)
 

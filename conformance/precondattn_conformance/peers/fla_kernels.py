@@ -1,12 +1,12 @@
 """flash-linear-attention's kernels, in Triton on a GPU.
 
-Their functions have our names of inputs, our layouts and our default scale; decays are logarithms.
-What differs is given as each of them demands:
+The functions have the same input names, layouts and default scale as precondattn's; decays are
+logarithms. The adapters handle these differences:
 
-* linear attention, retention and GLA have one number of heads, so keys, values and gates are
+* linear attention, retention and GLA require equal head counts, so keys, values and gates are
   repeated for each query head, and for the delta rule queries and keys for each value head;
-* PaTH takes its directions and strengths in float32, in which they are as they were rounded before;
-* the delta rule has no float32.
+* PaTH takes its directions and strengths in float32, which keeps their rounded values;
+* the delta rule does not support float32.
 
 They were compared with the functions of version 0.6.0.
 """
@@ -85,18 +85,18 @@ def kernel_delta(
 
 
 WIDEST_WRONG_TILE = 64
-"""The key width up to which fla's refusal on Hopper is right."""
+"""The largest key width for which fla's refusal on Hopper is justified."""
 
 
 @of_gpu("gated_delta", dtypes=HALF32, state=STATE)
 def kernel_gated_delta(
     q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None, **state: Any
 ) -> object:
-    """It lets the gradient run on Hopper where only the width is in doubt.
+    """Allows the gradient on Hopper for key widths that are computed correctly.
 
-    With Triton from 3.4 to 3.7.0, fla refuses this gradient on Hopper at every width. What is wrong
-    there is a product in tiles of 64 key channels, and wider keys have tiles of 128 (issue 640 of
-    flash-linear-attention). Its module asks a flag of its own, which is set for wider keys only.
+    With Triton from 3.4 to 3.7.0, fla refuses this gradient on Hopper at every width. Only a
+    product in tiles of 64 key channels is wrong there, and wider keys use tiles of 128 (issue 640
+    of flash-linear-attention). fla's module checks a flag, which is set here for wider keys only.
     """
     chunk_o: Any = FLA.imported("fla.ops.common.chunk_o")
     if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):

@@ -1,4 +1,4 @@
-"""FlashAttention: the references in PyTorch that its kernels are tested against."""
+"""FlashAttention: the PyTorch references against which its kernels are tested."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def attention_ref(
     softcap: float | None,
     bias: Array | None = None,
 ) -> Array:
-    """It adds the bias after the softcap, and a window of w keys is (w − 1, 0).
+    """Adds the bias after the softcap; a window of w keys is given as (w − 1, 0).
 
-    Its mask of keys is not passed: with it, queries are aligned with the last key that counts.
+    The key mask is not passed: with it, queries would be aligned with the last unmasked key.
     """
     sides = (-1 if window is None else window - 1, 0 if causal else -1)
     run = _reference("tests/test_flash_attn.py", "construct_local_mask")
@@ -63,7 +63,7 @@ def cute_attention_ref(
     bias: Array | None = None,
     sink: Array | None = None,
 ) -> Array:
-    """Without `upcast` it computes in the dtype of its inputs."""
+    """Computes in the dtype of its inputs, because `upcast` is not set."""
     sides = (None if window is None else window - 1, 0 if causal else None)
     run = _reference("flash_attn/cute/testing.py", "construct_local_mask", "construct_chunk_mask")
     return run(

@@ -1,4 +1,4 @@
-"""Flax: attention of NNX and of Linen, and the path that they take with dropout or a module.
+"""Flax: attention of NNX and of Linen, and the code path for dropout or a module.
 
 NNX calls JAX's attention, whose softmax is in float32, whatever the dtype is.
 """
@@ -17,7 +17,7 @@ ALL = (FLAX,)
 def nnx(q: Array, k: Array, v: Array, visible: Array, bias: Array | None = None) -> Array:
     from flax.nnx import dot_product_attention
 
-    # Values of another width are in its documentation, and an error of JAX's function.
+    # Its documentation allows values of another width, but JAX's function raises an error.
     arrays = equally_wide_by_default(q, k, v)
     return dot_product_attention(*arrays, bias, visible)[..., : v.shape[-1]]
 

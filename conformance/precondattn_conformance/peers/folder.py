@@ -1,4 +1,4 @@
-"""A folder of an installed package, without what the packages around it import."""
+"""Imports a folder of an installed package without the imports of the package's own modules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from precondattn_conformance.peers.project import Project
 
 
 def imported_from(project: Project, package: str, folder: str, module: str) -> ModuleType:
-    """A module of a folder, which is imported as a package of another name.
+    """A module of a folder, which is imported as a package under another name.
 
         imported_from(TIMM, "timm", "layers", "attention")
 
     Raises
     ------
     MissingError
-        where the package is not there, or what the module itself imports.
+        if the package, or an import of the module itself, is not installed.
     """
     alias = f"_precondattn_peer_{package}_{folder.replace('/', '_')}"
     if alias not in sys.modules:

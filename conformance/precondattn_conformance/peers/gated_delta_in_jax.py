@@ -1,4 +1,4 @@
-"""Gated delta rules and linear attention of MaxText, EasyDeL and axlearn in JAX."""
+"""Gated delta rules and linear attention of MaxText, EasyDeL, ejKernel and axlearn in JAX."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def naive_jax_chunk_gated_delta_rule(
 def jax_chunk_gated_delta_rule(
     q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
 ) -> object:
-    """Its default dtype is bfloat16; here it is that of the queries."""
+    """The default dtype is bfloat16; here it is that of the queries."""
     run = _of_maxtext("jax_chunk_gated_delta_rule")
     return run(q, k, v, g, beta, initial_state=initial_state, compute_dtype=q.dtype)
 
@@ -65,7 +65,7 @@ def jax_chunk_gated_delta_rule(
 def jax_ar_gated_delta_rule(
     q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
 ) -> object:
-    """One token after the other."""
+    """Computes one token after the other."""
     from jax import lax
     from jax import numpy as jnp
 
@@ -93,7 +93,7 @@ def _of_easydel(function: str, *more: str) -> Foreign:
 def recurrent_kda(
     q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
 ) -> tuple[Array, Array]:
-    """It has one decay for each head, which is the gated delta rule and not KDA."""
+    """Has one decay for each head, which is the gated delta rule and not KDA."""
     run = _of_easydel("_recurrent_kda_fwd")
     out, state = run(q, k, v, beta, g, initial_state, use_qk_l2norm=False)
     return out.astype(q.dtype), state
@@ -103,7 +103,7 @@ def recurrent_kda(
 def chunk_kda(
     q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array | None = None
 ) -> tuple[Array, Array]:
-    """It has one decay for each head, which is the gated delta rule and not KDA."""
+    """Has one decay for each head, which is the gated delta rule and not KDA."""
     run = _of_easydel("_chunk_kda_fwd")
     out, state = run(q, k, v, beta, g, initial_state=initial_state, use_qk_l2norm=False)
     return out.astype(q.dtype), state
@@ -138,7 +138,7 @@ def _of_ejkernel(file: str, function: str, *more: str) -> Foreign:
 
 @cache
 def _recurrent() -> Foreign:
-    """With its own derivative, put together as its module does."""
+    """ejKernel's recurrence with its custom derivative, assembled as in its own module."""
     import jax
 
     parts = {
@@ -157,7 +157,7 @@ def _recurrent() -> Foreign:
 
 
 def _equally_wide(q: Array, k: Array, v: Array, g: Array | None = None) -> list[Foreign]:
-    """q, k, v and the gates of keys; ejKernel's recurrence has as many keys as values."""
+    """q, k, v and key gates padded to one width, which ejKernel's recurrence requires."""
     width = max(q.shape[-1], v.shape[-1])
     return [None if x is None else widened(x, width) for x in (q, k, v, g)]
 
@@ -180,7 +180,7 @@ def recurrent_gated(q: Array, k: Array, v: Array, g: Array, scale: float | None)
 
 @EJKERNEL.peer("gla", dtypes=HALF32, **JAX)
 def recurrent_forward(q: Array, k: Array, v: Array, g: Array, scale: float | None) -> Array:
-    """The same without the derivative that it has itself."""
+    """ejKernel's forward recurrence without its custom derivative."""
     more = ("_recurrent_attention_step",)
     run = _of_ejkernel("recurrent/_xla_impl_fwd", "_recurrent_attention_fwd", *more)
     scale, e = scale_of(q, scale), v.shape[-1]
@@ -198,7 +198,7 @@ def attention(
     softcap: float | None,
     sink: Array | None = None,
 ) -> Array:
-    """Its defaults are bfloat16 and a softmax in float32; here both are in the queries' dtype."""
+    """The defaults are bfloat16 and a float32 softmax; here both use the queries' dtype."""
     run = _of_ejkernel("attention/_interface", "attention")
     return run(
         q,

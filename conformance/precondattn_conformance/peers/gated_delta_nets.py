@@ -80,7 +80,7 @@ def torch_chunk_gdn2(
 def gated_delta_rule_ref(
     q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None
 ) -> Array:
-    """The reference of its tests, which changes the state in place."""
+    """The reference of the project's tests, which changes the state in place."""
     import torch
 
     path = "tests/unit_tests/ssm/test_gdp_dynamic_inference.py"
@@ -134,7 +134,7 @@ def naive_recurrent_kda(
     gradient=False,
 )
 def delta_rule(q: Array, k: Array, v: Array, g: Array, beta: Array, scale: float | None) -> Array:
-    """Sequences stand one behind the other; it changes its state in place."""
+    """Takes sequences one after another in one array, and changes its state in place."""
     path, more = "tests/gdn/reference_delta_rule.py", ("matmul", "exclusive_cumsum")
     run = FLASHINFER.excerpt(path, "delta_rule", *more, given=given.of_pytorch()).delta_rule
     q, k, v, decay, beta_ = (x.flatten(0, 1) for x in (q, k, v, g.exp(), beta))

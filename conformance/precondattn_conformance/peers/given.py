@@ -9,7 +9,7 @@ from precondattn_conformance.peers.files import MissingError
 
 
 def of_pytorch() -> dict[str, object]:
-    """torch, nn, F, …"""
+    """The names of PyTorch: torch, nn, F, …"""
     import torch
 
     return {
@@ -23,7 +23,7 @@ def of_pytorch() -> dict[str, object]:
 
 
 def of_jax() -> dict[str, object]:
-    """jax, jnp, lax, …"""
+    """The names of JAX: jax, jnp, lax, …"""
     import jax
 
     return {
@@ -37,12 +37,12 @@ def of_jax() -> dict[str, object]:
 
 
 def of_einops() -> dict[str, object]:
-    """rearrange, repeat and reduce.
+    """The names of einops: rearrange, repeat and reduce.
 
     Raises
     ------
     MissingError
-        where einops is not installed.
+        if einops is not installed.
     """
     try:
         from einops import rearrange, reduce, repeat

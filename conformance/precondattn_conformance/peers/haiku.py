@@ -1,4 +1,4 @@
-"""Haiku: `MultiHeadAttention`, whose projections are left out by an interceptor of its methods."""
+"""Haiku: `MultiHeadAttention`, with its projections bypassed by a method interceptor."""
 
 from __future__ import annotations
 

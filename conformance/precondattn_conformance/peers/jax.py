@@ -1,6 +1,6 @@
-"""JAX's own attention, computed by XLA, and the references of its kernels for GPUs and TPUs.
+"""JAX's attention, computed by XLA, and the references of its GPU and TPU kernels.
 
-Its softmax is in float32, whatever the dtype is.
+The softmax is in float32 for every dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def dot_product_attention_local_window(
     from jax.nn import dot_product_attention as attend
 
     arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
-    # Ours counts the token itself, and JAX's the tokens on each side of it.
+    # Here the window includes the token itself; JAX counts the tokens on each side of it.
     near = None if window is None else (window - 1, 0 if causal else window - 1)
     out = attend(*arrays, scale=scale, is_causal=causal, local_window_size=near)
     return out[..., : v.shape[-1]]

@@ -1,8 +1,8 @@
 """Keras: `keras.ops.dot_product_attention` of its backends for JAX, PyTorch and NumPy.
 
-`KERAS_BACKEND` chooses the one backend of a process as Keras is imported. `keras.ops` calls the
-function of the backend's module, and so do these peers: all three are there in any process. With
-JAX it is JAX's attention, whose softmax is in float32.
+`KERAS_BACKEND` chooses the single backend of a process when Keras is imported. `keras.ops` calls a
+function of the backend's module. These peers call it directly, so that all three backends can be
+used in one process. With JAX it is JAX's attention, whose softmax is in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL = (KERAS,)
 
 
 def _attention(backend: str) -> Foreign:
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # Its own default, TensorFlow, is not needed.
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # The default, TensorFlow, is not needed.
     KERAS.imported("keras")
     return KERAS.imported(f"keras.src.backend.{backend}.nn").dot_product_attention
 
@@ -26,7 +26,7 @@ def _attention(backend: str) -> Foreign:
 def _attend(
     backend: str, q: Array, k: Array, v: Array, scale: float | None, **others: Foreign
 ) -> Array:
-    """Values are to have the shape of keys."""
+    """Call a backend's attention; values are padded to the shape of keys."""
     arrays, scale = equally_wide(q, k, v), scale_of(q, scale)
     return _attention(backend)(*arrays, scale=scale, **others)[..., : v.shape[-1]]
 
@@ -49,7 +49,7 @@ def torch(
 ) -> Array:
     if bias is None:
         return _attend("torch", q, k, v, scale, mask=visible)
-    # With PyTorch it takes a bias or a mask, and not both.
+    # With PyTorch it takes a bias or a mask, but not both.
     return _attend("torch", q, k, v, scale, bias=bias.masked_fill(~visible, -float("inf")))
 
 

@@ -89,7 +89,7 @@ def full_attention(
 
 @FAST_TRANSFORMERS.peer("elu1(linear[normalize=true,eps=0])", library="torch", heads="equal")
 def recurrent_linear_attention(q: Array, k: Array, v: Array) -> Array:
-    """One token after the other."""
+    """Computes one token after the other."""
     import torch
 
     path = "recurrent/attention/self_attention/linear_attention.py"
@@ -104,7 +104,7 @@ def recurrent_linear_attention(q: Array, k: Array, v: Array) -> Array:
 
 @cache
 def _of_lolcats(function: str) -> Foreign:
-    """It stops in the debugger where a weight is NaN, which would stop the run."""
+    """A function of LoLCATs without its breakpoint at NaN weights, which would stop the run."""
     path = "src/model/linear_attention/linear_attention.py"
     names = given.of_pytorch() | {"fast_causal_dot_product": None, "breakpoint": lambda: None}
     return getattr(LOLCATS.excerpt(path, function, given=names), function)
@@ -127,7 +127,7 @@ def causal_dot_product(q: Array, k: Array, v: Array) -> Array:
 
 
 def _slopes(heads: int) -> Array:
-    """The logarithms of retention's decays, with the other sign."""
+    """The negated logarithms of retention's decays."""
     import torch
 
     return -torch.log1p(-(2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))))
@@ -143,7 +143,7 @@ def _lightning() -> ModuleType:
     "retention[scale=1.0]", library="torch", layout="bhtd", heads="equal", dtypes=HALF32
 )
 def linear_attn(q: Array, k: Array, v: Array) -> Array:
-    """The decays are in float32."""
+    """Takes the decays in float32."""
     return _lightning().linear_attn(q, k, v, _slopes(q.shape[1]))
 
 
@@ -155,10 +155,11 @@ def linear_attn(q: Array, k: Array, v: Array) -> Array:
     dtypes=("float64", "float32", "bfloat16"),
 )
 def parallel_forward(q: Array, k: Array, v: Array) -> Array:
-    """It divides a row of weights by the sum of their magnitudes where that is more than 1.
+    """Divides a row of weights by the sum of their magnitudes where that exceeds 1.
 
-    A norm follows there, which takes a factor out. Here queries are smaller by 2²⁰, so that no sum
-    is more than 1, and the output is larger by as much; float16 has no room for that.
+    In the model a norm follows, which cancels the factor. Here queries are divided by 2²⁰, so that
+    no sum exceeds 1, and the output is multiplied by it; the range of float16 is too small for
+    that.
     """
     import torch
 
@@ -182,7 +183,7 @@ def _inner_linear_scan() -> Foreign:
 
 @AXLEARN.peer("linear[scale=1.0]", library="jax", layout="bhtd")
 def linear_scan(q: Array, k: Array, v: Array, initial_state: Array | None = None) -> object:
-    """Its state is in float32, and in bfloat16 where the inputs are."""
+    """Keeps its state in float32, or in bfloat16 if the inputs are in bfloat16."""
     from jax import numpy as jnp
 
     if initial_state is None:

@@ -1,4 +1,4 @@
-"""Packages of lucidrains: each has a form of attention, in PyTorch."""
+"""Packages of lucidrains, each with one form of attention in PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def local_attention(
     scale: float | None,
     key_mask: Array | None = None,
 ) -> Array:
-    """Its windows are blocks, with the block before; `exact_windowsize` makes a band of that."""
+    """Local attention to a block and the one before it, of which `exact_windowsize` makes a
+    band."""
     only_self_attention(q, k, 2)
     if window is None or window < 2:
         raise ValueError("it takes windows of at least one other token")
@@ -41,7 +42,7 @@ def local_attention(
 
 @LINEAR.peer("elu1(linear[normalize=true,eps=0])", layout="bhtd", heads="equal")
 def causal_linear_attn(q: Array, k: Array, v: Array, key_mask: Array | None = None) -> Array:
-    """It has the features softmax(q) and exp(k); of logarithms they are those of elu + 1."""
+    """Has the features softmax(q) and exp(k), which for logarithms are those of elu + 1."""
     only_self_attention(q, k, 2)
     module = LINEAR.imported("linear_attention_transformer.linear_attention_transformer")
     q, k = (_elu1(x).log() for x in (q, k))

@@ -65,7 +65,7 @@ def ssd_minimal_discrete(
 
 @MAMBA.peer("ssd", library="torch", multiple=CHUNK)
 def ssd_chunk_refs(q: Array, k: Array, v: Array, g: Array) -> Array:
-    """The references of its kernels, called as `ssd_chunk_scan_combined_ref` calls them.
+    """The references of Mamba's kernels, called as `ssd_chunk_scan_combined_ref` calls them.
 
     That function has one A for each head, g = dt A, and multiplies values by dt; here dt is 1.
     """
@@ -80,7 +80,7 @@ def ssd_chunk_refs(q: Array, k: Array, v: Array, g: Array) -> Array:
 
 
 def _of_steps(v: Array, g: Array) -> tuple[Array, Array]:
-    """x and dt with x dt = v and A dt = g for A = −1; a gate of 1 has a dt that is almost 0."""
+    """x and dt with x dt = v and A dt = g for A = −1; for a decay of 1, dt is almost 0."""
     dt = (-g).clamp(min=1e-26)[..., None]
     return v / dt, dt.expand_as(v)
 
@@ -102,7 +102,7 @@ def selective_scan_ref(q: Array, k: Array, v: Array, g: Array) -> Array:
 def selective_state_update_ref(
     q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
 ) -> tuple[Array, Array]:
-    """One token after the other; it changes the state in place."""
+    """Computes one token after the other, changing the state in place."""
     import torch
 
     path = "mamba_ssm/ops/triton/selective_state_update.py"

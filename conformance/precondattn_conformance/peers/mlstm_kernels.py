@@ -1,12 +1,12 @@
 """mLSTM kernels: the forms of xLSTM's mLSTM in plain PyTorch and JAX, without Triton.
 
-Their forget gates are numbers before a sigmoid, and ours logarithms after it. In half precision
-that number would be rounded, so it is at least in float32. The chunkwise and the recurrent form
-begin with a running maximum of 0, and the definition with −∞; with ε = 0, nothing depends on it.
-JAX's recurrent form can not be imported without Triton.
+The forget gates here are values before a sigmoid; precondattn's are logarithms after it. In half
+precision that value would be rounded, so it is at least in float32. The chunkwise and the recurrent
+form begin with a running maximum of 0, the definition with −∞; with ε = 0, the result does not
+depend on it. JAX's recurrent form can not be imported without Triton.
 
-The backward passes that they have themselves (`own_backward`) leave out the denominator, "as it
-cancels out in the forward in the groupnorm": they are compared with a norm of each row behind them.
+Their hand-written backward passes (`own_backward`) leave out the denominator, "as it cancels out in
+the forward in the groupnorm". They are compared with a norm of each row after the output.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MLSTM_KERNELS = Project(
 ALL = (MLSTM_KERNELS,)
 
 EPS = 1.2e-38
-"""ε of the chunkwise form, in place of 0. The tokens that fill a chunk have queries of 0, for which
-ε = 0 divides 0 by 0 where e^{−m} is 0 too. It is a normal number of float32, in which the backward
-pass gets it."""
+"""The ε of the chunkwise form, in place of 0. The tokens that fill a chunk have queries of 0, for
+which ε = 0 would give 0 / 0 where e^{−m} is 0 too. It is a normal number of float32, the dtype in
+which the backward pass gets it."""
 ALMOST_OPEN = -1e-26
-"""The logarithm of a gate of 1: its number before the sigmoid is 60, and not infinite."""
+"""The logarithm for a gate of 1: its value before the sigmoid is 60 instead of infinite."""
 TORCH = {"library": "torch", "layout": "bhtd", "heads": "equal"}
 JAX = {"library": "jax", "layout": "bhtd", "heads": "equal"}
 WITHOUT_EPS = "mlstm[eps=0]"
@@ -37,7 +37,7 @@ NORMALIZED = "row_normalized[eps=0,detach=false](mlstm[eps=0])"
 
 
 def before_sigmoid(g: Array) -> Array:
-    """f with log σ(f) = g. Through both, the derivative is 1, also for gates of 1."""
+    """f with log σ(f) = g. The derivative through both is 1, also for gates of 1."""
     g = upcast(g)
     xp = namespace(g)
     g = xp.where(g < ALMOST_OPEN, g, ALMOST_OPEN + (g - stop_gradient(g)))
@@ -45,7 +45,7 @@ def before_sigmoid(g: Array) -> Array:
 
 
 def _normalized(rows: Array) -> Array:
-    """Rows of length 1, however short they were; rows of 0 stay."""
+    """Rows scaled to length 1, however short they were; rows of 0 stay 0."""
     xp = namespace(rows)
     largest = stop_gradient(xp.max(xp.abs(rows), axis=-1, keepdims=True))
     rows = rows / xp.where(largest > 0, largest, 1.0)
@@ -69,7 +69,7 @@ def torch_parallel_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array
 
 @MLSTM_KERNELS.peer("mlstm", **TORCH)
 def torch_parallel_stable(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> Array:
-    """Sums of gates, and no differences of sums."""
+    """Uses sums of gates, and no differences of sums."""
     return _torch("parallel", "native_stablef_autograd")(q, k, v, i, before_sigmoid(g), eps=eps)
 
 
@@ -113,6 +113,6 @@ def jax_parallel_own_backward(q: Array, k: Array, v: Array, g: Array, i: Array) 
 
 @MLSTM_KERNELS.peer(WITHOUT_EPS, multiple=64, **JAX)
 def jax_chunkwise(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    # The package around this folder needs Triton.
+    # The package that contains this folder requires Triton.
     module = imported_from(MLSTM_KERNELS, "mlstm_kernels", "jax/chunkwise/native", "fwbw")
     return module.mlstm_chunkwise__native_autograd(q, k, v, i, before_sigmoid(g), eps=EPS)

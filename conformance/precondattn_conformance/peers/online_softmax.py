@@ -37,7 +37,8 @@ REZAEI = Project(
 ALL = (IN_PYTORCH, IN_JAX, RING, REZAEI)
 
 CHUNK = 16
-"""Keys and queries of a chunk; theirs are 512 and 1024, for longer sequences than are compared."""
+"""The number of keys and queries in a chunk. The originals have 512 and 1024, for longer sequences
+than are compared here."""
 
 
 def _in_pytorch(file: str) -> ModuleType:
@@ -99,7 +100,7 @@ def flash_attention(
     dtypes=HALF32,
 )
 def cosine_sim_flash_attention(q: Array, k: Array, v: Array) -> Array:
-    """Without a maximum, as logits have a bound."""
+    """Subtracts no maximum, as logits are bounded."""
     module = _in_pytorch("cosine_sim_flash_attention")
     e = v.shape[-1]
     q, k, v = equally_wide(module.l2norm(q), module.l2norm(k), v)
@@ -118,7 +119,7 @@ def causal_attention(q: Array, k: Array, v: Array) -> Array:
 
 @IN_JAX.peer("softmax", library="jax", layout="bhtd", heads="equal", dtypes=("float32",))
 def causal_flash_attention(q: Array, k: Array, v: Array) -> Array:
-    """It has float32 inside, whatever its inputs are."""
+    """Computes in float32, whatever the dtype of the inputs."""
     e = v.shape[-1]
     q, k, v = equally_wide_by_default(q, k, v)
     return _in_jax("causal_flash_attention").causal_flash_attention(q, k, v)[..., :e]
@@ -162,7 +163,7 @@ def default_attention(
 def _rezaei(
     q: Array, k: Array, v: Array, visible: Array, bias: Array | None, **chunks: int
 ) -> Array:
-    """The mask has the whole shape (b, h, t, s), and so has the bias."""
+    """Adapter of a function that requires a mask and a bias of the whole shape (b, h, t, s)."""
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mask = visible.expand(shape)
     bias = None if bias is None else bias.expand(shape)
@@ -191,7 +192,7 @@ def efficient_attention_torch(
 def efficient_attention_torch_in_chunks(
     q: Array, k: Array, v: Array, visible: Array, bias: Array | None = None
 ) -> Array:
-    """With chunks of 16 keys."""
+    """The function called with chunks of 16 keys."""
     return _rezaei(q, k, v, visible, bias, key_chunk_size=CHUNK)
 
 
@@ -199,7 +200,7 @@ def efficient_attention_torch_in_chunks(
 def efficient_attention_jax(
     q: Array, k: Array, v: Array, visible: Array, bias: Array | None = None
 ) -> Array:
-    """It takes a mask only together with a bias."""
+    """Takes a mask only together with a bias."""
     from jax import numpy as jnp
 
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])

@@ -1,4 +1,4 @@
-"""ONNX: the operators Attention and LinearAttention by its reference evaluator, which is NumPy."""
+"""ONNX: the operators Attention and LinearAttention, run by its reference evaluator in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = (ONNX,)
 def _evaluator(
     operator: str, inputs: tuple[str, ...], attributes: tuple[tuple[str, Foreign], ...]
 ) -> Foreign:
-    """A graph of one node. An operator's first output is the result, its second a state."""
+    """A graph with one node. An operator's first output is the result, its second a state."""
     helper = ONNX.imported("onnx.helper")
     evaluated = ONNX.imported("onnx.reference").ReferenceEvaluator
     opset = ONNX.imported("onnx.defs").onnx_opset_version()
@@ -58,7 +58,7 @@ def attention_is_causal(
     q: Array, k: Array, v: Array, causal: bool, window: int | None, scale: float | None
 ) -> Array:
     near: dict[str, int] = {}
-    if window is not None:  # Ours counts the token itself.
+    if window is not None:  # Here the window includes the token itself.
         near = {"left_window_size": window - 1, "right_window_size": window - 1}
     inputs: dict[str, Array | None] = {"Q": q, "K": k, "V": v}
     return _run("Attention", inputs, is_causal=int(causal), scale=scale, **near)[0]

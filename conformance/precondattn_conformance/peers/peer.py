@@ -1,4 +1,4 @@
-"""One public implementation of a mechanism, as a backend, and for `bench`."""
+"""A public implementation of a mechanism, usable as a backend and in `bench`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Function = Callable[..., object]
 
 @dataclass(frozen=True)
 class Peer:
-    """A function of a project with our names of inputs, and how it wants its arrays."""
+    """A function of a project with the mechanism's input names, and its arrangement."""
 
     name: str
-    """ "project/function"."""
+    """The peer's name, "project/function"."""
     mechanism: str
     function: Function
     project: Project
@@ -42,9 +42,9 @@ class Peer:
     devices: frozenset[str] = frozenset()
     """The only kinds of devices it runs on, such as `"cuda"`; empty for any."""
     promises: frozenset[str] = pa.CONVENTIONS
-    """The conventions that it keeps."""
+    """The conventions that the function keeps."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """What its own documentation says that it does not compute, by the name of the check."""
+    """The limits that its documentation states, by the name of the check."""
 
     def backend(self) -> FunctionBackend:
         """The peer as a backend.
@@ -52,18 +52,18 @@ class Peer:
         Raises
         ------
         MissingError
-            where the project, or a part of it, is not there.
+            if the project, or a part of it, is not installed.
         """
         self.project.version  # noqa: B018 - It raises the error.
         return self._backend()
 
     def function_of(self, mechanism: pa.Mechanism) -> Callable[..., Array]:
-        """The function of our inputs by name that returns our output, without a backend's checks.
+        """A function of the mechanism's inputs that returns the output, without a backend's checks.
 
         Parameters
         ----------
         mechanism : Mechanism
-            The peer's own, with any options that the function takes.
+            The peer's mechanism, with any options that the function takes.
         """
         backend = self._backend()
 
@@ -75,7 +75,7 @@ class Peer:
         return output
 
     def lacks_device(self, device: str) -> str:
-        """Why it does not run on a device, such as `"cpu"` or `"cuda:1"`; empty if it may."""
+        """The reason why the peer does not run on a device, such as `"cuda:1"`; empty if it may."""
         return lacks_device(self.devices, device)
 
     def _backend(self) -> FunctionBackend:

@@ -3,8 +3,8 @@
     FLA = Project("fla", "flash-linear-attention", package="fla-core", url=…)
     MAMBA = Project("mamba", "Mamba", repository="state-spaces/mamba", revision="…", url=…)
 
-A package is imported as it is installed, with its dependencies or without. What is on no package
-index is imported from a checkout that the user has (`checkout.py`).
+A package is imported as installed, with or without its dependencies. A project that is not on a
+package index is imported from a checkout (`checkout.py`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from precondattn_conformance.peers.released import day_of
 
 @dataclass(frozen=True)
 class Project:
-    """Where functions come from, and the peers made of them."""
+    """A public project, and the peers made of its functions."""
 
     name: str
-    """The first part of its peers' names."""
+    """The project's name, the first part of its peers' names."""
     title: str
     url: str
     package: str | None = None
-    """Its name on the package index."""
+    """The project's name on the package index."""
     repository: str | None = None
-    """ "owner/name" on GitHub, for what is on no index."""
+    """"owner/name" on GitHub, for a project that is not on an index."""
     revision: str | None = None
     date: str | None = None
-    """Of the revision, or of a version that `released.py` has not: year, month and day."""
+    """The date (year, month, day) of the revision, or of a version not in `released.py`."""
     peers: dict[str, Peer] = field(default_factory=dict)
 
     def peer(self, mechanism: str, **arrangement: Foreign) -> Callable[[Function], Function]:
-        """Make a function a peer of this project, named as the function.
+        """A decorator that makes a function a peer of this project, with the function's name.
 
         Parameters
         ----------
         mechanism : str
-            What it computes, as an expression.
+            The mechanism that it computes, as an expression.
         **arrangement
             Parameters of `backend_from_function`, and `limits` (`peer.py`).
         """
@@ -60,12 +60,12 @@ class Project:
 
     @property
     def version(self) -> str:
-        """Of what is installed, or the revision of the checkout.
+        """The installed version, or the revision of the checkout.
 
         Raises
         ------
         MissingError
-            where it is not there.
+            if the project is not installed.
         """
         if self.package is not None:
             try:
@@ -77,7 +77,7 @@ class Project:
 
     @property
     def day(self) -> str:
-        """On which its version was released, or its revision was made; empty if unknown."""
+        """The day on which the version was released or the revision was made; empty if unknown."""
         if self.date is not None or self.package is None:
             return self.date or ""
         try:
@@ -87,19 +87,19 @@ class Project:
 
     @property
     def checkout(self) -> Checkout | None:
-        """Of a project that is on no package index."""
+        """The checkout of a project that is not on a package index; else None."""
         if self.repository is None or self.revision is None:
             return None
         return Checkout(self.repository, self.revision)
 
     @property
     def folder(self) -> Path:
-        """That of the checkout; of a package, where its files are installed.
+        """The folder of the checkout, or the folder in which a package's files are installed.
 
         Raises
         ------
         MissingError
-            where it is not there, or has another revision.
+            if the project is not installed, or has another revision.
         """
         if self.checkout is not None:
             return self.checkout.folder
@@ -108,12 +108,12 @@ class Project:
         return Path(str(distribution(self.package).locate_file("")))
 
     def imported(self, module: str) -> ModuleType:
-        """A module of the package; or a file given by its path in the folder, without its package.
+        """A module of the package, or a file given by its path in the folder, without its package.
 
         Raises
         ------
         MissingError
-            where it is not there, or one of its own imports is not.
+            if the module, or one of its imports, is not installed.
         """
         try:
             if module.endswith(".py"):

@@ -1,4 +1,4 @@
-"""PyTorch's own attention: `scaled_dot_product_attention`, FlexAttention, multi-head attention."""
+"""PyTorch's attention: `scaled_dot_product_attention`, FlexAttention, multi-head attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sdpa(
 def sdpa_math(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
-    """Without the fused kernels."""
+    """`scaled_dot_product_attention` without the fused kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -58,7 +58,7 @@ def sdpa_causal_lower_right(q: Array, k: Array, v: Array, scale: float | None) -
 
 
 def _score_mod(bias: Array | None, softcap: float | None) -> Callable[..., Array]:
-    """What FlexAttention does to a score, but for the mask."""
+    """FlexAttention's change of a score, without the mask."""
     import torch
 
     def changed(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
@@ -128,8 +128,8 @@ def multi_head_attention(
 ) -> Array:
     """`multi_head_attention_forward`, which `nn.MultiheadAttention` calls, without its projections.
 
-    It takes tokens first, its heads side by side, and values as wide as queries, by whose width it
-    scales.
+    It takes tokens first, heads concatenated, and values as wide as queries, and scales by that
+    width.
     """
     import torch
     from torch.nn.functional import multi_head_attention_forward

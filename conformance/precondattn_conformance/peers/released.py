@@ -1,7 +1,7 @@
-"""The days on which versions of packages were released, as the package index has them.
+"""Release dates of package versions, from the package index.
 
-What is installed does not say it. The versions are those of the extra `ecosystem` and of the
-constraints; of another the day is not known.
+An installed package does not contain its date. The versions are those of the extra `ecosystem` and
+of the constraints; the dates of others are unknown.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ RELEASED = {
 
 
 def day_of(package: str, version: str) -> str:
-    """Year, month and day of a release, without a build's label (+cpu); empty if unknown."""
+    """The date (year, month, day) of a release, ignoring a build label (+cpu); empty if unknown."""
     return RELEASED.get((package, version.partition("+")[0]), "")

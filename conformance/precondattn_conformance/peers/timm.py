@@ -1,7 +1,7 @@
-"""timm: `Attention` and `DiffAttention`, with identities for their projections and norms.
+"""timm: `Attention` and `DiffAttention`, with identity projections and norms.
 
-The package needs torchvision, which its attention does not: the layers' files are imported without
-the package.
+The package requires torchvision, but its attention does not, so the layers' files are imported
+without the package.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _differential(
     rows = torch.cat([x.reshape(b, t, -1) for x in (*stacked, widened(v, 2 * width))], -1)
     layer = _layers("diff_attention").DiffAttention(2 * h * width, h)
     layer.sub_norm = layer.proj = torch.nn.Identity()
-    del layer.qkv  # A function can not take the place of a module.
+    del layer.qkv  # A function can not replace a module.
     layer.qkv = lambda _: rows
     layer._compute_lambda, layer.lambda_init, layer.fused_attn = (lambda: lam), 0.0, fused
-    # The output is as wide as the input, which is only looked at for that.
+    # The output is as wide as the input, whose values are not used otherwise.
     out = layer(rows[..., : 2 * h * width], visible)
     return out.reshape(b, t, h, 2 * width)[..., :e]
 

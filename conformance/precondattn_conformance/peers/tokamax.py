@@ -1,4 +1,4 @@
-"""Tokamax: its implementations in plain JAX, which its kernels are tested against."""
+"""Tokamax: the plain JAX implementations against which its kernels are tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def xla_is_causal(
     window: int | None,
     scale: float | None,
 ) -> Array:
-    # Ours counts the token itself, and theirs the tokens on each side of it.
+    # Here the window includes the token itself; Tokamax counts the tokens on each side of it.
     near = None if window is None else (window - 1, 0 if causal else window - 1)
     options: dict[str, Foreign] = {"is_causal": causal, "local_window_size": near}
     return _attention(q, k, v, None, None, **options, scale=scale, implementation="xla")
@@ -56,7 +56,7 @@ def xla_chunked(
     softcap: float | None,
     bias: Array | None = None,
 ) -> Array:
-    """Its chunks are of 512 queries and 1,024 keys."""
+    """Computes in chunks of 512 queries and 1,024 keys."""
     options: dict[str, Foreign] = {"scale": scale, "logits_soft_cap": softcap}
     return _attention(q, k, v, bias, visible, **options, implementation="xla_chunked")
 

@@ -1,7 +1,7 @@
 """Transformers: the plain PyTorch functions of its models, whatever kernels are installed.
 
-The functions of arrays are called as they are. Of attention that is a module's method, the method
-is called on the arrays that its projections would return.
+Functions of arrays are called unchanged. Where attention is a module's method, the method is called
+on the arrays that its projections would return.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ STATE = ("initial_state", "output_final_state")
 
 
 def _of_model(model: str, name: str) -> Foreign:
-    """A function or class of a model; if kernels replace a function, the one that they replace."""
+    """A function or class of a model. If kernels replace a function, this is the original one."""
     module = TRANSFORMERS.imported(f"transformers.models.{model}.modeling_{model}")
     return unwrap(getattr(module, name))
 
 
-# Softmax attention: `eager_attention_forward` of each model that has one of its own. Where it makes
-# the softmax in float32 whatever the inputs are, it does not compute in float64.
+# Softmax attention: `eager_attention_forward` of each model with its own version. A version whose
+# softmax is always in float32 does not support float64.
 
 
 def _mask(visible: Array, like: Array, bias: Array | None) -> Array:
@@ -73,7 +73,7 @@ def _eager(
 def llama_eager(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
-    """The function of most models: 169 files have it word for word."""
+    """The function of most models: 169 files contain it word for word."""
     return _eager("llama", q, k, v, visible, scale, bias)
 
 
@@ -95,7 +95,7 @@ def gpt2_eager(
 def longt5_eager(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
-    """With a bias beside the mask."""
+    """Takes a bias besides the mask."""
     return _eager("longt5", q, k, v, visible, scale, None, position_bias=bias)
 
 
@@ -122,7 +122,7 @@ def gpt_oss_eager(
     scale: float | None,
     bias: Array | None = None,
 ) -> Array:
-    """A sink is one more key, which has a logit and no value."""
+    """A sink is an additional key with a logit and no value."""
     return _eager("gpt_oss", q, k, v, visible, scale, bias, sink)
 
 
@@ -157,7 +157,7 @@ def granite_swa_eager(
 def sdpa_attention(
     q: Array, k: Array, v: Array, visible: Array, scale: float | None, bias: Array | None = None
 ) -> Array:
-    """What its models call for `attn_implementation="sdpa"`."""
+    """The function that its models call for `attn_implementation="sdpa"`."""
     function = TRANSFORMERS.imported(
         "transformers.integrations.sdpa_attention"
     ).sdpa_attention_forward
@@ -172,7 +172,7 @@ def sdpa_attention(
 def diffllama(
     q: Array, k: Array, v: Array, q2: Array, k2: Array, lam: Array, visible: Array
 ) -> Array:
-    """The heads of the second map come behind those of the first; λ is a difference of two.
+    """The heads of the second map come after those of the first; λ is a difference of parameters.
 
     It takes values twice as wide as queries.
     """
@@ -214,7 +214,7 @@ def diffllama(
 def gated_delta_chunk(
     q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object
 ) -> object:
-    """Of Qwen3-Next, and word for word of four other models."""
+    """The function of Qwen3-Next, copied word for word in four other models."""
     return _of_model("qwen3_next", "torch_chunk_gated_delta_rule")(q, k, v, g, beta, **state)
 
 
@@ -227,7 +227,7 @@ def gated_delta_recurrent(
 
 @TRANSFORMERS.peer("kda", heads="equal", dtypes=HALF32, state=STATE)
 def kda_chunk(q: Array, k: Array, v: Array, g: Array, beta: Array, **state: object) -> object:
-    """Of Kimi Linear, and word for word of two other models."""
+    """The function of Kimi Linear, copied word for word in two other models."""
     return _of_model("kimi_linear", "chunk_kimi_delta_attention")(q, k, v, g, beta, **state)
 
 
@@ -249,7 +249,8 @@ def kda_recurrent(
 def mamba2_chunk_scan(
     q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
 ) -> object:
-    """Of Mamba-2, and word for word of five other models. Its state has the values' axis first."""
+    """The function of Mamba-2, copied word for word in five other models. Its state has the values'
+    axis first."""
     import torch
 
     state = None if initial_state is None else initial_state.transpose(2, 3)
@@ -263,7 +264,7 @@ def mamba2_chunk_scan(
 def mamba2_step(
     q: Array, k: Array, v: Array, g: Array, initial_state: Array | None = None
 ) -> object:
-    """The update of the state in decoding, token by token. It writes the state in place."""
+    """Mamba-2's state update in decoding, token by token. It writes the state in place."""
     import torch
 
     (b, t, u, e), d = v.shape, k.shape[-1]
@@ -278,7 +279,7 @@ def mamba2_step(
 
 
 class _LinearCache:
-    """A cache with one state, as MiniMax's attention reads and writes it."""
+    """A cache with one state, with the interface that MiniMax's attention uses."""
 
     def __init__(self, state: Array | None) -> None:
         self.state = state
@@ -292,7 +293,7 @@ class _LinearCache:
 
 @TRANSFORMERS.peer("retention[scale=1]", heads="equal", widths="equal")
 def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None = None) -> object:
-    """With RetNet's decays in place of its own, and without its gate and its norm.
+    """MiniMax's attention with RetNet's decays instead of its own, without its gate and norm.
 
     It keeps its state in the dtype of the values.
     """
@@ -314,13 +315,13 @@ def minimax_lightning(q: Array, k: Array, v: Array, initial_state: Array | None 
     return out.unflatten(2, (h, width)), cache.state
 
 
-# mLSTM. The running maximum begins at 0, and ours at −∞. That changes what ε is relative to, which
-# float64 sees.
+# mLSTM. The running maximum begins at 0 here, and at −∞ in the definition. That changes the scale
+# of ε, which is visible in float64.
 
 
 @TRANSFORMERS.peer("mlstm", layout="bhtd", heads="equal", multiple=64, dtypes=HALF32)
 def xlstm_chunk(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float) -> object:
-    """It takes gates in the dtype of the queries, one behind the other in memory."""
+    """Takes gates in the dtype of the queries, contiguous in memory."""
     function = _of_model("xlstm", "mlstm_chunkwise_native_autograd")
     i, f = (x.to(q.dtype).contiguous() for x in (i, forget_gate(g)))
     return function(q, k, v, i, f, eps=eps)
@@ -334,7 +335,8 @@ def xlstm_recurrent(q: Array, k: Array, v: Array, g: Array, i: Array, eps: float
 
 @TRANSFORMERS.peer("nystrom[landmarks=8,start=batch]", heads="equal")
 def nystromformer(q: Array, k: Array, v: Array, landmarks: int) -> Array:
-    """Without its projections and its convolution. It scales queries and keys by d^(-1/4)."""
+    """Nyströmformer without its projections and its convolution. It scales queries and keys by
+    d^(-1/4)."""
     (_, t, h, d), e = q.shape, v.shape[-1]
     q, k, v = equally_wide(q, k, v)
     width = q.shape[-1]

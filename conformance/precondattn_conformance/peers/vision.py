@@ -30,7 +30,7 @@ ALL = (SWIN, XCIT)
 
 
 def _with(layer: Foreign, rows: Array, **parameters: Array) -> Foreign:
-    """A layer without projections, whose queries, keys and values are rows (b, t, 3 h d)."""
+    """A layer without projections, with the rows (b, t, 3 h d) as queries, keys and values."""
     import torch
 
     class Given(torch.nn.Module):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def window_attention(
     grid: tuple[int, ...],
     scale: float | None,
 ) -> Array:
-    """Square windows of an image, which are not shifted."""
+    """Attention in square windows of an image, which are not shifted."""
     import torch
 
     (b, t, h, d), (side, *other), (rows, columns), module = q.shape, size, grid, _swin()

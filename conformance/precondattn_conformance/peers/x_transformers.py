@@ -1,6 +1,6 @@
 """x-transformers: `Attend`, by its own formula or by PyTorch's (`flash=True`).
 
-Its own has softmax in float32, whatever the dtype is.
+Its own formula has a float32 softmax for every dtype.
 """
 
 from __future__ import annotations

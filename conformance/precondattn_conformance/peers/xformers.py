@@ -1,4 +1,4 @@
-"""xFormers: the reference that its kernels are tested against, with its attention biases.
+"""xFormers: the reference against which its kernels are tested, with its attention biases.
 
 It computes and returns float32.
 """

@@ -36,7 +36,8 @@ def parallel_stabilized_simple(
 
 @XLSTM.peer("mlstm[eps=0]", library="torch", layout="bhtd", heads="equal")
 def recurrent_step_stabilized_simple(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    """One token after the other, from a running maximum of 0. It squeezes its inputs in place."""
+    """Computes one token after the other, from a running maximum of 0. It squeezes its inputs in
+    place."""
     import torch
 
     step, f = _backends().recurrent_step_stabilized_simple, before_sigmoid(g)
@@ -52,7 +53,7 @@ def recurrent_step_stabilized_simple(q: Array, k: Array, v: Array, g: Array, i: 
 
 @XLSTM.peer("mlstm[eps=0]", library="torch", layout="bhtd", heads="equal", multiple=CHUNK)
 def chunkwise_simple(q: Array, k: Array, v: Array, g: Array, i: Array) -> Array:
-    """From a running maximum of 0."""
+    """Computes in chunks, from a running maximum of 0."""
     run, e = _backends().chunkwise_simple, v.shape[-1]
     q, k, v = equally_wide_by_default(q, k, v)
     return run(q, k, v, i, before_sigmoid(g), chunk_size=CHUNK, eps=0.0)[..., :e].to(q.dtype)

@@ -1,4 +1,4 @@
-"""What flash attention rounds, as reads for the leaves of softmax attention.
+"""The rounding of flash attention, as reads for the leaves of softmax attention.
 
 S = q kᵀ is summed in float32 and exponentiated in float32. P = e^{S − max S} is rounded to the
 dtype of the call before P v; the sum by which P v is divided is that of P before its rounding.
@@ -21,7 +21,7 @@ from precondattn.spec.laser import LOG_MEAN_EXP, LogMeanExp
 from precondattn.spec.read import MEAN, Mean
 
 Rounding = Callable[[Array], Array]
-"""Rounds every element of an array, and keeps its dtype."""
+"""A function that rounds every element of an array and keeps its dtype."""
 
 
 def _weighted_sum(log_weights: Array, v: Array, rounding: Rounding) -> Array:
@@ -33,7 +33,7 @@ def _weighted_sum(log_weights: Array, v: Array, rounding: Rounding) -> Array:
 
 @dataclass(frozen=True)
 class RoundedMean(Mean):
-    """o = A v."""
+    """The read o = A v with rounding."""
 
     rounding: Rounding
 
@@ -48,7 +48,7 @@ class RoundedMean(Mean):
 
 @dataclass(frozen=True)
 class RoundedLogMeanExp(LogMeanExp):
-    """o = ν + log(A e^{v − ν}), with ν the largest value of a channel."""
+    """The read o = ν + log(A e^{v − ν}) with rounding, with ν the largest value of a channel."""
 
     rounding: Rounding
 
@@ -74,8 +74,8 @@ class RoundedLogMeanExp(LogMeanExp):
 
 
 def rounded_attention(leaf: pa.Softmax | pa.Path, rounding: Rounding) -> pa.Softmax | pa.Path:
-    """A leaf of softmax attention, with a read that rounds."""
+    """A leaf of softmax attention whose read rounds."""
     read = {MEAN: RoundedMean, LOG_MEAN_EXP: RoundedLogMeanExp}[leaf.read](rounding)
     leaf = copy.copy(leaf)
-    object.__setattr__(leaf, "read", read)  # No setting of the option has this read.
+    object.__setattr__(leaf, "read", read)  # No value of the option `read` has this rounding.
     return leaf

@@ -1,12 +1,12 @@
-"""What flash-linear-attention rounds in the delta rule, as a form of the recurrence in chunks.
+"""The rounding of flash-linear-attention's delta rule, as a chunked form of the recurrence.
 
 With G the sum of the log-decays of a chunk's tokens, D_ij = e^{G_i − G_j} and state h,
 
     M = (I + β stril(D ∘ k kᵀ))⁻¹,    u = M (β v) − M (β e^G k) h,
     o = e^G ∘ q h + tril(D ∘ q kᵀ) u,    h ← e^{G_C} h + kᵀ (e^{G_C − G} ∘ u).
 
-States, decays and all sums are kept. Both factors of every product are rounded to the dtype of the
-call; M, M (β v), M (β e^G k), u and their gradients are stored in it. Each gradient has the
+States, decays and all sums are not rounded. Both factors of every product are rounded to the dtype
+of the call; M, M (β v), M (β e^G k), u and their gradients are stored in it. Each gradient has the
 products of its forward step, with the same rounding.
 """
 
@@ -25,13 +25,13 @@ from precondattn_conformance.rounding.attention import Rounding
 
 CHUNK = 64
 NEVER = -1e5
-"""In place of a log-decay of −∞."""
+"""A finite log-decay in place of −∞."""
 
 Array = np.ndarray
 
 
 class DeltaChunk(NamedTuple):
-    """The inputs of a chunk of C tokens, the state before it, and what its gradient reads."""
+    """The inputs of a chunk of C tokens, the state before it, and what its gradient needs."""
 
     q: Array
     """(b, m, r, C, d)"""
@@ -45,7 +45,7 @@ class DeltaChunk(NamedTuple):
 
 
 class DeltaWrites(NamedTuple):
-    """u (b, m, C, e), and what its gradient reads."""
+    """u (b, m, C, e), and the intermediate results that its gradient reads."""
 
     decay: Array
     """D, 0 above the diagonal (b, m, C, C)."""
@@ -59,7 +59,7 @@ class DeltaWrites(NamedTuple):
 
 
 class RoundedDeltaRule(AllTokens):
-    """The recurrence, for outputs that are multiplied by a scale."""
+    """The recurrence for outputs that are multiplied by a scale, with rounding."""
 
     def __init__(self, rounding: Rounding, scale: float) -> None:
         self.round, self.scale = rounding, scale
@@ -158,7 +158,7 @@ class RoundedDeltaRule(AllTokens):
 def without_scale(
     leaf: pa.LinearFamily, d: int, rounding: Rounding
 ) -> tuple[pa.LinearFamily, RoundedDeltaRule]:
-    """The leaf without its scale, which multiplies outputs instead of queries, and its form."""
+    """The leaf without its scale, and its rounding form, which scales outputs instead."""
     return replace(leaf, scale=1.0), RoundedDeltaRule(rounding, leaf.scale_for(d))
 
 
@@ -168,7 +168,7 @@ def _gates(x: DeltaChunk) -> tuple[Array, Array]:
 
 
 def _chunks(x: Stream) -> list[tuple[Array, Array, Array, Array, Array]]:
-    """q, k, v, G and β of each chunk; the last one is filled up with zeros."""
+    """q, k, v, G and β of each chunk; the last chunk is padded with zeros."""
     assert x.beta is not None
     g = np.maximum(x.g[..., 0], NEVER)
     parts = (_in_chunks(a) for a in (_whole(x.q, x), x.k, x.v, g, x.beta[..., None]))
@@ -179,7 +179,7 @@ def _chunks(x: Stream) -> list[tuple[Array, Array, Array, Array, Array]]:
 
 
 def _whole(q: Array, x: Stream) -> Array:
-    """Queries or their gradients (b, m, t, …), one for every key: the first are 0."""
+    """Queries or their gradients (b, m, t, …), padded with leading zeros to one for every key."""
     missing = x.k.shape[2] - q.shape[2]
     return np.pad(q, [(missing if axis == 2 else 0, 0) for axis in range(q.ndim)])
 

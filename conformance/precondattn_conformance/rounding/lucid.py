@@ -1,13 +1,13 @@
-"""What a tensor-core kernel of LUCID's solve rounds.
+"""The rounding of a tensor-core kernel of LUCID's solve.
 
-Unit keys are rounded to float16, which has 11 bits and holds all of them. Scores are summed in
-float32 and exponentiated in float32. The solve, 64 tokens at a time,
+Unit keys are rounded to float16, which has 11 bits and whose range suffices for them. Scores are
+summed in float32 and exponentiated in float32. The solve, 64 tokens at a time,
 
     y_i = M_i (β v_i − L_i y),    M_i = (I + L_ii)⁻¹,    L = diag(β) stril(Φ),
 
-multiplies in tf32: L, M, y and the right sides keep 10 bits of their fraction, M after it was
-computed without rounding. The gradient solves with Lᵀ likewise, and rounds dΦ ∘ Φ to the dtype of
-the call before its products with the keys.
+multiplies in tf32: L, M, y and the right-hand sides keep 10 bits of their fraction. M is computed
+without rounding and then rounded. The gradient solves with Lᵀ likewise, and rounds dΦ ∘ Φ to the
+dtype of the call before its products with the keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_model(leaf: pa.LucidSolve) -> bool:
 
 
 class Roundings(NamedTuple):
-    """To the dtype of the call, to float16, and to the bits of tf32."""
+    """Rounding functions: to the dtype of the call, to float16, and to the bits of tf32."""
 
     call: Rounding
     float16: Rounding
@@ -48,7 +48,7 @@ class Roundings(NamedTuple):
 
 
 def forward(leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, to: Roundings) -> Array:
-    """y."""
+    """The output y with rounding."""
     _, _, system = _system(leaf, x, frame, to)
     right = system.beta * swap_time_and_heads(x["v"])
     return swap_time_and_heads(_solved(system.beta * system.strict, right, to.tf32, lower=True))
@@ -62,7 +62,7 @@ def backward(
     cotangent: Array,
     to: Roundings,
 ) -> dict[str, Array]:
-    """The gradients of keys, values and β."""
+    """The gradients of keys, values and β with rounding."""
     k, unit, system = _system(leaf, x, frame, to)
     v, y = swap_time_and_heads(x["v"]), swap_time_and_heads(out)
     upper = transpose(system.beta * system.strict)
@@ -82,7 +82,7 @@ def backward(
 def _system(
     leaf: pa.LucidSolve, x: Mapping[str, Array], frame: Frame, to: Roundings
 ) -> tuple[Array, Array, TriangularSystem]:
-    """Keys, unit keys, and the system."""
+    """Keys, unit keys, and the triangular system."""
     k = swap_time_and_heads(x["k"])
     unit = to.float16(k / leaf._rms(k))
     system = leaf._system(x, unit @ transpose(unit), frame.among_keys(k.shape[2]))
@@ -90,7 +90,7 @@ def _system(
 
 
 def _solved(strict: Array, right: Array, tf32: Rounding, *, lower: bool) -> Array:
-    """(I + strict)⁻¹ right, for a matrix strictly below the diagonal, or strictly above it."""
+    """(I + strict)⁻¹ right, for a matrix that is strictly lower or strictly upper triangular."""
     xp = namespace(right)
     strict = tf32(strict)
     tokens, solve = right.shape[2], solve_lower if lower else solve_upper

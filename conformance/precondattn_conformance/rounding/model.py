@@ -1,11 +1,11 @@
-"""The error of a call that rounds what the industry's kernels round.
+"""The error of a call with the rounding of the industry's kernels.
 
-In float32 it is that of the definition: the reference in float32, which has no blocks. Where terms
-cancel, an error is a matter of luck, so it is also measured with inputs that differ in the last
-bit. In half precision the model is a backend of NumPy arrays: the reference, but that softmax
-attention, LASER, PaTH, LUCID's solve and the delta rule round the factors of their products
-(`attention.py`, `lucid.py`, `delta_rule.py`). Everything else is in float64, so its error is that
-of these roundings alone.
+In float32 it is the error of the reference in float32, which has no blocks. Where terms cancel, an
+error depends on chance, so it is also measured at inputs that differ by one ulp. In half precision
+the model is a backend of NumPy arrays. It is the reference, except that softmax attention, LASER,
+PaTH, LUCID's solve and the delta rule round the factors of their products (`attention.py`,
+`lucid.py`, `delta_rule.py`). Everything else is in float64, so that the error comes from these
+roundings alone.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _registering = Lock()
 
 
 def tf32(array: np.ndarray) -> np.ndarray:
-    """An array as tensor cores read a float32: with the first 10 bits of the fraction only."""
+    """An array as tensor cores read float32: only the first 10 bits of the fraction."""
     bits = array.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return bits.view(np.float32).astype(np.float64)
 
 
 class RoundingModel(pa.Backend):
-    """Leaves that round their factors to a dtype."""
+    """A backend whose leaves round their factors to a dtype."""
 
     name = NAME
     libraries = frozenset({"numpy"})
@@ -102,7 +102,7 @@ class RoundingModel(pa.Backend):
         return rounded_attention(mechanism, self.to.call).backward(x, frame, out, (), cotangent)
 
     def _stored(self, inputs: Mapping[str, Array]) -> Arrays:
-        """Queries, keys and values as they are stored: in the dtype of the call."""
+        """Queries, keys and values rounded to the dtype of the call, as they are stored."""
         return {n: self.to.call(a) if n in ("q", "k", "v") else a for n, a in inputs.items()}
 
 
@@ -112,7 +112,7 @@ def _is_delta(piece: Piece) -> TypeGuard[pa.LinearFamily]:
 
 
 class ModelErrors(NamedTuple):
-    """The model's errors, each measured as that of any backend is."""
+    """The model's errors, each measured as for any backend."""
 
     out: float
     gradients: dict[str, float]
@@ -142,7 +142,7 @@ Results = tuple[np.ndarray, Arrays]
 
 
 def _runs_in_float32(mechanism: str, expected: Oracle, dtype: str) -> Iterator[Results]:
-    """Of the definition, for the oracle's inputs and for some that differ in the last bit."""
+    """Float32 reference results at the inputs and at one-ulp perturbations."""
     m, unit = mechanism_of(mechanism), float(np.finfo(dtype).eps)
     rng = np.random.default_rng(0)
     for size in (0.0, unit, unit):
@@ -155,7 +155,7 @@ def _runs_in_float32(mechanism: str, expected: Oracle, dtype: str) -> Iterator[R
 
 
 def _run_in_half_precision(mechanism: str, expected: Oracle, dtype: str) -> Iterator[Results]:
-    """Of the leaves that round, for the oracle's inputs and cotangent."""
+    """Results of the rounding leaves, for the oracle's inputs and cotangent."""
     with _registering:
         pa.register_backend(RoundingModel(dtype))
         try:

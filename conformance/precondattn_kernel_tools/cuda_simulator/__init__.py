@@ -1,16 +1,16 @@
-"""CUDA kernels on a CPU: g++ compiles them, and every thread, barrier and access is checked.
+"""Simulates CUDA kernels on a CPU: g++ compiles them; every thread, barrier and access is checked.
 
 ==================  ==============================================================================
 arrays              an access outside of its array, or a misaligned one, is an error
-shared memory       the same, and reading an element that no thread of the block has written
-races               two accesses to an element that no barrier orders, in any order of the run
-barriers            all threads must reach the same one; in a warp, all lanes of the mask
+shared memory       as for arrays; so is reading an element that no thread of the block has written
+races               two accesses to an element without a barrier between, in any execution order
+barriers            all threads must reach the same barrier; in a warp, all lanes of the mask
 shuffles            must read a lane that participates
 float16, bfloat16   are those of CUDA's headers
 ==================  ==============================================================================
 
-Blocks run one at a time, and the threads of a block in turn, each until it waits: in order, in
-reverse, or in a random order (`checked`).
+Blocks run one at a time, and the threads of a block take turns, each until it waits. The order is
+ascending, reversed or random (`checked`).
 
 Not simulated: tensor cores (`wmma`, `mma`), asynchronous copies, cooperative groups, clusters and
 inline PTX. `PRECONDATTN_SIMULATED` is defined, so that a kernel can use plain C++ instead.

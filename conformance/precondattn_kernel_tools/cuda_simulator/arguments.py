@@ -1,6 +1,7 @@
 """The arguments of a kernel: NumPy arrays for pointers, NumPy scalars by value.
 
-Types are checked strictly: on a GPU, a kernel with an `int` parameter reads four of eight bytes.
+Types are checked strictly, because on a GPU a kernel with an `int` parameter would read four bytes
+of an eight-byte integer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ except ModuleNotFoundError as missing:
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT = 256
-"""Of the first byte of an allocated array on a GPU."""
+"""The alignment of an allocated array's first byte on a GPU."""
 
 
 class KernelParameter(NamedTuple):
@@ -56,7 +57,7 @@ class KernelParameter(NamedTuple):
 
 
 def parameters(signature: str) -> list[KernelParameter]:
-    """From "*cf4 *f4 i4": const float*, float*, int."""
+    """Parameters from a signature: "*cf4 *f4 i4" means const float*, float*, int."""
     parsed = []
     for word in signature.split():
         parts = re.fullmatch(r"(\*?)(c?)(\w)(\d+)", word)
@@ -66,7 +67,7 @@ def parameters(signature: str) -> list[KernelParameter]:
 
 
 class RuntimeArray(ctypes.Structure):
-    """`Array` of runtime.h."""
+    """The struct `Array` of runtime.h."""
 
     _fields_ = (
         ("memory", ctypes.c_void_p),
@@ -105,7 +106,7 @@ class LaunchArguments:
         self._place(arrays)
 
     def _place(self, arrays: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Arrays that share memory share it in the kernel too."""
+        """Place arrays such that those that share memory share it in the kernel too."""
         extents = sorted((*np.lib.array_utils.byte_bounds(x), i, x) for i, x in arrays)
         groups: list[list[int]] = []
         names: list[str] = []
@@ -148,7 +149,7 @@ def _array(name: str, parameter: KernelParameter, value: object) -> np.ndarray:
 
 
 def _by_value(name: str, parameter: KernelParameter, value: object) -> bytes:
-    # Python's numbers are converted as in CuPy.
+    # Python numbers are converted as in CuPy.
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         value = np.asarray(value)[()]
     if not isinstance(value, np.generic):

@@ -1,7 +1,7 @@
-"""From a CUDA source to a shared library of this machine, with a cache of what was built before.
+"""Builds a shared library for this machine from a CUDA source, with a cache of earlier builds.
 
-g++ preprocesses it, the keywords that are left are rewritten, and g++ compiles the rest with every
-access to memory instrumented. The runtime is compiled once and linked to each module.
+g++ preprocesses the source, the remaining CUDA keywords are rewritten, and g++ compiles the result
+with every memory access instrumented. The runtime is compiled once and linked to each module.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ DEVICE, RUNTIME = HERE / "device", HERE / "runtime"
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
 INSTRUMENTED = (
     *("-O1", "-g", "-w", "-fno-strict-aliasing"),
-    # One rounding for each operation: sums differ from a GPU's by the last bits at most.
+    # One rounding for each operation, so that sums differ from a GPU's only in the last bits.
     "-ffp-contract=off",
     "-fsanitize=thread",
     *("--param", "tsan-instrument-func-entry-exit=0", "--param", "tsan-distinguish-volatile=1"),
     "-fsanitize=bounds,alignment,integer-divide-by-zero,shift,signed-integer-overflow",
 )
-# Uninitialised variables then hold no plausible number. Older compilers do not support it.
+# With it uninitialised variables do not contain plausible numbers. Older compilers lack it.
 PATTERN = "-ftrivial-auto-var-init=pattern"
 SUPPORTED_OPTIONS = ("-D", "-I", "-U")
 IGNORED_OPTIONS = ("-std=", "--std=", "--use_fast_math", "-use_fast_math", "--fmad=", "-fmad=")
-"""Options of NVRTC that are accepted and have no effect here."""
+"""NVRTC options that are accepted and ignored."""
 
 # One line each, so that the compiler's messages show which name is unknown.
 ENTRY = (
@@ -52,7 +52,7 @@ ENTRY = (
 
 
 class Built:
-    """A library, and the names of its kernels by their number."""
+    """A library, and the names of its kernels by index."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self.path, self.names = path, tuple(names)
@@ -68,12 +68,12 @@ def build(
     CompilationError
         with the compiler's message.
     MissingToolError
-        when g++ or CUDA's headers are not installed.
+        if g++ or CUDA's headers are not installed.
     """
     given = [*_supported(options), *([f"-I{folder}"] if folder else [])]
     whole = f'#include "cuda_on_cpu.h"\n# 1 "{source}"\n{code}\n'
     text = _run(["-E", "-x", "c++", *COMMON, *_includes(), *given, "-"], whole)
-    text = text.replace('"<stdin>"', f'"{source}"')  # Debugging information has it.
+    text = text.replace('"<stdin>"', f'"{source}"')  # It appears in debugging information.
     translated = translate(text, source)
     plain = plain_kernels(text, source)
     names = [*expressions, *(name for name in plain if name not in expressions)]
@@ -90,7 +90,8 @@ def build(
     def make(path: Path) -> None:
         unit = path.with_suffix(".o")
         _run(["-c", "-x", "c++-cpp-output", *flags, "-o", str(unit), "-"], translated)
-        # Without the sanitizers' libraries: the runtime defines the functions that are called.
+        # The sanitizers' libraries are not linked: the runtime defines the functions that are
+        # called.
         _run(["-shared", "-Wl,--no-undefined", "-o", str(path), str(unit), str(runtime)])
 
     return Built(_cached(f"module-{key}.so", make), names)
@@ -134,7 +135,7 @@ def _runtime() -> Path:
 
 @functools.cache
 def _compiler() -> tuple[str, str]:
-    """Its path and version."""
+    """The compiler's path and version."""
     path = shutil.which("g++")
     if path is None:
         raise MissingToolError("g++ is needed to simulate CUDA kernels, and is not found")
@@ -162,7 +163,7 @@ def _key(*texts: str) -> str:
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The file of that name. Several processes may create it at once; each gets a complete one."""
+    """The cached file with this name. Concurrent processes each get a complete one."""
     folder = cache_folder()
     path = folder / name
     if not path.exists():

@@ -1,22 +1,22 @@
-"""The errors of simulated kernels."""
+"""Errors of simulated kernels."""
 
 from __future__ import annotations
 
 
 class CompilationError(RuntimeError):
-    """The source does not compile for the simulator. Has the compiler's message."""
+    """Raised if the source does not compile for the simulator; contains the compiler's message."""
 
 
 class KernelError(RuntimeError):
-    """A fault of a kernel, with the line, the thread and the block. Arrays stay as they were."""
+    """A fault of a kernel, with the line, the thread and the block. Arrays are left unchanged."""
 
 
 class OutOfBoundsError(KernelError, IndexError):
-    """An access outside of an array, a shared variable or a local one, or a misaligned one."""
+    """A misaligned access, or one outside of an array, a shared variable or a local variable."""
 
 
 class RaceError(KernelError):
-    """Two threads access the same element without an order, and one of them writes."""
+    """Two threads access the same element in no defined order, and one of them writes."""
 
 
 class UninitializedError(KernelError):
@@ -28,4 +28,4 @@ class SynchronizationError(KernelError):
 
 
 KINDS = (KernelError, OutOfBoundsError, RaceError, UninitializedError, SynchronizationError)
-"""Indexed by the runtime's number of the kind."""
+"""The error classes, indexed by the runtime's error number."""

@@ -1,4 +1,4 @@
-"""Kernels of a CUDA source, called like those of `cupy.RawModule`."""
+"""Kernels of a CUDA source with the interface of `cupy.RawModule`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Order = int | Literal["reverse"] | None
 
 _order: ContextVar[Order] = ContextVar("order", default=None)
 _ORDERS: dict[Order, int] = {None: 0, "reverse": 1}
-"""The runtime's numbers; a seed has 2."""
+"""The runtime's numbers for orders; a random order has number 2."""
 _one_at_a_time = threading.Lock()
 
 STATIC_LIMIT, SHARED_LIMIT = 48 << 10, 227 << 10
-"""Bytes of shared memory by default, and at most."""
+"""The default and the largest size of shared memory in bytes."""
 MOST_THREADS = 1024
 GRID_LIMITS, BLOCK_LIMITS = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
 
 
 @contextmanager
 def checked(seed: Order = None) -> Iterator[None]:
-    """Kernels that are launched inside run in another order.
+    """Context in which launched kernels run in another order.
 
     With a seed, blocks and the threads of a block run in a random order; with "reverse", in reverse
-    order; without, in order.
+    order; with None, in order.
     """
     if seed is not None and seed != "reverse" and (not isinstance(seed, int) or seed < 0):
         raise ValueError(f"seed has to be None, 'reverse' or an integer from 0 on, not {seed!r}")
@@ -63,9 +63,9 @@ class SimulatedModule:
     Raises
     ------
     CompilationError
-        when it does not compile, with the compiler's message.
+        if it does not compile, with the compiler's message.
     MissingToolError
-        when g++ or CUDA's headers are not installed.
+        if g++ or CUDA's headers are not installed.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class SimulatedModule:
         self._library = ctypes.CDLL(str(self._built.path))
 
     def get_function(self, name: str) -> SimulatedFunction:
-        """The kernel of a name expression, or of a name.
+        """The kernel with a name or a name expression.
 
         Raises
         ------
         KeyError
-            when there is none, with the names that exist.
+            if there is none; the message lists the existing names.
         """
         if name not in self._built.names:
             raise KeyError(f"no kernel {name!r} among {', '.join(map(repr, self._built.names))}")
@@ -175,7 +175,7 @@ class SimulatedFunction:
 
 @functools.cache
 def _line(path: Path, code: int) -> str:
-    """The source line of the instruction before that address, which is the call."""
+    """The source line of the instruction before an address, which is the call."""
     command = ["addr2line", "-i", "-e", str(path), hex(code - 1)]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout

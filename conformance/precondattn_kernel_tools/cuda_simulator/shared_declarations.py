@@ -1,4 +1,4 @@
-"""From CUDA's keywords to C++: the rewriting of a preprocessed source.
+"""Rewrites a preprocessed CUDA source as C++ by replacing CUDA's keywords.
 
 A variable in shared memory becomes a reference to memory that the runtime allocates for each block,
 with guard regions around it and with the variable's name:
@@ -23,7 +23,7 @@ ASSEMBLY = re.compile(r"\b(?:asm|__asm__)\b\s*(?:volatile|__volatile__)?\s*\(")
 
 
 def translate(text: str, source: str) -> str:
-    """A preprocessed source, for a C++ compiler.
+    """The preprocessed source as C++.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def plain_kernels(text: str, source: str) -> list[str]:
 
 
 def _source_lines(text: str, source: str) -> Iterator[tuple[int, str]]:
-    """Number and text of the lines that do not come from system headers."""
+    """The number and text of each line that does not come from a system header."""
     has_begun, is_source, number = False, False, 0
     for line in text.split("\n"):
         if marker := MARKER.match(line):
@@ -100,7 +100,7 @@ def _declaration(found: re.Match[str]) -> str:
 
 
 def _without_markers(text: str) -> tuple[str, str]:
-    """The text on one line, and the end of it that keeps later line numbers right.
+    """The text on one line, and an ending that keeps later line numbers right.
 
     The preprocessor marks where a macro of a system header begins and ends.
     """
@@ -116,7 +116,7 @@ def _without_markers(text: str) -> tuple[str, str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split at the commas outside of brackets."""
+    """Split the text at commas outside of brackets."""
     depth, start = 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "<([{") - (letter in ">)]}")

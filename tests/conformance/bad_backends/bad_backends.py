@@ -1,6 +1,6 @@
-"""Faulty backends, each with one fault; otherwise they run the definition of a leaf.
+"""Faulty backends with one fault each, which otherwise run the definition of a leaf.
 
-For tests that run the suite in processes of its own: the entry points are beside this file.
+They are for tests that run the suite in separate processes; the entry points are beside this file.
 """
 
 import multiprocessing
@@ -119,7 +119,7 @@ class Leaking(Definition):
 
 
 class Locks(Definition):
-    """Has a lock between processes, as a pool of compilers has."""
+    """Uses a lock between processes, as a pool of compilers does."""
 
     name = "locks"
 
@@ -132,7 +132,7 @@ class Locks(Definition):
 
 
 class Narrow(Definition):
-    """Right, and without float64."""
+    """Is right, but lacks float64."""
 
     name = "narrow"
 
@@ -143,7 +143,7 @@ class Narrow(Definition):
 
 
 class Choosy(Narrow):
-    """Right in the few cases that it does not decline."""
+    """Is right in the few cases that it does not decline."""
 
     name = "choosy"
 
@@ -167,7 +167,7 @@ class Overflows(Narrow):
 
 
 class Varies(Narrow):
-    """Every other call differs in its last bit."""
+    """Returns a result that differs in its last bit in every other call."""
 
     name = "varies"
     is_odd = False
@@ -186,7 +186,7 @@ class Quadratic(Definition):
 
 
 class Late(Definition):
-    """Declares a minimum of support that it does not have."""
+    """Declares a coverage floor that it does not meet."""
 
     name = "late"
     covers = frozenset({"softmax", "lucid_solve"})
@@ -198,7 +198,7 @@ class Late(Definition):
 
 
 class Keyed(Definition):
-    """Keeps a compiled kernel by the shapes of its inputs, whatever the options are."""
+    """Caches a compiled kernel by the shapes of its inputs, ignoring the options."""
 
     name = "keyed"
 

@@ -10,7 +10,7 @@ own = RingCall.own
 
 
 def later_ones_too(ring, masks):
-    """Queries see the later keys of their own device."""
+    """Make queries see the later keys of their own device."""
     is_changed = ring.softmax.softcap is not None
     return own(replace(ring, softmax=replace(ring.softmax, causal=not is_changed)), masks)
 

@@ -1,4 +1,4 @@
-"""Faults of processes that divide sequences, each in the calls of one mechanism."""
+"""Faults of processes that divide sequences. Each affects the calls of one mechanism."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ call = ContextParallel.__call__
 
 
 def passed_in_disorder(ring, held, source):
-    """Of softmax with a cap the keys arrive in another order than their values."""
+    """Deliver the keys in another order than their values, for softmax with a cap."""
     received = passed_on(ring, held, source)
     if ring.piece.leaf.softcap is None:
         return received

@@ -1,6 +1,6 @@
-"""Peers of a project that is none: each shows one cell of the table, or ends its process.
+"""Peers of a fake project: each produces one kind of cell of the table, or ends its process.
 
-For tests that run rows in processes of their own, which import this module by its name.
+They are for tests that run rows in separate processes, which import this module by its name.
 """
 
 import os
@@ -27,7 +27,7 @@ class Fake(OfProject):
 
 
 def attend(q, k, v, scale, offset=None):
-    """Softmax attention, the last query aligned with the last key."""
+    """Softmax attention with the last query aligned with the last key."""
     t, s = q.shape[2], k.shape[2]
     hidden = np.arange(s) > np.arange(t)[:, None] + (s - t if offset is None else offset)
     scores = q @ k.swapaxes(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -48,7 +48,7 @@ def first_aligned(q, k, v, scale):
 
 @FAKE.peer("softmax", **arranged)
 def dies(q, k, v, scale):
-    if abs(q).max() > 1e3:  # Of the check `stability`.
+    if abs(q).max() > 1e3:  # Only inputs of the check `stability` are so large.
         os.kill(os.getpid(), signal.SIGKILL)
     return attend(q, k, v, scale)
 

@@ -1,4 +1,4 @@
-"""`check` of bare functions: right ones, wrong ones, and those that can do a part only."""
+"""`check` of plain functions: right ones, wrong ones, and ones with partial support."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def checked(function, mechanism, **options):
 
 
 def attend(q, k, v):
-    """Heads before tokens, as many of each, the last query aligned with the last key."""
+    """Softmax attention with heads before tokens, equal head counts, and bottom-right alignment."""
     t, s = q.shape[2], k.shape[2]
     hidden = torch.ones(t, s, dtype=torch.bool).triu(s - t + 1)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
@@ -27,7 +27,7 @@ def attend(q, k, v):
 
 
 def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False):
-    """A recurrence, token by token, with the parameters of flash-linear-attention."""
+    """KDA as a recurrence, token by token, with the parameters of flash-linear-attention."""
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
     d = q.shape[-1]
     state = q.new_zeros(*k.shape[:2], d, v.shape[-1]) if initial_state is None else initial_state
@@ -345,7 +345,7 @@ def test_a_function_may_have_the_name_of_a_backend():
 def test_a_gradient_that_overflows_where_the_output_is_right():
     def in_parallel(q, k, v, g):
         total = g.cumsum(1).transpose(1, 2)
-        decay = (total[..., :, None] - total[..., None, :]).exp()  # Infinite for later keys.
+        decay = (total[..., :, None] - total[..., None, :]).exp()  # It is infinite for later keys.
         scores = torch.einsum("bthd,bshd->bhts", q, k) * decay
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return torch.einsum("bhts,bshe->bthe", scores.masked_fill(later, 0), v)
@@ -358,7 +358,7 @@ def test_a_gradient_that_overflows_where_the_output_is_right():
 
 
 def called_with(mechanism, shapes, **options):
-    """The shapes with which a function gets arrays of these shapes."""
+    """The shapes that a function receives if it is called with arrays of these shapes."""
     found = {}
 
     def function(**inputs):

@@ -1,4 +1,4 @@
-"""A function that follows another convention is told which one it is."""
+"""The diagnosis of a function that follows another convention names that convention."""
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ def test_float32_inside_is_named_alone_and_beside_another_convention():
             arrays = {"q": q, "k": k, "v": v}
             rounded = {name: array.astype(np.float32) for name, array in arrays.items()}
             out = np.asarray(SOFTMAX(change(rounded)), np.float32)
-            return out.astype(v.dtype) * np.nextafter(1, 2)  # It has float64's digits.
+            return out.astype(v.dtype) * np.nextafter(1, 2)  # It has the precision of float64.
 
         return backend_from_function(function, "softmax", library="numpy", dtypes=["float64"])
 
@@ -184,4 +184,4 @@ def test_what_no_convention_explains_is_said_to_be_unexplained():
 
     (finding, *_) = diagnosis(backend_from_function(wrong, "softmax", library="numpy"))
     assert finding.explained == ()
-    assert "none of the known conventions" in str(finding)
+    assert "no known convention explains it" in str(finding)

@@ -1,4 +1,4 @@
-"""What adapters of peers do to inputs: nothing that the peer's function would not undo."""
+"""Adapters of peers change inputs only in ways that the peer's function undoes."""
 
 import pytest
 

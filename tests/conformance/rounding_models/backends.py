@@ -1,4 +1,4 @@
-"""Two backends in plain PyTorch that round where the industry's kernels do.
+"""Two backends in plain PyTorch with the rounding of the industry's kernels.
 
 `flash_attention`         softmax attention, LASER, differential attention, LUCID
 `flash_linear_attention`  linear attention with and without decays, the delta rule
@@ -21,7 +21,7 @@ RECURRENT = (pa.GLA, pa.GatedDelta, pa.Delta, pa.SSD, pa.Retention, pa.Linear)
 
 
 class HalfPrecisionModel(pa.Backend):
-    """A backend of leaves in half precision."""
+    """A backend whose leaves compute in half precision."""
 
     libraries = frozenset({"torch"})
     only_by_name = True
@@ -90,7 +90,7 @@ class FlashLinearAttention(HalfPrecisionModel):
         )
 
     def _model(self, leaf, x):
-        """The leaf without its scale, which multiplies products, and the form."""
+        """The leaf without its scale, and its recurrence form, which scales products instead."""
         form = RoundedChunks(to_dtype(x["v"].dtype), leaf.scale_for(x["q"].shape[3]))
         return replace(leaf, scale=1.0), form
 

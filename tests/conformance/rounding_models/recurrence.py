@@ -1,9 +1,9 @@
-"""What flash-linear-attention rounds, as a form of the recurrence in chunks of 64 tokens.
+"""The rounding of flash-linear-attention, as a chunked recurrence with chunks of 64 tokens.
 
     A = tril(D ∘ q kᵀ),    o = r(A) u + e^G ∘ q h,    h ← e^{G_C} h + kᵀ (e^{G_C − G} ∘ u)
 
 States h, decays and all sums are in float32. Both factors of every product are rounded to the dtype
-of the call, among them the chunk's state and A. By the delta rule,
+of the call, among them the chunk's state and A. For the delta rule,
 
     u = Y − W h,    (W, Y) = M (β e^G k, β v),    M = (I + β stril(D ∘ k kᵀ))⁻¹,
 
@@ -24,16 +24,16 @@ from tests.conformance.rounding_models.rounding import Rounding, product, stored
 CHUNK = 64
 BLOCK = 16
 NEVER = -1e5
-"""In place of a log-decay of −∞."""
+"""A finite log-decay in place of −∞."""
 
 
 class RoundedChunks:
-    """The recurrence, for outputs that are multiplied by a scale."""
+    """The recurrence for outputs that are multiplied by a scale, with rounding."""
 
     def __init__(self, rounding: Rounding, scale: float, carried: Rounding | None = None):
         self.rounding, self.scale = rounding, scale
         self.carried = carried or (lambda state: state)
-        """How a state is rounded at the border of two chunks: not at all, but in a test."""
+        """Rounds the state between two chunks; the identity except in a test."""
 
     def forward(self, x: Stream, state: Tensor) -> tuple[Tensor, Tensor]:
         s, t = x.k.shape[2], x.q.shape[2]
@@ -48,7 +48,7 @@ class RoundedChunks:
         return torch.cat(outs, dim=3)[:, :, :, s - t : s].transpose(2, 3), h
 
     def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> StreamGradients:
-        # A custom operator runs below PyTorch's autograd; another thread does not.
+        # A custom operator runs below PyTorch's autograd; code in another thread does not.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._differentiated, x, state, d_o, d_final).result()
 
@@ -105,7 +105,7 @@ class RoundedChunks:
         return stored(y - product(w, h, r), r)
 
     def _scores(self, q, k, g, until):
-        """A (b, m, r, C, C)."""
+        """A (b, m, r, C, C), the decayed scores."""
         if until.shape[-1] == 1:
             decay = torch.ones(CHUNK, CHUNK).tril() * _decay(until)
             return decay[:, :, None] * product(q, k[:, :, None].mT, self.rounding)

@@ -2,8 +2,8 @@
 
     Z = r(X) r(Y),    dX = r(dZ) r(Y)ᵀ,    dY = r(X)ᵀ r(dZ)
 
-r rounds to the dtype of the call, or, where a kernel's factors are in float32, to tf32: tensor
-cores read the first 10 bits of a float32's fraction.
+r rounds to the dtype of the call or, if a kernel's factors are in float32, to tf32: tensor cores
+read the first 10 bits of a float32's fraction.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def to_dtype(dtype: torch.dtype) -> Rounding:
 
 
 def tf32(x: Tensor) -> Tensor:
-    """A float32 as tensor cores read it."""
+    """A float32 array as tensor cores read it."""
     return (x.contiguous().view(torch.int32) & TF32_BITS).view(torch.float32)
 
 
@@ -53,11 +53,11 @@ class _Rounded(torch.autograd.Function):
 
 
 def product(x: Tensor, y: Tensor, rounding: Rounding) -> Tensor:
-    """X Y (…, m, n), for leading axes that broadcast."""
+    """The product X Y (…, m, n), for leading axes that broadcast."""
     axes = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return _Product.apply(x.expand(*axes, *x.shape[-2:]), y.expand(*axes, *y.shape[-2:]), rounding)
 
 
 def stored(x: Tensor, rounding: Rounding) -> Tensor:
-    """An array that one kernel stores and another loads; its gradient likewise."""
+    """An array that one kernel stores and another loads; its gradient is rounded likewise."""
     return _Rounded.apply(x, rounding)

@@ -1,3 +1,3 @@
-"""CUDA's headers are not on every machine: only the tests that need these modules import them."""
+"""CUDA's headers may be missing, so only the tests that need these modules import them."""
 
 collect_ignore_glob = ["*.py"]

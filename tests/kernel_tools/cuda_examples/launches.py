@@ -1,4 +1,4 @@
-"""Shared by tests of the simulator: the example kernels, built once, and arrays for them."""
+"""The example kernels, built once, and arrays for them, shared by the simulator's tests."""
 
 import functools
 from pathlib import Path
@@ -50,7 +50,7 @@ def unwritten(*shape, dtype=np.float32):
 
 
 def turns(order):
-    """The numbers of the threads of three blocks, in the order in which they run."""
+    """The numbers of the threads of three blocks, in execution order."""
     y = np.full(12, -1, np.int32)
     with checked(order):
         kernels().get_function("turns")((3,), (4,), (y, np.zeros(1, np.int32)))

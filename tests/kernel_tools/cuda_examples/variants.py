@@ -1,4 +1,4 @@
-"""Variants of the example kernels, and variants that fail to compile or to fit."""
+"""Variants of the example kernels, some of which fail to compile or to fit."""
 
 from pathlib import Path
 

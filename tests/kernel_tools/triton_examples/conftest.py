@@ -1,3 +1,3 @@
-"""Triton is not on every platform: only the tests that need these modules import them."""
+"""Triton may be missing, so only the tests that need these modules import them."""
 
 collect_ignore_glob = ["*.py"]

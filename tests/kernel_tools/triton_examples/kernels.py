@@ -1,4 +1,4 @@
-"""Small correct and faulty kernels, for tests of the checks of kernels."""
+"""Small correct and faulty kernels, for testing the kernel checks."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def scale(x, y, count, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy(x, y, count, first, step, BLOCK: tl.constexpr, ATOMIC: tl.constexpr = False):
-    """Reads within x, and writes `count` elements of y, wherever they are."""
+    """Reads within x, and writes `count` elements of y at any address."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.load(x + at, mask=at < count)
     if ATOMIC:
@@ -35,21 +35,21 @@ def sum_of_first(x, y, count, BLOCK: tl.constexpr, OTHER: tl.constexpr):
 
 @triton.jit
 def read(x, y, first, step, BLOCK: tl.constexpr):
-    """Reads a block of x, wherever it is."""
+    """Reads a block of x at any address."""
     at = tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + first + step * at))
 
 
 @triton.jit
 def first_of_each(tensors, y, BLOCK: tl.constexpr):
-    """A tuple of tensors."""
+    """Reads from a tuple of tensors."""
     at = tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(tensors[0] + at) + tl.load(tensors[1] + at))
 
 
 @triton.jit
 def running_sum(x, y, count, BLOCK: tl.constexpr):
-    """A race: each program reads what the one before it wrote."""
+    """A race: each program reads what the previous one wrote."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     before = 0.0
@@ -60,7 +60,7 @@ def running_sum(x, y, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
-    """Without atomics a race: of two programs that add at the same time, one is forgotten."""
+    """A race without atomics: if two programs add at the same time, one addition is lost."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     result = tl.sum(tl.load(x + at), 0)
     if ATOMIC:
@@ -71,7 +71,7 @@ def total(x, y, BLOCK: tl.constexpr, ATOMIC: tl.constexpr):
 
 @triton.jit
 def places(y):
-    """Each program writes its place in a grid of three dimensions."""
+    """Each program writes its position in a three-dimensional grid."""
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     place = place * tl.num_programs(2) + tl.program_id(2)
     tl.store(y + place, place)
@@ -97,7 +97,7 @@ def cast(x, y, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def update(x, y, old, OPERATION: tl.constexpr, BLOCK: tl.constexpr):
-    """In sums and maxima, every fourth lane has the same address."""
+    """Every fourth lane has the same address if the operation is a sum or maximum."""
     at = tl.arange(0, BLOCK)
     value = tl.load(x + at)
     if OPERATION == "add":
@@ -128,7 +128,7 @@ def tuned_scale(x, y, count, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def staged_product(a, b, c, count, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    """As many tiles of a and b wait in shared memory as there are stages."""
+    """As many tiles of a and b are in shared memory as there are stages."""
     i = tl.arange(0, SIZE)
     k = tl.arange(0, DEPTH)
     result = tl.zeros((SIZE, SIZE), tl.float32)
@@ -141,7 +141,7 @@ def staged_product(a, b, c, count, SIZE: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def sum_of_tiles(x, y, count, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of float32, all of it in registers, in two loads at a time."""
+    """A float32 tile, entirely in registers, loaded in two parts."""
     at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     for i in range(count):

@@ -1,13 +1,13 @@
-"""What each Python process of a run of the tests does first, if `MUTATION` names a file of JSON.
+"""Code that each Python process of a test run executes first, if `MUTATION` names a JSON file.
 
-The folder is on `PYTHONPATH`, so that processes which a test starts do it too.
+The folder is on `PYTHONPATH`, so that processes started by a test execute it too.
 
-`{"plant": {"module": ..., "start": ..., "stop": ..., "new": ...}}` gives one module another text,
-in memory: no file is written, and two mutants can run side by side.
+`{"plant": {"module": ..., "start": ..., "stop": ..., "new": ...}}` replaces the text of one module
+in memory: no file is written, and two mutants can run at the same time.
 
 `{"note": {module: {line: [number, ...]}}, "folder": ...}` writes which tests execute which lines:
-`number<TAB>test`, one file for each process. It needs `sys.monitoring`, of Python 3.12, which costs
-nothing where no line is watched.
+`number<TAB>test`, one file for each process. It needs `sys.monitoring` of Python 3.12, which costs
+nothing for lines that are not watched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 TOOL = 4
 STARTED_BY = os.environ.get("PYTEST_CURRENT_TEST", "")
-"""The test that started this process, also if the process runs tests itself."""
+"""The test that started this process, even if the process runs tests itself."""
 
 
 class Planted(SourceFileLoader):
@@ -105,6 +105,6 @@ class Finder(MetaPathFinder):
         return spec
 
 
-if "MUTATION" in os.environ and __name__ == "sitecustomize":  # Not where a test collects it.
+if "MUTATION" in os.environ and __name__ == "sitecustomize":  # Not if a test collects it.
     with open(os.environ["MUTATION"], encoding="utf-8") as task:
         sys.meta_path.insert(0, Finder(json.load(task)))

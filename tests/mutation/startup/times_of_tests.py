@@ -1,4 +1,4 @@
-"""A plugin of pytest: the seconds of each test, written as JSON to the file that `TIMES` names.
+"""A pytest plugin that writes the seconds of each test as JSON to the file named by `TIMES`.
 
 `python -m pytest -p times_of_tests`; with xdist the main process has the times of all workers.
 """

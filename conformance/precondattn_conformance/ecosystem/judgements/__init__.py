@@ -1,6 +1,6 @@
-"""The judgements of red cells, made by looking at each: a file for each project.
+"""Judgements of red cells, made by hand, with a file for each project.
 
-They are in the order of the page. A measured error is never written here: the code prints it.
+They are in the order of the page. Measured errors are not written here; the code prints them.
 """
 
 from __future__ import annotations

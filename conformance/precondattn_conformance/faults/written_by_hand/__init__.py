@@ -1,4 +1,4 @@
-"""Faults that are written by hand, because no mutant stands for them: one idea in each file."""
+"""Faults written by hand, because no mutant covers them: one idea in each file."""
 
 from precondattn_conformance.faults.fault import Fault
 from precondattn_conformance.faults.written_by_hand import (

@@ -1,4 +1,4 @@
-"""Faults of softmax attention and its reads: masks, ranges, and what only a step gets wrong."""
+"""Faults of softmax attention and its reads: masks, ranges, and errors that occur only in steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _with_segments_of_first_keys(call: MethodCall) -> MethodCall:
 
 
 def _without_new_keys(call: MethodCall) -> MethodCall:
-    """New tokens do not attend to one another, only to themselves."""
+    """New tokens attend to themselves and cached keys, but not to each other."""
     frame = call.frame
     t = frame.q_position.shape[1]
     later = namespace(frame.q_position).arange(t)[None, :] * 1_000_000

@@ -1,7 +1,7 @@
-"""Faults on the axes of the design: only certain lengths, masks, widths, views or orders show them.
+"""Faults that show only at certain levels of the design: lengths, masks, widths, views, orders.
 
-They are faults of kernels: an index that is right for one sequence, a stride for equal widths, a
-comparison at the edge of a block, a workspace or a compiled kernel that is found again by shapes.
+They are typical of kernels: an index that is right for one sequence, a stride for equal widths, a
+comparison at the edge of a block, a workspace or compiled kernel that is cached by shapes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def faults() -> list[Fault]:
 
 
 def _as_first(call: MethodCall) -> MethodCall:
-    """The positions of the first sequence's new tokens for all sequences."""
+    """All sequences get the positions of the first sequence's new tokens."""
     position = call.frame.q_position
     first = np.broadcast_to(position[:1], position.shape)
     keys = np.array(call.frame.k_position)
@@ -68,7 +68,7 @@ def _only_d_columns(truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def _merged(call: MethodCall) -> MethodCall:
-    """Tokens after a block's edge belong to the segment before it, if another begins there."""
+    """If a segment begins at a block's edge, its tokens belong to the segment before it."""
 
     def without_edges(segments: Array) -> Array:
         if segments is None:
@@ -88,7 +88,7 @@ def _merged(call: MethodCall) -> MethodCall:
 
 
 def _dense(call: MethodCall) -> MethodCall:
-    """What is read of an expanded array as if its entries followed each other in memory."""
+    """An expanded array read as if its entries were stored one after another."""
     inputs = dict(call.inputs)
     for name, array in inputs.items():
         for axis, (stride, size) in enumerate(zip(array.strides, array.shape, strict=True)):
@@ -103,7 +103,7 @@ def _shapes(call: MethodCall) -> tuple[object, ...]:
 
 
 class _Kept:
-    """A workspace with the output, one for all calls of the same shapes."""
+    """A workspace for the output that all calls of the same shapes share."""
 
     def __init__(self) -> None:
         self.outputs: dict[tuple[object, ...], Array] = {}
@@ -117,7 +117,7 @@ class _Kept:
 
 
 class _Compiled:
-    """A compiled kernel, whose key has the shapes and not the options."""
+    """A compiled kernel that is cached by shapes, but not by options."""
 
     def __init__(self) -> None:
         self.mechanisms: dict[tuple[object, ...], Piece] = {}

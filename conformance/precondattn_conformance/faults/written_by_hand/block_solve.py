@@ -151,7 +151,7 @@ def _all_alike(true: Function) -> Function:
 
 
 def _changed_after(true: Function, **values: object) -> Function:
-    """An `__init__` that then changes some attributes."""
+    """An `__init__` that changes some attributes at its end."""
 
     def changed(self: PastSystem, *given: object, **named: object) -> None:
         true(self, *given, **named)

@@ -1,4 +1,4 @@
-"""Faults of a backend that remembers a cache: sequences that were rearranged since are not seen."""
+"""Faults of a backend that remembers a cache and does not notice rearranged sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def faults() -> list[Fault]:
 
 
 class _Remembering:
-    """Rows of a buffer that were there in the last step are those of the last step."""
+    """Rows of a buffer that existed in the last step are replaced by that step's rows."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class _Remembering:
         buffer = call.past[self.name]
         held = int(call.frame.q_position[:, 0].min())
         seen, self.kept = self.kept, buffer[:, :held].copy()
-        if seen is None or not held:  # A new cache.
+        if seen is None or not held:  # This is a new cache.
             return truth(call)
         sequences, rows = (
             min(sizes) for sizes in zip(seen.shape[:2], self.kept.shape, strict=False)

@@ -1,4 +1,4 @@
-"""Faults of what distances add to scores: at a cache, in buckets, in the last block."""
+"""Faults of distance-dependent scores: with a cache, in buckets, in the last block."""
 
 from __future__ import annotations
 

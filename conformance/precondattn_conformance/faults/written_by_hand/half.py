@@ -1,4 +1,4 @@
-"""Faults of half-precision calls: quantities that must be computed in float32, and are not.
+"""Faults of half-precision calls: quantities that should be computed in float32 are not.
 
     S = Σ k vᵀ,    ⟨q, k⟩ before the maximum is subtracted,    log Φ before the shift
 

@@ -1,4 +1,4 @@
-"""Faults of what heads share, and of what each has of its own: one head's is taken for all."""
+"""Faults of arrays shared by heads or separate per head: one head's array is used for all."""
 
 from __future__ import annotations
 

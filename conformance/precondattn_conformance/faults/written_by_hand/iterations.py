@@ -1,4 +1,4 @@
-"""Faults of iterated solves: the iteration ends too early, or its result is not examined."""
+"""Faults of iterated solves: the iteration ends too early, or its result is not checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Faults of masks that are longer than a block, of two at once, and of long sequences.
 
-A kernel reads keys by blocks: whether a block is read, and where within it a mask begins, is
-decided for the block as a whole.
+A kernel reads keys in blocks. Whether a block is read, and where a mask begins in it, is decided
+for the whole block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def faults() -> list[Fault]:
 
 
 def _in_keys(change: Callable[[np.ndarray, Frame], np.ndarray]) -> Change:
-    """A changed validity of keys (b, s), from it and the frame."""
+    """A change of the validity of keys (b, s), given the validity and the frame."""
 
     def other(call: MethodCall) -> MethodCall:
         frame = call.frame
@@ -77,7 +77,7 @@ def _in_keys(change: Callable[[np.ndarray, Frame], np.ndarray]) -> Change:
 
 
 def _on_softmax(change: Callable[[np.ndarray, Frame], np.ndarray]) -> Change:
-    """The same in the softmax of a composition of several leaves."""
+    """A change of key validity within the softmax of a composition of several leaves."""
 
     def visible(true: Function) -> Function:
         def changed(frame: Frame, **options: object) -> Array:
@@ -101,7 +101,7 @@ def _first_32(valid: np.ndarray, frame: Frame) -> np.ndarray:
 
 
 def _stopped(valid: np.ndarray, frame: Frame) -> np.ndarray:
-    """A loop over blocks of 16 keys, from the last to the first, that ends at a masked one."""
+    """A loop over blocks of 16 keys, from the last to the first, that stops at a masked block."""
     for row in valid:
         for start in range(0, len(row), 16):
             if not row[start : start + 16].any():
@@ -129,7 +129,7 @@ def _segments_within_blocks(true: Function) -> Function:
 
 
 def _cut(after: int) -> Callable[[MethodCall], MethodCall]:
-    """A segment longer than `after` tokens becomes several of at most so many."""
+    """Segments longer than `after` tokens are cut into several of at most that length."""
 
     def segments(ids: np.ndarray) -> np.ndarray:
         begins = np.ones(ids.shape, dtype=bool)
@@ -176,7 +176,7 @@ def _in_three_bits(valid: np.ndarray, frame: Frame) -> np.ndarray:
 
 
 def _restarted(call: MethodCall) -> MethodCall:
-    """Tokens from 1,024 on are a segment of their own."""
+    """Tokens from 1,024 on become a separate segment."""
     frame = call.frame
     position = np.broadcast_to(frame.k_position, (len(call.inputs["k"]), frame.k_position.shape[1]))
     past = 0 if frame.k_segment is None else 2 * np.asarray(frame.k_segment)
@@ -185,7 +185,7 @@ def _restarted(call: MethodCall) -> MethodCall:
 
 
 def _one_left(truth: Truth, call: MethodCall) -> MethodResult:
-    """A last block of one row, after two blocks of 64 or more, is not written."""
+    """A last block of one row, after two blocks of at least 64 rows, is not written."""
     result = truth(call)
     tokens = result.out.shape[1]
     if tokens <= 64 or tokens % 64 != 1:

@@ -1,4 +1,4 @@
-"""Faults of LUCID's triangular system: a mask, and what only a step gets wrong."""
+"""Faults of LUCID's triangular system: masks, and errors that occur only in steps."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _no_bias(call: MethodCall) -> MethodCall:
 
 
 def _cap_last(call: MethodCall) -> MethodCall:
-    """No cap where there is a bias."""
+    """The cap is not applied if there is a bias."""
     assert isinstance(call.mechanism, pa.Softmax)
     has_both = call.mechanism.softcap is not None and "bias" in call.inputs
     return _with_options(call, softcap=None) if has_both else call
@@ -121,7 +121,7 @@ def _shapes(call: MethodCall) -> tuple[object, ...]:
 
 
 class _Last:
-    """A workspace with an input, one for all calls of the same shapes; the gradient reads it."""
+    """A workspace for an input, shared by all calls of the same shapes; the gradient reads it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -135,7 +135,7 @@ class _Last:
 
 
 class _First:
-    """A quantity that is computed once for all calls of the same shapes."""
+    """A quantity that is computed only in the first call of each shape."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,7 +147,7 @@ class _First:
 
 
 def _finite_mask() -> Change:
-    """A finite number in place of −∞, in rows that have visible keys."""
+    """A finite number replaces −∞ in rows that have visible keys."""
 
     def masked(true: Function) -> Function:
         def scores_of(visible: Array, scores: Array) -> Array:

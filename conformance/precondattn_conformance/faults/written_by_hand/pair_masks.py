@@ -1,4 +1,4 @@
-"""Faults of masks of pairs: an attn_mask or a prefix of other tokens, heads or sequences."""
+"""Faults of masks of pairs: the attn_mask or prefix of other tokens, heads or sequences."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _of_next(of_sequences: np.ndarray) -> np.ndarray:
 
 
 def _of_row(call: MethodCall) -> MethodCall:
-    """Every segment has the prefix of the first of its row."""
+    """Every segment uses the prefix length of the first segment in its row."""
     frame = call.frame
     if frame.q_prefix is None or frame.k_segment is None:
         return call
@@ -110,7 +110,7 @@ def _of_first_head(pairs: np.ndarray) -> np.ndarray:
 
 
 def _interleaved(pairs: np.ndarray) -> np.ndarray:
-    """Query head i reads the mask of the i-th in the order of the other grouping."""
+    """Query head i reads the mask of the i-th head in the other order of grouping."""
     b, h, t, s = pairs.shape
     if h % 2:
         return pairs
@@ -127,7 +127,7 @@ def _of_new_keys(call: MethodCall) -> MethodCall:
 
 
 def _late_slots(call: MethodCall) -> MethodCall:
-    """The columns of slots moved by one."""
+    """The columns for cache slots are moved by one."""
     frame = call.frame
     if frame.pairs is None:
         return call

@@ -1,4 +1,4 @@
-"""Faults of ragged decoding: sequences of one batch that get different numbers of new tokens."""
+"""Faults of ragged decoding, where sequences of a batch get different numbers of new tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _without_last_block(call: MethodCall) -> MethodCall:
 
 
 def _within_blocks(true: Function) -> Function:
-    """New keys are visible only to queries of their own block; cached keys to all."""
+    """New keys are visible only to queries of the same block; cached keys to all."""
 
     def visible(frame: Frame, **options: object) -> Array:
         mask = true(frame, **options)
@@ -99,7 +99,7 @@ def _within_blocks(true: Function) -> Function:
 
 
 def _one_token(call: MethodCall) -> MethodCall:
-    """The first row of a sequence without new tokens counts as a token of zeros."""
+    """In a sequence without new tokens, the first row counts as a token of zeros."""
     frame = call.frame
     if frame.q_valid is None:
         return call

@@ -1,4 +1,4 @@
-"""Faults of the state of linear attention: not carried on, not reset, or written by padding."""
+"""Faults of the state of linear attention: not carried over, not reset, or written by padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of decays and reflections: keys of earlier blocks, and what a step keeps or forgets."""
+"""Faults of decays and reflections: keys of earlier blocks, and state kept or lost by a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the blocked attention: at the boundaries of row blocks and blocks."""
+"""Faults of blocked attention at the boundaries of row blocks and key blocks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _of_row_blocks() -> list[Fault]:
 
 
 def _without_tail(true: Function) -> Function:
-    """`blocks` without the last block, if that is shorter than the others."""
+    """`blocks` without the last block, if it is shorter than the others."""
 
     def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
         for start, stop in true(count, size):

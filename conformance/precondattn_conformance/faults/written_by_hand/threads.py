@@ -1,4 +1,4 @@
-"""Faults that show only with several threads: memory that calls share, and divided work."""
+"""Faults that show only with several threads: memory shared by calls, and divided work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from precondattn_conformance.faults.fault import FORWARD, Fault, MethodCall, Met
 from precondattn_conformance.faults.written_by_hand.written import written
 
 SECONDS = 0.02
-"""Between writing to the shared memory and reading it."""
+"""Seconds between writing to the shared memory and reading it."""
 
 
 def faults() -> list[Fault]:
@@ -37,7 +37,7 @@ def _without_remainder(truth: Truth, call: MethodCall) -> MethodResult:
 
     result = truth(call)
     rows, threads = result.out.shape[1], torch.get_num_threads()
-    if rows < 128:  # Too few to divide.
+    if rows < 128:  # There are too few rows to divide.
         return result
     computed = torch.arange(rows) < rows // threads * threads
     return replace(result, out=torch.where(computed[:, None, None], result.out, 0.0))

@@ -1,4 +1,4 @@
-"""Faults of widths, heads, batches and strides: right for the sizes that were tried."""
+"""Faults of widths, heads, batches and strides that are right for common sizes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _two_heads(truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def _summed(truth: Truth, call: MethodCall) -> MethodResult:
-    """The gradient of an expanded input added up in the memory of its one entry."""
+    """The gradient of an expanded input, added up in the memory of its single entry."""
     result = truth(call)
     gradients = dict(result.gradients)
     for name, array in call.inputs.items():
@@ -95,7 +95,7 @@ def _summed(truth: Truth, call: MethodCall) -> MethodResult:
 
 
 def _strides_of_k(call: MethodCall) -> MethodCall:
-    """Values of the same shape are read with the strides of keys: once where k is expanded."""
+    """Values are read with the strides of keys; the two differ if k is expanded."""
     k, v = call.inputs["k"], call.inputs["v"]
     if k.shape == v.shape:
         for axis, step in enumerate(k.strides):

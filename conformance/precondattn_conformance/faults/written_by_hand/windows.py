@@ -41,7 +41,7 @@ def _one_shift(true: Function) -> Function:
 
 
 def _around_edges(self: GridWindows, q_position: Array, k_position: Array) -> Array:
-    """A cyclic shift without the mask of the parts of the window that wraps around."""
+    """A cyclic shift without the mask for parts of the window that wrap around."""
     of_q, of_k = (self.coordinates(position) for position in (q_position, k_position))
     same = q_position[:, :, None] == q_position[:, :, None]
     for x_q, x_k, w, shift in zip(of_q, of_k, self.size, self.shift, strict=True):

@@ -20,7 +20,7 @@ def written(
     library: str = "numpy",
     has_options: bool = False,
 ) -> Fault:
-    """A fault. Its subject is the mechanism itself by default."""
+    """A fault. By default its subject is the mechanism itself."""
     parsed = pa.parse(mechanism)
     stages = (stages,) if isinstance(stages, str) else stages
     return Fault(
