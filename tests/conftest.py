@@ -1,4 +1,4 @@
-"""What the tests share: an out-of-tree backend, and JAX in double precision.
+"""Fixtures of all tests: an out-of-tree backend, and JAX in double precision.
 
 Tests of a framework that is not installed are skipped.
 """
@@ -19,7 +19,7 @@ THIRD_PARTY = Path(__file__).parent / "third_party"
 """A folder as pip leaves one: a module, and the metadata with its entry points."""
 
 collect_ignore = ["third_party", "core/earlier"]
-"""Collecting it would import it, and make its mechanism known to every test."""
+"""Collecting the module would import it, and register its mechanism for every test."""
 
 if find_spec("jax"):
     import jax
@@ -80,7 +80,7 @@ def only_the_reference(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of a few tokens: in short sequences too there is a next one, and a shorter last."""
+    """Blocks of a few tokens: short sequences have several blocks, and a shorter last one."""
     pytest.importorskip("jax")
     from precondattn_jax import chunkwise as jax_chunkwise
     from precondattn_jax import definition as jax_definition

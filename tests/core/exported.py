@@ -101,7 +101,7 @@ def operators(program):
 
 
 def own_operators(program):
-    """Those that only this package defines."""
+    """The operators of a program that only this package defines."""
     return [name for name in operators(program) if "precondattn" in name]
 
 

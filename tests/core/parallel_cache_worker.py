@@ -27,7 +27,7 @@ TOKENS = (
     *("lucid", "lucid[beta=true]", "lucid[normalize=none]", "qk_norm(lucid)", "lucid(laser)"),
     *("lucid[normalize=queries_and_keys,beta=true]", "temperature[per=head](lucid)"),
 )
-"""Whose caches have a row for each token"""
+"""Mechanisms whose caches have a row for each token"""
 STATES = (*SCANNED, "elu1(linear)")
 BOTH = ("ccq", "ccq(lucid)")
 NEW = (1, 3, 1, 1)
@@ -157,7 +157,7 @@ def decoded(
 
 
 def require_kept_in_turn(cache, first, capacity, world):
-    """A process that keeps a new token has had the fewest; `first` is `held` after the prompt."""
+    """The process that stores a new token had the fewest; `first` is `held` after the prompt."""
     if not cache.held:
         return
     for sequence, total in enumerate(cache.lengths):
@@ -173,7 +173,7 @@ def require_kept_in_turn(cache, first, capacity, world):
 
 
 def differentiated(expression, mesh, dtype=torch.float64, tolerance=1e-10, lengths=None):
-    """From a state, to a state: outputs and gradients of one process."""
+    """Outputs and gradients from an initial state to the last state are those of one process."""
     rank, world = mesh.get_local_rank(), mesh.size()
     prompt = 5 * world - 1
     m, x = whole(expression, layout_of(world, t=prompt + 4, s=prompt + 4))
@@ -297,7 +297,7 @@ def bytes_are_counted(mesh):
 
 
 def require_refused(mesh, kind, words, call):
-    """The same error on all processes."""
+    """A call raises the same error on all processes."""
     with pytest.raises(kind) as raised:
         call()
     assert words in str(raised.value), str(raised.value)
@@ -528,7 +528,7 @@ def donated(mesh):
 
 
 def an_error_of_one_is_raised_by_all(mesh, module, name, expression, number):
-    """In whichever leaf it is, before an exchange of parts or after it."""
+    """The error may be in any leaf, before or after an exchange of parts."""
     m, x = whole(expression, layout_of(2))
     attn = context_parallel(m, mesh, layout="contiguous")
     own = own_of(8, 2, mesh.get_local_rank(), by="contiguous")

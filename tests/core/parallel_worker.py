@@ -44,15 +44,15 @@ SOLVES = (
 )
 """Compositions whose leaves are divided one by one"""
 RINGS = ("softmax", "softmax[causal=false]", "softmax[softcap=5,scale=0.3]", "laser")
-"""Whose keys go around"""
+"""Mechanisms whose keys go around a ring"""
 GATHERED = (
     *("path", "path[window=3]", "path[forget=unscaled]", "softmax[window=3]"),
     *("softmax[forget=unscaled]", "softmax[sink=true]", "qk_norm(path)"),
     *("softmax[distance=slopes]", "softmax[distance=buckets]"),
 )
-"""Whose keys all processes get"""
+"""Mechanisms whose keys all processes gather"""
 FEW = ("lucid", "gated_delta", "softmax[bias=true]")
-"""With other numbers of heads and tokens, and in other ways"""
+"""Mechanisms that are also tested with other numbers of heads and tokens, and other options"""
 
 
 def layout_of(world, **changed):

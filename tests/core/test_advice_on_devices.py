@@ -34,7 +34,7 @@ def mesh():
 
 
 def inputs_of(mechanism):
-    """Of four heads, and two sequences of four tokens."""
+    """The inputs of a mechanism with four heads, and two sequences of four tokens."""
     layout = CallLayout("test", t=4, s=4, h=4, n=4)
     return make_inputs(mechanism, layout, "random")
 

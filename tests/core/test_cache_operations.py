@@ -6,23 +6,27 @@ operations`.
 
 import io
 import re
+import runpy
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import precondattn as pa
 from precondattn.cache import sequences
+from precondattn.version import numbers_of
 from precondattn_conformance import libraries
 from precondattn_conformance.inputs import CallLayout, make_inputs, slice_tokens
 
 LENGTH, CAPACITY = 9, 12
 MECHANISMS = ["lucid(laser)", "gla", "path", "softmax[forget=unscaled]", "ccq(softmax)"]
 CROPPED = pa.Lucid()
+EARLIER = Path(__file__).parent / "earlier"
 
 
 def cache_of(m, library="numpy", dtype="float64", held=6):
-    """The inputs, and a cache of the first `held` tokens; computed in NumPy, as it is fastest."""
+    """The inputs, and a cache of their first `held` tokens, computed in NumPy for speed."""
     lib = libraries.named(library)
     x = make_inputs(m, CallLayout("test", b=3, t=LENGTH, s=LENGTH), "random")
     cache = m.init_cache(**x, capacity=CAPACITY)
@@ -361,6 +365,29 @@ def test_a_cache_is_saved_by_numpy(tmp_path):
     np.savez(tmp_path / "cache.npz", **cache.state_dict())
     with np.load(tmp_path / "cache.npz") as arrays:
         assert_equal(pa.Cache.from_state_dict(arrays), cache)
+
+
+@pytest.mark.parametrize("expression", ["lucid", "gla"])
+def test_a_cache_that_an_earlier_version_saved_continues(expression):
+    maker = runpy.run_path(str(EARLIER / "make_caches.py"))
+    m, x, held = pa.parse(expression), maker["inputs_of"](expression), maker["HELD"]
+    with np.load(EARLIER / f"{expression}.npz") as arrays:
+        assert "version" not in arrays
+        cache = pa.Cache.from_state_dict(arrays)
+    rest, _ = m.extend(cache, **{name: array[:, held:] for name, array in x.items()})
+    np.testing.assert_allclose(rest, m(**x)[:, held:])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_the_version_that_saved_an_unknown_buffer_is_named(library):
+    pytest.importorskip(library)
+    _, cache = cache_of(CROPPED, library, "float32")
+    saved = cache.state_dict()
+    saved |= {"version": saved["version"] + 1, "folded: k": saved["length"]}
+    newer = ".".join(str(number + 1) for number in numbers_of(pa.__version__))
+    words = f"unknown ['folded: k']; precondattn {newer} saved it, and this is {pa.__version__}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pa.Cache.from_state_dict(saved)
 
 
 def test_a_cache_is_saved_by_safetensors(tmp_path):

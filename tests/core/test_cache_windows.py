@@ -15,7 +15,7 @@ MECHANISMS = [
     f"laser(softmax[window={WINDOW}])",
     f"softmax[window={WINDOW},forget=unscaled]",
     f"qk_norm(softmax[window={WINDOW}])",
-    f"ccq(softmax[window={WINDOW}])",  # With a state, which has no rows.
+    f"ccq(softmax[window={WINDOW}])",  # It also has a state, which has no rows.
 ]
 PLAIN = pa.parse(MECHANISMS[0])
 

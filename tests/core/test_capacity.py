@@ -1,4 +1,4 @@
-"""The time of a step depends on the tokens held, not on the capacity: shown by what is computed.
+"""The work of a step depends on the number of cached tokens, not on the capacity.
 
 PyTorch's dispatcher records the largest array that a call reads or writes. Views are not counted,
 and nothing is measured in seconds.

@@ -40,7 +40,7 @@ def test_kappa_is_the_root_of_the_ratio_of_eigenvalues_of_the_gram_matrix(a):
     kappa = condition_number(a)
     assert kappa.shape == a.shape[:2]
     expected = np.sqrt(eigenvalues[..., -1] / eigenvalues[..., 0])
-    assert np.all(np.abs(kappa / expected - 1) <= 1e-13 * kappa**2)  # Of the Gram matrix.
+    assert np.all(np.abs(kappa / expected - 1) <= 1e-13 * kappa**2)  # The Gram matrix squares κ.
 
 
 @sampled
@@ -82,7 +82,7 @@ def test_a_mu_beyond_the_dtype_is_infinite_and_its_logarithm_is_not():
 
 
 def test_of_attention_they_are_those_of_each_heads_output():
-    """Also of clustered keys, of grouped heads and of a zero key."""
+    """The test includes clustered keys, grouped heads and a zero key."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 13, heads, 5)) for heads in (4, 2, 2))
     k[:, 6:] = k[:, :7]

@@ -217,7 +217,7 @@ def test_an_incomplete_backend_is_refused_with_what_it_lacks(only_the_reference)
 
 
 class TopLeft(pa.Backend):
-    """Of few queries, it aligns the first with the first key."""
+    """A backend that aligns the first query with the first key if there are fewer queries."""
 
     name = "top_left"
     promises = pa.CONVENTIONS - {"bottom_right"}

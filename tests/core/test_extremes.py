@@ -98,7 +98,7 @@ def test_lasers_gradient_beside_outputs_of_0_and_across_segments(library, backen
 def test_a_system_that_exceeds_the_range_is_not_finite_and_affects_no_other_sequence(
     normalize, backend, library
 ):
-    """With keys 1, 2, 1, 1 the diagonal of the third row is exp(1 − 2) in units of the size."""
+    """The diagonal of the third row is exp(1 − 2) in units of the size, for keys 1, 2, 1, 1."""
     asarray = pytest.importorskip("jax.numpy" if library == "jax" else library).asarray
     k = np.ones((2, 4, 1, 1), dtype=np.float32)
     k[:, 1] = 2

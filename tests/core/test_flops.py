@@ -80,7 +80,7 @@ EXPECTED = {
     "ccq(gated_delta)": (41306400, 144475200, 74088),
     "hedgehog(gla)": (14284800, 49651200, 50112),
 }
-"""At `SIZES`, by the formulas of the table in `precondattn/algebra/flops.py`."""
+"""The FLOPs at `SIZES`, by the formulas of the table in `precondattn/algebra/flops.py`."""
 
 
 def sizes_of(mechanism):

@@ -66,7 +66,7 @@ def test_of_lucid_they_are_those_by_autograd_through_the_definition(kind):
     q, k, v = problem(kind)
     found = norms(pa.Lucid(), q, k, v)
 
-    def lucid(q, k, v):  # Of one sequence and head.
+    def lucid(q, k, v):  # LUCID for one sequence and head.
         unit = 3**0.5 * k / (k.square().sum(-1, keepdim=True) + 3e-6).sqrt()
         phi = torch.exp(unit @ unit.T / 3**0.5 - 3**0.5).tril(-1)
         y = torch.linalg.solve(torch.eye(5, dtype=torch.float64) + phi, v)
@@ -121,7 +121,7 @@ def test_chosen_tokens_have_the_norms_of_all_and_masked_keys_have_none():
         np.testing.assert_array_equal(some[name], norm[:, [4, 1]])
     only_first = np.arange(5)[None] < np.asarray([[1], [5]])
     masked = norms(pa.Lucid(), q, k, v, key_mask=only_first)
-    assert np.all(masked["k"][0] == 0)  # Of one key, attention does not depend on it.
+    assert np.all(masked["k"][0] == 0)  # Attention to one key does not depend on it.
     assert_close(masked["k"][1], every["k"][1])
 
 

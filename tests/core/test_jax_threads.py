@@ -1,4 +1,4 @@
-"""On a CPU with two cores, JAX calls that solve several systems at once do not deadlock."""
+"""JAX calls that solve several systems at once do not deadlock on a CPU with two cores."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ both = jax.jit({mapping}(lambda a, b: (solve(a, b), solve(2 * a, b))))
 for _ in range(20):
     jax.block_until_ready(both(matrices, right))
 """
-"""With JAX's own `solve` or `solve_triangular` it deadlocks."""
+"""A program that deadlocks with JAX's own `solve` or `solve_triangular`."""
 
 
 @pytest.mark.thorough

@@ -68,7 +68,7 @@ def test_latency_of_the_chain_bounds_the_pipeline(model, ideal):
     hops = 3 * (2**12 // 64 - 1)  # Each block but the last goes to the next owner.
     assert run.seconds == pytest.approx(hops, rel=1e-4)
     assert np.all(run.idle_by_device > 0.9)
-    # With contiguous tokens only 7 blocks are waited for.
+    # Contiguous tokens wait for 7 blocks only.
     assert model.pipelined(slow, 2**12, 8, "contiguous", 64).seconds == pytest.approx(21, rel=1e-4)
 
 

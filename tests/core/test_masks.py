@@ -12,7 +12,7 @@ LAYOUT = CallLayout("test", b=2, t=6, s=6)
 
 
 def with_nan(m, x, is_masked):
-    """The inputs with NaN at masked keys (b, s), and at queries whose own key is masked."""
+    """The inputs with NaN at masked keys (b, s), and at the queries of the same tokens."""
     result = {}
     for name, array in x.items():
         array = array.copy()
@@ -71,7 +71,7 @@ def loses_nothing_but_the_key(m):
 
 
 def test_masking_a_key_equals_removing_it():
-    """In the base and in the preconditioner; the position of the key is removed too."""
+    """This holds in the base and in the preconditioner; the key's position is removed too."""
     is_kept = np.asarray([True, False, True, True, False, True])
     key_mask = np.broadcast_to(is_kept, (2, 6))
     for m in filter(loses_nothing_but_the_key, map(pa.parse, expressions(pieces=False))):

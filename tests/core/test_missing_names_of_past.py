@@ -1,4 +1,4 @@
-"""A step that reads a buffer that there is not is told the names that there are."""
+"""A step that reads a missing buffer gets an error with the names that exist."""
 
 import re
 

@@ -63,7 +63,7 @@ def all_but_a_few_slow(rows):
 
 
 def assert_computes(out, m, x, **masks):
-    """That the error is PyTorch's: a system that is close to singular amplifies what is rounded."""
+    """The error is at most PyTorch's: a system close to singular amplifies rounding errors."""
     exact = m(**{name: array.double() for name, array in x.items()}, **masks)
     rounded = float((m(**x, **masks) - exact).abs().max())
     bounds = CLOSE | {"atol": max(CLOSE["atol"], 2 * rounded)}

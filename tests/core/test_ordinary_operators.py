@@ -71,7 +71,7 @@ def test_a_recurrence_is_not_exported_with_its_gradient():
 
 
 def test_packed_segments_are_exported_for_any_number_of_tokens():
-    """Also for one, and their check has no sort, which ONNX has not."""
+    """One token is possible too, and the check of segments does not sort, as ONNX can not."""
     m = pa.parse("softmax")
     program = exported_call(m, "segment_ids", "prefix")
     assert "aten.sort.default" not in operators(program)

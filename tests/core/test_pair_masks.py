@@ -229,8 +229,8 @@ def test_blocks_that_are_masked_as_a_whole_are_not_computed(monkeypatch):
 def test_keys_between_a_prefix_and_a_window_are_not_computed(monkeypatch):
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 1, 4))
     m = pa.Softmax(window=64)
-    # But for the first two, blocks of 128 rows have 100 keys of the prefix, and of the window 63
-    # beside their own.
+    # Except the first two, each block of 128 rows has its own keys, 100 of the prefix, and 63
+    # more of the window.
     expected = 128 * (128 + 256 + 6 * (100 + 63 + 128))
     calls = []
 
@@ -472,7 +472,7 @@ def test_a_backend_that_does_not_know_them_is_not_asked(qkv):
 
 def test_nan_in_a_prefix_of_a_segment_reaches_that_segment_and_no_other(qkv):
     q, k, v = (a.copy() for a in qkv)
-    k[0, 55] = np.nan  # In the prefix of the second segment, of tokens 50 … 99.
+    k[0, 55] = np.nan  # The token is in the prefix of the second segment.
     out = pa.softmax(q, k, v, prefix=PREFIX, segment_ids=SEGMENTS)
     is_nan = np.isnan(out).all(axis=(2, 3))
     np.testing.assert_array_equal(is_nan[0], AT // 50 == 1)

@@ -52,7 +52,7 @@ def test_a_mechanism_has_masks_of_pairs_or_says_why_not(text):
         if why is not None:
             assert len(why.split()) >= 6
             assert not re.search(r"\. |\n", why)
-        elif name == "attn_mask":  # Each query may attend to its own token alone.
+        elif name == "attn_mask":  # Each query may attend only to itself.
             out, other = (m(**inputs, attn_mask=mask) for inputs in (x, changed(m, x, 3)))
             # A shift of LASER's exponents is of all tokens, and rounds.
             alone, same = (np.delete(a, 3, axis=1) for a in (out, other))

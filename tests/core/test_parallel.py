@@ -75,4 +75,4 @@ def test_a_process_that_ends_is_reported_to_the_others(tmp_path):
     with processes(2, tmp_path, "ends", stderr=subprocess.PIPE, text=True) as workers:
         (_, said), _ = (worker.communicate(timeout=90) for worker in workers)
     assert workers[0].returncode != 0
-    assert "in agreed" in said  # Where it waited; the message is the engine's.
+    assert "in agreed" in said  # The function in which it waited; PyTorch wrote the message.

@@ -47,7 +47,7 @@ def called(folder, layout):
 def test_nothing_keeps_a_group_that_the_program_has_destroyed(layout, tmp_path):
     q = torch.randn(1, 2, 2, 4).requires_grad_()
     pa.lucid(q, q, q)  # What PyTorch imports at a first call keeps the frames of that call.
-    gc.disable()  # At its exit a program has no time for cycles.
+    gc.disable()  # A program that exits does not collect cycles.
     try:
         kept, group, mesh = called(tmp_path, layout)
         assert group() is None

@@ -53,7 +53,7 @@ def test_pairs_that_are_not_visible_are_not_counted():
 
 
 def test_of_a_sharp_softmax_most_probabilities_are_small():
-    """Of two scores that differ by x, the smaller has the probability 1 / (1 + eˣ)."""
+    """The smaller of two scores that differ by x has the probability 1 / (1 + eˣ)."""
     for x, place in ((1.0, 7), (5.0, 5), (10.0, 3), (17.0, 0)):
         a = 1 / (1 + np.exp(np.array([[-x, x]])))
         assert histogram(a)[place] >= 0.5

@@ -64,7 +64,7 @@ def test_whatever_a_plan_depends_on_is_a_signature_of_its_own(monkeypatch):
     with torch.no_grad():
         m(q, k, v)
     calls = [
-        lambda: m(q, k, v),  # With gradients enabled.
+        lambda: m(q, k, v),  # Gradients are enabled.
         lambda: m(q, k, v.clone().requires_grad_()),
         lambda: m(q[:, :2], k, v),
         lambda: m(q.double(), k.double(), v.double()),

@@ -270,7 +270,7 @@ ROWS = dict.fromkeys("qkv", (2, 9, 2, 4))
     ],
 )
 def test_vmap_of_calls_that_are_no_longer_batch_makes_one_after_another(expression, inputs):
-    """Where a weight is mapped, and where sequences of a batch depend on each other."""
+    """The cases are a mapped weight, and sequences of a batch that depend on each other."""
     m = pa.parse(expression)
     inputs = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
     mapped = torch.func.vmap(lambda x: m(**x, backend="torch"))(inputs)

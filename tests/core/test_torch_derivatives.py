@@ -21,7 +21,7 @@ def tensors_of(m, *, requires_grad=True):
 
 
 def second_derivatives(function, x):
-    """Those of a loss that is quadratic in the output."""
+    """The second derivatives of a loss that is quadratic in the output."""
     inputs = list(x.values())
     first = torch.autograd.grad(function(x).square().sum(), inputs, create_graph=True)
     weights = [torch.linspace(0.5, 1, g.numel(), dtype=g.dtype).reshape(g.shape) for g in first]

@@ -28,7 +28,7 @@ for threads in (1, 2, 4):
     for name, gradient in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(gradient, torch.tensor(expected[name]), rtol=1e-9, atol=1e-9)
 """
-"""With `torch.linalg.solve` it does not return, or raises."""
+"""A program that does not return, or raises an error, with `torch.linalg.solve`."""
 
 
 @pytest.mark.thorough

@@ -136,7 +136,7 @@ def third_party_leaves():
 
     @dataclass(frozen=True)
     class OtherRows(pa.UnitRows):
-        """The same for a leaf without a cache."""
+        """A leaf without a cache whose class is unknown to backends."""
 
         name: ClassVar[str] = "other_rows"
 

@@ -1,3 +1,3 @@
-"""The modules of worker processes, which import packages of the extra `integrations`, have no doctests."""
+"""Modules of worker processes import packages of the extra `integrations`, and have no doctests."""
 
 collect_ignore = ["adapted_process.py"]

@@ -24,7 +24,7 @@ def test_every_section_has_its_packages():
 
 
 @pytest.mark.thorough
-# These tools call what Transformers and Flax have renamed.
+# The tools call functions that Transformers and Flax have renamed.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("section", PACKAGES)
 def test_a_section_runs(section, tmp_path, monkeypatch):

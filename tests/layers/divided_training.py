@@ -25,7 +25,7 @@ LAYERS = {
     "cyclic[block=4]": ["lucid(laser)", {"mechanism": "softmax", "kv_heads": 1}],
 }
 MIXED = ["gated_delta", "lucid", {"mechanism": "softmax", "kv_heads": 1}]
-"""With key/value heads that are fewer than processes"""
+"""Mechanisms of layers, one of which has fewer key/value heads than there are processes"""
 B, T, STEPS, VOCABULARY = 4, 24, 3, 12
 
 
@@ -39,7 +39,7 @@ class DividedTraining(NamedTuple):
     shape: tuple[int, int, int] | None
 
     def losses(self, steps=STEPS):
-        """Those of all tokens in each step."""
+        """The mean losses of all tokens in each step."""
         # FSDP2 takes means of gradients.
         processes = 1 if self.shape is ALONE else self.shape[0] * self.shape[1]
         losses = []
@@ -53,7 +53,7 @@ class DividedTraining(NamedTuple):
         losses = torch.stack(losses)
         if self.shape is not ALONE:
             distributed.all_reduce(losses)
-            losses /= self.shape[2]  # These have the same tokens.
+            losses /= self.shape[2]  # Processes along this axis have the same tokens.
         return losses
 
     def save(self, path):
@@ -154,7 +154,7 @@ def refused_parts():
 
 
 def drawn_anew(model):
-    """Of a weight of 4 heads, some processes of 4 that FSDP2 shards 2 of them over have none."""
+    """New weights of a model in which FSDP2 leaves some processes without rows of a weight."""
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
     model.reset_parameters()

@@ -23,7 +23,7 @@ COMPOSITIONS = (
 )
 MECHANISMS = (*sorted(pa.mechanisms()), *COMPOSITIONS)
 CAUSAL = tuple(name for name in MECHANISMS if pa.parse(name).offers.causal)
-"""Those that can have a cache."""
+"""The mechanisms that can have a cache."""
 
 HEADS = 4
 

@@ -30,7 +30,7 @@ def test_any_split_gives_the_logits_of_the_full_call(model):
 
 
 def greedy(model, prompt, count):
-    """By full calls, without a cache."""
+    """Greedy decoding by full calls, without a cache."""
     for _ in range(count):
         new = model(prompt)[:, -1].argmax(-1, keepdim=True)
         prompt = torch.cat([prompt, new], 1)

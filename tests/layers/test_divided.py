@@ -36,13 +36,13 @@ def test_layers_of_some_heads_each_give_the_outputs_and_gradients_of_one_process
 
 @pytest.mark.slow  # The next test has another axis besides these.
 def test_training_on_data_and_context_gives_the_losses_of_one_process(tmp_path):
-    """And so does a restart on another mesh."""
+    """A restart on another mesh gives these losses too."""
     run_processes(4, tmp_path)
 
 
 @pytest.mark.thorough
 def test_training_on_data_and_context_and_weights_gives_the_losses_of_one_process(tmp_path):
-    """And so does a restart on another mesh."""
+    """A restart on another mesh gives these losses too."""
     run_processes(8, tmp_path)
 
 

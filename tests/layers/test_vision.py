@@ -53,7 +53,7 @@ LAYERS = {
 
 
 OF_TOKENS = ("vit_attention", "window", "window_shifted", "vision_transformer")
-"""Those whose keys are tokens."""
+"""The layers whose keys are tokens."""
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -39,7 +39,7 @@ class TrainedDecoder(NamedTuple):
     mesh: jax.sharding.Mesh | None
 
     def losses(self, steps):
-        """Those of some steps, and the state after them."""
+        """The losses of some steps; the state after them is kept."""
         state, losses = self.state, []
         with contextlib.nullcontext() if self.mesh is ALONE else jax.set_mesh(self.mesh):
             for _ in range(steps):

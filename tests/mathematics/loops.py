@@ -53,7 +53,7 @@ def read(scores, visible, v, log_of_mean=False):
 
 
 def read_causal(scores, v, window=None, log_of_mean=False):
-    """The same under a causal mask."""
+    """The read of values under a causal mask."""
     visible = visible_keys(1, *scores.shape[-2:], window=window)
     return read(scores, visible, v, log_of_mean)
 

@@ -126,7 +126,7 @@ def problems(
 
 
 def at(inputs, *index):
-    """The same index into every input that has a batch and time."""
+    """The entries at an index of every input that has batch and time axes."""
     return {name: x[index] if x.ndim > 1 else x for name, x in inputs.items()}
 
 

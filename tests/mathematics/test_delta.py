@@ -47,7 +47,7 @@ def test_the_delta_rule_with_extreme_betas_and_keys_is_that_of_the_definition(la
 @sampled
 @given(p=problems(longest=6), reach=st.floats(0, 2))
 def test_the_delta_rule_contracts_where_beta_times_the_squared_key_is_at_most_2(layer, p, reach):
-    """Where β ‖k‖² ≤ 2, a token increases the norm of the state by at most β ‖k‖ ‖v‖."""
+    """If β ‖k‖² ≤ 2, a token increases the norm of the state by at most β ‖k‖ ‖v‖."""
     layer = pa.parse(layer)
     x = p.x(layer)
     lengths = p.rng.uniform(0.3, 3, size=x["k"].shape[:3])
@@ -70,7 +70,7 @@ def test_the_delta_rule_contracts_where_beta_times_the_squared_key_is_at_most_2(
 @pytest.mark.parametrize("gate", [0.0, -0.5])
 @pytest.mark.parametrize("reach", [0.0, 0.5, 1.0, 1.9, 2.0, 2.5, 4.0])
 def test_along_a_repeated_key_a_state_is_multiplied_by_one_minus_beta_of_its_square(reach, gate):
-    """With zero values k · S_t = (e^g (1 − β ‖k‖²))^t k · S_0, which grows outside of [0, 2]."""
+    """Zero values give k · S_t = (e^g (1 − β ‖k‖²))^t k · S_0, which grows outside of [0, 2]."""
     p, layer = LinearProblem(np.random.default_rng(0), s=70, multiple=2), pa.GatedDelta(scale=1.0)
     x = p.x(layer)
     k = np.broadcast_to(3 * x["k"][:, :1], x["k"].shape).copy()

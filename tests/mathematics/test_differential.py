@@ -64,7 +64,7 @@ class DifferentialProblem:
             per: np.asarray(rng.choice([-1, 1], size=shape) * rng.uniform(0.2, 2, size=shape))
             for per, shape in shapes.items()
         }
-        self.size = 10 * (1 + height)  # Of the two outputs that are subtracted, and of the scores.
+        self.size = 10 * (1 + height)  # The size of the two outputs and of the scores.
 
     def x(self, layer, **others):
         """All inputs of a layer, by name."""

@@ -285,7 +285,7 @@ def test_grouped_heads_equal_repeated_heads_and_their_gradients_add_up(p):
     assert_close(out, repeated)
     cotangent = p.like_output()
     grads, repeated_grads = pullback(cotangent), repeated_pullback(cotangent)
-    size = np.abs(cotangent).max()  # Of the products, before they cancel.
+    size = np.abs(cotangent).max()  # The size of the products, before they cancel.
     assert_close(grads["q"], repeated_grads["q"], size=size * np.abs(p.k).max())
     dk, dv = (grouped(repeated_grads[name], p.group) for name in "kv")
     assert_close(grads["k"], dk.sum(3), size=size * np.abs(p.q).max())

@@ -222,7 +222,7 @@ def test_open_gates_equal_no_gates(p):
 @sampled
 @given(problems(square=False))
 def test_hgrn2_is_gla_whose_keys_are_what_its_gates_forget(p):
-    """Also its gradient, which has one more term, and after a cache."""
+    """The gradient, which has one more term, and outputs after a cache are compared too."""
     x = p.x(pa.GLA())
     del x["k"]
     keys = {"k": -np.expm1(x["g"])}

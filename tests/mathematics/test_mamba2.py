@@ -197,7 +197,7 @@ def test_a_step_of_zero_equals_an_absent_token():
 
 
 def test_a_negative_step_is_clipped_to_zero():
-    """By the default limits (0, ∞), so that no gate grows."""
+    """The default limits are (0, ∞), so that no gate grows."""
     x = problem(without=OPTIONAL)
     x["dt"] -= 1
     clipped = x | {"dt": np.maximum(x["dt"], 0)}

@@ -38,7 +38,7 @@ def a_cache(m, x, seed=1):
 
 
 def shifted(cache, by):
-    """The same C e^m and n e^m, relative to another maximum (b, h)."""
+    """A cache with the same C e^m and n e^m, relative to another maximum (b, h)."""
     state, mass, maximum = names_of(cache)
     factor = np.exp(-by)
     store = {
@@ -93,7 +93,7 @@ def test_eps_is_added_in_units_of_the_running_maximum():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_common_factor_of_gates_that_open_wide_cancels(backend):
-    """Where |s n·q| is the larger, both it and C hold the factor e^{1000}."""
+    """If |s n·q| is the larger, both it and C contain the factor e^{1000}."""
     m, x = pa.MLSTM(eps=0), inputs(n=H)
     x["q"], x["k"] = np.abs(x["q"]), np.abs(x["k"])
     x["i"] = np.abs(x["i"]) + 9
@@ -232,7 +232,7 @@ def test_in_half_precision_states_are_in_float32_and_continue_the_full_call(dtyp
         assert torch.all((out - exact).abs() <= unit * exact.abs() + 1e-4)
 
 
-# Where two are equal
+# Equal terms of a maximum
 
 
 @pytest.mark.thorough

@@ -22,7 +22,7 @@ def softmax(x):
 
 
 def means(x, m):
-    """Of the segments ⌊i m / L⌋ of the rows of x (L, d) that have any."""
+    """The means of the non-empty segments ⌊i m / L⌋ of the rows i of x (L, d)."""
     segments = [i * m // len(x) for i in range(len(x))]
     return np.stack([x[np.equal(segments, j)].mean(0) for j in sorted(set(segments))])
 

@@ -234,7 +234,7 @@ def test_mesa_around_ssd_with_weighted_values_is_mesanet_of_flash_linear_attenti
 
 
 def test_mlstm_is_that_of_xlstm_of_transformers():
-    """From a state, with the cotangent of its maximum; and from nothing."""
+    """The calls start from a state, with the cotangent of its maximum, and from zeros."""
     for case in ("continued", "fresh"):
         saved = entries_of("mlstm_xlstm.npz", case)
         x, f = {name: saved[name] for name in ("q", "k", "v", "i")}, saved["f"]

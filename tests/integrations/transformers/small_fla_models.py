@@ -23,7 +23,7 @@ MODELS = {
     "GSA": {"num_slots": 8},
     "LinearAttention": {},
 }
-"""By model, the options of its configuration."""
+"""The options of each model's configuration."""
 
 
 def made(name):

@@ -63,7 +63,7 @@ FAMILIES = {
 
 
 def model_of(family="Llama", dtype=torch.float32, **options):
-    """The same random model in every call, with weights large enough for distinct logits."""
+    """A random model, the same in every call, with weights large enough for distinct logits."""
     torch.manual_seed(0)
     config_class, own = FAMILIES[family]
     config = config_class(**{**SIZES, **own, **options})

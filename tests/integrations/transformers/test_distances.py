@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Model
 from precondattn.layers.torch import Attention
 
 HEADS, WIDTH = 6, 48
-"""Where heads are no power of 2, slopes are of two series."""
+"""Sizes with a number of heads that is not a power of 2, so that slopes have two series."""
 
 
 @pytest.fixture

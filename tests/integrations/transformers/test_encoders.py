@@ -51,7 +51,7 @@ MECHANISMS = (
 
 
 def model_of(family, dtype=torch.float64, **options):
-    """The same random model in every call, whose attention is far from uniform."""
+    """A random model, the same in every call, whose attention is far from uniform."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **options})
     model = getattr(transformers, f"{family}Model")(config).to(dtype).eval()

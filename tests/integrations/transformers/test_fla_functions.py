@@ -36,7 +36,7 @@ CASES = {
     "kda_chunk": ("kda", "chunk_kda", {"safe_gate": True}),
     "gsa": ("gsa", "chunk_gsa", {}),
 }
-"""By case of the saved results: the file, the function, and its options."""
+"""The file, the function and its options for each case of the saved results."""
 STATES = {"normalized": ("state", "mass"), "gsa": ("keys", "values")}
 CU_SEQLENS = torch.tensor([0, 4, 5, 13], dtype=torch.int32)
 

@@ -228,7 +228,8 @@ def test_a_model_can_be_compiled_as_one_graph_as_before(name):
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph_for_every_token(name, compiler):
     layers = 1 if name == "Mamba2" else 4
-    model, (ids, _) = use_backend_for(made(name, num_hidden_layers=layers)), prompts()
+    # In float64: at one of these tokens, Transformers' own float32 logits are off by 1.3e-5.
+    model, (ids, _) = use_backend_for(made(name, num_hidden_layers=layers)).double(), prompts()
     expected = model(ids, use_cache=False).logits
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     named = "cache_params" if name == "Mamba2" else "past_key_values"

@@ -41,8 +41,8 @@ SMALL = {
 }
 KINDS = (
     "lucid",  # A cache of tokens, which can be cropped.
-    "softmax[window=3]",  # Of the last tokens.
-    "path",  # Of rows that later tokens rewrite.
+    "softmax[window=3]",  # A cache of the last tokens.
+    "path",  # A cache of rows that later tokens rewrite.
     "gated_delta",  # A state.
     "ccq(gated_delta)",  # Two states.
     "differential(laser)",  # Two calls that share what is cached.
@@ -175,7 +175,7 @@ def test_a_configuration_saved_before_a_new_version_of_the_recipes_keeps_its_own
     plan = PrecondattnForCausalLM(AutoConfig.from_pretrained(tmp_path)).model.layers[0].attention
     assert "RoPE(γ" in repr(plan)
     path.write_text(json.dumps(stored))
-    for _ in range(2):  # Also when it is saved again.
+    for _ in range(2):  # The second time after it was saved again.
         earlier = AutoConfig.from_pretrained(tmp_path)
         layers = PrecondattnForCausalLM(earlier).model.layers
         assert "qk_norm[gain=true]" in repr(layers[0].attention)
@@ -275,7 +275,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
         block.attention.register_forward_hook(lambda *_: calls.append(1))
     for a, b in zip(plain, gradients(), strict=True):
         torch.testing.assert_close(a, b)
-    assert len(calls) == 4  # Each of the two layers is computed twice.
+    assert len(calls) == 4  # Both layers are computed twice.
     with pytest.raises(ValueError, match="use_cache: gradient checkpointing"):
         model(ids, use_cache=True)
 
@@ -328,7 +328,7 @@ def test_other_ways_to_fill_a_cache_write_the_same(options):
 
 @pytest.mark.parametrize("mechanism", KINDS)
 def test_rejected_drafts_leave_no_trace(mechanism, monkeypatch):
-    """Of tokens that can be cropped, and of states, windows and rewritten rows."""
+    """The mechanisms have caches of croppable tokens, states, windows and rewritten rows."""
     model, (ids, _) = made(mechanism), prompts()
     draft = copy.deepcopy(model)
     with torch.no_grad():

@@ -185,7 +185,7 @@ def gdn2():
 
 
 def comba():
-    """With the operator in chunks, whose result is that of the layer's kernels."""
+    """Comba's layer with its chunked operator, whose result is that of the layer's kernels."""
     import torch
 
     gated_shapes, _ = gated_delta_net()
@@ -368,7 +368,7 @@ def gated_delta_product():
 
     def call(w, x):
         q, k, v = (short_convolution(w, f"{n}_conv1d", linear(w, f"{n}_proj", x)) for n in "qkv")
-        # From the widths of n and h to n steps on the axis of time.
+        # The n steps, part of the width, become consecutive tokens.
         k, v = (y.unflatten(-1, (2, HEADS, -1)).flatten(1, 2) for y in (k, v))
         beta = linear(w, "b_proj", x).sigmoid().unflatten(-1, (2, HEADS)).flatten(1, 2)
         g = -w["A_log"].exp() * torch.nn.functional.softplus(linear(w, "a_proj", x) + w["dt_bias"])

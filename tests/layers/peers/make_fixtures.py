@@ -59,7 +59,7 @@ TIMES = {
     "vision_transformer": 3,
     "outlook": 20,
 }
-"""Of layers that need another number of tokens."""
+"""The numbers of tokens of layers that need another one."""
 
 
 def llama():
@@ -217,7 +217,7 @@ def window(shift=0):
 
 
 def window_shifted():
-    """The same, shifted."""
+    """Swin's window attention with shifted windows."""
     return window((1, 2))
 
 
@@ -254,7 +254,7 @@ def channel():
 
 
 def channel_by_tokens():
-    """That of its second version, and its call."""
+    """The second version of DaViT's channel attention, and its call."""
     from timm.models.davit import ChannelAttentionV2
 
     layer = ChannelAttentionV2(32, num_heads=4)
