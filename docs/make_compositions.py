@@ -53,11 +53,15 @@ def refusal(outer: type[pa.Mechanism], inner: str) -> str | None:
     return None
 
 
+def ours() -> dict[str, type[pa.Mechanism]]:
+    """The mechanisms of this library in order of their names, without those of a user."""
+    classes = sorted(pa.mechanisms().items())
+    return {name: cls for name, cls in classes if cls.__module__.startswith("precondattn.")}
+
+
 def page() -> str:
     """The page, as Markdown."""
-    classes = {
-        n: c for n, c in sorted(pa.mechanisms().items()) if c.__module__.startswith("precondattn.")
-    }
+    classes = ours()
     rows = {n: c for n, c in classes.items() if c.role == "preconditioner"}
     bases = {n: c for n, c in classes.items() if c.role == "base"}
     columns = [*bases, *other_bases(bases), *rows]

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 import matplotlib as mpl
-from make_compositions import refusal
+from make_compositions import ours, refusal
 from make_figures import BLUE, FOLDER, GREEN, INK, ORANGE, STYLE, by_row, clustered, weights
 from make_performance import load_curves
 from matplotlib.figure import Figure
@@ -74,12 +74,6 @@ def picture() -> Figure:
     times.spines[["top", "right"]].set_visible(False)
     times.patch.set_alpha(0)
     return figure
-
-
-def ours() -> dict[str, type[pa.Mechanism]]:
-    """The mechanisms of this library by name, without those that a user has declared."""
-    classes = pa.mechanisms().items()
-    return {name: cls for name, cls in classes if cls.__module__.startswith("precondattn.")}
 
 
 def compositions() -> int:

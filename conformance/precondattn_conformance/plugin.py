@@ -48,6 +48,7 @@ HERE = "in_process"
 Flag = Any
 """What the command line gave for a flag: a text, several, or nothing."""
 BENCHMARKED = "precondattn_benchmark"
+"""The mark of a test that `benchmark_cases` decorates."""
 CHECKED = "checked_attention"
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
 

@@ -26,7 +26,7 @@ def numbers_of(rows: Sequence[Array], size: int) -> Array:
 
 
 def number_of(numbers: Array, row: int) -> Array:
-    """One of the numbers of `numbers_of`, as (m, T)."""
+    """A row of the array of `numbers_of`, as (m, T)."""
     m, blocks, _, size = numbers.shape
     return numbers[:, :, row].reshape(m, blocks * size)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import precondattn as pa
 from precondattn.dispatch.discovery import discover
 from precondattn_conformance import libraries as array_libraries
+from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.columns import DEFAULT, Columns, columns_of, device_on
 from precondattn_conformance.bench.peers import TimedPeer, computed_by, lacks, peers_of
@@ -27,9 +28,7 @@ from precondattn_conformance.bench.selection import chosen
 if TYPE_CHECKING:
     import pytest
 
-MARK = "precondattn_benchmark"
-
-WORKS = ("forward", "forward_backward", "decode", "layer_step", "layer_token")
+WORKS = ("forward", "forward_backward", "decode", *layers.WORKS)
 """What can be timed here. Models copy a cache before each call, and memory is no time."""
 
 NEVER = ("torch",)
@@ -136,6 +135,8 @@ def benchmark_cases(
         )
     import pytest
 
+    from precondattn_conformance.plugin import BENCHMARKED
+
     given = {"mechanisms": mechanisms, "libraries": libraries, "backends": backends}
     given |= {"works": works, "sizes": sizes}
     for argument, texts in {**given, "peers": peers}.items():
@@ -150,7 +151,7 @@ def benchmark_cases(
         peers=None if peers is None else tuple(peers),
     )
     _require_valid(selection)
-    mark: pytest.MarkDecorator = getattr(pytest.mark, MARK)(selection)
+    mark: pytest.MarkDecorator = getattr(pytest.mark, BENCHMARKED)(selection)
     return mark
 
 
@@ -222,7 +223,7 @@ def _offered(case: BenchCase) -> list[TimedPeer]:
     fitting = [peer for peer in peers_of(case) if peer.name not in NEVER]
     if case.peers is None:
         fitting = [peer for peer in fitting if peer.name not in OURS]
-    is_layer = case.work.startswith("layer_")
+    is_layer = case.work in layers.WORKS
     return [peer for peer in fitting if not is_layer or peer.name == "by_hand"]
 
 

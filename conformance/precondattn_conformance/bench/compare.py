@@ -50,8 +50,9 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
     if old.status == TIMED and new.status != TIMED:
         return Change(new.name, REGRESSED, f"{new.status}: {new.reason}")
     verdicts, texts, ratios = set(), [], []
+    before = _measured(old)
     for peer, now in _measured(new).items():
-        then = _measured(old).get(peer)
+        then = before.get(peer)
         if then is None:
             continue
         ratios.append((peer, then["median"], now["median"]))
