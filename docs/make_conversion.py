@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import captioned, shown, with_measured
+from recorded import captioned, falls, shown, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers.md"
@@ -105,13 +105,9 @@ def measured(saved: dict[str, Any]) -> str:
         f"repeats it."
     )
     before = saved["softmax_at_first"][-1]
-    changes = ", ".join(
-        f"{losses[0]:.2f} to {losses[-1]:.2f} with {mechanism}"
-        for mechanism, losses in saved["runs"].items()
-    )
     finding = (
         f"The held-out loss is {before:.2f} before the conversion. With further training it falls "
-        f"from {changes}."
+        f"from {falls(saved['runs'])}."
     )
     lines = [
         captioned("figures/conversion.svg", finding),

@@ -19,7 +19,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from recorded import captioned, load, save, with_measured
+from recorded import captioned, falls, load, save, with_measured
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "transformers_encoders.md"
@@ -190,11 +190,10 @@ def measured(saved: dict[str, Any]) -> str:
         for mechanism, run in saved["runs"].items()
         if "trained" in run
     }
-    changes = ", ".join(f"{of[0]:.2f} to {of[-1]:.2f} with {x}" for x, of in losses.items())
     drawn = captioned(
         "figures/conversion_encoders.svg",
         f"Further training brings the embeddings of other sentences nearer to the original ones: 1 "
-        f"minus their cosine falls from {changes}, most of it in the first 20 steps.",
+        f"minus their cosine falls from {falls(losses)}, most of it in the first 20 steps.",
     )
     return "\n".join([*lines, "", drawn])
 

@@ -37,6 +37,11 @@ def captioned(path: str, finding: str) -> str:
     return f":::{{figure}} {path}\n:alt: {finding}\n\n{finding}\n:::"
 
 
+def falls(losses: dict[str, list[float]]) -> str:
+    """The first and the last loss of each mechanism, as a list in a sentence."""
+    return ", ".join(f"{of[0]:.2f} to {of[-1]:.2f} with {name}" for name, of in losses.items())
+
+
 def shown(
     path: Path,
     record: Callable[[], dict[str, Any]],

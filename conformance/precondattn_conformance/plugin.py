@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from precondattn_conformance.bench.mark import BENCHMARKED
+
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -47,8 +49,6 @@ ONE = {
 HERE = "in_process"
 Flag = Any
 """What the command line gave for a flag: a text, several, or nothing."""
-BENCHMARKED = "precondattn_benchmark"
-"""The mark of a test that `benchmark_cases` decorates."""
 CHECKED = "checked_attention"
 NAMES = {"library": "libraries", "mechanism": "mechanisms", "check": "checks", "dtype": "dtypes"}
 

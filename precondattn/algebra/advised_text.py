@@ -32,7 +32,7 @@ def advised(text: str, read: Callable[[str], object]) -> str | None:
 
 
 def _candidates(text: str) -> Iterator[str]:
-    known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
+    known = sorted(registry.nameable())
 
     def spelled(word: re.Match[str]) -> str:
         ours = in_our_spelling(word[0], known)

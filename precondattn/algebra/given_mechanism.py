@@ -71,7 +71,7 @@ def attribute_elsewhere(name: str) -> str:
     """The advice for an attribute that the package does not have; empty for unknown names."""
     if name in PLACES:
         return f"; import it from {' or '.join(PLACES[name])}"
-    known = {n: c for n, c in registry.registered().items() if c.role != "piece"}
+    known = registry.nameable()
     ours = in_our_spelling(name, known)
     if ours is not None:
         return f"; here it is pa.{known[ours].__name__}() or pa.{ours}"

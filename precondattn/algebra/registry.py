@@ -78,3 +78,8 @@ def registered() -> dict[str, type[Registered]]:
     """All known classes by name, including pieces."""
     _plug_ins.load()
     return dict(_classes)
+
+
+def nameable() -> dict[str, type[Registered]]:
+    """The classes whose names an expression may have: all but pieces."""
+    return {name: cls for name, cls in registered().items() if cls.role != "piece"}

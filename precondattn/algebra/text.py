@@ -119,7 +119,7 @@ class _Reader:
 
     def fail_at_unknown(self, name: str) -> NoReturn:
         """Raise the error of an unknown name, with the name that this library uses."""
-        known = sorted(n for n, c in registry.registered().items() if c.role != "piece")
+        known = sorted(registry.nameable())
         unknown = f"{self.shown}: unknown mechanism {_quoted(name)}"
         if in_our_spelling(name, known) is not None:
             raise ValueError(f"{unknown}; names are in lower case, with underscores")

@@ -37,6 +37,15 @@ def check_cacheable(mechanism: Piece) -> None:
         )
 
 
+def check_is_cache(owner: str, cache: object) -> None:
+    """Raise an error for a first argument of `extend` that is not a cache."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"{owner}: the first argument of extend must be a Cache from init_cache; "
+            f"found {type(cache).__name__}"
+        )
+
+
 def check_cache(owner: str, mechanism: Piece, cache: Cache, inputs: ByName) -> int:
     """The capacity of a cache that fits a call; 0 for a mechanism that caches no tokens."""
     slots = mechanism.program.slots

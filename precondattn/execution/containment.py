@@ -296,14 +296,12 @@ def _reached(mechanism: Piece, bad: Array, call: BoundCall) -> Array:
     is_softmax = all(leaf.hides_later_keys for leaf in _relating_leaves(mechanism))
     window = offers.window if is_softmax else None
     segment = call.frame.k_segment
-    xp = namespace(bad)
-    reached = _at_or_after(bad, segment, window)
     if not offers.causal:
-        flipped = None if segment is None else xp.flip(segment, axis=1)
-        before = _at_or_after(xp.flip(bad, axis=1), flipped, window)
-        reached = reached | xp.flip(before, axis=1)
-    elif call.frame.q_prefix is not None:  # A bad token of a prefix reaches earlier ones.
-        reached = reached | _in_segment(_of_prefix(bad, call.frame.q_prefix), segment)
+        reached = _around(bad, segment, window)
+    else:
+        reached = _at_or_after(bad, segment, window)
+        if call.frame.q_prefix is not None:  # A bad token of a prefix reaches earlier ones.
+            reached = reached | _around(_of_prefix(bad, call.frame.q_prefix), segment, None)
     missing = reached.shape[1] - call.sizes.get("t", reached.shape[1])
     return reached[:, missing:, :]
 
@@ -318,12 +316,12 @@ def _of_prefix(bad: Array, q_prefix: Array) -> Array:
     return bad & (arange_like(bad.shape[1], bad)[None, :, None] < end[:, :, None])
 
 
-def _in_segment(bad: Array, segment: Array | None) -> Array:
-    """The tokens of segments with a bad token."""
+def _around(bad: Array, segment: Array | None, window: int | None) -> Array:
+    """The tokens less than `window` tokens from a bad token of the same segment."""
     xp = namespace(bad)
     flipped = None if segment is None else xp.flip(segment, axis=1)
-    before = xp.flip(_at_or_after(xp.flip(bad, axis=1), flipped, None), axis=1)
-    return _at_or_after(bad, segment, None) | before
+    before = xp.flip(_at_or_after(xp.flip(bad, axis=1), flipped, window), axis=1)
+    return _at_or_after(bad, segment, window) | before
 
 
 def _at_or_after(bad: Array, segment: Array | None, window: int | None) -> Array:

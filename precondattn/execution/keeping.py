@@ -26,6 +26,7 @@ from precondattn.arrays import (
 from precondattn.cache import Cache
 from precondattn.cache.kept import states_in, with_kept, without_way_back
 from precondattn.execution.arguments import BoundCall
+from precondattn.execution.cache_checks import check_is_cache
 from precondattn.given import Given
 
 
@@ -58,11 +59,7 @@ class Keeping(NamedTuple):
     def check(self, owner: str, cache: Cache) -> bool:
         """Whether the cache has states; raises an error if it has buffers that can not be kept."""
         (option,) = self.options
-        if not isinstance(cache, Cache):
-            raise TypeError(
-                f"{owner}: the first argument of extend must be a Cache from init_cache; "
-                f"found {type(cache).__name__}"
-            )
+        check_is_cache(owner, cache)
         if is_distributed((cache.length,), {}):
             raise TypeError(f"{owner}: DTensors have no {option}")
         others = without_way_back(cache)

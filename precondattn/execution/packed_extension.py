@@ -28,7 +28,7 @@ from precondattn.arrays import (
 from precondattn.cache import KEY_MASK, Cache
 from precondattn.execution import checks
 from precondattn.execution.array_checks import check_arrays
-from precondattn.execution.cache_checks import check_cacheable
+from precondattn.execution.cache_checks import check_cacheable, check_is_cache
 from precondattn.execution.input_names import (
     EXTEND_OPTIONS,
     extending_inputs,
@@ -68,12 +68,8 @@ class PackedExtension:
     def __init__(self, given: GivenCall) -> None:
         mechanism, cache = given.mechanism, given.cache
         owner = str(mechanism)
-        self.mechanism, self.cache, self.backend = mechanism, cache, given.backend
-        if not isinstance(cache, Cache):
-            raise TypeError(
-                f"{owner}: the first argument of extend must be a Cache from init_cache; "
-                f"found {type(cache).__name__}"
-            )
+        self.mechanism, self.cache = mechanism, cache
+        check_is_cache(owner, cache)
         if is_distributed(given.arrays, given.named, cache.length):
             raise TypeError(f"{owner}: DTensors have no packed sequences in extend")
         check_cacheable(mechanism)

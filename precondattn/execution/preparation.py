@@ -23,13 +23,18 @@ from precondattn.arrays import (
     wants_gradient,
 )
 from precondattn.backend import Request, UnsupportedError
-from precondattn.cache import KEY_MASK, Cache
+from precondattn.cache import KEY_MASK
 from precondattn.cache.kinds import STATE
 from precondattn.dispatch.discovery import REFERENCE, allowed_backends
 from precondattn.dispatch.empty import is_empty
 from precondattn.dispatch.plan import CallPlan, make_plan
 from precondattn.execution.array_checks import call_dtype, check_arrays, check_stored
-from precondattn.execution.cache_checks import check_buffers, check_cache, check_cacheable
+from precondattn.execution.cache_checks import (
+    check_buffers,
+    check_cache,
+    check_cacheable,
+    check_is_cache,
+)
 from precondattn.execution.containment import examined
 from precondattn.execution.input_names import (
     CALL_OPTIONS,
@@ -101,11 +106,8 @@ def prepared(call: GivenCall, signature: Hashable | None) -> PreparedCall:
 def _planned(call: GivenCall, *, has_signature: bool) -> PreparedCall:
     mechanism, owner, cache = call.mechanism, str(call.mechanism), call.cache
     is_full = call.verb in ("forward", "vjp")
-    if not is_full and not isinstance(cache, Cache):
-        raise TypeError(
-            f"{owner}: the first argument of extend must be a Cache from init_cache; "
-            f"found {type(cache).__name__}"
-        )
+    if not is_full:
+        check_is_cache(owner, cache)
     declared = declared_inputs(mechanism) if is_full else extending_inputs(mechanism)
     options = CALL_OPTIONS if is_full else EXTEND_OPTIONS
     inputs = inputs_by_name(owner, declared, call.arrays, call.named, options)

@@ -16,7 +16,7 @@ layers             attention layers, beside the same by hand in `layers_by_hand`
 models             models of Transformers, with our functions and with theirs
 timed_suite        the cases as tests, timed by pytest-benchmark
 columns            the columns, the group and the name of a row in pytest-benchmark
-benchmark_cases    the rows of a user's own test
+benchmark_cases    the rows of a user's own test, which has the mark in `mark`
 checked_attention  the fixture that such a test times
 measure            one case: checked, timed, compared with its peers
 plan               a row before it is measured: description, backends

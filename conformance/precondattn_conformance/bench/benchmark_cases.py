@@ -22,6 +22,7 @@ from precondattn_conformance import libraries as array_libraries
 from precondattn_conformance.bench import layers
 from precondattn_conformance.bench.cases import BenchCase
 from precondattn_conformance.bench.columns import DEFAULT, Columns, columns_of, device_on
+from precondattn_conformance.bench.mark import BENCHMARKED
 from precondattn_conformance.bench.peers import TimedPeer, computed_by, lacks, peers_of
 from precondattn_conformance.bench.selection import chosen
 
@@ -134,8 +135,6 @@ def benchmark_cases(
             "its extra 'bench'"
         )
     import pytest
-
-    from precondattn_conformance.plugin import BENCHMARKED
 
     given = {"mechanisms": mechanisms, "libraries": libraries, "backends": backends}
     given |= {"works": works, "sizes": sizes}

@@ -66,21 +66,21 @@ def faults() -> list[Fault]:
 
 
 def _prefix(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    def other(call: MethodCall) -> MethodCall:
-        prefix = call.frame.q_prefix
-        if prefix is None:
-            return call
-        return replace(call, frame=call.frame.replaced(q_prefix=change(np.asarray(prefix))))
-
-    return with_call(other)
+    return _changed("q_prefix", change)
 
 
 def _pairs(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return _changed("pairs", change)
+
+
+def _changed(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """Calls whose frame has this array changed, where it has one."""
+
     def other(call: MethodCall) -> MethodCall:
-        pairs = call.frame.pairs
-        if pairs is None:
+        array = getattr(call.frame, name)
+        if array is None:
             return call
-        return replace(call, frame=call.frame.replaced(pairs=change(np.asarray(pairs))))
+        return replace(call, frame=call.frame.replaced(**{name: change(np.asarray(array))}))
 
     return with_call(other)
 

@@ -1,0 +1,3 @@
+"""The mark of a test that `benchmark_cases` decorates. The plugin reads it without NumPy."""
+
+BENCHMARKED = "precondattn_benchmark"
