@@ -5,7 +5,7 @@
 Registers and memory are from `measurements/kernels/*.json`, which the compilers' `--save` writes.
 Those of other versions of the compilers are from `measurements/kernels/other_versions`.
 Predictions are from `measurements/predictions`, which `make_predictions.py` and
-`make_cuda_predictions.py` write.
+`make_cuda_predictions.py` write. `triton_before.json` has those of an earlier version of kernels.
 Runs on a GPU are from `measurements/gpu`, which `precondattn_gpu` writes. Nothing on the page is
 written by hand.
 """
@@ -13,7 +13,7 @@ written by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,27 @@ Nothing in this section is measured. `docs/make_predictions.py` predicts these t
 machine code, so that later measurements can be compared with them. [Reading
 kernels](kernel_reading.md) describes what the machine code shows.
 
-The roof is the time of a roofline model, the longest of three: products over the rate of tensor
-cores, exponentials over the rate of their unit, bytes over bandwidth, with the rates of a data
-sheet. In each launch, every input is counted as read once and every output as written once. The
-predicted share is the roof divided by the predicted time. The calls have one sequence
+* **Counts**: launches, FLOPs and bytes. In each launch, every input is counted as read once and
+  every output as written once.
+* **Computed from counts**: the roof, which is the time of a roofline model, the longest of three:
+  products over the rate of tensor cores, exponentials over the rate of their unit, bytes over
+  bandwidth, with the rates of a data sheet.
+* **Guesses**: the predicted times. The share of the roof that a kernel reaches is a person's
+  estimate from its machine code.
+
+The predicted share is the roof divided by the predicted time. The calls have one sequence
 (`gated_delta`: 4) of 16 heads, causal, in 16 bits. A row has all launches of a kernel in a forward
-call, or in its gradient.
+call, or in its gradient. In a cell with an arrow, the first value is that of an earlier version of
+the kernel.
 
 """
 
 Measured = Mapping[str, Mapping[str, float]]
 """The seconds of a kernel in a call, for each model of GPU (`pages.kernel_seconds`)."""
+
+KERNEL = ("call", "kernel", "width", "tokens")
+CALL = ("mechanism", "work", "heads", "tokens")
+"""What identifies a row of the predictions for kernels, and for whole calls."""
 
 COMPILED = """\
 ## Compiled ahead of time
@@ -82,7 +92,7 @@ def page(reports: list[dict[str, Any]], gpu: Path, others: Sequence[dict[str, An
     compiled = COMPILED + "".join(map(_compiled, reports))
     with_others = OTHERS + "".join(_differences(other, reports) for other in others)
     measured = pages.kernel_seconds(gpu)
-    predictions = predicted(_predictions(), measured)
+    predictions = predicted(_predictions(), _predictions("triton_before"), measured)
     predictions += predicted_cuda(_predictions("cuda"), measured)
     return HEAD + run + "\n" + predictions + compiled + (with_others if others else "")
 
@@ -98,26 +108,29 @@ def _predictions(backend: str = "triton") -> dict[str, Any]:
     return content
 
 
-def predicted(content: dict[str, Any], measured: Measured) -> str:
-    """The predictions for kernels and whole calls, beside measured seconds."""
+def predicted(content: dict[str, Any], before: dict[str, Any], measured: Measured) -> str:
+    """The predictions for kernels and whole calls, with those of `before`, and measured seconds."""
     lines = [f"* {name}: {source}." for name, source in content["devices"].items()]
-    lines += _kernels(content, "triton", measured)
+    lines += _kernels(content, before["kernels"], "triton", measured)
     lines += [
         "\nPredicted for whole calls of width 128 on an H100. The other kernels of a call, and",
         "PyTorch's flash attention at the same sizes, are estimates. `lucid` includes it.\n",
         "| call | work | tokens | launches | predicted time | flash attention | predicted ratio |",
         "|---" * 7 + "|",
     ]
-    lines += [_call(row) for row in content["mechanisms"]]
+    rows_before = {_key(row, CALL): row for row in before["mechanisms"]}
+    lines += [_call(row, rows_before.get(_key(row, CALL))) for row in content["mechanisms"]]
     return PREDICTED + "\n".join(lines) + "\n\n"
 
 
 def predicted_cuda(content: dict[str, Any], measured: Measured) -> str:
     """The predictions for the kernels of `cupy`, at the same sizes."""
-    return "\n".join(["### CUDA kernels", *_kernels(content, "cupy", measured)]) + "\n\n"
+    return "\n".join(["### CUDA kernels", *_kernels(content, [], "cupy", measured)]) + "\n\n"
 
 
-def _kernels(content: dict[str, Any], backend: str, measured: Measured) -> list[str]:
+def _kernels(
+    content: dict[str, Any], before: list[dict[str, Any]], backend: str, measured: Measured
+) -> list[str]:
     """A table for each device, and the reasons why kernels are predicted below their rooflines."""
     lines = []
     for device in content["devices"]:
@@ -129,7 +142,9 @@ def _kernels(content: dict[str, Any], backend: str, measured: Measured) -> list[
             "predicted share | measured |",
             "|---" * 11 + "|",
         ]
-        lines += [_kernel(row, device, backend, seconds) for row in content["kernels"]]
+        rows_before = {_key(row, KERNEL): row for row in before}
+        for row in content["kernels"]:
+            lines.append(_kernel(row, rows_before.get(_key(row, KERNEL)), device, backend, seconds))
     reasons = {
         f"`{row['call']} {row['kernel']}`, width {row['width']}": row["reason"]
         for row in content["kernels"]
@@ -138,29 +153,58 @@ def _kernels(content: dict[str, Any], backend: str, measured: Measured) -> list[
     return lines + [f"* {name}: {reason}." for name, reason in reasons.items()]
 
 
-def _kernel(row: dict[str, Any], device: str, backend: str, measured: Mapping[str, float]) -> str:
+def _kernel(
+    row: dict[str, Any],
+    before: dict[str, Any] | None,
+    device: str,
+    backend: str,
+    measured: Mapping[str, float],
+) -> str:
     at = row["devices"][device]
+    at_before = None if before is None else before["devices"][device]
     name = f"{backend} {row['call']} {row['kernel']} {row['width']} {row['tokens']}"
     seconds = measured.get(name)
     cells = [
         f"`{row['call']} {row['kernel']}`",
-        *(str(row[name]) for name in ("width", "tokens", "launches")),
-        f"{row['flops']:.2g}",
-        f"{row['bytes']:.2g}",
-        _milliseconds(at["roof"]),
+        *(str(row[name]) for name in ("width", "tokens")),
+        _change(before, row, "launches", str),
+        _change(before, row, "flops", "{:.2g}".format),
+        _change(before, row, "bytes", "{:.2g}".format),
+        _change(at_before, at, "roof", _milliseconds),
         at["limit"],
-        _milliseconds(at["seconds"]),
+        _change(at_before, at, "seconds", _milliseconds),
         f"{100 * at['share']:.0f} %",
         "–" if seconds is None else _milliseconds(seconds),
     ]
     return _row(*cells)
 
 
-def _call(row: dict[str, Any]) -> str:
-    own, flash = row["seconds"], row["flash"]
-    peer = ["–", "–"] if flash is None else [_milliseconds(flash), f"{own / flash:.2f}"]
-    names = [str(row[name]) for name in ("work", "tokens", "launches")]
-    return _row(f"`{row['mechanism']}`", *names, _milliseconds(own), *peer)
+def _call(row: dict[str, Any], before: dict[str, Any] | None) -> str:
+    cells = [
+        f"`{row['mechanism']}`",
+        *(str(row[name]) for name in ("work", "tokens")),
+        _change(before, row, "launches", str),
+        _change(before, row, "seconds", _milliseconds),
+    ]
+    if row["flash"] is None:
+        return _row(*cells, "–", "–")
+    ratios = [
+        None if each is None else {"": each["seconds"] / each["flash"]} for each in (before, row)
+    ]
+    return _row(*cells, _milliseconds(row["flash"]), _change(*ratios, "", "{:.2f}".format))
+
+
+def _key(row: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
+
+
+def _change(
+    before: dict[str, Any] | None, now: dict[str, Any], name: str, text: Callable[[Any], str]
+) -> str:
+    """The value of `name` now, behind the value before if that has another text."""
+    if before is None or text(before[name]) == text(now[name]):
+        return text(now[name])
+    return f"{text(before[name])} → {text(now[name])}"
 
 
 def _row(*cells: str) -> str:
