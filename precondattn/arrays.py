@@ -196,16 +196,24 @@ _FAKE = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def is_traced(array: Array) -> bool:
-    """Whether the array's entries can not be read, as under jit, compile, vmap or grad."""
+    """Whether the array's entries can not be read, as under jit, compile, vmap or grad.
+
+    While a CUDA graph captures a call they can not be read either: its replays have other entries.
+    """
     library = library_of(array)
     if library == "torch":
         torch = sys.modules["torch"]
-        if torch.compiler.is_compiling() or array.is_meta:
+        if torch.compiler.is_compiling() or array.is_meta or is_captured(array):
             return True
         return _is_transformed(array) or type(array).__name__ in _FAKE or _is_proxied()
     if library == "jax":
         return isinstance(array, sys.modules["jax"].core.Tracer)
     return False
+
+
+def is_captured(tensor: Array) -> bool:
+    """Whether a CUDA graph captures what is computed from a tensor of PyTorch."""
+    return bool(tensor.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing())
 
 
 def _is_transformed(tensor: Array) -> bool:
@@ -325,7 +333,9 @@ def counts_flops() -> bool:
 def writes_in_place(array: Array, *updates: Array) -> bool:
     """Whether `array[index] = update` is allowed, with integer arrays as the index."""
     library = library_of(array)
-    if library not in ("numpy", "torch", "cupy") or is_traced(array):
+    if library not in ("numpy", "torch", "cupy"):
+        return False
+    if is_traced(array) and not (library == "torch" and is_captured(array)):
         return False
     # A transform may wrap only the updates.
     return library != "torch" or not any(map(_is_transformed, updates))

@@ -1,10 +1,11 @@
 """The Triton backend: which leaves are computed by which kernels.
 
-LUCID's solve, LASER, PaTH, differential and windowed attention, rows of unit norm, and leaves with
-a state: the linear family, the delta rule, gated slot attention, Mesa's query, and CCQ's, alone and
-with its backbone. Softmax around them is computed by the backend `torch`. Where Triton interprets
-its kernels, on a machine without a GPU, they are for checking only: the backend then supports
-arrays on a CPU, and runs only if it is requested by name.
+LUCID's solve, LASER, PaTH, differential and windowed attention, softmax attention with options,
+rows of unit norm, and leaves with a state: the linear family, the delta rule, gated slot attention,
+Mesa's query, and CCQ's, alone and with its backbone. Softmax attention without options is computed
+by the backend `torch`. Where Triton interprets its kernels, on a machine without a GPU, they are
+for checking only: the backend then supports arrays on a CPU, and runs only if it is requested by
+name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from precondattn.backend import Request
 from precondattn.kernel_backend import KernelBackend
 from precondattn.kernel_backend.kernel_table import ByOption, Kernels, KernelTable
 from precondattn.spec.laser import LOG_MEAN_EXP
+from precondattn.spec.read import MEAN
 
 DTYPES = ("float32", "bfloat16", "float16")
 OLDEST = (3, 6)
@@ -51,8 +53,8 @@ RECURRENCES = (
     Recurrences(("slots",), gate=("slot",)),
 )
 SHARING = (
-    Recurrences(gate=DECAYS, normaliser=(None, "sum")),
-    Recurrences(("delta",), gate=DECAYS, strength=("scalar",)),
+    Recurrences(gate=GATES, normaliser=(None, "sum")),
+    Recurrences(("delta",), gate=GATES, strength=("scalar",)),
 )
 """Recurrences whose pass over the keys can also compute the moments of the keys for CCQ's query."""
 
@@ -69,7 +71,13 @@ KERNELS: KernelTable = {
     ),
     **dict.fromkeys((*RECURRENCES, pa.PreconditionedKey), _RECURRENCE),
     pa.MesaQuery: "precondattn_triton.recurrence.mesa_query:SolvedQuery",
-    pa.Softmax: ByOption("read", {LOG_MEAN_EXP: "precondattn_triton.softmax.laser:LaserKernels"}),
+    pa.Softmax: ByOption(
+        "read",
+        {
+            LOG_MEAN_EXP: "precondattn_triton.softmax.laser:LaserKernels",
+            MEAN: "precondattn_triton.softmax.leaf:SoftmaxKernels",
+        },
+    ),
     pa.Path: "precondattn_triton.path.leaf:PathKernels",
     pa.Windowed: "precondattn_triton.windowed.leaf:WindowedKernels",
     (pa.LucidSolve, pa.Softmax): "precondattn_triton.lucid.step:LucidStep",
@@ -93,7 +101,7 @@ def is_interpreting() -> bool:
 
 
 class Triton(KernelBackend):
-    """LUCID, LASER, PaTH, differential attention and recurrences on a GPU."""
+    """LUCID, LASER, PaTH, attention with options and recurrences on a GPU."""
 
     name = "triton"
     libraries = frozenset({"torch"})
@@ -102,8 +110,8 @@ class Triton(KernelBackend):
     declines = (
         "transforms: kernels are not mapped by torch.vmap",
         "laser: values of a width that is a multiple of 4",
-        "extend lucid_solve: no step of the solve alone",
-        "extend lucid: a step of one token",
+        "extend lucid_solve: a step of 16 or more tokens",
+        "extend lucid: a step of one token, or of 16 or more",
         "extend path: a step of one token",
         "segment_ids windowed: no windows of packed sequences",
     )
@@ -174,18 +182,33 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@contextmanager
-def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _on_device(inputs: Mapping[str, Array]) -> AbstractContextManager[None]:
     """A context that launches kernels on the inputs' device, without recording for autograd."""
     import torch
 
-    from precondattn_triton.assembler import warn_of_old_assembler
-
     first = next(iter(inputs.values()))
+    if is_interpreting():
+        return _interpreted()
+    is_elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     if first.is_cuda:
+        from precondattn_triton.assembler import warn_of_old_assembler
+
         warn_of_old_assembler(first.device)
-    device = torch.cuda.device(first.device) if first.is_cuda else nullcontext()
-    with torch.no_grad(), device, _interpreted() if is_interpreting() else nullcontext():
+    # Most calls need neither, and each takes as long as a third of a launch.
+    if torch.is_grad_enabled() or is_elsewhere:
+        return _switched(first if is_elsewhere else None)
+    return NOTHING
+
+
+@contextmanager
+def _switched(to: Array | None) -> Iterator[None]:
+    import torch
+
+    device = nullcontext() if to is None else torch.cuda.device(to.device)
+    with torch.no_grad(), device:
         yield
 
 
@@ -193,8 +216,10 @@ def _on_device(inputs: Mapping[str, Array]) -> Iterator[None]:
 def _interpreted() -> Iterator[None]:
     """A context that interprets kernels with a GPU's arithmetic, in one thread at a time."""
     # Triton's own interpreter computes differently from a GPU, and bfloat16 wrongly.
+    import torch
+
     from precondattn_kernel_tools.triton_interpreter import patch_interpreter
 
-    with _interpreter:
+    with torch.no_grad(), _interpreter:
         patch_interpreter()
         yield

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precondattn.frame import Frame
+from precondattn_triton.launching import cdiv
 from precondattn_triton.target import processors
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -42,7 +43,7 @@ def new_token_validity(frame: Frame, b: int) -> Tensor | None:
 
 def splits_of(like: Tensor, count: int, heads: int, tile: int) -> tuple[int, int]:
     """The number of programs that share a head's tokens, and the tokens of each, in whole tiles."""
-    tiles = max(triton.cdiv(count, tile), 1)
+    tiles = max(cdiv(count, tile), 1)
     wanted = max(PROGRAMS_PER_PROCESSOR * processors(like) // heads, 1)
-    per_split = triton.cdiv(tiles, min(wanted, tiles)) * tile
-    return max(triton.cdiv(count, per_split), 1), per_split
+    per_split = cdiv(tiles, min(wanted, tiles)) * tile
+    return max(cdiv(count, per_split), 1), per_split

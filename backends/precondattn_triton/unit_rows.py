@@ -22,6 +22,7 @@ from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width, refuses_eps
 from precondattn.spec.unit_rows import UnitRows
 from precondattn_triton.configurations import configuration
+from precondattn_triton.launching import cdiv, launch
 
 WIDEST = 512
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
@@ -112,7 +113,16 @@ class UnitRowsKernels:
         y = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
         eps = leaf.eps_above(SMALLEST_NORMAL)
-        unit_rows[grid](o, y, *sizes, eps, *o.stride(), **constants)
+        launch(
+            unit_rows,
+            grid,
+            o,
+            y,
+            *sizes,
+            eps,
+            *o.stride(),
+            **constants,
+        )
         return y, ()
 
     def backward(
@@ -128,7 +138,8 @@ class UnitRowsKernels:
         d_o = torch.empty_like(o, memory_format=torch.contiguous_format)
         grid, sizes, constants = _launch(o)
         eps = leaf.eps_above(SMALLEST_NORMAL)
-        unit_rows_vjp[grid](
+        launch(
+            unit_rows_vjp, grid,
             o, cotangent, d_o, *sizes, eps, *o.stride(), *cotangent.stride(),
             DETACH=leaf.detach, **constants,
         )  # fmt: skip
@@ -150,7 +161,7 @@ def _launch(o: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     b, t, h, e = o.shape
     width = padded_width(e)
     tuned = configuration("unit_rows", width, o.dtype.itemsize == 2, o)
-    grid = (triton.cdiv(b * t * h, tuned.rows),)
+    grid = (cdiv(b * t * h, tuned.rows),)
     return (
         grid,
         (b * t * h, t, h, e),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 C = TypeVar("C")
 
@@ -57,9 +57,9 @@ class Configurations(Generic[C]):
         """
         if kernel in self._forced:
             return self._forced[kernel]
-        key = Key(kernel, width, half)
-        for known in (self.tuned.get(device, {}), self.chosen.get(architecture, {})):
-            if key in known:
+        key = cast("Key", (kernel, width, half))  # Equal to a Key, and made in a third of the time.
+        for known in (self.tuned.get(device), self.chosen.get(architecture)):
+            if known is not None and key in known:
                 return known[key]
         return self.untuned[key]
 

@@ -26,8 +26,8 @@ TRUST = "PRECONDATTN_TRUST_KERNELS"
 """The environment variable that, set to 1, also allows kernels without a ledger entry. It is read
 when a call is first planned."""
 
-SELECTING = ("metric", "decay")
-"""The options of leaves that select other kernels of a class."""
+SELECTING = ("metric", "decay", "bias", "softcap", "sink", "distance")
+"""The options of leaves that select other kernels of a class, or other code in them."""
 
 
 class LedgerEntry(NamedTuple):
@@ -60,9 +60,9 @@ def family_of(mechanism: Piece, entry: str) -> str:
 def _named(leaf: LeafProtocol) -> str:
     """The name of a leaf, with the options that select kernels if they differ from the default."""
     options = ",".join(
-        f"{name}={getattr(leaf, name)}"
+        f"{name}={'given' if isinstance(value, float) else value}"
         for name, field in fields_of(leaf).items()
-        if name in SELECTING and getattr(leaf, name) != field.default
+        if name in SELECTING and (value := getattr(leaf, name)) != field.default
     )
     return f"{leaf.name}[{options}]" if options else leaf.name
 

@@ -147,6 +147,10 @@ class StatefulKernels:
         """
         raise NotImplementedError
 
+    def widest_keys(self, leaf: Stateful, dtype: str) -> int:
+        """The largest supported width of the keys of a leaf, in a call of this dtype."""
+        return WIDEST_KEYS
+
     def refuses(self, leaf: Stateful, request: Request) -> str | None:
         """The reason why the kernels do not support a request; None where they do."""
         shapes = dict(request.shapes)
@@ -155,10 +159,9 @@ class StatefulKernels:
         slots = shapes["s"][3] if "s" in shapes else 0
         if slots > WIDEST_KEYS:
             return f"its recurrence supports at most {WIDEST_KEYS} slots; found m={slots}"
-        if d > WIDEST_KEYS or e > WIDEST_VALUES:
+        if d > (widest := self.widest_keys(leaf, request.dtype)) or e > WIDEST_VALUES:
             return (
-                f"its recurrence supports d ≤ {WIDEST_KEYS} and e ≤ {WIDEST_VALUES}; "
-                f"found d={d}, e={e}"
+                f"its recurrence supports d ≤ {widest} and e ≤ {WIDEST_VALUES}; found d={d}, e={e}"
             )
         if any(0 in shape for shape in shapes.values()):
             return "its recurrence supports no empty arrays"

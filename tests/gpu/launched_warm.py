@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from precondattn.cache import updates
-from precondattn.execution import arguments, preparation
+from precondattn.execution import preparation
 from precondattn_conformance import runner
 from precondattn_conformance.status import PASSED
 from precondattn_gpu import call as of_gpu
@@ -54,9 +53,7 @@ def of_call(call: shipped.ShippedCall) -> set[str]:
 
     with (
         patch.object(runner, "run_case", passed),
-        patch.object(arguments, "host_integers", lambda _: None),
         patch.object(preparation, "READ_AT_ONCE", ()),
-        patch.object(updates, "host_integers", lambda _: None),
         patch.object(backend, "is_interpreting", lambda: True),
         patch.object(backend, "_interpreted", nullcontext),
         compiling_for(warm_calls.TARGET),

@@ -14,7 +14,7 @@ from precondattn_gpu.mechanisms import interleaved
 from precondattn_gpu.options import BACKENDS, RunOptions
 from precondattn_gpu.task import ProcessTask
 
-WIDTHS = (128, 64, 256, 512, 32, 16)
+WIDTHS = (128, 64, 256, 512, 32, 16, 720)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -15,7 +15,8 @@ MECHANISMS = {
         "lucid", "lucid[beta=true]", "laser", "gated_delta", "delta", "path", "gla", "gsa",
         "lucid(laser)", "lucid(path)", "ccq(gated_delta)", "ccq(linear)", "differential",
         "row_normalized", "laser(softmax[causal=false])", "path[flush=64]", "linear", "retention",
-        "ssd", "kda",
+        "ssd", "kda", "softmax[window=64]", "softmax[window=64,softcap=30]", "softmax[bias=true]",
+        "softmax[window=64,sink=true]", "softmax[distance=slopes]",
     ),
     "pallas": (
         "lucid", "lucid[beta=true]", "softmax", "laser", "gated_delta", "delta", "gla", "gsa",

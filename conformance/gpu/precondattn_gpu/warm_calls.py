@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import patch
 
 import precondattn as pa
-from precondattn.cache import updates
-from precondattn.execution import arguments, preparation
+from precondattn.execution import preparation
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn_gpu import call as of_gpu
 from precondattn_gpu import shipped
@@ -135,15 +134,13 @@ def _inputs(work: WarmCall, tokens: int, device: str) -> dict[str, torch.Tensor]
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Context in which the backend accepts tensors off the GPU and reads no lengths from them."""
+    """Context in which the backend accepts tensors off the GPU, and calls read none of them."""
     from precondattn_triton.backend import Triton
     from precondattn_triton.target import compiling_for
 
     with (
         patch.object(Triton, "refuses_request", lambda *_: None),
-        patch.object(arguments, "host_integers", lambda _: None),
         patch.object(preparation, "READ_AT_ONCE", ()),
-        patch.object(updates, "host_integers", lambda _: None),
         compiling_for(TARGET),
     ):
         yield

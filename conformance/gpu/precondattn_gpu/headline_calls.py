@@ -1,0 +1,90 @@
+"""The calls whose work on the host is measured: those of the headlines, on any device.
+
+A step extends a cache that is half full, whose length the host knows, as in generation of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import precondattn as pa
+
+if TYPE_CHECKING:
+    import torch
+
+BACKENDS = ("triton", "torch")
+FORWARD, BOTH, STEP = "forward", "forward and backward", "step"
+
+
+class HeadlineCall(NamedTuple):
+    """A call of a mechanism with b = 1, h = n = 16 and d = e = 128, in bfloat16."""
+
+    mechanism: str
+    work: str
+    tokens: int = 8192
+
+    @property
+    def name(self) -> str:
+        return f"{self.mechanism} {self.tokens} {self.work}"
+
+
+_MECHANISMS = ("laser", "gated_delta", "gla", "path", "ccq(gated_delta)", "differential")
+CALLS = (
+    *(HeadlineCall("lucid", work, tokens) for tokens in (8192, 32768) for work in (FORWARD, BOTH)),
+    *(HeadlineCall(name, work) for name in _MECHANISMS for work in (FORWARD, BOTH)),
+    *(HeadlineCall(name, STEP) for name in ("lucid", "path", "gated_delta")),
+)
+
+
+def ready(call: HeadlineCall, device: torch.device | str) -> Callable[[], object]:
+    """A function that makes the call, with the same inputs each time; a step continues the last."""
+    import torch
+
+    mechanism = pa.parse(call.mechanism)
+    if call.work == STEP:
+        return _steps(call, device)
+    inputs = inputs_of(call, call.tokens, device, requires_grad=call.work == BOTH)
+    if call.work == FORWARD:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return mechanism(**inputs, backend=BACKENDS)
+
+        return forward
+    cotangent = torch.empty_like(inputs["v"])
+
+    def both() -> object:
+        out = mechanism(**inputs, backend=BACKENDS)
+        return torch.autograd.grad(out, [*inputs.values()], cotangent)
+
+    return both
+
+
+def _steps(call: HeadlineCall, device: torch.device | str) -> Callable[[], object]:
+    import torch
+
+    from precondattn.cache.known_lengths import remembered
+
+    mechanism, token = pa.parse(call.mechanism), inputs_of(call, 1, device)
+    empty, half = mechanism.init_cache(**token, capacity=call.tokens), call.tokens // 2
+    caches = [empty._replace(length=remembered(torch.full_like(empty.length, half), half))]
+
+    def step() -> object:
+        with torch.no_grad():
+            out, caches[0] = mechanism.extend(caches[0], **token, backend=BACKENDS, donate=True)
+        return out
+
+    return step
+
+
+def inputs_of(
+    call: HeadlineCall, tokens: int, device: torch.device | str, *, requires_grad: bool = False
+) -> dict[str, torch.Tensor]:
+    """Zeros for the inputs of the call, with this number of queries and of keys."""
+    import torch
+
+    sizes = {"b": 1, "t": tokens, "s": tokens, "h": 16, "n": 16, "u": 16, "d": 128, "e": 128}
+    options = {"dtype": torch.bfloat16, "device": device, "requires_grad": requires_grad}
+    patterns = pa.parse(call.mechanism).inputs
+    return {name: torch.zeros(p.shape(sizes), **options) for name, p in patterns.items()}
