@@ -9,6 +9,7 @@ from typing import NamedTuple
 from precondattn.arrays import (
     Array,
     arange_like,
+    as_index,
     cast,
     copied,
     fresh,
@@ -100,7 +101,7 @@ def append(
     Tokens beyond the capacity are dropped. If `donate` is set, the buffer itself is written to,
     in libraries that can.
     """
-    if 0 in tokens.shape[:2]:
+    if 0 in (*tokens.shape[:2], buffer.shape[1]):
         return buffer if donate else fresh(buffer)
     tokens = cast(tokens, buffer.dtype)
     if writes_in_place(buffer, tokens) and (donate or not wants_gradient(buffer, tokens)):
@@ -139,13 +140,19 @@ def _compiled_by_jax() -> Callable[[Array, Array, Array, Array], Array]:
 
 
 def _append_in_place(buffer: Array, tokens: Array, length: Array, count: Array) -> Array:
-    xp = namespace(buffer, tokens)
+    """`append` to a buffer that is written to. It reads no entry, so that no device is waited for.
+
+    A token that is dropped has a slot of its own, to which its old row is written.
+    """
+    xp, capacity = namespace(buffer, tokens), buffer.shape[1]
+    tokens = tokens[:, :capacity]
     b, t = tokens.shape[:2]
     new = arange_like(t, length)[None, :]
     slot = length[:, None] + new
-    kept = (new < count[:, None]) & (slot < buffer.shape[1])
-    sequence = xp.broadcast_to(arange_like(b, length)[:, None], (b, t))
-    buffer[sequence[kept], slot[kept]] = tokens[kept]
+    is_kept = (new < count[:, None]) & (slot >= 0) & (slot < capacity)
+    rows = as_index(arange_like(b, length)[:, None]), as_index(slot % capacity)
+    is_kept = xp.reshape(is_kept, (b, t, *(1,) * (tokens.ndim - 2)))
+    buffer[rows] = xp.where(is_kept, tokens, buffer[rows])
     return buffer
 
 

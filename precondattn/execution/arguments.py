@@ -16,6 +16,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, DType, host_integers, namespace
 from precondattn.cache import KEY_MASK
 from precondattn.cache.kinds import invalid_length
+from precondattn.cache.known_lengths import lengths_on_host
 from precondattn.execution.cache_checks import keeps_tokens
 from precondattn.execution.containment import NonFiniteRows
 from precondattn.execution.input_names import MASKS, declared_inputs
@@ -136,7 +137,7 @@ def bind_extension(call: GivenCall, signature: Hashable | None) -> BoundCall:
     inputs, before = _inputs(call, ready)
     masks, length, sizes = call.masks, call.cache.length, ready.sizes
     b, t, capacity = sizes["b"], sizes["t"], sizes["c"]
-    old_lengths = length.tolist() if ready.are_on_host else host_integers(length)
+    old_lengths = length.tolist() if ready.are_on_host else lengths_on_host(length)
     if old_lengths is not None and not ready.request.masks:
         held = held_by_all(old_lengths, t, capacity)
         if held is not None:  # Usually nothing is masked, and nothing must be checked.

@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from precondattn.algebra.declaration import Pattern
+from precondattn.algebra.declaration import Axis, Pattern
 from precondattn.algebra.leaf_protocol import LeafProtocol
 from precondattn.algebra.piece import Piece
 from precondattn.arrays import (
@@ -55,6 +55,7 @@ from precondattn.native.scan import running_maximum
 
 if TYPE_CHECKING:
     from precondattn.execution.arguments import BoundCall
+    from precondattn.execution.torch.containment import RowAxes
 
 HEADS = ("h", "n", "u")
 NAN, INF = math.nan, math.inf
@@ -77,6 +78,20 @@ class NonFiniteRows(NamedTuple):
         return {
             name: zero_where_not(self.good[name], array) if name in self.good else array
             for name, array in arrays.items()
+        }
+
+    def without_bad_entries(self, call: BoundCall) -> Arrays:
+        """The inputs, with 0 at least in the bad entries of bad rows."""
+        if not call.prepared.is_direct or call.prepared.request.library != "torch":
+            return self.cleaned(call.inputs)
+        from precondattn.execution.torch.containment import without_bad_entries
+
+        patterns = call.prepared.examined
+        return {
+            name: without_bad_entries(array, patterns[name].low == -INF)
+            if name in self.good
+            else array
+            for name, array in call.inputs.items()
         }
 
     def replaced(self, out: Array, value: float) -> Array:
@@ -126,7 +141,7 @@ def contained(mechanism: Piece, call: BoundCall) -> BoundCall:
     if _are_finite(call.inputs, call.prepared.examined, call):
         return call
     non_finite = _non_finite_rows(mechanism, call)
-    return call._replace(inputs=non_finite.cleaned(call.inputs), non_finite=non_finite)
+    return call._replace(inputs=non_finite.without_bad_entries(call), non_finite=non_finite)
 
 
 def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[BoundCall, Cache]:
@@ -153,6 +168,9 @@ def contained_after(mechanism: Piece, call: BoundCall, cache: Cache) -> tuple[Bo
 
 
 def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
+    native = _in_few_operators(mechanism, call)
+    if native is not None:
+        return native
     good: Arrays = {}
     bad: dict[str, Array | None] = {"s": None, "t": None}
     mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
@@ -163,6 +181,57 @@ def _non_finite_rows(mechanism: Piece, call: BoundCall) -> NonFiniteRows:
     by_keys = None if bad["s"] is None else _reached(mechanism, bad["s"], call)
     buffers, output = _patterns_of_buffers(mechanism), mechanism.program.output
     return NonFiniteRows(good, by_keys, _either(by_keys, bad["t"]), output, buffers)
+
+
+def _in_few_operators(mechanism: Piece, call: BoundCall) -> NonFiniteRows | None:
+    """The same for a plain causal call on PyTorch's tensors, which nothing observes; or None."""
+    ready, frame = call.prepared, call.frame
+    is_plain = ready.request.library == "torch" and (ready.is_direct or ready.is_recorded)
+    if not is_plain or frame.k_segment is not None or frame.q_prefix is not None:
+        return None
+    plain = _plain_rows(mechanism)
+    if plain is None:
+        return None
+    from precondattn.execution.torch.containment import finite_rows
+
+    inputs = {name: call.inputs[name] for name in ready.examined}
+    heads = plain.heads.size(call.sizes)
+    queries = call.sizes["t" if "t" in call.sizes else "s"]
+    good, reached = finite_rows(inputs, plain.axes, heads, queries)
+    return NonFiniteRows(good, reached, reached, mechanism.program.output, plain.buffers)
+
+
+class PlainRows(NamedTuple):
+    """What the masks of a mechanism's plain calls need to know."""
+
+    axes: tuple[RowAxes, ...]
+    heads: Axis
+    """The axis of the output's heads."""
+    buffers: dict[str, Pattern]
+
+
+@lru_cache(maxsize=KEPT)
+def _plain_rows(mechanism: Piece) -> PlainRows | None:
+    """The axes of examined inputs, if a bad row reaches its own and all later outputs; or None."""
+    from precondattn.execution.torch.containment import row_axes
+
+    output = mechanism.program.output
+    heads = _row_axes(output)[2]
+    if heads is None or not _reaches_all_later(mechanism):
+        return None
+    axes = row_axes(tuple(examined(mechanism, is_packed=False).values()))
+    if axes is None:
+        return None
+    return PlainRows(axes, output.axes[heads], _patterns_of_buffers(mechanism))
+
+
+def _reaches_all_later(mechanism: Piece) -> bool:
+    """Whether a bad row reaches its own and all later outputs, and no others."""
+    leaves = _relating_leaves(mechanism)
+    is_softmax = all(leaf.hides_later_keys for leaf in leaves)
+    has_window = is_softmax and mechanism.offers.window is not None
+    mixes_queries = any(leaf.reads_all_queries for leaf in mechanism.program.leaves)
+    return mechanism.offers.causal and not has_window and not mixes_queries
 
 
 def _either(a: Array | None, b: Array | None) -> Array | None:
@@ -252,6 +321,7 @@ def _is_good(array: Array, pattern: Pattern) -> Array:
     return namespace(array).isfinite(array)
 
 
+@lru_cache(maxsize=KEPT)
 def _row_axes(pattern: Pattern) -> list[int | None]:
     """The axes of batch, tokens and heads."""
     groups = (("b",), ("t", "s", "c"), HEADS)
@@ -261,6 +331,8 @@ def _row_axes(pattern: Pattern) -> list[int | None]:
 def _as_declared(rows: Array, pattern: Pattern) -> Array:
     """A mask (b or 1, tokens, heads or 1) with a pattern's axes; size 1 along the others."""
     axes, shape = _row_axes(pattern), [1] * len(pattern.axes)
+    if axes == [0, 1, 2]:
+        return rows[(..., *(None,) * (len(shape) - 3))]
     for axis, size in zip(axes, rows.shape, strict=True):
         if axis is not None:
             shape[axis] = size

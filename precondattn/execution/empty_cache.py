@@ -9,6 +9,7 @@ from precondattn.algebra.piece import Piece
 from precondattn.arrays import Array, Arrays, is_distributed, namespace, placement, traceable
 from precondattn.cache import KEY_MASK, Cache, new_buffer
 from precondattn.cache.kinds import TOKENS, WINDOW, Kind, Kinds
+from precondattn.cache.known_lengths import remembered
 from precondattn.cache.windows import FIRST, rows_of
 from precondattn.execution.array_checks import check_arrays, values_of
 from precondattn.execution.cache_checks import check_cacheable, keeps_tokens
@@ -92,4 +93,5 @@ def empty_cache(
     if reach is not None:
         store[FIRST] = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
         kinds[FIRST] = {str(Kind(WINDOW, window=reach + 1)): ()}
-    return Cache(xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like)), store, kinds)
+    length = xp.zeros((sizes["b"],), dtype=xp.int32, **placement(like))
+    return Cache(remembered(length, 0), store, kinds)

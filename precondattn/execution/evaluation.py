@@ -28,6 +28,7 @@ from precondattn.arrays import (
 from precondattn.backend import MethodsOf
 from precondattn.cache import KEY_MASK, Append, Cache, Replace, Updates, updated
 from precondattn.cache.kinds import STATE, holding
+from precondattn.cache.known_lengths import remembered
 from precondattn.dispatch.discovery import REFERENCE
 from precondattn.dispatch.empty import EMPTY
 from precondattn.dispatch.plan import PlannedCall
@@ -256,7 +257,8 @@ def _extended(updates: Updates, call: BoundCall, cache: Cache, *, donate: bool) 
     if held is None:
         return holding(cache, length + count, store)
     # PyTorch makes an array of equal entries faster than it adds to one.
-    return holding(cache, namespace(length).full_like(length, held + count), store)
+    new = namespace(length).full_like(length, held + count)
+    return holding(cache, remembered(new, held + count), store)
 
 
 def _accumulate(cotangents: Arrays, name: str, gradient: Array) -> None:

@@ -17,6 +17,7 @@ from precondattn.arrays import (
     Arrays,
     Shape,
     device_of,
+    is_captured,
     is_traced,
     library_of,
     transforms_of,
@@ -236,7 +237,9 @@ def _request(
     """The request for backends; `others` are the masks and the cached arrays."""
     shapes, arrays = tuple(shapes_of(inputs).items()), (*inputs.values(), *others)
     differentiated, transforms = wants_gradient(*arrays), transforms_of(*arrays)
+    # A call that a CUDA graph captures has the plan of other calls: it is run.
     traced = library == "torch" and is_traced(arrays[0]) and not transforms
+    traced = traced and not is_captured(arrays[0])
     has_symbols = any(not isinstance(size, int) for _, shape in shapes for size in shape)
     return Request(
         verb="vjp" if verb == "forward" and differentiated else verb,

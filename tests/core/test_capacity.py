@@ -48,8 +48,9 @@ class Largest(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         results = function._schema.returns
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in results)
-        is_write_of_rows = function is torch.ops.aten.index_put_.default
-        if not is_view and not is_write_of_rows:
+        # These access the rows of an index only.
+        is_of_rows = function in (torch.ops.aten.index_put_.default, torch.ops.aten.index.Tensor)
+        if not is_view and not is_of_rows:
             for x in tree_leaves((args, kwargs, out)):
                 if isinstance(x, torch.Tensor):
                     self.entries = max(self.entries, x.numel())

@@ -78,5 +78,5 @@ def test_widths_are_padded_and_limited():
 
 
 def test_a_backend_without_kernels_for_a_piece_says_so():
-    with pytest.raises(ValueError, match="triton has no kernels for softmax"):
-        Triton().runner(pa.Softmax(), "torch")
+    with pytest.raises(ValueError, match="triton has no kernels for deltaformer"):
+        Triton().runner(pa.DeltaFormer(), "torch")

@@ -98,6 +98,8 @@ def test_options_that_select_kernels_are_families_of_their_own(gpu):
     family = Triton().ledger_entry(transported, ON_CUDA).family
     assert family == "lucid_solve[metric=transported]:LucidSolveKernels"
     assert entry_of_solve().family == "lucid_solve:LucidSolveKernels"
+    of_options = ledger.family_of(pa.Softmax(window=8, softcap=30.0, sink=True), "module:Class")
+    assert of_options == "softmax[softcap=given,sink=True]:Class"
 
 
 def test_no_warning_says_that_an_untried_kernel_was_passed_over(gpu, monkeypatch):

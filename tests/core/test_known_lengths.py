@@ -1,0 +1,89 @@
+"""Lengths on an accelerator that the host knows. A tensor on the CPU stands in for one there."""
+
+import gc
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import precondattn as pa
+from precondattn.cache import append, known_lengths
+from precondattn.cache.known_lengths import lengths_on_host, remembered
+from precondattn.execution import preparation
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The lengths that are read, each of which would wait for the device."""
+    found, tolist = [], torch.Tensor.tolist
+
+    def read(tensor):
+        found.append(tensor.shape)
+        return tolist(tensor)
+
+    monkeypatch.setattr(known_lengths, "_is_far", lambda _: True)
+    monkeypatch.setattr(known_lengths, "_known", {})
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    return found
+
+
+def test_a_length_is_known_until_it_is_written_to(reads):
+    length = remembered(torch.full((2,), 7, dtype=torch.int32), 7)
+    assert lengths_on_host(length) == [7, 7]
+    assert not reads
+    length[:1].add_(1)
+    assert lengths_on_host(length) == [8, 7]
+    assert len(reads) == 1
+    assert lengths_on_host(length) == [8, 7]  # What was read is not remembered.
+    assert len(reads) == 2
+
+
+def test_nothing_is_kept_of_a_length_that_no_longer_exists(reads):
+    length = remembered(torch.zeros(2, dtype=torch.int32), 0)
+    assert len(known_lengths._known) == 1
+    del length
+    gc.collect()
+    assert not known_lengths._known
+
+
+def test_a_copy_and_a_length_in_inference_mode_are_read(reads):
+    length = remembered(torch.zeros(2, dtype=torch.int32), 0)
+    assert lengths_on_host(length.clone()) == [0, 0]
+    with torch.inference_mode():
+        assert lengths_on_host(remembered(torch.zeros(2, dtype=torch.int32), 0)) == [0, 0]
+    assert len(reads) == 2
+
+
+def test_tokens_are_appended_without_reading_their_number():
+    """Each sequence has its own length and count, and tokens beyond the capacity are dropped."""
+    buffer = torch.arange(3 * 5 * 2.0).reshape(3, 5, 2)
+    tokens = -1 - torch.arange(3 * 7 * 2.0).reshape(3, 7, 2)
+    lengths, counts = torch.tensor([0, 2, 4]), torch.tensor([7, 5, 0])
+    expected = buffer.clone()
+    expected[0] = tokens[0, :5]
+    expected[1, 2:] = tokens[1, :3]
+    for donate in (False, True):
+        given = buffer.clone()
+        with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fake = [mode.from_tensor(x) for x in (given, tokens, lengths, counts)]
+            append(*fake, donate=donate)  # It would fail if it read an entry.
+        result = append(given, tokens, lengths, counts, donate=donate)
+        assert torch.equal(result, expected)
+        assert (result is given) == donate
+
+
+def test_generation_reads_no_length(reads, monkeypatch):
+    monkeypatch.setattr(preparation, "READ_AT_ONCE", ())
+    m, x = pa.GatedDelta(), {}
+    for name, pattern in m.inputs.items():
+        sizes = {"b": 2, "t": 1, "s": 1, "h": 2, "n": 2, "u": 2, "d": 4, "e": 4}
+        x[name] = torch.zeros(pattern.shape(sizes))
+    cache = m.init_cache(**x)
+    with torch.no_grad():
+        for _ in range(3):
+            _, cache = m.extend(cache, **x, donate=True)
+    assert lengths_on_host(cache.length) == [3, 3]
+    assert not reads
+    assert cache.length.tolist() == [3, 3]
