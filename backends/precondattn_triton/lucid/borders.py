@@ -34,9 +34,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.lucid import border_gradient as lucid_border_gradient
 from precondattn_triton.lucid import crossing as lucid_crossing
 from precondattn_triton.lucid.plan import LucidPlan
@@ -88,11 +88,12 @@ def borders_of(
     chunk_scores = chunk_scores.view(plan.heads, plan.tokens, chunks.size)
     rows = torch.stack((chunks.keys, torch.baddbmm(stacked, b, u, alpha=-1).view_as(chunks.keys)))
     products = [_identity_minus(w.mT @ u).to(plan.dtype).unflatten(0, (plan.heads, -1))]
-    levels = (triton.cdiv(plan.tokens, chunks.size) - 1).bit_length()
+    levels = (cdiv(plan.tokens, chunks.size) - 1).bit_length()
     keys = unit.new_empty((levels, *unit.shape))
     for level in range(levels):
         half, is_last = chunks.size << level, level == levels - 1
-        lucid_crossing.cross[(plan.tokens // plan.reflections.rows, plan.heads)](
+        launch(
+            lucid_crossing.cross, (plan.tokens // plan.reflections.rows, plan.heads),
             rows, products[level], keys[level], plan.tokens, half,
             0 if is_last else plan.tokens // half, **_crossing(plan),
         )  # fmt: skip
@@ -132,19 +133,22 @@ def borders_gradient(
     for level in reversed(range(levels)):
         half, blocks = borders.chunks.size << level, 0
         rows, columns = (min(tile, half) for tile in plan.gradient[:2])
-        lucid_border_gradient.at_border[(plan.tokens // rows, plan.heads)](
+        launch(
+            lucid_border_gradient.at_border, (plan.tokens // rows, plan.heads),
             borders.keys[level], segments, y, d_v, d_keys, *sizes, half, *factors,
             TILE=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, **scores,
         )  # fmt: skip
         if level < levels - 1:
             blocks = plan.tokens // half
             d_products = _products_gradient(borders, level, d_rows, d_products)
-        lucid_crossing.cross_back[(plan.tokens // plan.reflections.rows, plan.heads)](
+        launch(
+            lucid_crossing.cross_back, (plan.tokens // plan.reflections.rows, plan.heads),
             d_rows, borders.products[level], d_keys, plan.tokens, half, blocks, **_crossing(plan),
         )  # fmt: skip
     d_scores = torch.empty_like(borders.chunk_scores)
     rows, columns = (min(tile, borders.chunks.size) for tile in plan.gradient[:2])
-    lucid_border_gradient.within[(plan.tokens // rows, plan.heads)](
+    launch(
+        lucid_border_gradient.within, (plan.tokens // rows, plan.heads),
         borders.chunk_scores, segments, y, d_v, d_scores, *sizes, *factors,
         TILE=rows, COLUMNS=columns, CHUNK=borders.chunks.size, **scores,
     )  # fmt: skip

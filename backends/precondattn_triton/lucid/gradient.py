@@ -1,11 +1,12 @@
-"""The gradient of LUCID's keys, in one pass over all pairs of tiles.
+"""The gradient of LUCID's keys: pairs of tiles before and after a tile of keys.
 
     dk̂_a = −s Σ_b Φ_ab g_ab k̂_b,    g_ab = dv_a · y_b  (b before a),  dv_b · y_a  (b after a),
 
 and through the norm, dk = (dk̂ − k̂ (k̂ · dk̂) / d) / rms(k). Φ is recomputed in tiles of ROWS and
-COLUMNS keys. Grid: one program per tile of keys and head. It loops over all tiles of the same
-segments, before and after its own. No two programs add to the same element, so the result is
-deterministic.
+COLUMNS keys. Where `update` has summed the tokens b of later super-blocks (`substitution.py`), this
+kernel begins with its sums, and visits later tokens of the same super-block only. Grid: one program
+per tile of keys and head. It loops over the tiles of the same segments, before and after its own.
+No two programs add to the same element, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def key_gradient(
     segments,
     y,
     d_v,
+    key_sums,
     d_k,
     s,
     heads,
@@ -85,6 +87,7 @@ def key_gradient(
     d_k_d,
     NORMALIZE: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
+    SUPER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
@@ -92,14 +95,18 @@ def key_gradient(
     CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 for invalid tokens."""
+    """A tile of dk (b, s, n, d); y and dv (b, s, n, e) are 0 for invalid tokens.
+
+    With SUPER > 0, `key_sums` (m, T, KEY_WIDTH) has the sums over later super-blocks.
+    """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
     if HAS_SEGMENTS:
         segments += b * 2 * tokens
     y += b * y_b + n * y_n
     d_v += b * d_v_b + n * d_v_n
-    a_start = tl.program_id(0) * ROWS
+    # The last tiles come first: with SUPER they have the most work.
+    a_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     a_keys = load_rows(keys, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
     a, column = a_start + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
@@ -112,6 +119,11 @@ def key_gradient(
     if HAS_SEGMENTS:
         begin, end_of_rows = reach(segments, tokens, a_start, ROWS)
         first, end = begin // COLUMNS * COLUMNS, tl.minimum(s, end_of_rows)
+    if SUPER > 0:
+        end_of_block = (a_start // SUPER + 1) * SUPER
+        if end_of_block < tokens:
+            total += load_rows(key_sums, head, tokens, a_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+        end = tl.minimum(end, end_of_block)
     for b_start in range(first, a_start + ROWS, COLUMNS):
         g = products(
             d_v, y, a_start, b_start, s, width, d_v_s, d_v_e, y_s, y_e,

@@ -18,25 +18,29 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
 from precondattn.backend import ArraySpec, Request
+from precondattn.cache import Updates
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import MOST_HEADS
 from precondattn.spec.lucid import LucidSolve
 from precondattn.spec.metric import DOT
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.lucid import gradient as lucid_gradient
 from precondattn_triton.lucid import inverse as lucid_inverse
 from precondattn_triton.lucid import prepare as lucid_prepare
 from precondattn_triton.lucid import substitution as lucid_substitution
 from precondattn_triton.lucid.borders import LucidBorders, borders_gradient, borders_of
-from precondattn_triton.lucid.plan import plan_of
+from precondattn_triton.lucid.plan import UpdateStep, plan_of, update_steps
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.precision import exact
 from precondattn_triton.target import processors
 from precondattn_triton.tiles import masks_of
+
+FEWEST_NEW_TOKENS = 16
+"""New tokens from which on a step copies the cache to its workspace; fewer read the cache once."""
 
 
 class SolveWorkspace(NamedTuple):
@@ -52,8 +56,21 @@ class SolveWorkspace(NamedTuple):
     """(b, 2, T): where the segment of each token begins and ends (`tiles.py`)"""
 
 
+class SolveSums(NamedTuple):
+    """What a backward solve sums up beside dv; None forward."""
+
+    beta: Tensor | None
+    """dβ (b, s, n)"""
+    keys: Tensor | None
+    """Σ_b Φ_ab g_ab k̂_b over the tokens b of all later super-blocks (m, T, key_width); not written
+    for the last super-block. None if `key_gradient` computes them."""
+
+
 class LucidMatrix:
     """The triangular matrix of one call: solves with it, or, backward, with its transpose."""
+
+    known = 0
+    """The number of first tokens whose y is known."""
 
     def __init__(
         self, leaf: LucidSolve, x: Mapping[str, Tensor], frame: Frame, *, backward: bool
@@ -80,7 +97,8 @@ class LucidMatrix:
             k.new_empty((plan.heads, plan.tokens), dtype=torch.float32) for _ in range(2)
         )
         rows = plan.inverse.rows
-        lucid_prepare.normalize_keys[(plan.tokens // rows, plan.heads)](
+        launch(
+            lucid_prepare.normalize_keys, (plan.tokens // rows, plan.heads),
             k, beta, valid, keys, reciprocal, factor,
             plan.s, plan.n, plan.tokens, plan.d, self.leaf.eps,
             *k.stride(), *((0, 0, 0) if beta is None else beta.stride()),
@@ -102,9 +120,10 @@ class LucidMatrix:
             border_chunk = chunk if chunk >= tile else 0
             if half < tile and border_chunk == 0:
                 border_keys = borders.keys[borders.level(half)]
-        lucid_inverse.invert_blocks[(plan.tokens // tile, plan.heads)](
+        launch(
+            lucid_inverse.invert_blocks, ((plan.tokens - self.known) // tile, plan.heads),
             keys, border_keys, chunk_scores, factor, segments, inverse,
-            plan.n, plan.tokens, *plan.score_factors,
+            plan.n, plan.tokens, self.known, *plan.score_factors,
             TILE=tile, HALF=half, LEVELS=half.bit_length() - 1, WIDTH=plan.key_width,
             CHUNK=chunk, BORDER_CHUNK=border_chunk, BY_ROW=self.backward,
             HAS_SEGMENTS=segments is not None, PRECISION=plan.precision, EXACT=exact(),
@@ -112,68 +131,109 @@ class LucidMatrix:
         )  # fmt: skip
         return inverse
 
-    def solve(self, v: Tensor, out: Tensor, rho: Tensor | None) -> Tensor | None:
-        """Write y or dv to `out`; ρ is written to `rho`, or, backward, read for dβ (b, s, n)."""
+    def solve(
+        self, v: Tensor, out: Tensor, rho: Tensor | None, y: Tensor | None = None
+    ) -> SolveSums:
+        """Write y or dv to `out`; ρ is written to `rho`, or, backward, read for dβ.
+
+        Backward, y (b, s, n, e) gives the sums of `SolveSums.keys`, where they are supported.
+        """
         plan, (_, _, factor, segments) = self.plan, self.prepared
         backward, inverse, tile = self.backward, self.inverses(), plan.inverse.rows
-        rows, columns, warps, stages = plan.update
         keys, chunk_scores, chunk = self.prepared.keys, None, 0
         if self.borders is not None:
             keys, chunk_scores = self.borders.keys, self.borders.chunk_scores
             chunk = self.borders.chunks.size
         size, blocks = plan.super_block, len(plan.super_blocks)
-        parts, per_part = self._parts()
-        solved = inverse.new_empty((plan.heads, plan.tokens, plan.step))
+        steps = list(update_steps(plan.tokens, size, backward=backward, known=self.known))
+        shared = [self._parts(step) for step in steps]
+        most = max(parts for parts, _ in shared)
+        solved, sizes, ratios = self._operands()
         matrix = inverse.new_empty((plan.heads, size, size))
-        sums = factor.new_empty((parts, plan.heads, size, plan.step))
-        sizes = factor.new_empty((plan.heads, blocks, plan.step))
+        sums = factor.new_empty((most, plan.heads, plan.group_rows, plan.step))
         tile_exponents = factor.new_empty((plan.heads, size // tile, plan.step))
-        solvers, d_factor = triton.cdiv(plan.e, plan.solver), None
+        solvers = cdiv(plan.e, plan.solver)
+        d_factor, key_sums, y_units, scaled_y = None, None, None, None
         if backward and rho is not None:
             d_factor = factor.new_empty((solvers, plan.heads, plan.tokens))
-        for start in reversed(plan.super_blocks) if backward else plan.super_blocks:
-            end = min(start + size, plan.tokens)
-            past = plan.tokens - end if backward else start
-            programs = 1 + plan.chunks * triton.cdiv(past, per_part)
-            lucid_substitution.update[((end - start) // rows, plan.heads, programs)](
-                keys, chunk_scores, segments, solved, sizes, sums, matrix,
-                plan.n, plan.tokens, start, past, per_part, self.prepared.keys.numel(),
-                *plan.score_factors,
+        if y is not None and blocks > 1 and most == 1 and self._supports_key_sums(y):
+            key_sums = factor.new_empty((plan.heads, plan.tokens, plan.key_width))
+            y_units = torch.empty_like(factor)
+            scaled_y = solved.new_empty((plan.heads, plan.group_rows, plan.step))
+        rows, columns, warps, stages = plan.update if key_sums is None else plan.joint
+        parts_of_group = 0
+        for step, (parts, per_part) in zip(steps, shared, strict=True):
+            parts_before = 0 if step.is_first else parts_of_group
+            if step.is_first:
+                parts_of_group = parts
+            launch(
+                lucid_substitution.update,
+                (len(step.rows) // rows, plan.heads, 1 + plan.chunks * parts),
+                keys, chunk_scores, segments, solved, sizes, ratios, sums, matrix,
+                y if key_sums is not None else None, y_units, scaled_y, key_sums, plan.s,
+                plan.n, plan.tokens, step.start, step.group, step.rows.start,
+                step.columns.start, step.columns.stop, per_part, parts_before,
+                self.prepared.keys.numel(), *plan.score_factors,
+                *((0,) * 4 if y is None else y.stride()),
                 BACKWARD=backward, HAS_BORDERS=self.borders is not None,
                 HAS_SEGMENTS=segments is not None, SCALED=plan.half,
-                ROWS=rows, COLUMNS=columns, TILE=tile, SUPER=size, CHUNK=chunk,
-                KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
+                WITH_GRADIENT=key_sums is not None,
+                ROWS=rows, COLUMNS=columns, TILE=tile, SUPER=size, GROUP_ROWS=plan.group_rows,
+                CHUNK=chunk, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk, STEP=plan.step,
                 PRECISION=plan.precision, num_warps=warps, num_stages=stages,
             )  # fmt: skip
-            lucid_substitution.substitute[(solvers, plan.heads)](
+            launch(
+                lucid_substitution.substitute, (solvers, plan.heads),
                 matrix, inverse, factor, segments, v, self.masks.k_valid, sums, solved,
-                tile_exponents, sizes, rho, out, d_factor,
-                plan.s, plan.n, plan.tokens, start, past, per_part, plan.e,
-                *v.stride(), *out.stride(), *((0,) * 4 if rho is None else rho.stride()),
+                tile_exponents, sizes, ratios, rho, out, d_factor,
+                plan.s, plan.n, plan.tokens, step.start, step.group, max(parts, parts_before),
+                self.known, plan.e, *v.stride(), *out.stride(),
+                *((0,) * 4 if rho is None else rho.stride()),
                 BACKWARD=backward, HAS_BETA=rho is not None,
                 HAS_VALID=self.masks.k_valid is not None, HAS_SEGMENTS=segments is not None,
-                SCALED=plan.half, TILE=tile, SUPER=size, WIDTH=plan.solver, STEP=plan.step,
-                PRECISION=plan.precision,
+                SCALED=plan.half, TILE=tile, SUPER=size, GROUP_ROWS=plan.group_rows,
+                WIDTH=plan.solver, STEP=plan.step, PRECISION=plan.precision,
                 num_warps=plan.inverse.warps, num_stages=plan.inverse.stages,
             )  # fmt: skip
         if d_factor is None:
-            return None
+            return SolveSums(None, key_sums)
         total = d_factor.sum(0).view(plan.b, plan.n, plan.tokens)[:, :, : plan.s]
-        return total.transpose(1, 2)
+        return SolveSums(total.transpose(1, 2), key_sums)
 
-    def _parts(self) -> tuple[int, int]:
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The arrays `solved`, `sizes` and `ratios` of `substitute`."""
+        plan, keys = self.plan, self.prepared.keys
+        solved = keys.new_empty((plan.heads, plan.tokens, plan.step))
+        blocks = plan.heads, len(plan.super_blocks), plan.step
+        sizes, ratios = (keys.new_empty(blocks, dtype=torch.float32) for _ in range(2))
+        return solved, sizes, ratios
+
+    def _supports_key_sums(self, y: Tensor) -> bool:
+        """Whether `update` computes key sums.
+
+        It does not in float32 and float16, which need factors of more bits, nor for packed
+        sequences and in PaTH's metric, for which there are too few registers or other keys.
+        """
+        plan = self.plan
+        if self.borders is not None or self.prepared.segments is not None:
+            return False
+        has_all_channels = plan.chunks == 1 and plan.e == plan.step
+        return has_all_channels and plan.half and y.dtype == torch.bfloat16
+
+    def _parts(self, step: UpdateStep) -> tuple[int, int]:
         """How many programs share the columns of a tile of rows, and the columns of each."""
         plan, (rows, columns) = self.plan, self.plan.update[:2]
-        most = max(plan.super_blocks[-1], columns)
-        tiles = plan.super_block // rows * plan.heads * plan.chunks
+        if len(step.columns) == 0:
+            return 0, columns
+        tiles = len(step.rows) // rows * plan.heads * plan.chunks
         wanted = max(processors(self.x["k"]) // tiles, 1)
-        per_part = triton.cdiv(most // columns, wanted) * columns
-        return triton.cdiv(most, per_part), per_part
+        per_part = cdiv(cdiv(len(step.columns), columns), wanted) * columns
+        return cdiv(len(step.columns), per_part), per_part
 
-    def metric_gradient(self, y: Tensor, d_v: Tensor) -> dict[str, Tensor]:
+    def metric_gradient(self, y: Tensor, d_v: Tensor, key_sums: Tensor | None) -> dict[str, Tensor]:
         """The gradients of the metric's inputs: of the keys, and in PaTH's metric of w and β."""
         if self.borders is None:
-            return {"k": self.key_gradient(y, d_v)}
+            return {"k": self.key_gradient(y, d_v, key_sums)}
         plan, prepared = self.plan, self.prepared
         d = borders_gradient(
             plan, self.borders, prepared.keys, self.masks, prepared.segments, y, d_v
@@ -188,15 +248,17 @@ class LucidMatrix:
             for name, rows in (("k", d_k), ("w", d.w), ("beta", d.path_beta))
         }
 
-    def key_gradient(self, y: Tensor, d_v: Tensor) -> Tensor:
+    def key_gradient(self, y: Tensor, d_v: Tensor, key_sums: Tensor | None) -> Tensor:
         plan, (keys, reciprocal, _, segments) = self.plan, self.prepared
         d_k = torch.empty_like(self.x["k"], memory_format=torch.contiguous_format)
         rows, columns, warps, stages = plan.gradient
-        lucid_gradient.key_gradient[(plan.tokens // rows, plan.heads)](
-            keys, reciprocal, segments, y, d_v, d_k,
+        launch(
+            lucid_gradient.key_gradient, (plan.tokens // rows, plan.heads),
+            keys, reciprocal, segments, y, d_v, key_sums, d_k,
             plan.s, plan.n, plan.tokens, plan.d, plan.e, *plan.score_factors, plan.scale,
             *y.stride(), *d_v.stride(), *d_k.stride(),
             NORMALIZE=self.leaf.normalize == "keys", HAS_SEGMENTS=segments is not None,
+            SUPER=plan.super_block if key_sums is not None else 0,
             ROWS=rows, COLUMNS=columns, KEY_WIDTH=plan.key_width, WIDTH=plan.chunk,
             CHUNKS=plan.chunks, PRECISION=plan.precision, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -219,7 +281,27 @@ class LucidSolveKernels:
             return "its solve supports no empty arrays"
         if shapes["k"][0] * shapes["k"][2] > MOST_HEADS:
             return f"its solve supports at most {MOST_HEADS} heads of all sequences together"
+        return self._refuses_extension(leaf, request) if request.verb == "extend" else None
+
+    def _refuses_extension(self, leaf: LucidSolve, request: Request) -> str | None:
+        t = dict(request.shapes)["k"][1]
+        if leaf.metric != DOT:
+            return f"its step of the solve is that of the dot product; found {leaf.metric.name}"
+        if "segment_ids" in request.masks:
+            return "its step of the solve supports no packed sequences"
+        if t < FEWEST_NEW_TOKENS:
+            return f"its step of the solve supports {FEWEST_NEW_TOKENS} or more tokens; found t={t}"
         return None
+
+    def step(
+        self, leaf: LucidSolve, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Updates]:
+        """y of many new tokens (b, t, n, e), and the updates of the cache's buffers."""
+        from precondattn_triton.lucid.extension import extend
+
+        keys = leaf.program.slot_keys[0]
+        y, updates = extend(leaf, {slot: past[key] for slot, key in keys.items()}, x, frame)
+        return y, {keys[slot]: update for slot, update in updates.items()}
 
     def forward(
         self, leaf: LucidSolve, x: Mapping[str, Tensor], frame: Frame
@@ -242,10 +324,10 @@ class LucidSolveKernels:
         system = LucidMatrix(leaf, x, frame, backward=True)
         d_v = torch.empty_like(x["v"], memory_format=torch.contiguous_format)
         (rho,) = residuals or (None,)
-        d_beta = system.solve(cotangent, d_v, rho)
-        gradients = {"v": d_v, **system.metric_gradient(out, d_v)}
-        if d_beta is not None:
-            gradients["lucid_beta"] = d_beta.to(x["lucid_beta"].dtype)
+        sums = system.solve(cotangent, d_v, rho, out)
+        gradients = {"v": d_v, **system.metric_gradient(out, d_v, sums.keys)}
+        if sums.beta is not None:
+            gradients["lucid_beta"] = sums.beta.to(x["lucid_beta"].dtype)
         return gradients
 
     def residual_shapes(

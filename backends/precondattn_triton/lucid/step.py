@@ -1,4 +1,7 @@
-"""A step of LUCID by one token: from the cache's buffers to launches of `decode.py`."""
+"""A step of LUCID: from the cache's buffers to launches of `decode.py`, for one token.
+
+Many new tokens are solved with the cached ones (`extension.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,41 @@ import torch
 from torch import Tensor
 
 from precondattn.algebra.piece import Piece
-from precondattn.cache import Updates
+from precondattn.backend import Request
+from precondattn.cache import Append, Updates
+from precondattn.dispatch.recognition import is_lucid
 from precondattn.frame import Frame
 from precondattn.kernel_backend.limits import padded_width
 from precondattn.kernel_backend.lucid_step import LucidStepKernels, leaves_of
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
+from precondattn_triton.launching import launch
 from precondattn_triton.lucid import decode as lucid_decode
+from precondattn_triton.lucid.extension import extend_and_attend
 from precondattn_triton.lucid.plan import LOG2_E
+from precondattn_triton.lucid.solve import FEWEST_NEW_TOKENS, LucidSolveKernels
 from precondattn_triton.precision import is_half, product_precision
 
 
 class LucidStep(LucidStepKernels):
     """The group `y1 = lucid_solve(k, v); out = softmax(q, k, v=y1)`."""
 
+    def refuses(self, group: Piece, request: Request) -> str | None:
+        t = dict(request.shapes)["q"][1]
+        if t == 1:
+            return super().refuses(group, request)
+        solve, softmax = leaves_of(group)
+        if not is_lucid(group.program) or softmax.window or not softmax.causal:
+            return "its step is that of plain LUCID around causal softmax"
+        if t < FEWEST_NEW_TOKENS:
+            return f"its step supports one token, or {FEWEST_NEW_TOKENS} and more; found t={t}"
+        return LucidSolveKernels().refuses(solve, request)
+
     def step(
         self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
     ) -> tuple[Tensor, Updates]:
+        if x["q"].shape[1] > 1:
+            return self._many_tokens(group, past, x, frame)
         solve, softmax = leaves_of(group)
         solve_keys = group.program.slot_keys[0]
         keys, solved = past[solve_keys["key"]], past[solve_keys["solved"]]
@@ -41,7 +62,8 @@ class LucidStep(LucidStepKernels):
         totals = q.new_empty((b * n, splits, rows, widths[1]), dtype=torch.float32)
         maxima, sums = (totals.new_empty((b * n, splits, rows)) for _ in range(2))
         scale, key_scale = softmax.scale_for(d) * LOG2_E, solve.scale_for(d) * LOG2_E
-        lucid_decode.read_past[(splits, b * n)](
+        launch(
+            lucid_decode.read_past, (splits, b * n),
             q, k, keys, solved, rms, past_valid, totals, maxima, sums,
             count, n, h // n, d, e, solve.eps, scale, key_scale, key_scale * d,
             q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
@@ -54,7 +76,8 @@ class LucidStep(LucidStepKernels):
         out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
         y = torch.empty((b, 1, n, e), dtype=v.dtype, device=v.device)
         own_rms = None if rms is None else totals.new_empty((b, 1, n))
-        lucid_decode.finish[(b * n,)](
+        launch(
+            lucid_decode.finish, (b * n,),
             q, k, v, beta, new_valid, is_token, totals, maxima, sums, out, y, own_rms,
             splits, n, h // n, d, e, solve.eps, scale,
             q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
@@ -66,3 +89,15 @@ class LucidStep(LucidStepKernels):
             ROWS=rows, KEY_WIDTH=widths[0], WIDTH=widths[1],
         )  # fmt: skip
         return out, self.updates(group, k, y, own_rms)
+
+    def _many_tokens(
+        self, group: Piece, past: Mapping[str, Tensor], x: Mapping[str, Tensor], frame: Frame
+    ) -> tuple[Tensor, Updates]:
+        solve, softmax = leaves_of(group)
+        slots = {slot: past[key] for slot, key in group.program.slot_keys[0].items()}
+        out, y, updates = extend_and_attend(
+            solve, softmax.scale_for(x["q"].shape[3]), slots, x, frame
+        )
+        rms = updates.get("rms")
+        assert rms is None or isinstance(rms, Append)
+        return out, self.updates(group, x["k"], y, None if rms is None else rms.tokens)

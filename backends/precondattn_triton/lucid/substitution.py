@@ -12,10 +12,19 @@ Backward, N_iᵀ replaces N_i, X replaces ρ and dv replaces y. Φ is symmetric,
 kernels serve both directions. In PaTH's metric the keys of a tile are the rows at the border
 between it and the other tile (`borders.py`), and Φ is symmetric again.
 
-`update` recomputes Φ from the keys, and sums over all columns in registers: P is written once and
-read once. Grid: per tile of rows of J and head, one program for Φ_JJ, and one per block of channels
-and part of the columns for P. The columns have several parts only where there are too few tiles of
-rows for the GPU. Parts are summed in their order.
+`update` recomputes Φ from the keys, and sums over all columns in registers. Super-blocks are in
+groups of up to three. The first launch of a group writes P of all its rows, for the columns solved
+before the group; each other launch adds to P of its super-block, for the columns solved before
+within the group. Grid: per tile of rows and head, one program for Φ_JJ, and one per block of
+channels and part of the columns for P. The columns have several parts only where there are too few
+tiles of rows for the GPU. Parts are summed in their order.
+
+Backward, `update` may also sum a part of the gradient of the keys of its rows (`gradient.py`),
+
+    Σ_j Φ_ij g_ij k̂_j,    g_ij = dv_j · y_i,
+
+in the same loop. There, W = Φ g is a factor of 16 bits: rows of y are divided by powers of two, so
+that |g| < 2¹⁵ for every tile of a super-block of columns.
 
 `substitute` can not divide the rows of a head between programs, since each needs those before it.
 Grid: one program per block of channels and head, each for all rows of J. They read the same Φ_JJ,
@@ -23,8 +32,10 @@ which is why it is stored: S² numbers per head, used again for every super-bloc
 
 In products of 16 bits, every tile of y is divided by a power of two for each channel, so that no
 quotient exceeds 2¹⁴ and the largest exceeds 2¹³. When J is solved, all of its tiles are divided by
-the largest of these powers instead, which `update` multiplies with once per super-block. So results
-that are far smaller than those of other super-blocks keep their digits.
+the largest of these powers instead. `update` takes the super-blocks in the order in which they were
+solved, and multiplies its sums by the quotient of two powers between them. So results that are far
+smaller than those of other super-blocks keep their digits. A power is at least 2⁻⁶⁰ times those of
+super-blocks solved before, so that sums in its units do not overflow.
 """
 
 from __future__ import annotations
@@ -44,6 +55,9 @@ from precondattn_triton.tiles import load_rows
 
 LARGEST = tl.constexpr(14)
 """The exponent that no quotient in 16 bits exceeds; float16 ends before 2¹⁶."""
+
+RANGE = tl.constexpr(60)
+"""By how much the exponents of a super-block may be below those of one that was solved before."""
 
 
 @triton.jit
@@ -112,48 +126,103 @@ def add_columns(
 
 
 @triton.jit
+def own_rows(y, count, y_s, y_e, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first ROWS of `count` rows at y; offsets of 32 bits take fewer registers than of 64."""
+    row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    rows = tl.load(y + row * y_s + channel * y_e, mask=row < count, other=0.0)
+    return rows.to(tl.float32)
+
+
+@triton.jit
+def row_units(rows):
+    """For each row, a power of two of which the sum of its magnitudes is less than twice."""
+    length = tl.sum(tl.abs(rows), axis=1)
+    return tl.exp2(tl.floor(tl.log2(tl.minimum(tl.maximum(length, 1e-30), 1e38))))
+
+
+@triton.jit
+def add_columns_and_gradient(
+    total, gradient, i_keys, y_rows, keys, segments, solved, head, tokens, i_start, low, high,
+    scale, shift,
+    COLUMNS: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add Φ dv of the columns to `total`, and (Φ ∘ y dvᵀ) k̂ to `gradient`: Φ is computed once."""
+    for j_start in range(low, high, COLUMNS):
+        j_keys = load_rows(keys, head, tokens, j_start, COLUMNS, KEY_WIDTH, 0, KEY_WIDTH)
+        tile = phi(i_keys, j_keys, segments, i_start, j_start, scale, shift, False, PRECISION)
+        values = load_rows(solved, head, tokens, j_start, COLUMNS, WIDTH, 0, STEP)
+        tile = tile.to(values.dtype)
+        total += tl.dot(tile, values)
+        products = tl.dot(y_rows, tl.trans(values)) * tile.to(tl.float32)
+        gradient += tl.dot(products.to(j_keys.dtype), j_keys)
+    return total, gradient
+
+
+@triton.jit
 def update(
     keys,
     chunk_scores,
     segments,
     solved,
     sizes,
+    ratios,
     sums,
     matrix,
+    y,
+    y_units,
+    scaled_y,
+    key_sums,
+    s,
     heads,
     tokens,
     start,
-    past,
+    group,
+    first_row,
+    first_column,
+    last_column,
     per_part,
+    parts_before,
     keys_of_level,
     scale,
     shift,
+    y_b,
+    y_s,
+    y_n,
+    y_e,
     BACKWARD: tl.constexpr,
     HAS_BORDERS: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     SCALED: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     SUPER: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """P or Φ of the super-block at `start`, for a tile of rows.
+    """P of rows of a group, or Φ of its super-block at `start`, for a tile of rows.
 
-    The first program of a tile writes Φ to `matrix` (m, SUPER, SUPER): columns before the rows, or,
-    backward, after them. Each of the others writes P to `sums` (parts, m, SUPER, STEP), for a block
-    of channels and a part of the columns: those are the `past` tokens before the super-block, or,
-    backward, after it, and a part has `per_part` of them. With borders, `keys`
-    (levels, m, T, KEY_WIDTH) have `keys_of_level` elements for each level.
+    The first program of a tile in the super-block writes Φ to `matrix` (m, SUPER, SUPER): columns
+    before the rows, or, backward, after them. Each of the others computes P for a block of channels
+    and a part of the columns `first_column` … `last_column`, `per_part` of them, and writes it to
+    `sums` (parts, m, GROUP_ROWS, STEP), whose rows are those of the group at `group`, or adds it to
+    one of the `parts_before`. With borders, `keys` (levels, m, T, KEY_WIDTH) have `keys_of_level`
+    elements for each level. `sizes` and `ratios` are those of `substitute`.
+
+    WITH_GRADIENT, which supports one part and no segments, Σ_j Φ_ij g_ij k̂_j is summed as P is, in
+    `key_sums` (m, T, KEY_WIDTH), from y (b, s, n, e). `scaled_y` (m, GROUP_ROWS, STEP) and
+    `y_units` (m, T) are workspace.
     """
     head = tl.program_id(1).to(tl.int64)
     if HAS_SEGMENTS:
         segments += head // heads * 2 * tokens
-    i_start = start + tl.program_id(0) * ROWS
+    i_start = first_row + tl.program_id(0) * ROWS
     end = tl.minimum(start + SUPER, tokens)
     # Columns of the same segments, of this tile of rows and of those that are substituted together.
     UNIT: tl.constexpr = TILE if TILE > ROWS else ROWS
@@ -166,64 +235,121 @@ def update(
 
     if tl.program_id(2) == 0:
         SIDE: tl.constexpr = COLUMNS if HAS_BORDERS else ROWS
-        for row in range(0, ROWS, SIDE):
-            row_start = i_start + row
-            if BACKWARD:
-                low, high = row_start // COLUMNS * COLUMNS, tl.minimum(end, end_of_rows)
-            else:
-                low, high = tl.maximum(start, begin_of_rows), row_start + SIDE
-            store_tiles(
-                keys, chunk_scores, segments, matrix, head, tokens, row_start, low, high, start,
-                keys_of_level, scale, shift, BACKWARD, HAS_BORDERS, HAS_SEGMENTS, SIDE, COLUMNS,
-                SUPER, CHUNK, KEY_WIDTH, PRECISION,
-            )  # fmt: skip
+        if (i_start >= start) & (i_start < end):
+            for row in range(0, ROWS, SIDE):
+                row_start = i_start + row
+                # Tiles on the diagonal are those of `inverse.py`.
+                if BACKWARD:
+                    low = (row_start // TILE + 1) * TILE // COLUMNS * COLUMNS
+                    high = tl.minimum(end, end_of_rows)
+                else:
+                    low = tl.maximum(start, begin_of_rows)
+                    high = (row_start + SIDE - 1) // TILE * TILE
+                store_tiles(
+                    keys, chunk_scores, segments, matrix, head, tokens, row_start, low, high, start,
+                    keys_of_level, scale, shift, BACKWARD, HAS_BORDERS, HAS_SEGMENTS, SIDE, COLUMNS,
+                    SUPER, CHUNK, KEY_WIDTH, PRECISION,
+                )  # fmt: skip
     else:
         CHANNELS: tl.constexpr = STEP // WIDTH
         first = (tl.program_id(2) - 1) % CHANNELS * WIDTH
         part = (tl.program_id(2) - 1) // CHANNELS
-        low = part * per_part
-        high = tl.minimum(low + per_part, past)
-        if BACKWARD:
-            low, high = low + end, high + end
+        low = first_column + part * per_part
+        high = tl.minimum(low + per_part, last_column)
         low, high = tl.maximum(low, begin_of_rows), tl.minimum(high, end_of_rows)
         channel = first + tl.arange(0, WIDTH)
-        total = tl.zeros((ROWS, WIDTH), tl.float32)
-        if SCALED or HAS_BORDERS:
-            for block in range(low // SUPER, tl.cdiv(high, SUPER)):
-                level_keys = keys
-                if HAS_BORDERS:
-                    level = highest_difference(i_start // CHUNK, block * SUPER // CHUNK)
-                    level_keys = keys + level * keys_of_level
-                block_low = tl.maximum(low, block * SUPER)
-                block_high = tl.minimum(high, (block + 1) * SUPER)
-                if SCALED:
-                    subtotal = add_columns(
-                        tl.zeros((ROWS, WIDTH), tl.float32), level_keys, segments, solved, head,
-                        tokens, i_start, block_low, block_high, first, scale, shift,
-                        HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
-                    )  # fmt: skip
-                    at = sizes + (head * tl.cdiv(tokens, SUPER) + block) * STEP + channel
-                    total += subtotal * tl.load(at)[None, :]
-                else:
+        own = (part * tl.num_programs(1) + head) * GROUP_ROWS + i_start - group
+        own_sums = sums + own * STEP + tl.arange(0, ROWS)[:, None] * STEP + channel[None, :]
+        own = head * tl.cdiv(tokens, SUPER) * STEP
+        own_sizes, own_ratios = sizes + own + channel, ratios + own + channel
+        has_sums = part < parts_before
+        if WITH_GRADIENT:
+            y += head // heads * y_b + head % heads * y_n + i_start.to(tl.int64) * y_s
+            own_key_sums = key_sums + (head * tokens + i_start) * KEY_WIDTH
+            own_key_sums += tl.arange(0, ROWS)[:, None] * KEY_WIDTH
+            own_key_sums += tl.arange(0, KEY_WIDTH)[None, :]
+            own_scaled_y = scaled_y + (head * GROUP_ROWS + i_start - group) * STEP
+            own_scaled_y += tl.arange(0, ROWS)[:, None] * STEP + channel[None, :]
+            total = tl.zeros((ROWS, WIDTH), tl.float32)
+            gradient = tl.zeros((ROWS, KEY_WIDTH), tl.float32)
+            # Read again where they are needed: there are few registers beside the sums.
+            own_y_units = y_units + head * tokens + i_start + tl.arange(0, ROWS)
+            tl.store(own_y_units, 1.0 / row_units(own_rows(y, s - i_start, y_s, y_e, ROWS, WIDTH)))
+            tl.debug_barrier()
+            first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
+            i_keys = load_rows(keys, head, tokens, i_start, ROWS, KEY_WIDTH, 0, KEY_WIDTH)
+            at = own_sizes + last_block * STEP
+            unit = tl.max(tl.load(at), axis=0)
+            if has_sums:
+                total = tl.load(own_sums) * (1.0 / tl.load(at))[None, :]
+                gradient = tl.load(own_key_sums) * tl.load(own_y_units)[:, None] * (1.0 / unit)
+            # Blocks in the order in which they were solved: the last ones first.
+            for index in range(0, last_block + 1 - first_block):
+                block = last_block - index
+                at = own_sizes + block * STEP
+                next_unit = tl.max(tl.load(at), axis=0)
+                if index > 0:
+                    total *= tl.load(own_ratios + block * STEP)[None, :]
+                    gradient *= unit / next_unit
+                unit = next_unit
+                # One after the other, for the same reason.
+                tl.debug_barrier()
+                # g in these units is less than 2 · 2¹⁴, which float16 represents.
+                y_rows = own_rows(y, s - i_start, y_s, y_e, ROWS, WIDTH)
+                y_rows *= (tl.load(at) * (1.0 / unit))[None, :]
+                y_rows *= tl.load(own_y_units)[:, None]
+                # An operand that is loaded stays in shared memory, not in registers.
+                tl.store(own_scaled_y, y_rows.to(scaled_y.dtype.element_ty))
+                tl.debug_barrier()
+                operand = load_rows(
+                    scaled_y, head, GROUP_ROWS, i_start - group, ROWS, WIDTH, 0, STEP
+                )
+                total, gradient = add_columns_and_gradient(
+                    total, gradient, i_keys, operand, keys, segments, solved, head, tokens, i_start,
+                    tl.maximum(low, block * SUPER), tl.minimum(high, (block + 1) * SUPER),
+                    scale, shift, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+                )  # fmt: skip
+            tl.store(own_sums, total * tl.load(own_sizes + first_block * STEP)[None, :])
+            tl.store(own_key_sums, gradient * (unit / tl.load(own_y_units))[:, None])
+        else:
+            total = tl.zeros((ROWS, WIDTH), tl.float32)
+            if SCALED or HAS_BORDERS:
+                first_block, last_block = low // SUPER, tl.cdiv(high, SUPER) - 1
+                for index in range(0, last_block + 1 - first_block):
+                    # Blocks in the order in which they were solved.
+                    block = last_block - index if BACKWARD else first_block + index
+                    level_keys = keys
+                    if HAS_BORDERS:
+                        level = highest_difference(i_start // CHUNK, block * SUPER // CHUNK)
+                        level_keys = keys + level * keys_of_level
+                    if SCALED:
+                        total *= tl.load(own_ratios + block * STEP)[None, :]
                     total = add_columns(
                         total, level_keys, segments, solved, head, tokens, i_start,
-                        block_low, block_high, first, scale, shift,
+                        tl.maximum(low, block * SUPER), tl.minimum(high, (block + 1) * SUPER),
+                        first, scale, shift,
                         HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
                     )  # fmt: skip
-        else:
-            total = add_columns(
-                total, keys, segments, solved, head, tokens, i_start, low, high, first,
-                scale, shift, HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
-            )  # fmt: skip
-        own = (part * tl.num_programs(1) + head) * SUPER + i_start - start + tl.arange(0, ROWS)
-        tl.store(sums + own[:, None] * STEP + channel[None, :], total)
+                if SCALED and first_block <= last_block:
+                    last_solved = first_block if BACKWARD else last_block
+                    total *= tl.load(own_sizes + last_solved * STEP)[None, :]
+            else:
+                total = add_columns(
+                    total, keys, segments, solved, head, tokens, i_start, low, high, first,
+                    scale, shift, HAS_SEGMENTS, ROWS, COLUMNS, KEY_WIDTH, WIDTH, STEP, PRECISION,
+                )  # fmt: skip
+            if has_sums:
+                total += tl.load(own_sums)
+                # No thread may write sums that another thread has not read yet.
+                tl.debug_barrier()
+            tl.store(own_sums, total)
 
 
 @triton.jit
 def right_sides(
-    v, valid, sums, batch, n, head, heads, i_start, start, parts, first, s, width,
+    v, valid, sums, batch, n, head, heads, i_start, group, parts, first, s, known, width,
     v_b, v_s, v_n, v_e,
-    HAS_VALID: tl.constexpr, TILE: tl.constexpr, SUPER: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_VALID: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """R_i − P_i of a tile of rows; R is 0 for padding and invalid tokens, which may be NaN."""
@@ -233,11 +359,11 @@ def right_sides(
     if HAS_VALID:
         is_valid = is_valid & (tl.load(valid + batch * s + token, mask=is_valid, other=0) != 0)
     mask = is_valid[:, None] & (channel < width)[None, :]
-    at = v + batch * v_b + n * v_n + token[:, None] * v_s + channel[None, :] * v_e
+    at = v + batch * v_b + n * v_n + (token - known)[:, None] * v_s + channel[None, :] * v_e
     sides = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for part in range(parts):
         sides -= load_rows(
-            sums, part * heads + head, SUPER, i_start - start, TILE, WIDTH, first, STEP
+            sums, part * heads + head, GROUP_ROWS, i_start - group, TILE, WIDTH, first, STEP
         )
     return sides
 
@@ -261,6 +387,7 @@ def substitute(
     solved,
     tile_exponents,
     sizes,
+    ratios,
     rho,
     out,
     d_factor,
@@ -268,8 +395,9 @@ def substitute(
     heads,
     tokens,
     start,
-    past,
-    per_part,
+    group,
+    parts,
+    known,
     width,
     v_b,
     v_s,
@@ -290,17 +418,21 @@ def substitute(
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     SUPER: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Solve the super-block at `start` for a block of channels.
 
+    v, `out` and `rho` begin at token `known`.
+
     y or dv is written to `out` (b, s, n, e), and, divided by powers of two, to `solved`
-    (m, T, STEP) as an operand; the powers are written to `sizes` (m, super-blocks, STEP), and the
-    exponents of those of tiles to `tile_exponents` (m, SUPER / TILE, STEP). With β, ρ is written to
-    `rho` (b, s, n, e) forward. Backward it is read, and `d_factor` (blocks of channels, m, T) gets
-    the part of these channels in dβ = X · ρ.
+    (m, T, STEP) as an operand. The powers are written to `sizes` (m, super-blocks, STEP), those of
+    the super-block before divided by them to `ratios`, and the exponents of those of tiles to
+    `tile_exponents` (m, SUPER / TILE, STEP). With β, ρ is written to `rho` (b, s, n, e) forward.
+    Backward it is read, and `d_factor` (blocks of channels, m, T) gets the part of these channels
+    in dβ = X · ρ.
     """
     head = tl.program_id(1).to(tl.int64)
     b, n = head // heads, head % heads
@@ -312,6 +444,18 @@ def substitute(
         segments += b * 2 * tokens
     tile_exponents += head * (SUPER // TILE) * STEP + channel
     highest = tl.full((WIDTH,), -120.0, tl.float32)
+    largest_before, last_before = highest, highest
+    sizes += head * tl.cdiv(tokens, SUPER) * STEP + channel
+    if SCALED:
+        first_solved, solved_blocks = 0, start // SUPER
+        if BACKWARD:
+            first_solved = start // SUPER + 1
+            solved_blocks = tl.cdiv(tokens, SUPER) - first_solved
+        for index in range(solved_blocks):
+            # In the order in which they were solved.
+            block = first_solved + (solved_blocks - 1 - index if BACKWARD else index)
+            last_before = tl.log2(tl.load(sizes + block * STEP))
+            largest_before = tl.maximum(largest_before, last_before)
     for index in range(count):
         i_start = start + index * TILE
         low, high = start, i_start
@@ -333,9 +477,9 @@ def substitute(
             else:
                 total += tl.dot(phi_tile, values, input_precision=PRECISION)
         sides = right_sides(
-            v, valid, sums, b, n, head, tl.num_programs(1), i_start, start,
-            tl.cdiv(past, per_part), first, s, width, v_b, v_s, v_n, v_e,
-            HAS_VALID, TILE, SUPER, WIDTH, STEP,
+            v, valid, sums, b, n, head, tl.num_programs(1), i_start, group,
+            parts, first, s, known, width, v_b, v_s, v_n, v_e,
+            HAS_VALID, TILE, GROUP_ROWS, WIDTH, STEP,
         )  # fmt: skip
         sides -= total
         block = load_rows(inverse, head, tokens, i_start, TILE, TILE, 0, TILE)
@@ -359,10 +503,11 @@ def substitute(
         else:
             tl.store(at, result)
         inside = (token < s)[:, None] & (channel < width)[None, :]
-        at = out + b * out_b + n * out_n + token[:, None] * out_s + channel[None, :] * out_e
+        own = (token - known)[:, None]
+        at = out + b * out_b + n * out_n + own * out_s + channel[None, :] * out_e
         tl.store(at, result.to(out.dtype.element_ty), mask=inside)
         if HAS_BETA:
-            at = rho + b * rho_b + n * rho_n + token[:, None] * rho_s + channel[None, :] * rho_e
+            at = rho + b * rho_b + n * rho_n + own * rho_s + channel[None, :] * rho_e
             if BACKWARD:
                 rho_tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 part = d_factor + (tl.program_id(0) * tl.num_programs(1) + head) * tokens
@@ -373,10 +518,11 @@ def substitute(
         tl.debug_barrier()
 
     if SCALED:
-        tl.store(
-            sizes + (head * tl.cdiv(tokens, SUPER) + start // SUPER) * STEP + channel,
-            tl.exp2(highest),
-        )
+        highest = tl.maximum(highest, largest_before - RANGE)
+        block = start // SUPER * STEP
+        tl.store(sizes + block, tl.exp2(highest))
+        ratios += head * tl.cdiv(tokens, SUPER) * STEP + channel
+        tl.store(ratios + block, tl.exp2(last_before - highest))
         for index in range(count):
             row = head * tokens + start + index * TILE + tl.arange(0, TILE)
             at = solved + row[:, None] * STEP + channel[None, :]

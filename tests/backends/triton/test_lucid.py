@@ -1,5 +1,7 @@
 """LUCID's Triton kernels against the definition, in the interpreter."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
@@ -13,7 +15,7 @@ from precondattn_conformance.inputs import CallLayout
 from precondattn_conformance.runner import run_case
 from precondattn_triton.configurations import Configuration, configuration
 from precondattn_triton.lucid import solve
-from precondattn_triton.lucid.plan import plan_of, super_block_of
+from precondattn_triton.lucid.plan import plan_of, super_block_of, update_steps
 from precondattn_triton.lucid.solve import LucidMatrix, LucidSolveKernels
 from tests.backends.triton.tiles import error, small_tiles
 
@@ -215,12 +217,45 @@ def test_segments_that_begin_within_tiles_of_unequal_sizes(inverse, update, dtyp
     check(leaf, x, d_y, frame, BOUNDS[dtype], **tiles)
 
 
-@pytest.mark.parametrize(("processors", "parts"), [(1, 1), (6, 3), (100, 6)])
+@pytest.mark.parametrize(
+    ("processors", "parts"), [(1, [0, 1, 1, 1]), (6, [0, 1, 2, 4]), (100, [0, 2, 2, 4])]
+)
 def test_several_programs_may_share_the_columns_of_a_tile(monkeypatch, processors, parts):
     monkeypatch.setattr(solve, "processors", lambda _: processors)
     leaf, x, d_y, frame = problem(100, b=1, n=1, dtype=torch.bfloat16, beta=True)
     with small_tiles():
-        assert LucidMatrix(leaf, x, frame, backward=False)._parts()[0] == parts
+        matrix = LucidMatrix(leaf, x, frame, backward=False)
+    steps = update_steps(matrix.plan.tokens, matrix.plan.super_block, backward=False)
+    assert [matrix._parts(step)[0] for step in steps] == parts
+    check(leaf, x, d_y, frame, BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("clustered", marks=pytest.mark.slow),
+        "equal",
+        "zero",
+        "padding",
+        "sizes",
+    ],
+)
+def test_sums_of_keys_over_later_super_blocks(monkeypatch, case):
+    """`update` sums them in launches of a group of super-blocks, and in one within a group."""
+    monkeypatch.setattr(solve, "processors", lambda _: 1)
+    t = 197 if case == "clustered" else 67
+    keys = case if case in ("equal", "zero") else "clustered"
+    options = {"lengths": (44,)} if case == "padding" else {}
+    leaf, x, d_y, frame = problem(t, b=1, n=1, dtype=torch.bfloat16, keys=keys, **options)
+    if case == "sizes":
+        x["v"] *= torch.where(torch.arange(16) % 2 == 0, 1e-6, 1e6).bfloat16()
+        d_y *= torch.where(torch.arange(t) < 40, 1e-5, 1e5)[:, None, None].bfloat16()
+    with small_tiles():
+        matrix = LucidMatrix(leaf, x, frame, backward=True)
+        y = LucidSolveKernels().forward(leaf, x, frame)[0]
+        sums = matrix.solve(d_y, torch.empty_like(d_y), None, y).keys
+    assert sums is not None
+    assert matrix.plan.super_block == (48 if case == "clustered" else 32)
     check(leaf, x, d_y, frame, BOUNDS[torch.bfloat16])
 
 
@@ -262,11 +297,11 @@ def test_results_that_shrink_from_one_super_block_to_the_next_keep_their_digits(
 
 @pytest.mark.parametrize(
     ("tokens", "size"),
-    [(256, 256), (512, 512), (1024, 1024), (2048, 1024), (4096, 1024), (8192, 2048),
-     (16384, 2048), (32768, 4096), (131072, 8192)],
+    [(256, 256), (512, 512), (1024, 1024), (2048, 1024), (4096, 1024), (8192, 1536),
+     (16384, 2048), (32768, 3072), (131072, 6144)],
 )  # fmt: skip
 def test_super_blocks_grow_with_the_square_root_of_the_number_of_tokens(tokens, size):
-    assert super_block_of(tokens, 1024) == size
+    assert super_block_of(tokens, 1024, 128) == size
 
 
 class Launched:
@@ -279,10 +314,17 @@ class Launched:
         return lambda *_, **__: self.launches.append((self.name, grid))
 
 
-@pytest.mark.parametrize(("tokens", "super_blocks"), [(1024, 1), (8192, 4), (32768, 8)])
-def test_launches_of_a_solve(monkeypatch, tokens, super_blocks):
-    """Two for each super-block, one for the keys and one for all inverses; one for dk."""
-    launches = []
+@pytest.mark.parametrize(
+    ("tokens", "updated_rows"),
+    [(1024, [1024]), (8192, [4608, 1536, 1536, 3584, 1536, 512]),
+     (32768, [6144, 3072, *2 * (9216, 3072, 3072), 8192, 3072, 2048])],
+)  # fmt: skip
+def test_launches_of_a_solve(monkeypatch, tokens, updated_rows):
+    """Two for each super-block, one for the keys and one for all inverses; one for dk.
+
+    The first `update` of a group is for the rows of all its super-blocks, up to three.
+    """
+    launches, super_blocks = [], len(updated_rows)
     for module, name in (
         (solve.lucid_prepare, "normalize_keys"),
         (solve.lucid_inverse, "invert_blocks"),
@@ -301,8 +343,8 @@ def test_launches_of_a_solve(monkeypatch, tokens, super_blocks):
     assert [name for name, _ in launches] == [*names, *names, "key_gradient"]
     rows = configuration("lucid_update", 128, half=True).rows
     updates = [grid for name, grid in forward if name == "update"]
-    assert {grid[0] for grid in updates} == {tokens // super_blocks // rows}
     assert [grid[2] for grid in updates] == [1] + (super_blocks - 1) * [2]
+    assert [grid[0] * rows for grid in updates] == updated_rows
 
 
 @pytest.mark.thorough
@@ -340,6 +382,59 @@ def test_the_order_of_the_programs_does_not_matter():
             result = LucidSolveKernels().backward(leaf, x, frame, y, residuals, d_y)
         results.append((y, *result.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def extended(mechanism, x, splits, dtype, backend, valid=None, lengths=None):
+    """The outputs after extending an empty cache by the tokens between splits, and the cache."""
+    x = {name: array.to(dtype) for name, array in x.items()}
+    has_mask = {} if valid is None else {"key_mask": True}
+    cache, outs = mechanism.init_cache(**x, capacity=splits[-1] + 3, **has_mask), []
+    for low, high in itertools.pairwise((0, *splits)):
+        masks = {} if valid is None else {"key_mask": valid[:, low:high]}
+        if lengths is not None:
+            masks["lengths"] = (lengths - low).clamp(0, high - low)
+        new = {name: array[:, low:high] for name, array in x.items()}
+        out, cache = mechanism.extend(cache, **new, **masks, backend=backend)
+        outs.append(out)
+    return torch.cat(outs, dim=1), cache
+
+
+@pytest.mark.parametrize(
+    ("dtype", "splits", "case"),
+    [
+        (torch.float32, (20, 57), "plain"),
+        (torch.bfloat16, (37, 57, 160), "plain"),
+        (torch.float16, (16, 50), "masked"),
+        (torch.bfloat16, (40, 75), "masked"),
+        (torch.float32, (33, 50), "lengths"),
+        (torch.bfloat16, (33, 50), "solve"),
+    ],
+)
+def test_many_new_tokens_after_a_cache(dtype, splits, case):
+    torch.manual_seed(0)
+    t, backend, mechanism = splits[-1], ["triton", "torch"], pa.Lucid()
+    widths = {"q": (4, 8), "k": (2, 8), "v": (2, 16)}
+    x = {name: torch.randn(2, t, *width) for name, width in widths.items()}
+    x["k"] = 0.3 * x["k"] + torch.randn(2, 1, 2, 8)
+    masks = {}
+    if case == "masked":
+        masks["valid"] = torch.rand(2, t) > 0.2
+        masks["valid"][1, :20] = False
+        for name in ("k", "v"):
+            x[name][~masks["valid"]] = torch.nan
+    if case == "lengths":
+        masks["lengths"] = torch.tensor([50, 21])
+    if case == "solve":
+        del x["q"]
+        x["lucid_beta"] = 2 * torch.rand(2, t, 2)
+        backend, mechanism = "triton", pa.LucidSolve(beta=True)
+    expected, cache = extended(mechanism, x, splits, torch.float64, "reference", **masks)
+    with small_tiles():
+        result, found = extended(mechanism, x, splits, dtype, backend, **masks)
+    assert error(result, expected) < BOUNDS[dtype]
+    for name, buffer in cache.store.items():
+        is_written = buffer.isfinite() & (buffer != 0)
+        assert error(found.store[name][is_written], buffer[is_written]) < BOUNDS[dtype], name
 
 
 @pytest.mark.parametrize("masked_token", [2, 5])
