@@ -1,14 +1,15 @@
 """CCQ's query with the covariance of all keys so far, without a backbone: arrays and launches.
 
-    lengths of q, lengths of k and k̄ (`row_lengths.py`) → moments of k̄ before every chunk
-    (`moments.py`, or a backbone's pass over the same keys) → q^c (`contraction.py`)
+    lengths of k and k̄ (`row_lengths.py`) → moments of k̄ before every chunk (`moments.py`, or a
+    backbone's pass over the same keys) → lengths of q, q^c (`contraction.py`)
 
 and backward, with the moments recomputed,
 
-    → dq, dλ (`contraction_gradient.py`) → gradients of the moments, dk (`moments_gradient.py`).
+    → lengths of q, dq, dλ (`contraction_gradient.py`) → gradients of the moments, dk
+    (`moments_gradient.py`).
 
-Four launches forward and six backward, two of them for the lengths; PyTorch computes no norm and no
-product. 4 d² + 4 C d FLOPs per token and head forward, and 10 d² + 14 C d backward.
+Three launches forward and five backward; PyTorch computes no norm and no product. 4 d² + 4 C d
+FLOPs per token and head forward, and 10 d² + 14 C d backward.
 """
 
 from __future__ import annotations
@@ -73,32 +74,20 @@ class Conditioned:
             valid = valid.expand(b, s).contiguous().view(torch.uint8)
         call.arguments |= {"valid": valid, "contraction": x["contraction"]}
         call.arguments |= strides("l", x["contraction"], "bth")
-        self.least = math.sqrt(eps)
         self.unit = torch.empty((b, s, n, d), dtype=k.dtype, device=k.device)
         """k̄"""
-        of_queries = {"x": stream.q, **strides("x", stream.q, "bmtrc"), "unit": None}
-        call.arguments["q_scale"] = self._inverse_lengths(of_queries, call.t, call.r)
-        of_keys = {"x": k, **strides("x", k[:, :, :, None], "bmtrc"), "unit": self.unit}
-        call.arguments["k_scale"] = self._inverse_lengths(of_keys, s, 1)
+        call.arguments |= {"least": math.sqrt(eps), "k_scale": call.empty(b * n, call.tokens)}
+        call.launch(
+            row_lengths.unit_keys,
+            "row_lengths",
+            (call.count, b * n),
+            x=k,
+            inverse=call.arguments["k_scale"],
+            unit=self.unit,
+            **strides("x", k, "bmsd"),
+        )
         unit = self.unit.transpose(1, 2)
         call.arguments |= {"k": unit, **strides("k", unit, "bmsd")}
-
-    def _inverse_lengths(self, x: Arguments, count: int, rows: int) -> Tensor:
-        call = self.call
-        inverse = call.empty(call.b * call.m * rows, call.tokens)
-        call.launch(
-            row_lengths.inverse_lengths,
-            "row_lengths",
-            (call.count, call.b * call.m * rows),
-            **x,
-            inverse=inverse,
-            queries=rows,
-            count=count,
-            missing=call.s - count,
-            width=call.d,
-            least=self.least,
-        )
-        return inverse
 
     def _allocate_moments(self) -> dict[str, Tensor]:
         """Allocate moments in the dtype of factors (m, chunks, d, d), sums and counts."""
@@ -149,7 +138,7 @@ class Conditioned:
         heads, (b, t, m, r, d) = call.b * call.m, (call.b, call.t, call.m, call.r, call.d)
         d_o = queries_of_states(d_o, m)
         call.arguments |= {"d_o": d_o, **strides("o", d_o, "bmtre")}
-        for name in ("weight", "mean_q", "mean_h"):
+        for name in ("q_scale", "weight", "mean_q", "mean_h"):
             call.arguments[name] = call.empty(heads * r, call.tokens)
         d_q = call.empty(b, t, m, r, d, dtype=self.unit.dtype)
         d_contraction = call.empty(b, t, m, r)

@@ -8,8 +8,9 @@ are scaled to length 1 once, for both. Nothing else can be shared: the scores wi
 between q̄ and q^c; only the delta rule needs K Kᵀ; and backward, the gradients of the states are
 computed from q^c and W, those of the moments from q̄.
 
-A backbone with a gate per key channel reads decayed keys instead: then the query has a separate
-pass. The same holds when a cache is extended.
+A backbone with a gate per key channel reads q^c in its first launch, so that forward the query has
+a separate pass, before it. Backward q^c is known, and the pass is shared: a second tile, of keys
+without a decay, is the factor of the moments. When a cache is extended, the passes are separate.
 """
 
 from __future__ import annotations
@@ -126,11 +127,8 @@ class ConditionedRead:
 
     def forward(self, group: Piece, x: Tensors, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output; the residual is q^c."""
-        q = x[_wiring(group).query["q"]]
-        contracted = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        both = _Both(group, x, frame, contracted)
-        both.query.contract(contracted)
-        return rows_of_states(read(both.call)), (contracted,)
+        both = _Both(group, x, frame)
+        return rows_of_states(read(both.call)), (both.contracted,)
 
     def backward(
         self,
@@ -143,9 +141,8 @@ class ConditionedRead:
     ) -> dict[str, Tensor]:
         """The gradients of all inputs, in their dtypes."""
         wires, (contracted,) = _wiring(group), residuals
-        both = _Both(group, x, frame, contracted)
-        d_o = queries_of_states(cotangent.to(both.stream.v.dtype), both.call.m)
-        d = gradients(both.call, both.stream, d_o, torch.zeros_like(both.state))
+        both = _Both(group, x, frame, contracted, cotangent)
+        d = gradients(both.call, both.stream, torch.zeros_like(both.state))
         of_backbone = gradients_of(both.leaf, both.inputs, d.stream, frame)
         d_contracted, d_k = of_backbone.pop("q"), of_backbone.pop("k").contiguous()
         more = KeyGradients(unit=d_k) if wires.reads_unit_keys else KeyGradients(raw=d_k)
@@ -162,33 +159,51 @@ class ConditionedRead:
 
 
 class _Both:
-    """A call of query and backbone, with its states and moments computed."""
+    """A call of query and backbone, with its states and moments computed, and q^c unless given."""
 
-    def __init__(self, group: Piece, x: Tensors, frame: Frame, contracted: Tensor) -> None:
+    def __init__(
+        self,
+        group: Piece,
+        x: Tensors,
+        frame: Frame,
+        contracted: Tensor | None = None,
+        cotangent: Tensor | None = None,
+    ) -> None:
         wires, first, backbone = _wiring(group), group.program.leaves[0], group.program.leaves[-1]
         assert isinstance(first, ConditionedQuery)
         assert isinstance(backbone, LinearFamily)
         self.leaf = backbone
         of_query = {leaf_name: x[name] for leaf_name, name in wires.query.items()}
         of_backbone = {leaf_name: x[name] for leaf_name, name in wires.backbone.items()}
-        k, v = of_query["k"], of_backbone["v"]
-        shares = k.dtype in SHARING
+        q, k, v = of_query["q"], of_query["k"], of_backbone["v"]
+        is_given, is_by_channel = contracted is not None, backbone.declares.gate == "channel"
+        shares = k.dtype in SHARING and (is_given or not is_by_channel)
         chunk = None
         if shares:
-            chunk = tokens_of_chunk("chunk_states", k.shape[3], v.shape[3], is_half(k.dtype), k)
+            name = "channel_gates" if is_by_channel else "chunk_states"
+            chunk = tokens_of_chunk(name, k.shape[3], v.shape[3], is_half(k.dtype), k)
         self.query = Conditioned(first.eps, of_query, frame, chunk)
+        if contracted is None:
+            contracted = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.contracted = contracted
+        if not shares:
+            self.query.carry()
+            if not is_given:
+                self.query.contract(contracted)
         keys = self.query.unit if wires.reads_unit_keys else k
         self.inputs = {**of_backbone, "q": contracted, "k": keys}
         self.stream: Stream = stream_of(self.leaf, self.inputs, frame)
         self.state = self.leaf.zero_state(self.inputs)["state"]
         form = form_of(self.leaf, self.inputs, frame)
         self.call: ChunkCall = form.call(self.stream, self.state)
-        prepare(self.call, self.stream)
-        if shares:
-            carry(self.call, self.query.moment_arguments(wires.reads_unit_keys))
-        else:
-            carry(self.call)
-            self.query.carry()
+        d_o = None
+        if cotangent is not None:
+            d_o = queries_of_states(cotangent.to(self.stream.v.dtype), self.call.m)
+        prepare(self.call, self.stream, d_o)
+        has_unit_keys = wires.reads_unit_keys or is_by_channel
+        carry(self.call, self.query.moment_arguments(has_unit_keys) if shares else None)
+        if shares and not is_given:
+            self.query.contract(contracted)
 
 
 def _wiring(group: Piece) -> ConditionedWiring:

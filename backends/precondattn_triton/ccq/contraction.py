@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precondattn_triton.ccq.row_lengths import inverse_length, no_squares, with_squares
 from precondattn_triton.recurrence.chunk_tiles import head_of, pairs_of, product, store_tokens
 from precondattn_triton.recurrence.moments import counted
 from precondattn_triton.tiles import load_rows, load_tokens
@@ -49,7 +50,6 @@ def contract(
     q,
     k,
     contraction,
-    q_scale,
     valid,
     gates,
     reading,
@@ -63,6 +63,7 @@ def contract(
     t,
     tokens,
     d,
+    least,
     q_b,
     q_m,
     q_t,
@@ -80,7 +81,10 @@ def contract(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write q^c of one query per token to `o` (b, t, m, r, d). k has rows of length 1, q any."""
+    """Write q^c of one query per token to `o` (b, t, m, r, d). k has rows of length 1, q any.
+
+    `least` is √ε of the lengths.
+    """
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     chunk = tl.program_id(0)
@@ -91,6 +95,7 @@ def contract(
     contracted = tl.zeros((CHUNK, WIDTH), tl.float32)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     with_sums = tl.zeros((CHUNK,), tl.float32)
+    size, square = no_squares(least, CHUNK)
     for c in range(0, WIDTH, KEYS):
         query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
@@ -99,7 +104,8 @@ def contract(
         contracted += product(query_rows, moment, PRECISION)
         sum_of = tl.load(sums + at * WIDTH + c + tl.arange(0, KEYS))
         with_sums += tl.sum(query_rows.to(tl.float32) * sum_of[None, :], axis=1)
-    scale = tl.load(q_scale + query * tokens + start + position)
+        size, square = with_squares(size, square, query_rows)
+    scale = inverse_length(size, square)
     is_counted = counted(valid, head, heads, start, s, CHUNK)
     decay, reads, number = decay_and_counts(
         gates, reading, counts, is_counted, head, tokens, start, CHUNK

@@ -5,8 +5,8 @@ With g = dq^c, and Σ symmetric,
     dλ = −q̄·(Σ g),    dq̄ = g − λ Σ g,    dq = (dq̄ − q̄ (q̄·dq̄)) / ‖q‖,
 
 with Σ g computed like Σ q̄ in `contraction.py`. The gradient of keys needs, for each token, the
-factor −λ / n of g in h / n, and the means μ·q̄ and μ·h / n (`moments_gradient.py`). Grid: one
-program per chunk of one query head. 2 d² + 6 C d FLOPs per token.
+factor −λ / n of g in h / n, the means μ·q̄ and μ·h / n, and 1 / ‖q‖ (`moments_gradient.py`). Grid:
+one program per chunk of one query head. 2 d² + 6 C d FLOPs per token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.ccq.contraction import centred, decay_and_counts
+from precondattn_triton.ccq.row_lengths import inverse_length, no_squares, with_squares
 from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_tokens
 from precondattn_triton.recurrence.moments import counted
 from precondattn_triton.tiles import load_rows, load_tokens
@@ -26,7 +27,6 @@ def contract_back(
     k,
     contraction,
     d_o,
-    q_scale,
     valid,
     gates,
     reading,
@@ -35,6 +35,7 @@ def contract_back(
     counts,
     d_q,
     d_contraction,
+    q_scale,
     weight,
     mean_q,
     mean_h,
@@ -44,6 +45,7 @@ def contract_back(
     t,
     tokens,
     d,
+    least,
     q_b,
     q_m,
     q_t,
@@ -66,7 +68,7 @@ def contract_back(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write `d_q` (b, t, m, r, d), `d_contraction` (b, t, m, r), and three numbers (m r, T)."""
+    """Write `d_q` (b, t, m, r, d), `d_contraction` (b, t, m, r), and four numbers (m r, T)."""
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     chunk = tl.program_id(0)
@@ -80,12 +82,14 @@ def contract_back(
     query_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     with_sums = tl.zeros((CHUNK,), tl.float32)
     query_with_sums = tl.zeros((CHUNK,), tl.float32)
+    size, square = no_squares(least, CHUNK)
     for c in range(0, WIDTH, KEYS):
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
         sum_of = tl.load(sums + at * WIDTH + c + tl.arange(0, KEYS))
         rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS)
         query_pairs += product(rows, tl.trans(keys), PRECISION)
         query_with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
+        size, square = with_squares(size, square, rows)
         rows = load_tokens(d_o, start - s + t, c, t, d, o_t, o_e, CHUNK, KEYS)
         pairs += product(rows, tl.trans(keys), PRECISION)
         with_sums += tl.sum(rows.to(tl.float32) * sum_of[None, :], axis=1)
@@ -96,7 +100,8 @@ def contract_back(
         gates, reading, counts, is_counted, head, tokens, start, CHUNK
     )
     numbers = query * tokens + start + position
-    scale = tl.load(q_scale + numbers)
+    scale = inverse_length(size, square)
+    tl.store(q_scale + numbers, scale)
     token = start - s + t + position.to(tl.int64)
     is_present = (token >= 0) & (token < t)
     strength = contraction + head // heads * l_b + (head % heads * queries + row) * l_h

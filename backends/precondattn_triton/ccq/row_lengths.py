@@ -3,9 +3,10 @@
     n = √(‖x‖² + ε),    x̄ = x / n
 
 A row is divided by its largest magnitude, or by √ε if that is larger, before it is squared, so that
-no square overflows or underflows. Queries are not copied; they are divided by their lengths when
-they are used. Keys of length 1 are stored, since several kernels read them. Grid: one program per
-chunk of one head or query head.
+no square overflows or underflows. Keys of length 1 are stored, since several kernels read them
+(`unit_keys`). Queries are not copied: the kernel that reads them adds up their squares, a block of
+channels at a time (`with_squares`), and divides by their lengths what it computed from them. Grid
+of `unit_keys`: one program per chunk of one head.
 """
 
 from __future__ import annotations
@@ -21,42 +22,65 @@ SHORTEST = tl.constexpr(1e-37)
 
 
 @triton.jit
-def inverse_lengths(
+def no_squares(least, ROWS: tl.constexpr):
+    """The largest magnitude and the sum of squares of rows of which no channel was read.
+
+    `least` is √ε, a channel that every row has.
+    """
+    return tl.zeros((ROWS,), tl.float32) + least, tl.full((ROWS,), 1.0, tl.float32)
+
+
+@triton.jit
+def with_squares(size, square, rows):
+    """The same, with more channels of the rows; squares are relative to the largest magnitude."""
+    rows = rows.to(tl.float32)
+    larger = tl.maximum(size, tl.max(tl.abs(rows), axis=1))
+    divisor = tl.where(larger > 0, larger, 1.0)
+    scaled = rows / divisor[:, None]
+    shrink = size / divisor
+    return larger, square * shrink * shrink + tl.sum(scaled * scaled, axis=1)
+
+
+@triton.jit
+def length_of(size, square):
+    """n, as a product of two numbers. A row of zeros has n = √ε, or n = 1 if ε = 0."""
+    return tl.where(size > 0, size, 1.0), tl.sqrt(tl.where(square > 0, square, 1.0))
+
+
+@triton.jit
+def inverse_length(size, square):
+    """1 / n."""
+    size, root = length_of(size, square)
+    return 1.0 / tl.maximum(size * root, SHORTEST)
+
+
+@triton.jit
+def unit_keys(
     x,
     inverse,
     unit,
     heads,
-    queries,
     tokens,
-    count,
-    missing,
-    width,
+    s,
+    d,
     least,
     x_b,
     x_m,
-    x_t,
-    x_r,
-    x_c,
+    x_s,
+    x_d,
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write 1 / n to `inverse` (m r, T), and x̄ to `unit` (b, count, m, w) if not None; then r = 1.
-
-    x (b, m, count, r, w) has the last `count` tokens; `missing` tokens precede them. `least` is √ε.
-    A row of zeros has n = √ε, or n = 1 if ε = 0.
-    """
-    query = tl.program_id(1).to(tl.int64)
-    head, row = query // queries, query % queries
+    """Write 1 / n of the keys x (b, m, s, d) to `inverse` (m, T), and x̄ to `unit` (b, s, m, d)."""
+    head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    x = head_of(x, head, heads, x_b, x_m, 1) + row * x_r
-    rows = load_tokens(x, start - missing, 0, count, width, x_t, x_c, CHUNK, WIDTH).to(tl.float32)
-    size = tl.maximum(tl.max(tl.abs(rows), axis=1), least)
-    size = tl.where(size > 0, size, 1.0)
-    scaled = rows / size[:, None]
-    square = tl.sum(scaled * scaled, axis=1) + (least / size) * (least / size)
-    root = tl.sqrt(tl.where(square > 0, square, 1.0))
-    at = query * tokens + start + tl.arange(0, CHUNK)
-    tl.store(inverse + at, 1.0 / tl.maximum(size * root, SHORTEST))
-    if unit is not None:
-        unit += (head // heads * count * heads + head % heads) * width
-        store_tokens(unit, start, 0, count, width, heads * width, scaled / root[:, None])
+    x = head_of(x, head, heads, x_b, x_m, 1)
+    rows = load_tokens(x, start, 0, s, d, x_s, x_d, CHUNK, WIDTH).to(tl.float32)
+    size, square = no_squares(least, CHUNK)
+    size, square = with_squares(size, square, rows)
+    at = head * tokens + start + tl.arange(0, CHUNK)
+    tl.store(inverse + at, inverse_length(size, square))
+    size, root = length_of(size, square)
+    unit += (head // heads * s * heads + head % heads) * d
+    rows = rows / size[:, None] / root[:, None]
+    store_tokens(unit, start, 0, s, d, heads * d, rows)

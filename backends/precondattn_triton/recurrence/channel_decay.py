@@ -2,22 +2,31 @@
 
     F(A, x, y) = Σ_{i≥j,c} A_ij x_ic y_jc D_ijc,    D_ijc = e^{g_{j+1,c} + … + g_ic}.
 
-D differs between the channels of a product, and cannot be applied to the product. So a chunk is
-divided into sub-chunks of 16 tokens. Between tokens of different sub-chunks, D factors at a border
-m between them,
+D differs between the channels of a product, and cannot be applied to the product. So the pairs of
+different tokens are divided among the halvings of the chunk: those of level l are in the two halves
+of one block of 2^(l+1) tokens. Relative to the middle of the block, D is a product,
 
-    D_ijc = e^{g_mc + … + g_ic} e^{g_{j+1,c} + … + g_{m−1,c}}    (j < m ≤ i),
+    D_ijc = f_ic f_jc,    f = e^{E g},
 
-with both exponents ≤ 0, and F is a product of matrices. Within a sub-chunk, D is applied directly,
-for one token j at a time. As in `chunk_tiles.py`, every exponent is a sum of gates, never a
-difference.
+with E_it = 1 where gate t is between token i and the middle, and otherwise 0. As in
+`chunk_tiles.py`, every exponent is a sum of gates, never a difference, and none is positive. A
+token is either in the second half of its block, as i, or in the first, as j. One tile serves both:
 
-`channel_scores` computes the derivative of F with respect to A, the scores of x and y;
-`channel_gradient` computes those with respect to x, y and g. The gate of token t in sub-chunk a
-affects the pairs j < t ≤ i: both in a, or j before a (i in a or after it), or i after a and j in a.
+    z = f ∘ x  (second half),  f ∘ y  (first half).
 
-Here x (b, m, t, r, w) is like queries and y (b, m, s, w) like keys, with any strides; all else is
-workspace. A token costs 16 exponentials per channel, 32 if the gradient is computed.
+All blocks of a level are one product of the chunk, in which the other pairs are masked: the scores
+of x and y, dF/dA, are those of z zᵀ. With B the part of A + Aᵀ between the halves, and p = B z,
+
+    dF/dx = f ∘ p  (second half),    dF/dy = f ∘ p  (first half),    dF/dg = Eᵀ (p ∘ z),
+
+because a pair's part of F is also its part of the gradient of every gate between its tokens. A
+chunk of C tokens has log₂ C levels, and a token with itself has D = 1.
+
+Here x (b, m, t, r, w) is like queries and y (b, m, s, w) like keys, with any strides; so are the
+gates g (b, m, s, w). All else is workspace. With the delta rule, the keys that are erased are a
+second x, whose z is another tile of the same f. For a token and channel, a level takes one
+exponential and 2 C FLOPs for each z, forward and backward, and twice that for E g and for
+Eᵀ (p ∘ z), whose rows are sums of two numbers in bfloat16 (`sums_over`).
 """
 
 from __future__ import annotations
@@ -25,61 +34,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import head_of, store_rows
+from precondattn_triton.recurrence.chunk_tiles import as_factor, head_of, product, store_rows
+from precondattn_triton.recurrence.gate_sums import LOWEST
 from precondattn_triton.tiles import load_rows, load_tokens
 
-SUB = tl.constexpr(16)
-"""Tokens of a sub-chunk."""
-
 
 @triton.jit
-def decay_since(
-    gates, head, tokens, start, low, first,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+def channel_gates_of(
+    g, head, heads, start, first, s, width, g_b, g_m, g_s, g_c,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """e^{g_low + … + g_i} for rows i ≥ low of a tile that begins at `start`, 0 in the others."""
-    is_after = (tl.arange(0, ROWS) >= low)[:, None]
-    loaded = load_rows(gates, head, tokens, start, ROWS, WIDTH, first, STEP)
-    total = tl.cumsum(tl.where(is_after, loaded, 0.0), axis=0)
-    return tl.where(is_after, tl.exp(total), 0.0)
+    """The gates of a chunk (CHUNK, BLOCK) in float32; 0 outside the sequence."""
+    g = head_of(g, head, heads, g_b, g_m, 1)
+    gates = load_tokens(g, start, first, s, width, g_s, g_c, CHUNK, BLOCK).to(tl.float32)
+    return tl.maximum(gates, LOWEST)
 
 
 @triton.jit
-def decay_until(
-    gates, head, tokens, start, high, first,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """e^{g_{j+1} + … + g_{high−1}} for rows j < high of a tile, 0 in the others."""
-    row = tl.arange(0, ROWS)
-    at = (head * tokens + start).to(tl.int64) + row + 1
-    at = gates + at[:, None] * STEP + first + tl.arange(0, WIDTH)[None, :]
-    following = tl.load(at, mask=(row + 1 < high)[:, None], other=0.0)
-    total = tl.cumsum(following, axis=0, reverse=True)
-    return tl.where((row < high)[:, None], tl.exp(total), 0.0)
+def is_second_half(token, level):
+    """Whether a token is in the second half of its block."""
+    return ((token >> level) & 1) == 1
 
 
 @triton.jit
-def gates_after(gates, head, tokens, start, j, first, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """The gates of token j + 1 of the sub-chunk that begins at `start`; 0 after its last token."""
-    at = (head * tokens + start).to(tl.int64) + j + 1
-    channel = first + tl.arange(0, WIDTH)
-    return tl.load(gates + at * STEP + channel, mask=(channel >= 0) & (j + 1 < SUB), other=0.0)
+def between(token, gate, level):
+    """E of a level: whether a gate is between a token and the middle of its block.
+
+    A comparison with bounds of each token, which depend on the level: masks that do not depend on
+    it would be computed once, and occupy registers.
+    """
+    half, is_second = token >> level, is_second_half(token, level)
+    first = tl.where(is_second, half << level, token + 1)
+    last = tl.where(is_second, token, ((half + 1) << level) - 1)
+    return (first <= gate) & (gate <= last)
 
 
 @triton.jit
-def one_token(y, token, first, s, width, y_s, y_c, WIDTH: tl.constexpr):
-    """A block of channels of one token of y, in float32."""
-    channel = (first + tl.arange(0, WIDTH)).to(tl.int64)
-    is_present = (channel < width) & (token < s)
-    return tl.load(y + token * y_s + channel * y_c, mask=is_present, other=0.0).to(tl.float32)
+def sums_over(which, rows, SPLIT: tl.constexpr, EXACT: tl.constexpr):
+    """E rows, of E (CHUNK, CHUNK) and rows in float32 (CHUNK, BLOCK).
+
+    E has no digits to round. If SPLIT, a row is the sum of two numbers in bfloat16.
+    """
+    if SPLIT:
+        which = which.to(tl.bfloat16)
+        high = rows.to(tl.bfloat16)
+        low = (rows - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(which, high, tl.dot(which, low))
+    return tl.dot(which.to(tl.float32), rows, input_precision=EXACT)
+
+
+@triton.jit
+def rounded_like(rows, like, ROUNDED: tl.constexpr):
+    """Rows in float32; if ROUNDED, in the dtype of `like`."""
+    return as_factor(rows, like) if ROUNDED else rows
 
 
 @triton.jit
 def channel_scores(
     x,
     y,
-    gates,
+    erase,
+    g,
     scores,
+    among,
+    decayed_x,
+    decayed_y,
+    reading,
+    writing,
+    total,
     heads,
     queries,
     s,
@@ -98,55 +120,130 @@ def channel_scores(
     y_s,
     y_c,
     y_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
+    g_b,
+    g_m,
+    g_s,
+    g_c,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
     GATE_STEP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Write s dF/dA of one x per token to `scores` (m r, T, CHUNK), 0 above the diagonal.
 
-    Grid: one program per sub-chunk, whose rows it computes, and per query of each token.
+    `among` (m, T, CHUNK), if not None, gets stril(D ∘ E yᵀ) with the keys E that are erased:
+    `erase`, or y if that is None. `decayed_x` (m r, T, GATE_STEP), if not None, gets reading ∘ x,
+    and `decayed_y` (m, T, GATE_STEP) writing ∘ y; `total` (m, chunks, GATE_STEP) is the decay of
+    the chunk. `reading` and `writing` (m, T, GATE_STEP) get the factors, unless they are None. A
+    chunk has 2^LEVELS tokens. Grid: one program per chunk, and per query of each token.
     """
-    SUBS: tl.constexpr = CHUNK // SUB
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
-    start, low = tl.program_id(0) // SUBS * CHUNK, tl.program_id(0) % SUBS * SUB
+    start = tl.program_id(0) * CHUNK
     x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
     y = head_of(y, head, heads, y_b, y_m, y_group)
-    position, column = tl.arange(0, SUB), tl.arange(0, CHUNK)
-    earlier = tl.zeros((SUB, CHUNK), tl.float32)
-    within_sub = tl.zeros((SUB, SUB), tl.float32)
+    if erase is not None:
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if among is not None:
+        erased_pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+    # A program reads its rows anew for every level, from the cache, and makes E once.
+    for level in range(LEVELS):
+        which = between(i, j, level)
+        is_second = is_second_half(i, level)
+        is_pair = tl.where(is_second, (i >> level) - 1, CHUNK) == (j >> level)
+        squares = tl.zeros((CHUNK, CHUNK), tl.float32)
+        if among is not None:
+            erased_squares = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for c in range(0, GATE_STEP, BLOCK):
+            gates = channel_gates_of(
+                g, head, heads, start, c, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
+            )
+            decay = tl.exp(sums_over(which, gates, SPLIT, EXACT))
+            rows = load_tokens(x, start - s + t, c, t, width, x_t, x_c, CHUNK, BLOCK)
+            others = load_tokens(y, start, c, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
+            both = tl.where(is_second, rows.to(tl.float32), others)
+            both = rounded_like(both * decay, y, ROUNDED)
+            squares += product(both, tl.trans(both), PRECISION)
+            if among is not None:
+                both = others
+                if erase is not None:
+                    erased = load_tokens(erase, start, c, s, width, erase_s, erase_d, CHUNK, BLOCK)
+                    both = tl.where(is_second, erased.to(tl.float32), both)
+                both = rounded_like(both * decay, y, ROUNDED)
+                erased_squares += product(both, tl.trans(both), PRECISION)
+        pairs += tl.where(is_pair, squares, 0.0)
+        if among is not None:
+            erased_pairs += tl.where(is_pair, erased_squares, 0.0)
+    if among is not None and row == 0:
+        store_rows(among, head, tokens, start, 0, erased_pairs, CHUNK)
+    own = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, GATE_STEP, BLOCK):
-        x_rows = load_tokens(x, start + low - s + t, c, t, width, x_t, x_c, SUB, BLOCK)
-        x_rows = x_rows.to(tl.float32)
-        since = decay_since(gates, head, tokens, start + low, 0, c, SUB, BLOCK, GATE_STEP)
-        until = decay_until(gates, head, tokens, start, low, c, CHUNK, BLOCK, GATE_STEP)
+        rows = load_tokens(x, start - s + t, c, t, width, x_t, x_c, CHUNK, BLOCK).to(tl.float32)
         others = load_tokens(y, start, c, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
-        decayed = tl.trans(others * until)
-        earlier += tl.dot(x_rows * since, decayed, input_precision=PRECISION)
-        exponent = tl.zeros((SUB, BLOCK), tl.float32)
-        for back in range(SUB):
-            j = SUB - 1 - back
-            following = gates_after(gates, head, tokens, start + low, j, c, BLOCK, GATE_STEP)
-            exponent += tl.where((position > j)[:, None], following[None, :], 0.0)
-            other = one_token(y, start + low + j, c, s, width, y_s, y_c, BLOCK)
-            products = tl.sum(x_rows * tl.exp(exponent) * other[None, :], axis=1)
-            is_pair = (position[None, :] == j) & (position[:, None] >= j)
-            within_sub += tl.where(is_pair, products[:, None], 0.0)
-    rows = (query * tokens + start + low + position)[:, None] * CHUNK
-    outside = (column < low) | (column >= low + SUB)
-    tl.store(scores + rows + column[None, :], earlier * scale, mask=outside[None, :])
-    tl.store(scores + rows + low + position[None, :], within_sub * scale)
+        own += tl.sum(rows * others, axis=1)
+        if decayed_x is not None:
+            gates = channel_gates_of(
+                g, head, heads, start, c, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
+            )
+            since = tl.exp(sums_over(j <= i, gates, SPLIT, EXACT))
+            store_rows(decayed_x, query, tokens, start, c, rows * since, GATE_STEP)
+            if row == 0:
+                until = tl.exp(sums_over(j > i, gates, SPLIT, EXACT))
+                store_rows(decayed_y, head, tokens, start, c, others * until, GATE_STEP)
+                at = (head * (tokens // CHUNK) + tl.program_id(0)) * GATE_STEP + c
+                tl.store(total + at + tl.arange(0, BLOCK), tl.exp(tl.sum(gates, axis=0)))
+                if reading is not None:
+                    store_rows(reading, head, tokens, start, c, since, GATE_STEP)
+                    store_rows(writing, head, tokens, start, c, until, GATE_STEP)
+    pairs = tl.where(i == j, own[:, None], pairs)
+    store_rows(scores, query, tokens, start, 0, pairs * scale, CHUNK)
+
+
+@triton.jit
+def pairs_of_both(array, head, tokens, start, like, CHUNK: tl.constexpr, NARROW: tl.constexpr):
+    """stril(A) + its transpose, a factor, and the diagonal of A (CHUNK, 1), of a chunk."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    a = load_rows(array, head, tokens, start, CHUNK, CHUNK, 0, CHUNK).to(tl.float32)
+    diagonal = tl.sum(tl.where(i == j, a, 0.0), axis=1)
+    a = rounded_like(tl.where(i > j, a, 0.0), like, NARROW)
+    return a + tl.trans(a), diagonal[:, None]
+
+
+@triton.jit
+def reads_of_level(
+    pairs, both, decay, level, like,
+    CHUNK: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """f ∘ p and p ∘ z of a level, from A + Aᵀ and z."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    is_pair = ((i >> level) ^ 1) == (j >> level)
+    square = tl.where(is_pair, pairs, 0.0).to(pairs.dtype)
+    sums = product(square, rounded_like(both, like, NARROW), PRECISION)
+    return sums * decay, sums * both
 
 
 @triton.jit
 def channel_gradient(
     x,
     y,
-    gates,
+    erase,
+    g,
     pairs,
+    erased_pairs,
     d_x,
     d_y,
+    d_erase,
     d_gates,
     heads,
     queries,
@@ -165,87 +262,87 @@ def channel_gradient(
     y_s,
     y_c,
     y_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
+    g_b,
+    g_m,
+    g_s,
+    g_c,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
     GATE_STEP: tl.constexpr,
-    ADDS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Write `d_x` (m r, T, GATE_STEP), and, with x, `d_y` and `d_gates` (m, T, GATE_STEP).
 
-    `pairs` (m r, T, CHUNK) is A. With ADDS, `d_y` and `d_gates` are added to what is stored there.
-    Grid: one program per sub-chunk, block of channels and head.
+    `pairs` (m r, T, CHUNK) is A. With the delta rule, `erased_pairs` (m, T, CHUNK) is the A of the
+    keys that are erased: `erase`, whose gradient is written to `d_erase` (m, T, GATE_STEP), or y if
+    that is None, whose gradient is then the sum of both. Grid: one program per chunk, block of
+    channels and head.
     """
-    SUBS: tl.constexpr = CHUNK // SUB
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
-    part = tl.program_id(0) // BLOCKS
-    start, low = part // SUBS * CHUNK, part % SUBS * SUB
+    start = tl.program_id(0) // BLOCKS * CHUNK
     if x is not None:
         x = head_of(x, head, heads, x_b, x_m, x_group)
     y = head_of(y, head, heads, y_b, y_m, y_group)
-    position, token = tl.arange(0, SUB), tl.arange(0, CHUNK)
-    is_before, is_after = token < low, token >= low + SUB
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     others = load_tokens(y, start, first, s, width, y_s, y_c, CHUNK, BLOCK).to(tl.float32)
-    others *= decay_until(gates, head, tokens, start, low, first, CHUNK, BLOCK, GATE_STEP)
-    since = decay_since(gates, head, tokens, start + low, 0, first, SUB, BLOCK, GATE_STEP)
-    d_y_within = tl.zeros((SUB, BLOCK), tl.float32)
-    d_far = tl.zeros((SUB, BLOCK), tl.float32)
-    d_gate = tl.zeros((SUB, BLOCK), tl.float32)
+    gates = channel_gates_of(
+        g, head, heads, start, first, s, width, g_b, g_m, g_s, g_c, CHUNK, BLOCK
+    )
+    erased = others
+    if erase is not None:
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+        erased = load_tokens(erase, start, first, s, width, erase_s, erase_d, CHUNK, BLOCK)
+        erased = erased.to(tl.float32)
+        d_erased = tl.zeros((CHUNK, BLOCK), tl.float32)
+    d_others = tl.zeros((CHUNK, BLOCK), tl.float32)
+    d_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
         query = head * queries + row
-        a = load_rows(pairs, query, tokens, start + low, SUB, CHUNK, 0, CHUNK)
-        a = tl.where(is_before[None, :], a, 0.0)
-        d_x_rows = tl.dot(a, others, input_precision=PRECISION) * since
+        a, diagonal = pairs_of_both(pairs, query, tokens, start, y, CHUNK, NARROW)
+        d_rows = diagonal * others
+        rows = tl.zeros((CHUNK, BLOCK), tl.float32)
         if x is not None:
-            queries_of = x + row * x_r
             rows = load_tokens(
-                queries_of, start + low - s + t, first, t, width, x_t, x_c, SUB, BLOCK
+                x + row * x_r, start - s + t, first, t, width, x_t, x_c, CHUNK, BLOCK
             ).to(tl.float32)
-            later = load_tokens(
-                queries_of, start - s + t, first, t, width, x_t, x_c, CHUNK, BLOCK
-            ).to(tl.float32)
-            # Pairs across the sub-chunk: each has all gates of the sub-chunk.
-            a = load_rows(pairs, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-            a = tl.where(is_after[:, None] & is_before[None, :], a, 0.0)
-            across = tl.dot(a, others, input_precision=PRECISION) * later
-            across *= decay_since(gates, head, tokens, start, low, first, CHUNK, BLOCK, GATE_STEP)
-            d_gate += tl.sum(across, axis=0)[None, :]
-            d_gate += tl.cumsum(rows * d_x_rows, axis=0, reverse=True)
-            a = load_rows(pairs, query, tokens, start, CHUNK, SUB, low, CHUNK)
-            a = tl.where(is_after[:, None], a, 0.0)
-            later *= decay_since(
-                gates, head, tokens, start, low + SUB, first, CHUNK, BLOCK, GATE_STEP
-            )
-            d_far += tl.dot(tl.trans(a), later, input_precision=PRECISION)
-        exponent = tl.zeros((SUB, BLOCK), tl.float32)
-        for back in range(SUB):
-            j = SUB - 1 - back
-            following = gates_after(gates, head, tokens, start + low, j, first, BLOCK, GATE_STEP)
-            exponent += tl.where((position > j)[:, None], following[None, :], 0.0)
-            at = (query * tokens + start + low + position) * CHUNK + low + j
-            weights = tl.load(pairs + at)[:, None] * tl.exp(exponent)
-            weights = tl.where((position >= j)[:, None], weights, 0.0)
-            other = one_token(y, start + low + j, first, s, width, y_s, y_c, BLOCK)
-            d_x_rows += weights * other[None, :]
+            d_others += diagonal * rows
+        if erased_pairs is not None:
+            # They are read once, with the first query.
+            among, diagonal = pairs_of_both(erased_pairs, head, tokens, start, y, CHUNK, NARROW)
+            among = tl.where(row == 0, among, 0.0).to(among.dtype)
+        for level in range(LEVELS):
+            decay = tl.exp(sums_over(between(i, j, level), gates, SPLIT, EXACT))
+            is_second = is_second_half(i, level)
+            both = tl.where(is_second, rows, others) * decay
+            gradient, crossing = reads_of_level(a, both, decay, level, y, CHUNK, NARROW, PRECISION)
+            d_rows += tl.where(is_second, gradient, 0.0)
             if x is not None:
-                d_pair = rows * weights
-                d_other = tl.sum(d_pair, axis=0)
-                d_y_within += tl.where((position == j)[:, None], d_other[None, :], 0.0)
-                d_pair = tl.where((position > j)[:, None], d_pair * other[None, :], 0.0)
-                crossed = tl.cumsum(d_pair, axis=0, reverse=True)
-                d_gate += tl.where((position > j)[:, None], crossed, 0.0)
-        store_rows(d_x, query, tokens, start + low, first, d_x_rows, GATE_STEP)
+                d_others += tl.where(is_second, 0.0, gradient)
+                if erased_pairs is not None:
+                    both = tl.where(is_second, erased, others) * decay
+                    gradient, crossing_too = reads_of_level(
+                        among, both, decay, level, y, CHUNK, NARROW, PRECISION
+                    )
+                    crossing += crossing_too
+                    if erase is not None:
+                        d_erased += tl.where(is_second, gradient, 0.0)
+                        gradient = tl.where(is_second, 0.0, gradient)
+                    d_others += gradient
+                d_gate += sums_over(between(j, i, level), crossing, SPLIT, EXACT)
+        store_rows(d_x, query, tokens, start, first, d_rows, GATE_STEP)
+    if erase is not None:
+        store_rows(d_erase, head, tokens, start, first, d_erased, GATE_STEP)
     if x is not None:
-        d_far *= decay_until(gates, head, tokens, start + low, SUB, first, SUB, BLOCK, GATE_STEP)
-        rows = load_tokens(y, start + low, first, s, width, y_s, y_c, SUB, BLOCK)
-        crossed = rows.to(tl.float32) * d_far
-        d_gate += tl.cumsum(crossed, axis=0) - crossed
-        d_far += d_y_within
-        if ADDS:
-            at = start + low
-            d_far += load_rows(d_y, head, tokens, at, SUB, BLOCK, first, GATE_STEP)
-            d_gate += load_rows(d_gates, head, tokens, at, SUB, BLOCK, first, GATE_STEP)
-        store_rows(d_y, head, tokens, start + low, first, d_far, GATE_STEP)
-        store_rows(d_gates, head, tokens, start + low, first, d_gate, GATE_STEP)
+        store_rows(d_y, head, tokens, start, first, d_others, GATE_STEP)
+        store_rows(d_gates, head, tokens, start, first, d_gate, GATE_STEP)

@@ -19,7 +19,6 @@ from precondattn_triton.tiles import load_rows, load_tokens
 @triton.jit
 def load_channel_factors(
     g,
-    gates,
     reading,
     writing,
     total,
@@ -35,7 +34,7 @@ def load_channel_factors(
     BLOCK: tl.constexpr,
     GATE_STEP: tl.constexpr,
 ):
-    """Write g to `gates`, reading, writing (m, T, w) and total (m, chunks, w)."""
+    """Write reading, writing (m, T, w) and total (m, chunks, w)."""
     BLOCKS: tl.constexpr = GATE_STEP // BLOCK
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
@@ -48,47 +47,10 @@ def load_channel_factors(
     has_next = tl.arange(0, CHUNK) + 1 < CHUNK
     following = tl.where(has_next[:, None], tl.maximum(following, LOWEST), 0.0)
     since, until = tl.cumsum(loaded, axis=0), tl.cumsum(following, axis=0, reverse=True)
-    store_rows(gates, head, tokens, start, first, loaded, GATE_STEP)
     store_rows(reading, head, tokens, start, first, tl.exp(since), GATE_STEP)
     store_rows(writing, head, tokens, start, first, tl.exp(until), GATE_STEP)
     at = (head * (tokens // CHUNK) + chunk) * GATE_STEP + first + tl.arange(0, BLOCK)
     tl.store(total + at, tl.exp(tl.sum(loaded, axis=0)))
-
-
-@triton.jit
-def apply_decay(
-    x,
-    factors,
-    decayed,
-    heads,
-    queries,
-    tokens,
-    count,
-    missing,
-    width,
-    x_b,
-    x_m,
-    x_t,
-    x_r,
-    x_c,
-    x_group,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE_STEP: tl.constexpr,
-):
-    """Write reading ∘ Q or writing ∘ K to `decayed` (m r, T, w), with `factors` (m, T, w).
-
-    x (b, m, count, r, w) has the last `count` tokens; `missing` tokens precede them.
-    """
-    BLOCKS: tl.constexpr = GATE_STEP // BLOCK
-    query = tl.program_id(1).to(tl.int64)
-    head, row = query // queries, query % queries
-    first = tl.program_id(0) % BLOCKS * BLOCK
-    start = tl.program_id(0) // BLOCKS * CHUNK
-    x = head_of(x, head, heads, x_b, x_m, x_group) + row * x_r
-    rows = load_tokens(x, start - missing, first, count, width, x_t, x_c, CHUNK, BLOCK)
-    rows = rows * load_rows(factors, head, tokens, start, CHUNK, BLOCK, first, GATE_STEP)
-    store_rows(decayed, query, tokens, start, first, rows, GATE_STEP)
 
 
 @triton.jit
@@ -158,7 +120,7 @@ def sums_of_values(
     for c in range(0, WIDTH, KEYS):
         state = load_rows(states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
         d_state = load_rows(d_states, at, WIDTH, c, KEYS, BLOCK, first, STEP)
-        both += tl.sum(state * d_state, axis=0)
+        both += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=0)
         keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
         sums += product(keys, d_state, PRECISION)
     tl.store(overlap + at * STEP + first + tl.arange(0, BLOCK), both)

@@ -3,21 +3,23 @@
 With A = s tril(Q Kᵀ) and F of `channel_decay.py`,
 
     gates of key channels:    scores = s dF(·, Q, K)/dA,    dQ, dK, dg from F(s tril(dO Uᵀ), Q, K),
-                              with the delta rule  L = stril(dF(·, E, K)/dA),  and F(dL, E, K),
+                              with the delta rule  L = stril(dF(·, E, K)/dA),  plus F(dL, E, K),
     gates of value channels:  O = dF(A, ·, V)/dx,    d scores = s dF(·, dO, V)/dA,
                               dV, dg from F(A, dO, V).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from precondattn_triton.recurrence import channel_decay, channel_gates, chunk_gradient
-from precondattn_triton.recurrence.chunk_arrays import Argument, Arguments, ChunkCall, strides_if
+from precondattn.kernel_backend.precise import is_precise
+from precondattn_triton.precision import exact
+from precondattn_triton.recurrence import channel_decay, chunk_gradient
+from precondattn_triton.recurrence.chunk_arrays import Arguments, ChunkCall, strides, strides_if
 
 QUERY, COTANGENT = ("q", "bmtrd"), ("d_o", "bmtre")
 KEY, VALUE = ("k", "bmsd"), ("v", "bmse")
-ERASE = ("erase", "bmsd")
 
 
 def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> Arguments:
@@ -33,96 +35,121 @@ def _as(call: ChunkCall, name: str, axes: str, other: str, other_axes: str) -> A
 
 
 def _pair(call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str]) -> Arguments:
-    arguments: Arguments = {"x_group": 1, "width": call.arguments["d" if y is KEY else "e"]}
+    """The arguments of the kernels of `channel_decay.py` for an x and a y."""
+    arguments: Arguments = {
+        "x_group": 1,
+        "width": call.arguments["d" if y is KEY else "e"],
+        "LEVELS": call.chunk.bit_length() - 1,
+        "SPLIT": _is_rounding(call),
+        "ROUNDED": _rounds_rows(call),
+        "NARROW": call.factors == torch.bfloat16,
+        "EXACT": exact(),
+    }
     if x is None:
         arguments |= {"x": None} | strides_if("x", None, "bmtrc")
-    elif x in (KEY, ERASE):
-        # One row per token, of all tokens.
-        arguments |= _as(call, *x, "x", "bmtc") | {"x_r": 0, "queries": 1, "t": call.s}
     else:
         arguments |= _as(call, *x, "x", "bmtrc")
     return arguments | _as(call, *y, "y", "bmsc")
 
 
-def _erased(call: ChunkCall) -> tuple[str, str]:
-    """The argument name and axes of the keys that are erased: `erase`, or k if none are given."""
-    return KEY if call.arguments["erase"] is None else ERASE
+def _is_rounding(call: ChunkCall) -> bool:
+    """Whether a product may round its factors to 16 bits."""
+    return call.half and call.arguments["PRECISION"] != exact() and not is_precise()
 
 
-def _scores(
-    call: ChunkCall, x: tuple[str, str], y: tuple[str, str], queries: int, **extra: Argument
-) -> Tensor:
-    """s dF/dA (queries, T, C)."""
-    scores = call.empty(queries, call.tokens, call.chunk)
+def _rounds_rows(call: ChunkCall) -> bool:
+    """Whether decayed rows are rounded to the 16 bits of all rows: a decay makes none larger."""
+    rows = [call.arguments[name] for name in ("q", "k", "v", "erase")]
+    dtypes = {array.dtype for array in rows if array is not None}
+    return _is_rounding(call) and dtypes in ({torch.bfloat16}, {torch.float16})
+
+
+def _scores_name(call: ChunkCall) -> str:
+    """The configuration of `channel_scores`: rows in float32, or of three kinds, need registers."""
+    is_small = _rounds_rows(call) and call.arguments["erase"] is None
+    return "channel_scores" if is_small else "channel_scores_in_full"
+
+
+def load_gates(call: ChunkCall, gates: Tensor) -> None:
+    """Add the gates (b, m, s, w) to the call's arguments."""
+    call.arguments |= {"g": gates, **strides("g", gates, "bmsc")}
+
+
+def prepare_keys(call: ChunkCall, gates: Tensor, *, factors: bool, erases: bool) -> None:
+    """All that a chunk needs from gates (b, m, s, w) of key channels, in one launch.
+
+    The call gets `scores` (m r, T, C), s tril(D ∘ Q Kᵀ); `decayed_q` (m r, T, w), reading ∘ Q;
+    `decayed_k` (m, T, w), writing ∘ K, and `total` (m, chunks, w). With `factors`, it gets
+    `reading` and `writing` (m, T, w); with `erases`, `among` (m, T, C), stril(D ∘ E Kᵀ). All are
+    factors of products, and in the call's dtype of factors, but `total` and `among` in float32.
+    """
+    load_gates(call, gates)
+    heads, queries = call.b * call.m, call.b * call.m * call.r
+    of_tokens = call.tokens, call.gate_step
+    result = {
+        "scores": call.empty(queries, call.tokens, call.chunk, dtype=call.factors),
+        "decayed_q": call.empty(queries, *of_tokens, dtype=call.factors),
+        "decayed_k": call.factor_rows(call.gate_step),
+        "total": call.empty(heads, call.count, call.gate_step),
+    }
+    if factors:
+        result |= {name: call.factor_rows(call.gate_step) for name in ("reading", "writing")}
+    if erases:
+        result["among"] = call.empty(heads, call.tokens, call.chunk)
+    call.arguments |= result
+    name = _scores_name(call)
     call.launch(
         channel_decay.channel_scores,
-        "channel_scores",
-        (call.tokens // channel_decay.SUB.value, queries),
-        **_pair(call, x, y) | extra,
-        scores=scores,
-        BLOCK=call.gate_block("channel_scores"),
+        name,
+        (call.count, queries),
+        **_pair(call, QUERY, KEY),
+        decayed_x=result["decayed_q"],
+        decayed_y=result["decayed_k"],
+        BLOCK=call.gate_block(name),
     )
-    return scores
 
 
 def _gradient(
-    call: ChunkCall,
-    x: tuple[str, str] | None,
-    y: tuple[str, str],
-    pairs: Tensor,
-    others: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Argument, Argument]:
-    """The derivatives of F: dx (m r, T, w), and, with x, also dy and dg (m, T, w).
+    call: ChunkCall, x: tuple[str, str] | None, y: tuple[str, str], pairs: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The derivatives of F: dx (m r, T, w), and, with x, dy, dg and dE (m, T, w).
 
-    If `others` are given, dy and dg are added to them.
+    With the delta rule, `d_keys` of the call is the A of the keys that are erased. dE is None if
+    these are y. dg is in float32, the others in the call's dtype of factors: they are parts of
+    gradients in the dtype of the inputs.
     """
     heads, shape = call.b * call.m, (call.tokens, call.gate_step)
-    d_x = call.empty(pairs.shape[0], *shape)
-    d_y, d_gates = others or (None if x is None else call.empty(heads, *shape) for _ in range(2))
-    block = call.gate_block("channel_gradient")
-    subs = call.tokens // channel_decay.SUB.value
+    erase = call.arguments["erase"] if y is KEY else None
+    d_x = call.empty(pairs.shape[0], *shape, dtype=call.factors)
+    d_y = None if x is None else call.factor_rows(call.gate_step)
+    d_gates = None if x is None else call.empty(heads, *shape)
+    d_erase = None if erase is None else call.factor_rows(call.gate_step)
+    erased_pairs = call.arguments["d_keys"] if y is KEY else None
+    name = "channel_gradient"
+    if erased_pairs is not None:
+        is_narrow = call.factors == torch.bfloat16
+        name = "channel_erase_gradient" if is_narrow else "channel_erase_gradient_in_full"
+    block = call.gate_block(name)
     call.launch(
         channel_decay.channel_gradient,
-        "channel_gradient",
-        (subs * call.gate_step // block, heads),
+        name,
+        (call.count * call.gate_step // block, heads),
         **_pair(call, x, y),
         pairs=pairs,
+        erased_pairs=erased_pairs,
         d_x=d_x,
         d_y=d_y,
+        d_erase=d_erase,
         d_gates=d_gates,
         BLOCK=block,
-        ADDS=others is not None,
     )
-    return d_x, d_y, d_gates
-
-
-def decayed(call: ChunkCall, x: tuple[str, str], factors: str) -> Tensor:
-    """reading ∘ Q or writing ∘ K (m r, T, w), with gates of key channels."""
-    is_key = x is KEY
-    rows = call.b * call.m * (1 if is_key else call.r)
-    out = call.empty(rows, call.tokens, call.gate_step)
-    block = call.gate_block("channel_gates")
-    arguments = _as(call, *x, "x", "bmtc" if is_key else "bmtrc")
-    call.launch(
-        channel_gates.apply_decay,
-        "channel_gates",
-        (call.count * call.gate_step // block, rows),
-        **{"x_r": 0} | arguments,
-        factors=call.arguments[factors],
-        decayed=out,
-        queries=1 if is_key else call.r,
-        count=call.s if is_key else call.t,
-        missing=0 if is_key else call.s - call.t,
-        width=call.d,
-        BLOCK=block,
-    )
-    return out
+    return d_x, d_y, d_gates, d_erase
 
 
 def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) -> Tensor:
     """s tril(x yᵀ) (m r, T, C), with U for V by the delta rule."""
     queries = call.b * call.m * call.r
-    products = call.empty(queries, call.tokens, call.chunk)
+    products = call.empty(queries, call.tokens, call.chunk, dtype=call.factors)
     call.launch(
         chunk_gradient.d_scores_of,
         "chunk_scores_gradient",
@@ -140,35 +167,37 @@ def tril_of_products(call: ChunkCall, x: tuple[str, str], y: tuple[str, str]) ->
     return products
 
 
-def decayed_scores(call: ChunkCall) -> Tensor:
-    """s D ∘ Q Kᵀ (m r, T, C), with gates of key channels."""
-    return _scores(call, QUERY, KEY, call.b * call.m * call.r)
-
-
-def erase_scores(call: ChunkCall) -> Tensor:
-    """tril(D ∘ E Kᵀ) (m, T, C), with gates of key channels."""
-    return _scores(call, _erased(call), KEY, call.b * call.m, scale=1.0)
-
-
 def outputs_within_chunks(call: ChunkCall) -> Tensor:
     """The part of O within chunks (m r, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
     return _gradient(call, None, VALUE, scores)[0]
 
 
-def key_gate_gradients(call: ChunkCall, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ (m r, T, w), dK and dg (m, T, w) within chunks, with gates of key channels."""
-    return _gradient(call, QUERY, KEY, d_scores)
+def key_gate_gradients(call: ChunkCall) -> None:
+    """Add the gradients within chunks to the call, with gates of key channels.
+
+    `within_q` (m r, T, w), `within_k`, `d_gates` and, if other keys are erased than K,
+    `within_erase` (m, T, w), from `d_scores`, and with the delta rule `d_keys`.
+    """
+    names = "within_q", "within_k", "d_gates", "within_erase"
+    results = _gradient(call, QUERY, KEY, call.arguments["d_scores"])
+    call.arguments |= dict(zip(names, results, strict=True))
 
 
-def erase_gate_gradients(call: ChunkCall, d_pairs: Tensor, others: tuple[Tensor, Tensor]) -> Tensor:
-    """dE (m, T, w) within chunks, with gates of key channels; dK and dg are added to `others`."""
-    return _gradient(call, _erased(call), KEY, d_pairs, others)[0]
-
-
-def value_gate_gradients(call: ChunkCall) -> tuple[Tensor, Tensor, Tensor]:
+def value_gate_gradients(call: ChunkCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradient of scores (m r, T, C), dV and dg (m, T, w), with gates of value channels."""
     scores = tril_of_products(call, QUERY, KEY)
-    _, d_v, d_gates = _gradient(call, COTANGENT, VALUE, scores)
-    d_scores = _scores(call, COTANGENT, VALUE, call.b * call.m * call.r)
+    _, d_v, d_gates, _ = _gradient(call, COTANGENT, VALUE, scores)
+    queries = call.b * call.m * call.r
+    d_scores = call.empty(queries, call.tokens, call.chunk)
+    unused = ("erase", "among", "decayed_x", "decayed_y", "reading", "writing", "total")
+    name = _scores_name(call)
+    call.launch(
+        channel_decay.channel_scores,
+        name,
+        (call.count, queries),
+        **_pair(call, COTANGENT, VALUE) | dict.fromkeys(unused),
+        scores=d_scores,
+        BLOCK=call.gate_block(name),
+    )
     return d_scores, d_v, d_gates

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn.kernel_backend.precise import is_precise
+from precondattn.limits import KEPT
 from precondattn.spec.recurrence import Stream
 from precondattn_triton.configurations import Configuration, configuration
+from precondattn_triton.launching import launch
+from precondattn_triton.precision import exact
 
 WIDEST_BLOCK = 64
 """The largest block of value channels."""
@@ -67,6 +72,20 @@ def tokens_of_chunk(kernel: str, d: int, e: int, half: bool, like: Tensor) -> in
     return configuration(kernel, widest_of(d, e), half, like).rows
 
 
+def factors_of(x: Stream, precision: str) -> torch.dtype:
+    """The dtype in which factors of products are stored.
+
+    bfloat16, if all inputs are in it. float16 does not have the range of a state, and precise
+    kernels round nothing.
+    """
+    is_rounded = {x.q.dtype, x.k.dtype, x.v.dtype} == {torch.bfloat16}
+    return (
+        torch.bfloat16
+        if is_rounded and precision != exact() and not is_precise()
+        else torch.float32
+    )
+
+
 Kernel = Any
 """A jitted function: `kernel[grid](…)` launches it."""
 
@@ -97,6 +116,9 @@ class ChunkCall:
         s, (t, r) = x.k.shape[2], x.q.shape[2:4]
         self.b, self.m, self.s, self.t, self.r, self.d, self.e = b, m, s, t, r, d, e
         self.half, self.like = half, x.k
+        self._configurations: dict[str, Configuration] = {}
+        self.factors = factors_of(x, precision)
+        """The dtype of rows and states in the workspace that are factors of products only."""
         self.width, self.step = padded_width(d), padded_values(e)
         decay = decay_of(x)
         erase = x.erase if x.undecayed is None else x.undecayed
@@ -105,7 +127,8 @@ class ChunkCall:
         self.gate_step = self.step if self.decay == "values" else self.width
         """The width of gates in the workspace, if channels have their own."""
         self.widest = widest_of(d, e)
-        self.chunk = self.configuration("chunk_states").rows if chunk is None else chunk
+        name = "channel_gates" if self.is_by_channel else "chunk_states"
+        self.chunk = self.configuration(name).rows if chunk is None else chunk
         self.count = -(-s // self.chunk)
         self.tokens = self.count * self.chunk
         self.arguments: Arguments = {
@@ -149,7 +172,10 @@ class ChunkCall:
 
     def configuration(self, kernel: str) -> Configuration:
         """The configuration of that name."""
-        return configuration(kernel, self.widest, self.half, self.like)
+        if kernel not in self._configurations:
+            found = configuration(kernel, self.widest, self.half, self.like)
+            self._configurations[kernel] = found
+        return self._configurations[kernel]
 
     def keys(self, kernel: str) -> int:
         """Key channels in a tile of a kernel."""
@@ -170,8 +196,25 @@ class ChunkCall:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.like.device)
 
+    def factor_rows(self, width: int) -> Tensor:
+        """Workspace (m, T, width) for factors of products."""
+        return self.empty(self.b * self.m, self.tokens, width, dtype=self.factors)
+
     def launch(self, kernel: Kernel, name: str, grid: tuple[int, int], **extra: Argument) -> None:
         """Launch with the configuration of that name; `extra` are arguments of this launch."""
         tuned, given = self.configuration(name), self.arguments | extra
-        arguments = {argument: given[argument] for argument in kernel.arg_names}
-        kernel[grid](**arguments, num_warps=tuned.warps, num_stages=tuned.stages)
+        names, constants = _parameters(tuple(kernel.arg_names))
+        launch(
+            kernel,
+            grid,
+            *[given[name] for name in names],
+            **{name: given[name] for name in constants},
+            num_warps=tuned.warps,
+            num_stages=tuned.stages,
+        )
+
+
+@lru_cache(maxsize=KEPT)
+def _parameters(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of a kernel's arguments, and of its constants, which are in capitals."""
+    return tuple([n for n in names if not n.isupper()]), tuple([n for n in names if n.isupper()])

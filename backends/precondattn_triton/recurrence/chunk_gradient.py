@@ -1,15 +1,15 @@
-"""The gradients of queries and keys, all chunks at once.
+"""The gradients of queries and keys with a gate per channel, all chunks at once.
 
-    dA = s D ∘ dO Uᵀ,    dQ = dA K + s reading ∘ dO Sᵀ,
-    dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
-         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+    dA = s tril(dO Uᵀ),    dQ = … + s reading ∘ dO Sᵀ,
+    dK = … + writing ∘ U dSᵀ − reading ∘ β ∘ X Sᵀ,
 
-the second line of dK with the delta rule only, with X and dL of `delta_rule.py`; S is the state
-before the chunk, dS the gradient of the state after it. If other keys E are erased than K, that
-line is replaced by (dL ∘ D)ᵀ E, and dE is computed by `erase_gradient.py`. Grid: one program per
+the last term with the delta rule only, with X of `delta_rule.py`; S is the state before the chunk,
+dS the gradient of the state after it. The pairs of tokens within the chunk are computed by
+`channel_decay.py`; with a gate per value channel, their part of dQ is dA K, and of dK dAᵀ Q. If
+other keys are erased than K, the term of X is theirs (`erase_gradient.py`). Grid: one program per
 chunk and block of key channels, and per query of each token (dQ) or head (dK); dA has no blocks. It
-iterates over the value channels. For the gradients of gates and β it also computes Σ x ∘ dx over
-key channels, for the parts of dQ and dK from the state.
+iterates over the value channels. For the gradients of gates and β it also computes x ∘ dx, for the
+parts of dQ and dK from the state.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import (
-    crossing,
+    as_factor,
     head_of,
-    pairs_of,
+    pairs_from,
     product,
     store_rows,
     store_tokens,
@@ -30,33 +30,17 @@ from precondattn_triton.tiles import load_rows, load_tokens
 
 @triton.jit
 def d_scores_of(
-    q,
-    k,
     v,
     u,
     d_o,
-    gates,
     d_scores,
-    crossing_scores,
     heads,
     queries,
     s,
     t,
     tokens,
-    d,
     e,
     scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
     v_b,
     v_m,
     v_s,
@@ -69,14 +53,10 @@ def d_scores_of(
     o_e,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dA of one query per token to `d_scores` (m r, T, CHUNK).
-
-    With gates, their gradient from dA is written to `crossing_scores` (m r, T).
-    """
+    """Write dA of one query per token to `d_scores` (m r, T, CHUNK)."""
     query = tl.program_id(1).to(tl.int64)
     head, row = query // queries, query % queries
     start = tl.program_id(0) * CHUNK
@@ -90,18 +70,8 @@ def d_scores_of(
         else:
             written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
         d_pairs += product(cotangent, tl.trans(written), PRECISION)
-    d_pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+    d_pairs *= pairs_from(None, CHUNK, False) * scale
     store_rows(d_scores, query, tokens, start, 0, d_pairs, CHUNK)
-    if gates is not None:
-        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-        k = head_of(k, head, heads, k_b, k_m, k_group)
-        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, WIDTH, BLOCK):
-            query_rows = load_tokens(q, start - s + t, c, t, d, q_t, q_d, CHUNK, BLOCK)
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
-            scores += product(query_rows, tl.trans(keys), PRECISION)
-        at = query * tokens + start + tl.arange(0, CHUNK)
-        tl.store(crossing_scores + at, crossing(d_pairs * scores, CHUNK))
 
 
 @triton.jit
@@ -149,9 +119,8 @@ def d_queries(
 ):
     """Write KEYS channels of `d_q` (b, t, m, r, d), of one query per token.
 
-    With gates, `read` (m r, blocks, T) gets Σ Q ∘ dQ, for the part of dQ from the state. With a
-    gate per key channel, `read` (m r, T, WIDTH) gets the products without the sum, and `within_q`
-    (m r, T, WIDTH) is the part of dQ from within the chunk.
+    With a gate per key channel, `read` (m r, T, WIDTH) gets Q ∘ dQ, for the part of dQ from the
+    state, and `within_q` (m r, T, WIDTH) is the part of dQ from within the chunk.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     query = tl.program_id(1).to(tl.int64)
@@ -165,17 +134,11 @@ def d_queries(
         cotangent = load_tokens(d_o, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
         if DECAY == "values":
             cotangent = cotangent * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            cotangent = as_factor(cotangent, states)
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, first, KEYS, BLOCK, c, STEP)
         gradient += product(cotangent, tl.trans(state), PRECISION)
     gradient *= scale
-    position = tl.arange(0, CHUNK)
-    if DECAY == "head":
-        gradient *= tl.load(reading + head * tokens + start + position)[:, None]
-        q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
-        query_rows = load_tokens(q, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
-        sums = tl.sum(gradient * query_rows.to(tl.float32), axis=1)
-        tl.store(read + (query * BLOCKS + block) * tokens + start + position, sums)
     if DECAY == "keys":
         gradient *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         q = head_of(q, head, heads, q_b, q_m, q_group) + row * q_r
@@ -196,15 +159,12 @@ def d_keys_of(
     k,
     v,
     u,
-    erase,
     strength,
     reading,
     writing,
     d_scores,
     within_k,
-    within_erase,
-    d_right,
-    d_keys,
+    right,
     states,
     d_states,
     d_k,
@@ -235,11 +195,6 @@ def d_keys_of(
     v_s,
     v_e,
     v_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -250,12 +205,12 @@ def d_keys_of(
 ):
     """Write KEYS channels of `d_k` (b, s, m, d).
 
-    With gates, `written` (m, blocks, T) gets Σ K ∘ dK, for the part of dK from the state after the
-    chunk, and `overlap` (m, chunks, WIDTH) gets Σ S ∘ dS over value channels. With the delta rule,
-    `from_keys` (m, blocks, T) gets Σ K ∘ (reading ∘ X Sᵀ). With a gate per key channel, `written`
-    (m, T, WIDTH) gets the products without the sum, `erased` (m, T, WIDTH) gets K ∘ (reading ∘ β ∘
-    X Sᵀ), and `within_k` and `within_erase` (m, T, WIDTH) are the parts of dK from the chunk's own
-    tokens. If `erase` is not None, `d_right` is, and so is all that is computed from it.
+    With a gate per key channel, `written` (m, T, WIDTH) gets K ∘ dK, for the part of dK from the
+    state after the chunk, `overlap` (m, chunks, WIDTH) gets Σ S ∘ dS over value channels, and
+    `within_k` (m, T, WIDTH) is the part of dK from the chunk's own tokens. With the delta rule,
+    `from_keys` (m, blocks, T) gets Σ K ∘ (reading ∘ X Sᵀ), and `erased` (m, T, WIDTH) gets K ∘
+    (reading ∘ β ∘ X Sᵀ). If other keys are erased, `right` is None, and so is all that is computed
+    from it.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     head = tl.program_id(1).to(tl.int64)
@@ -276,24 +231,20 @@ def d_keys_of(
             rows = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
         if DECAY == "values":
             rows = rows * load_rows(writing, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            rows = as_factor(rows, states)
         gradient += product(rows, tl.trans(d_state), PRECISION)
         state = load_rows(states, chunk_at, WIDTH, first, KEYS, BLOCK, c, STEP)
-        if DECAY == "head" or DECAY == "keys":
-            overlaps += tl.sum(state * d_state, axis=1)
-        if d_right is not None:
-            right = load_rows(d_right, head, tokens, start, CHUNK, BLOCK, c, STEP)
-            from_state += product(right, tl.trans(state), PRECISION)
+        if DECAY == "keys":
+            overlaps += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+        if right is not None:
+            erasures = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            from_state += product(erasures, tl.trans(state), PRECISION)
     position = tl.arange(0, CHUNK)
     numbers = head * tokens + start + position
     sums = (head * BLOCKS + block) * tokens + start + position
     keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-    if DECAY == "head" or DECAY == "keys":
-        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), overlaps)
-    if DECAY == "head":
-        gradient *= tl.load(writing + numbers)[:, None]
-        from_state *= tl.load(reading + numbers)[:, None]
-        tl.store(written + sums, tl.sum(gradient * keys.to(tl.float32), axis=1))
     if DECAY == "keys":
+        tl.store(overlap + chunk_at * WIDTH + first + tl.arange(0, KEYS), overlaps)
         gradient *= load_rows(writing, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         store_rows(written, head, tokens, start, first, gradient * keys.to(tl.float32), WIDTH)
         gradient += load_rows(within_k, head, tokens, start, CHUNK, KEYS, first, WIDTH)
@@ -303,23 +254,12 @@ def d_keys_of(
             pairs = load_rows(d_scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
             rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
             gradient += product(tl.trans(pairs), rows, PRECISION)
-    if erase is not None and DECAY != "keys":
-        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-        rows = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
-        pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        gradient += product(tl.trans(pairs), rows, PRECISION)
-    if d_right is not None:
-        if DECAY == "keys":
-            from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+    if right is not None:
+        from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
         read_keys = from_state * keys.to(tl.float32)
         tl.store(from_keys + sums, tl.sum(read_keys, axis=1))
         beta = tl.load(strength + numbers)[:, None]
         gradient -= beta * from_state
-        if DECAY == "keys":
-            store_rows(erased, head, tokens, start, first, beta * read_keys, WIDTH)
-            gradient += load_rows(within_erase, head, tokens, start, CHUNK, KEYS, first, WIDTH)
-        else:
-            pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-            gradient += product(pairs, keys, PRECISION)
+        store_rows(erased, head, tokens, start, first, beta * read_keys, WIDTH)
     d_k += (head // heads * s * heads + head % heads) * d
     store_tokens(d_k, start, first, s, d, heads * d, gradient)

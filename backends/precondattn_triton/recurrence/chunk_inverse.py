@@ -1,4 +1,4 @@
-"""The inverse of the delta rule's system within a chunk.
+"""The inverse of the delta rule's system within a chunk, in registers.
 
     M = (I + L)⁻¹,    L = diag(β) stril(D ∘ E Kᵀ)
 
@@ -6,14 +6,14 @@ with E the keys that are erased: K, unless others are given. With a gate per key
 inside the product, and the scores of E and K are those of `channel_decay.py`. Keys that are erased
 from the state before its decay have D_ij without the gate of token i.
 
-The two halves of the chunk are inverted in registers (`triangular_inverse.py`), then the lower left
-corner: [[A, 0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The inversion has float32 precision for every
-input dtype: entries have magnitude about 1, for keys of length 1 and β in [0, 2]. For halves of h
-tokens, D of a pair across their border is
+The two halves of the chunk are inverted (`triangular_inverse.py`), then the lower left corner: [[A,
+0], [C, B]]⁻¹ has −B⁻¹ C A⁻¹ there. The inversion has float32 precision for every input dtype:
+entries have magnitude about 1, for keys of length 1 and β in [0, 2]. For halves of h tokens, D of a
+pair across their border is
 
     D_ij = e^{g_{j+1} + … + g_h} e^{g_{h+1} + … + g_i}.
 
-Grid: one program per chunk of one head: 2 C² d FLOPs, and about C³ for the inverse.
+2 C² d FLOPs per chunk, and about C³ for the inverse.
 """
 
 from __future__ import annotations
@@ -21,33 +21,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import head_of, pairs_of, product, store_rows
+from precondattn_triton.recurrence.chunk_tiles import pairs_from, product
+from precondattn_triton.recurrence.gate_sums import gates_of
 from precondattn_triton.tiles import load_rows, load_tokens
 from precondattn_triton.triangular_inverse import unit_lower_inverse
 
 
 @triton.jit
-def invert(
+def inverse_of_chunk(
     k,
     erase,
-    gates,
-    strength,
+    g,
+    beta,
     among,
-    inverse,
-    heads,
-    s,
+    head,
     tokens,
+    start,
+    s,
     d,
-    k_b,
-    k_m,
     k_s,
     k_d,
-    k_group,
-    erase_b,
-    erase_m,
     erase_s,
     erase_d,
-    erase_group,
+    g_s,
+    beta_s,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -56,22 +53,17 @@ def invert(
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Write M to `inverse` (m, T, CHUNK); half a chunk has 2^LEVELS tokens.
+    """M (CHUNK, CHUNK) of the chunk that begins at `start`; half a chunk has 2^LEVELS tokens.
 
-    `erase` is E, or None for K. With a gate per key channel, `among` (m, T, CHUNK) is D ∘ E Kᵀ, and
-    `gates` is None.
+    `k`, `erase`, `g` and `beta` are those of one head, and `erase` is None for K. With a gate per
+    key channel, `among` (m, T, CHUNK) is D ∘ E Kᵀ, and `g` is None.
     """
     HALF: tl.constexpr = CHUNK // 2
-    head = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * CHUNK
     if among is not None:
-        upper = load_rows(among, head, tokens, start, HALF, HALF, 0, CHUNK)
-        lower = load_rows(among, head, tokens, start + HALF, HALF, HALF, HALF, CHUNK)
-        corner = load_rows(among, head, tokens, start + HALF, HALF, HALF, 0, CHUNK)
+        upper = load_rows(among, head, tokens, start, HALF, HALF, 0, CHUNK).to(tl.float32)
+        lower = load_rows(among, head, tokens, start + HALF, HALF, HALF, HALF, CHUNK).to(tl.float32)
+        corner = load_rows(among, head, tokens, start + HALF, HALF, HALF, 0, CHUNK).to(tl.float32)
     else:
-        k = head_of(k, head, heads, k_b, k_m, k_group)
-        if erase is not None:
-            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
         upper = tl.zeros((HALF, HALF), tl.float32)
         lower = tl.zeros((HALF, HALF), tl.float32)
         corner = tl.zeros((HALF, HALF), tl.float32)
@@ -89,26 +81,35 @@ def invert(
                 lower += product(second, tl.trans(second), PRECISION)
                 corner += product(second, tl.trans(first), PRECISION)
     row = tl.arange(0, HALF)
-    at = head * tokens + start
-    beta = tl.load(strength + at + row)
-    upper *= pairs_of(gates, at, HALF, True, UNDECAYED) * beta[:, None]
+    token = (start + row).to(tl.int64)
+    of_upper = tl.load(beta + token * beta_s, mask=token < s, other=0.0).to(tl.float32)
+    of_lower = tl.load(beta + (token + HALF) * beta_s, mask=token + HALF < s, other=0.0)
+    of_lower = of_lower.to(tl.float32)
+    own_upper, own_lower = None, None
+    if g is not None:
+        # The gates that decay the state until a token erases from it.
+        back = 1 if UNDECAYED else 0
+        last = token - back
+        own_upper = gates_of(g, last, g_s, (row >= back) & (last < s))
+        own_lower = gates_of(g, last + HALF, g_s, (row >= back) & (last + HALF < s))
+    upper *= pairs_from(own_upper, HALF, True, UNDECAYED) * of_upper[:, None]
     upper = unit_lower_inverse(upper, HALF, LEVELS, EXACT)
-    beta = tl.load(strength + at + HALF + row)
-    lower *= pairs_of(gates, at + HALF, HALF, True, UNDECAYED) * beta[:, None]
+    lower *= pairs_from(own_lower, HALF, True, UNDECAYED) * of_lower[:, None]
     lower = unit_lower_inverse(lower, HALF, LEVELS, EXACT)
-    corner *= beta[:, None]
-    if gates is not None:
-        if UNDECAYED:
-            own = tl.load(gates + at + HALF + row - 1, mask=row > 0, other=0.0)
-        else:
-            own = tl.load(gates + at + HALF + row)
-        since = tl.cumsum(own, axis=0)
-        following = tl.load(gates + at + 1 + row, mask=row + 1 < HALF, other=0.0)
+    corner *= of_lower[:, None]
+    if g is not None:
+        following = gates_of(g, token + 1, g_s, (row + 1 < HALF) & (token + 1 < s))
         until = tl.cumsum(following, axis=0, reverse=True)
-        corner *= tl.exp(since)[:, None] * tl.exp(until)[None, :]
+        corner *= tl.exp(tl.cumsum(own_lower, axis=0))[:, None] * tl.exp(until)[None, :]
     corner = tl.dot(lower, corner, input_precision=EXACT)
     corner = -tl.dot(corner, upper, input_precision=EXACT)
-    store_rows(inverse, head, tokens, start, 0, upper, CHUNK)
-    store_rows(inverse, head, tokens, start, HALF, tl.zeros_like(upper), CHUNK)
-    store_rows(inverse, head, tokens, start + HALF, 0, corner, CHUNK)
-    store_rows(inverse, head, tokens, start + HALF, HALF, lower, CHUNK)
+    above = beside(upper, tl.zeros_like(upper), HALF, HALF)
+    below = beside(corner, lower, HALF, HALF)
+    both = tl.permute(tl.join(above, below), (2, 0, 1))
+    return tl.reshape(both, (CHUNK, CHUNK))
+
+
+@triton.jit
+def beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two tiles (ROWS, COLUMNS) as one of twice as many columns."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, 2 * COLUMNS))

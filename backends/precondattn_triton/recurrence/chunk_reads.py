@@ -3,8 +3,8 @@
     O = s (reading ∘ Q S + (D ∘ Q Kᵀ) U),    A = s (D ∘ Q Kᵀ)ᵀ dO  (summed over a state's queries).
 
 Grid: one program per chunk and block of value channels, and per query of each token (`read`) or
-head (`read_back`). Scores are recomputed for every block, 2 C d FLOPs per token each time, so that
-they are not stored.
+head (`read_back`, with a gate per key channel). `read` recomputes scores for every block, 2 C d
+FLOPs per token each time, so that they are not stored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from precondattn_triton.recurrence.chunk_tiles import (
+    as_factor,
     head_of,
     pairs_of,
     product,
@@ -109,17 +110,14 @@ def read(
         else:
             v = head_of(v, head, heads, v_b, v_m, v_group)
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
-        out += product(pairs, written, PRECISION)
+        out += product(as_factor(pairs, states), written, PRECISION)
     o += ((head // heads * t * heads + head % heads) * queries + row) * e
     store_tokens(o, start - s + t, first, t, e, heads * queries * e, out)
 
 
 @triton.jit
 def read_back(
-    q,
-    k,
     d_o,
-    gates,
     scores,
     local,
     heads,
@@ -127,61 +125,29 @@ def read_back(
     s,
     t,
     tokens,
-    d,
     e,
-    scale,
-    q_b,
-    q_m,
-    q_t,
-    q_r,
-    q_d,
-    q_group,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
     o_b,
     o_m,
     o_t,
     o_r,
     o_e,
     CHUNK: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     STEP: tl.constexpr,
-    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write A to `local` (m, T, STEP), summed over all queries of a state.
+    """With a gate per key channel, write A to `local` (m, T, STEP), summed over a state's queries.
 
-    With a gate per key channel, `scores` (m r, T, CHUNK) is s D ∘ Q Kᵀ.
+    `scores` (m r, T, CHUNK) is s D ∘ Q Kᵀ.
     """
     head = tl.program_id(1).to(tl.int64)
     chunk, first = tl.program_id(0) // (STEP // BLOCK), tl.program_id(0) % (STEP // BLOCK) * BLOCK
     start = chunk * CHUNK
-    q = head_of(q, head, heads, q_b, q_m, q_group)
-    k = head_of(k, head, heads, k_b, k_m, k_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
-    decay = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if DECAY != "keys":
-        decay = pairs_of(gates, head * tokens + start, CHUNK, False) * scale
     gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
     for row in range(queries):
-        if DECAY == "keys":
-            at = head * queries + row
-            pairs = load_rows(scores, at, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        else:
-            pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-            for c in range(0, WIDTH, KEYS):
-                query_rows = load_tokens(
-                    q + row * q_r, start - s + t, c, t, d, q_t, q_d, CHUNK, KEYS
-                )
-                keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, KEYS)
-                pairs += product(query_rows, tl.trans(keys), PRECISION)
-            pairs *= decay
+        pairs = load_rows(scores, head * queries + row, tokens, start, CHUNK, CHUNK, 0, CHUNK)
         outputs = d_o + row * o_r
         cotangent = load_tokens(outputs, start - s + t, first, t, e, o_t, o_e, CHUNK, BLOCK)
-        gradient += product(tl.trans(pairs), cotangent, PRECISION)
+        gradient += product(tl.trans(as_factor(pairs, local)), cotangent, PRECISION)
     store_rows(local, head, tokens, start, first, gradient, STEP)

@@ -1,19 +1,23 @@
 """The states between chunks, and their gradients: the sequential part of the recurrence.
 
-    U = Y − W S,                    S ← total ∘ S + Kᵀ (writing ∘ U),
-    dU = A + writing ∘ (K dS),      dS ← total ∘ dS + s Qᵀ (reading ∘ dO) − Wᵀ dU,
+    U = Y − W S,            S ← total ∘ S + Kᵀ (writing ∘ U),
+    X = Mᵀ A + Z dS,        dS ← total ∘ dS + s Qᵀ (reading ∘ dO) − Eᵀ (β ∘ reading ∘ X),
 
-with Y and W of `delta_rule.py`; in an additive recurrence U = V and W = 0. A is the part of dU from
-the outputs of the same chunk (`chunk_reads.py`). Grid: one program per block of value channels of
-one head. It loops over the chunks, with d × block elements of the state in registers. All other
-work is done for all chunks at once, by other kernels.
+with Y, W, Z and Mᵀ A of `delta_rule.py`; in an additive recurrence U = V, and there is no X. With a
+gate per channel, its dU = A + writing ∘ (K dS) is computed here, with A of `chunk_reads.py`. Grid:
+one program per block of value channels of one head. It loops over the chunks, with d × block
+elements of the state in registers. All other work is done for all chunks at once, by other kernels.
 
-For T tokens of a head, forward 4 T d e FLOPs (additive 2), backward 6 (additive 4). Memory traffic
-is dominated by a state of d e elements per chunk, written once.
+The state that is carried is in float32. The one that is stored, and multiplied, is a factor of
+products only, and in bfloat16 rounded to it.
+
+For T tokens of a head, forward 4 T d e FLOPs (additive 2), backward 6 (additive 2, with a gate per
+channel 4). Memory traffic is that of the rows, and a state of d e elements per chunk, written once.
 
 If CCQ's query reads the same keys, a program of the forward pass also computes some columns of
 their moments (`moments.py`). One tile of keys serves both products, and the second depends on
-nothing else, so that it runs while the first waits for U of the chunk.
+nothing else, so that it runs while the first waits for U of the chunk. With a gate per key channel
+there are two tiles, one of them decayed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.recurrence.chunk_tiles import head_of, product, store_rows
+from precondattn_triton.recurrence.chunk_tiles import as_factor, head_of, product, store_rows
 from precondattn_triton.recurrence.moments import moments_after, store_moments
 from precondattn_triton.tiles import load_rows, load_tokens
 
@@ -93,7 +97,8 @@ def carry_states(
     a gate per key channel, `decayed_k` (m, T, WIDTH) is writing ∘ K.
 
     If `moments` is not None, it, `sums` and `counts` are computed as by `carry_moments`, COLUMNS
-    columns by each program, of the keys `unit`: these are k, or k times `unit_scale`.
+    columns by each program, of the keys `unit`: these are k, or k times `unit_scale`, or, with a
+    gate per key channel, read for the moments.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
@@ -113,11 +118,12 @@ def carry_states(
         number = tl.zeros((1,), tl.float32)
     for index in range(count):
         start = index * CHUNK
-        store_rows(states, head * count + index, WIDTH, 0, first, state, STEP)
+        factor = as_factor(state, states)
+        store_rows(states, head * count + index, WIDTH, 0, first, factor, STEP)
         if w is not None:
-            written = load_rows(y, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            written = load_rows(y, head, tokens, start, CHUNK, BLOCK, first, STEP).to(tl.float32)
             state_keys = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
-            written -= product(state_keys, state, PRECISION)
+            written -= product(state_keys, factor, PRECISION)
             store_rows(u, head, tokens, start, first, written, STEP)
         else:
             written = load_tokens(v, start, first, s, e, v_s, v_e, CHUNK, BLOCK)
@@ -132,11 +138,18 @@ def carry_states(
             keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
         else:
             keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+        if w is not None or DECAY == "head" or DECAY == "values":
+            written = as_factor(written, states)
         if moments is not None and written.dtype == tl.float32:
             # One tile for both products: a second tile of 16 bits does not fit the registers.
             keys = keys.to(tl.float32)
         state += product(tl.trans(keys), written, PRECISION)
         if moments is not None:
+            if DECAY == "keys":
+                # The moments have no decay: another tile, of the keys of length 1.
+                key_heads = heads // k_group
+                unit_keys = head_of(unit, key_head, key_heads, key_heads * s * d, d, 1)
+                keys = load_tokens(unit_keys, start, 0, s, d, key_heads * d, 1, CHUNK, WIDTH)
             at_moments = key_head * count + index
             store_moments(
                 moments, sums, counts, at_moments, column, has_moments, second, mean, number, WIDTH
@@ -153,16 +166,21 @@ def carry_states(
 def carry_gradients(
     q,
     k,
-    w,
+    erase,
     d_o,
+    z,
     local,
+    eraser,
     decayed_q,
     decayed_k,
+    strength,
     reading,
+    erasing,
     writing,
     total,
     d_final,
     d_states,
+    right,
     d_u,
     d_initial,
     heads,
@@ -184,6 +202,11 @@ def carry_gradients(
     k_s,
     k_d,
     k_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
     o_b,
     o_m,
     o_t,
@@ -198,15 +221,18 @@ def carry_gradients(
 ):
     """Write the gradient of the state after every chunk to `d_states` (m, chunks, WIDTH, STEP).
 
-    The gradient of the first state is written to `d_initial` (m, d, e), that of U to `d_u` (m, T,
-    STEP). With a gate per key channel, `decayed_q` (m r, T, WIDTH) is reading ∘ Q and `decayed_k`
-    (m, T, WIDTH) is writing ∘ K.
+    The gradient of the first state is written to `d_initial` (m, d, e). With the delta rule, X is
+    written to `right` (m, T, STEP); otherwise, with a gate per channel, dU to `d_u` (m, T, STEP).
+    With a gate per key channel, `decayed_q` (m r, T, WIDTH) is reading ∘ Q, `decayed_k` (m, T,
+    WIDTH) is writing ∘ K, and `eraser` (m, T, WIDTH) is β ∘ reading ∘ E.
     """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     count = tokens // CHUNK
     q = head_of(q, head, heads, q_b, q_m, q_group)
     k = head_of(k, head, heads, k_b, k_m, k_group)
+    if erase is not None:
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
     d_o = head_of(d_o, head, heads, o_b, o_m, 1)
     key, channel = tl.arange(0, WIDTH), first + tl.arange(0, BLOCK)
     ends = (head * d + key[:, None]) * e + channel[None, :]
@@ -216,20 +242,25 @@ def carry_gradients(
         index = count - 1 - step
         start = index * CHUNK
         numbers = head * tokens + start + tl.arange(0, CHUNK)
-        store_rows(d_states, head * count + index, WIDTH, 0, first, d_state, STEP)
+        factor = as_factor(d_state, d_states)
         at_chunk = head * count + index
-        if DECAY == "keys":
-            keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
-        else:
-            keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
-        d_written = product(keys, d_state, PRECISION)
-        if DECAY == "head":
-            d_written *= tl.load(writing + numbers)[:, None]
-        if DECAY == "values":
-            d_written *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+        store_rows(d_states, at_chunk, WIDTH, 0, first, factor, STEP)
+        if z is not None:
+            senders = load_rows(z, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            d_written = product(senders, factor, PRECISION)
+            d_written += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            store_rows(right, head, tokens, start, first, d_written, STEP)
+        elif d_u is not None:
+            if DECAY == "keys":
+                keys = load_rows(decayed_k, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            else:
+                keys = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+            d_written = product(keys, factor, PRECISION)
+            if DECAY == "values":
+                d_written *= load_rows(writing, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            d_written += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            store_rows(d_u, head, tokens, start, first, d_written, STEP)
         d_state *= decay_of_chunk(total, at_chunk, first, BLOCK, WIDTH, STEP, DECAY)
-        d_written += load_rows(local, head, tokens, start, CHUNK, BLOCK, first, STEP)
-        store_rows(d_u, head, tokens, start, first, d_written, STEP)
         for row in range(queries):
             if DECAY == "keys":
                 at = head * queries + row
@@ -243,8 +274,20 @@ def carry_gradients(
                 cotangent *= tl.load(reading + numbers)[:, None]
             if DECAY == "values":
                 cotangent *= load_rows(reading, head, tokens, start, CHUNK, BLOCK, first, STEP)
+            if DECAY == "head" or DECAY == "values":
+                cotangent = as_factor(cotangent, d_states)
             d_state += product(tl.trans(rows), cotangent, PRECISION)
-        if w is not None:
-            rows = load_rows(w, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
-            d_state -= product(tl.trans(rows), d_written, PRECISION)
+        if z is not None:
+            if DECAY == "keys":
+                erased = load_rows(eraser, head, tokens, start, CHUNK, WIDTH, 0, WIDTH)
+            else:
+                if erase is not None:
+                    erased = load_tokens(erase, start, 0, s, d, erase_s, erase_d, CHUNK, WIDTH)
+                else:
+                    erased = load_tokens(k, start, 0, s, d, k_s, k_d, CHUNK, WIDTH)
+                erases = tl.load(strength + numbers)
+                if DECAY == "head":
+                    erases *= tl.load(erasing + numbers)
+                d_written *= erases[:, None]
+            d_state -= product(tl.trans(erased), as_factor(d_written, d_states), PRECISION)
     tl.store(d_initial + ends, d_state, mask=inside)

@@ -31,6 +31,12 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def as_factor(x, like):
+    """x, rounded to the dtype in which an array of factors is stored."""
+    return x.to(like.dtype.element_ty)
+
+
+@triton.jit
 def head_of(array, head, heads, stride_b, stride_m, group):
     """The address of a head of a user's array; `group` heads with a state share one."""
     return array + head // heads * stride_b + head % heads // group * stride_m
@@ -62,18 +68,26 @@ def pairs_of(g, start, SIZE: tl.constexpr, STRICT: tl.constexpr, UNDECAYED: tl.c
     If UNDECAYED, token i reads before its own gate: D_ij = e^{g_{j+1} + … + g_{i−1}}. Without
     gates, D is 1.
     """
+    gates = None
+    if g is not None:
+        row = tl.arange(0, SIZE)
+        if UNDECAYED:
+            gates = tl.load(g + start + row - 1, mask=row > 0, other=0.0)
+        else:
+            gates = tl.load(g + start + row)
+    return pairs_from(gates, SIZE, STRICT, UNDECAYED)
+
+
+@triton.jit
+def pairs_from(gates, SIZE: tl.constexpr, STRICT: tl.constexpr, UNDECAYED: tl.constexpr = False):
+    """D as by `pairs_of`, from the gates of the tokens; if UNDECAYED, of the tokens before them."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     mask = i > j if STRICT else i >= j
     decay = tl.full((SIZE, SIZE), 1.0, tl.float32)
-    if g is not None:
+    if gates is not None:
         # Column j accumulates the gates of the tokens after j.
-        if UNDECAYED:
-            row = tl.arange(0, SIZE)
-            gates = tl.load(g + start + row - 1, mask=row > 0, other=0.0)
-            decay = tl.exp(tl.cumsum(tl.where(i > j + 1, gates[:, None], 0.0), axis=0))
-        else:
-            gates = tl.load(g + start + tl.arange(0, SIZE))
-            decay = tl.exp(tl.cumsum(tl.where(i > j, gates[:, None], 0.0), axis=0))
+        is_after = i > j + 1 if UNDECAYED else i > j
+        decay = tl.exp(tl.cumsum(tl.where(is_after, gates[:, None], 0.0), axis=0))
     return tl.where(mask, decay, 0.0)
 
 

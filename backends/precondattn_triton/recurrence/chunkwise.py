@@ -5,17 +5,20 @@
 
 with D and the factors of `chunk_tiles.py` and M of `chunk_inverse.py`; E are the keys that are
 erased, K unless others are given. They may be erased from the state before its decay; reading of
-token i is then that of token i − 1. All chunks are prepared at once (`delta_rule.py`), states are
+token i is then that of token i − 1. In three launches, all chunks are prepared at once
+(`delta_rule.py`; without the delta rule only their decay factors, `gate_sums.py`), states are
 carried from chunk to chunk (`chunk_states.py`), and the outputs of all chunks are computed at once
-(`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) recomputes the states, carries their
-gradients backward, and computes the rest for all chunks at once. A call with one token has a
-separate kernel (`one_token.py`).
+(`chunk_reads.py`). The gradient (`chunkwise_gradient.py`) takes four: it recomputes the first two,
+carries the states' gradients backward, and computes those of all inputs at once. A call with one
+token has a separate kernel (`one_token.py`).
 
 Each key channel may have its own gate, or, in an additive recurrence, each value channel. Then
 `channel_decay.py` computes the pairs within a chunk, and the factors are rows instead of numbers.
 
-Besides inputs, outputs and their gradients, memory holds a state of d e elements in float32 per
-chunk, M and two rows per token; the gradient needs twice that and a few rows.
+Besides inputs, outputs and their gradients, memory holds a state of d e elements per chunk, and
+with the delta rule three rows per token (Y, W, U); the gradient has twice as many states, six rows,
+and a row of C numbers per query. They are in float32, and in bfloat16 where inputs are, except in
+precise kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from precondattn.spec.recurrence import AllTokens, Stream, StreamGradients
 from precondattn_triton.precision import exact
 from precondattn_triton.recurrence import (
     channel_gates,
-    chunk_inverse,
     chunk_reads,
     chunk_states,
     delta_rule,
@@ -37,12 +39,9 @@ from precondattn_triton.recurrence import (
 )
 from precondattn_triton.recurrence import one_token as recurrent_step
 from precondattn_triton.recurrence.channel_pairs import (
-    KEY,
-    QUERY,
-    decayed,
-    decayed_scores,
-    erase_scores,
+    load_gates,
     outputs_within_chunks,
+    prepare_keys,
 )
 from precondattn_triton.recurrence.chunk_arrays import Argument, ChunkCall, strides, strides_if
 from precondattn_triton.recurrence.chunkwise_gradient import gradients
@@ -77,9 +76,9 @@ class Chunkwise(AllTokens):
 
     def vjp(self, x: Stream, state: Tensor, d_o: Tensor, d_final: Tensor) -> StreamGradients:
         call = self.call(x, state)
-        prepare(call, x)
+        prepare(call, x, d_o)
         carry(call)
-        return gradients(call, x, d_o, d_final)
+        return gradients(call, x, d_final)
 
     def call(self, x: Stream, state: Tensor) -> ChunkCall:
         """The arrays of a call, before any launch."""
@@ -108,71 +107,78 @@ def _step(call: ChunkCall, x: Stream) -> tuple[Tensor, Tensor]:
     return o.transpose(1, 2), final
 
 
-def prepare(call: ChunkCall, x: Stream) -> None:
-    """Compute the decay factors, and with the delta rule M, Y and W."""
-    heads, tokens = call.b * call.m, call.tokens
+def prepare(call: ChunkCall, x: Stream, d_o: Tensor | None = None) -> None:
+    """Compute what the states need: the decay factors, and with the delta rule Y and W.
+
+    With the outputs' gradient d_o (b, m, t, r, e) it also computes what their gradients need.
+    """
     names: tuple[str, ...] = ("gates", "reading", "erasing", "writing", "total", "strength")
-    names += ("among", "inverse", "y", "w", "u")
+    names += ("among", "y", "w", "u", "z", "local", "eraser")
+    names += ("scores", "decayed_q", "decayed_k")
     call.arguments |= dict.fromkeys(names)
-    if call.decay == "head" or x.beta is not None:
+    call.arguments |= {"d_o": d_o, **strides_if("o", d_o, "bmtre")}
+    if call.decay == "keys":
+        erases = x.beta is not None
+        factors = erases or d_o is not None
+        prepare_keys(call, x.g.flatten(3), factors=factors, erases=erases)
+    elif call.decay == "values":
+        _prepare_values(call, x)
+    elif call.decay == "head" and x.beta is None:
         prepare_numbers(call, x)
-    if call.is_by_channel:
-        _prepare_channels(call, x)
-    call.arguments |= dict.fromkeys(("scores", "decayed_q", "decayed_k"))
+    if x.beta is not None:
+        _prepare_delta_rule(call, x)
+
+
+def _prepare_delta_rule(call: ChunkCall, x: Stream) -> None:
+    """Y and W, and Z and Mᵀ A if there is a gradient of the outputs; factors of gates per head."""
+    call.arguments["strength"] = call.empty(call.b * call.m, call.tokens)
+    rows = {"w": call.width, "y": call.step}
+    if call.arguments["d_o"] is not None:
+        rows |= {"z": call.width, "local": call.step}
     if call.decay == "keys":
-        call.arguments["scores"] = decayed_scores(call)
-        call.arguments["decayed_q"] = decayed(call, QUERY, "reading")
-        call.arguments["decayed_k"] = decayed(call, KEY, "writing")
-    if x.beta is None:
-        return
-    if call.decay == "keys":
-        call.arguments["among"] = erase_scores(call)
-    call.arguments["inverse"] = call.empty(heads, tokens, call.chunk)
-    call.launch(
-        chunk_inverse.invert,
-        "chunk_inverse",
-        (call.count, heads),
-        gates=None if call.decay == "keys" else call.arguments["gates"],
-        BLOCK=call.keys("chunk_inverse"),
-        LEVELS=call.chunk.bit_length() - 2,
-        EXACT=exact(),
-    )
-    call.arguments["y"] = call.empty(heads, tokens, call.step)
-    call.arguments["w"] = call.empty(heads, tokens, call.width)
+        rows |= {"eraser": call.width} if "z" in rows else {}
+    call.arguments |= {name: call.factor_rows(width) for name, width in rows.items()}
+    gates = _allocate_numbers(call, x) if call.decay == "head" else None
     call.launch(
         delta_rule.prepare,
         "delta_prepare",
-        (call.count, heads),
-        reading=call.erasing,
-        BLOCK=call.both("delta_prepare"),
-    )
-
-
-def prepare_numbers(call: ChunkCall, x: Stream) -> None:
-    """Compute the decay factors of gates per head, and load β."""
-    heads = call.b * call.m
-    names = ["gates", "reading", "writing"] if call.decay == "head" else []
-    names += ["erasing"] if call.arguments["UNDECAYED"] else []
-    names += [] if x.beta is None else ["strength"]
-    call.arguments |= {name: call.empty(heads, call.tokens) for name in names}
-    gates = None
-    if call.decay == "head":
-        gates = x.g[..., 0, 0]
-        call.arguments["total"] = call.empty(heads, call.count)
-    call.launch(
-        gate_sums.load_factors,
-        "gate_sums",
-        (call.count, heads),
+        (call.count, call.b * call.m),
         g=gates,
         beta=x.beta,
+        BLOCK=call.both("delta_prepare"),
+        LEVELS=call.chunk.bit_length() - 2,
+        EXACT=exact(),
         **strides_if("g", gates, "bms"),
         **strides_if("beta", x.beta, "bms"),
     )
 
 
-def _prepare_channels(call: ChunkCall, x: Stream) -> None:
+def prepare_numbers(call: ChunkCall, x: Stream) -> None:
+    """Compute the decay factors of gates per head."""
+    gates = _allocate_numbers(call, x)
+    call.launch(
+        gate_sums.load_factors,
+        "gate_sums",
+        (call.count, call.b * call.m),
+        g=gates,
+        **strides("g", gates, "bms"),
+    )
+
+
+def _allocate_numbers(call: ChunkCall, x: Stream) -> Tensor:
+    """The gates per head (b, m, s); their factors are allocated."""
+    heads = call.b * call.m
+    names = ["gates", "reading", "writing"]
+    names += ["erasing"] if call.arguments["UNDECAYED"] else []
+    call.arguments |= {name: call.empty(heads, call.tokens) for name in names}
+    call.arguments["total"] = call.empty(heads, call.count)
+    return x.g[..., 0, 0]
+
+
+def _prepare_values(call: ChunkCall, x: Stream) -> None:
     heads, gates = call.b * call.m, x.g.flatten(3)
-    for name in ("gates", "reading", "writing"):
+    load_gates(call, gates)
+    for name in ("reading", "writing"):
         call.arguments[name] = call.empty(heads, call.tokens, call.gate_step)
     call.arguments["total"] = call.empty(heads, call.count, call.gate_step)
     block = call.gate_block("channel_gates")
@@ -180,10 +186,8 @@ def _prepare_channels(call: ChunkCall, x: Stream) -> None:
         channel_gates.load_channel_factors,
         "channel_gates",
         (call.count * call.gate_step // block, heads),
-        g=gates,
         width=gates.shape[3],
         BLOCK=block,
-        **strides("g", gates, "bmsc"),
     )
 
 
@@ -194,9 +198,10 @@ def carry(call: ChunkCall, moments: Mapping[str, Argument] | None = None) -> Ten
     """
     heads = call.b * call.m
     final = call.empty(call.b, call.m, call.d, call.e)
-    call.arguments["states"] = call.empty(heads, call.count, call.width, call.step)
+    shape = heads, call.count, call.width, call.step
+    call.arguments["states"] = call.empty(*shape, dtype=call.factors)
     if call.arguments["y"] is not None:
-        call.arguments["u"] = call.empty(heads, call.tokens, call.step)
+        call.arguments["u"] = call.factor_rows(call.step)
     name = "chunk_states" if moments is None else "chunk_states_and_moments"
     values = call.values(name)
     call.launch(

@@ -2,10 +2,16 @@
 
     Y = M (β ∘ V),    W = M (β ∘ reading ∘ E),    M = (I + diag(β) stril(D ∘ E Kᵀ))⁻¹
 
-(`chunk_inverse.py`), with E the keys that are erased: K, unless others are given. Backward, with
-X = Mᵀ dU,
+(`chunk_inverse.py`), with E the keys that are erased: K, unless others are given. Backward, with dU
+= A + writing ∘ (K dS), where A = s (D ∘ Q Kᵀ)ᵀ dO is the part from outputs of the same chunk,
 
-    dV = β ∘ X,    dβ = Σ X ∘ (V − L U) − the state's part (`chunk_gradient.py`),
+    X = Mᵀ dU = Mᵀ A + Z dS,    Z = Mᵀ (writing ∘ K),
+    dV = β ∘ X,    dS ← total ∘ dS + s Qᵀ (reading ∘ dO) − Eᵀ (β ∘ reading ∘ X)
+
+(`chunk_states.py`). Neither M nor dU is needed by any other kernel, so that M stays in registers.
+Of these, the gradients of the other inputs follow (`input_gradient.py`):
+
+    dβ = Σ X ∘ (V − L U) − the state's part,
     dL = −stril((β ∘ X) Uᵀ),    L = stril(D ∘ E Kᵀ),
     dE = (dL ∘ D) K + …,    dK = (dL ∘ D)ᵀ E + …,
 
@@ -13,8 +19,10 @@ and the sum of both where E is K. Keys that are erased from the state before its
 factor reading_{i−1} in W, and D_{i−1,j} in L. With a gate per key channel, D is inside the
 products: L is then computed, and its gradient applied, by `channel_decay.py`.
 
-Grid: one program per chunk of one head. It iterates over blocks of channels: 2 C (d + e) FLOPs per
-token forward, and 4 C e + 2 C d backward.
+Grid: one program per chunk of one head. It iterates over blocks of channels. FLOPs per token: 3 C d
+/ 2 for the scores, about C² for the inverse in float32, and 2 C (d + e) forward; the gradient
+computes that again, and 4 C d + 4 C e more. Y, W, Z and Mᵀ A are factors of products only. In
+bfloat16 they are stored in it.
 """
 
 from __future__ import annotations
@@ -22,32 +30,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precondattn_triton.recurrence.chunk_inverse import inverse_of_chunk
 from precondattn_triton.recurrence.chunk_tiles import (
-    crossing,
+    as_factor,
     head_of,
-    pairs_of,
+    pairs_from,
     product,
     store_rows,
     store_tokens,
 )
+from precondattn_triton.recurrence.gate_sums import factors_of, gates_of
 from precondattn_triton.tiles import load_rows, load_tokens
 
 
 @triton.jit
 def prepare(
+    q,
     k,
     v,
     erase,
-    strength,
+    d_o,
+    g,
+    beta,
+    among,
+    scores,
+    decayed_k,
+    gates,
     reading,
-    inverse,
+    erasing,
+    writing,
+    total,
+    strength,
     y,
     w,
+    z,
+    local,
+    eraser,
     heads,
+    queries,
     s,
+    t,
     tokens,
     d,
     e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
     k_b,
     k_m,
     k_s,
@@ -63,128 +95,165 @@ def prepare(
     erase_s,
     erase_d,
     erase_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    g_b,
+    g_m,
+    g_s,
+    beta_b,
+    beta_m,
+    beta_s,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
     DECAY: tl.constexpr,
+    UNDECAYED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Write Y to `y` (m, T, STEP) and W to `w` (m, T, WIDTH)."""
+    """Write Y to `y` (m, T, STEP), W to `w` (m, T, WIDTH) and β to `strength` (m, T).
+
+    With one gate per head, g (m, s), its factors are written as by `load_factors` of
+    `gate_sums.py`, and `erasing` (m, T) gets reading_{i−1} if it is not None. With a gate per key
+    channel, `reading` (m, T, WIDTH) and `among` (m, T, CHUNK), which is D ∘ E Kᵀ, are read.
+
+    For the gradient, Z is written to `z` (m, T, WIDTH) and Mᵀ A to `local` (m, T, STEP), summed
+    over the queries of a state. With a gate per key channel, `scores` (m r, T, CHUNK) is s D ∘ Q
+    Kᵀ, `decayed_k` (m, T, WIDTH) is writing ∘ K, and `eraser` (m, T, WIDTH) gets β ∘ reading ∘ E.
+    """
     head = tl.program_id(1).to(tl.int64)
+    b, n = head // heads, head % heads
     start = tl.program_id(0) * CHUNK
-    if erase is not None:
-        k = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-        k_s, k_d = erase_s, erase_d
-    else:
-        k = head_of(k, head, heads, k_b, k_m, k_group)
+    position = tl.arange(0, CHUNK)
+    token = (start + position).to(tl.int64)
+    at = head * tokens + token
+    k = head_of(k, head, heads, k_b, k_m, k_group)
     v = head_of(v, head, heads, v_b, v_m, v_group)
-    at = head * tokens + start + tl.arange(0, CHUNK)
-    weights = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-    weights *= tl.load(strength + at)[None, :]
+    beta += b * beta_b + n * beta_m
+    if g is not None:
+        g += b * g_b + n * g_m
+    if erase is not None:
+        erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+    inverse = inverse_of_chunk(
+        k, erase, g, beta, among, head, tokens, start, s, d, k_s, k_d, erase_s, erase_d, g_s,
+        beta_s, CHUNK, BLOCK, WIDTH, LEVELS, UNDECAYED, PRECISION, EXACT,
+    )  # fmt: skip
+    strengths = tl.load(beta + token * beta_s, mask=token < s, other=0.0).to(tl.float32)
+    tl.store(strength + at, strengths)
+    erases, writes = strengths, strengths
+    if DECAY == "head":
+        chunk = head * tl.num_programs(0) + tl.program_id(0)
+        until_erased, writes = factors_of(
+            g, gates, reading, erasing, writing, total, at, chunk, start, s, g_s, CHUNK
+        )
+        erases = strengths * until_erased
+    weights = as_factor(inverse * strengths[None, :], y)
     for c in range(0, STEP, BLOCK):
         values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
         store_rows(y, head, tokens, start, c, product(weights, values, PRECISION), STEP)
-    if DECAY == "head":
-        weights *= tl.load(reading + at)[None, :]
+    weights = as_factor(inverse * erases[None, :], w)
     for c in range(0, WIDTH, BLOCK):
-        keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+        if erase is not None:
+            keys = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
+        else:
+            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
         if DECAY == "keys":
             keys = keys * load_rows(reading, head, tokens, start, CHUNK, BLOCK, c, WIDTH)
+            if eraser is not None:
+                rows = keys * strengths[:, None]
+                store_rows(eraser, head, tokens, start, c, rows, WIDTH)
+            keys = as_factor(keys, w)
         store_rows(w, head, tokens, start, c, product(weights, keys, PRECISION), WIDTH)
+    if z is not None:
+        weights = inverse
+        if DECAY == "head":
+            weights = inverse * writes[:, None]
+        weights = tl.trans(as_factor(weights, z))
+        for c in range(0, WIDTH, BLOCK):
+            if DECAY == "keys":
+                keys = load_rows(decayed_k, head, tokens, start, CHUNK, BLOCK, c, WIDTH)
+            else:
+                keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+            store_rows(z, head, tokens, start, c, product(weights, keys, PRECISION), WIDTH)
+        q = head_of(q, head, heads, q_b, q_m, q_group)
+        d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+        weights = tl.trans(as_factor(inverse, local))
+        for c in range(0, STEP, BLOCK):
+            gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
+            for row in range(queries):
+                if DECAY == "keys":
+                    query = head * queries + row
+                    pairs = load_rows(scores, query, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+                else:
+                    pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+                    for first in range(0, WIDTH, BLOCK):
+                        rows = load_tokens(
+                            q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, BLOCK
+                        )
+                        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, BLOCK)
+                        pairs += product(rows, tl.trans(keys), PRECISION)
+                    own = None
+                    if g is not None:
+                        own = gates_of(g, token, g_s, token < s)
+                    pairs *= pairs_from(own, CHUNK, False) * scale
+                outputs = d_o + row * o_r
+                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                gradient += product(tl.trans(as_factor(pairs, local)), cotangent, PRECISION)
+            gradient = product(weights, as_factor(gradient, local), PRECISION)
+            store_rows(local, head, tokens, start, c, gradient, STEP)
 
 
 @triton.jit
 def d_written(
-    k,
     v,
-    erase,
-    gates,
     strength,
     among,
-    inverse,
     u,
-    d_u,
-    d_right,
+    right,
     d_v,
     d_keys,
     d_strength,
-    crossing_keys,
     heads,
     s,
     tokens,
-    d,
     e,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
     v_b,
     v_m,
     v_s,
     v_e,
     v_group,
-    erase_b,
-    erase_m,
-    erase_s,
-    erase_d,
-    erase_group,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
     STEP: tl.constexpr,
-    UNDECAYED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write X to `d_right` (m, T, STEP) and the gradient of v to `d_v` (b, s, m, e).
+    """With a gate per key channel, write the gradient of v to `d_v` (b, s, m, e), and dL.
 
-    `d_keys` (m, T, CHUNK) gets dL ∘ D, and where E is K the sum with its transpose, the factor of K
-    in dK. `d_strength` and `crossing_keys` (m, T) get the part within the chunk of the gradients of
-    β and of the gates. With a gate per key channel, `among` (m, T, CHUNK) is D ∘ E Kᵀ, `gates` is
-    None, and `d_keys` gets dL.
+    `right` (m, T, STEP) is X, and `among` (m, T, CHUNK) is D ∘ E Kᵀ. `d_keys` (m, T, CHUNK) gets
+    dL, and `d_strength` (m, T) the part of β's gradient within the chunk.
     """
     head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * CHUNK
-    k = head_of(k, head, heads, k_b, k_m, k_group)
     v = head_of(v, head, heads, v_b, v_m, v_group)
     d_v += (head // heads * s * heads + head % heads) * e
-    at = head * tokens + start
-    row = tl.arange(0, CHUNK)
-    beta = tl.load(strength + at + row)
+    at = head * tokens + start + tl.arange(0, CHUNK)
+    beta = tl.load(strength + at)
     within_chunk = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_beta = tl.zeros((CHUNK,), tl.float32)
     for c in range(0, STEP, BLOCK):
-        weights = load_rows(inverse, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        d_written_rows = load_rows(d_u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        right = product(tl.trans(weights), d_written_rows, PRECISION)
-        store_rows(d_right, head, tokens, start, c, right, STEP)
-        store_tokens(d_v, start, c, s, e, heads * e, right * beta[:, None])
+        rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
         written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        within_chunk += product(right, tl.trans(written), PRECISION)
+        within_chunk += product(rows, tl.trans(written), PRECISION)
+        rows = rows.to(tl.float32)
+        store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
         values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
-        d_beta += tl.sum(right * values.to(tl.float32), axis=1)
-    if among is not None:
-        scores = load_rows(among, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-    else:
-        if erase is not None:
-            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
-        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for c in range(0, WIDTH, BLOCK):
-            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
-            if erase is not None:
-                erased = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
-                scores += product(erased, tl.trans(keys), PRECISION)
-            else:
-                scores += product(keys, tl.trans(keys), PRECISION)
-    within_chunk *= pairs_of(gates, at, CHUNK, True, UNDECAYED)
-    d_pairs = -beta[:, None] * within_chunk
-    if among is None and erase is None:
-        store_rows(d_keys, head, tokens, start, 0, d_pairs + tl.trans(d_pairs), CHUNK)
-    else:
-        store_rows(d_keys, head, tokens, start, 0, d_pairs, CHUNK)
-    scores *= within_chunk
-    tl.store(d_strength + at + row, d_beta - tl.sum(scores, axis=1))
-    if gates is not None:
-        d_gates = crossing(-beta[:, None] * scores, CHUNK, UNDECAYED)
-        tl.store(crossing_keys + at + row, d_gates)
+        d_beta += tl.sum(rows * values.to(tl.float32), axis=1)
+    within_chunk *= pairs_from(None, CHUNK, True)
+    store_rows(d_keys, head, tokens, start, 0, -beta[:, None] * within_chunk, CHUNK)
+    scores = load_rows(among, head, tokens, start, CHUNK, CHUNK, 0, CHUNK).to(tl.float32)
+    tl.store(d_strength + at, d_beta - tl.sum(scores * within_chunk, axis=1))

@@ -1,11 +1,12 @@
-"""The gradient of the keys E that are erased, if they differ from the keys K that are written.
+"""The gradient of the keys E that are erased, if they are not K, with a gate per key channel.
 
-    dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ,
+    dE = … − reading ∘ β ∘ X Sᵀ,
 
-with X and dL of `delta_rule.py`, and S the state before the chunk. For the gradients of β and of
-the gates it also computes the products of E with reading ∘ X Sᵀ. Where E is K, `chunk_gradient.py`
-computes this with the rest of dK. Grid: one program per chunk and block of key channels of one
-head. It iterates over the value channels.
+with X of `delta_rule.py`, and S the state before the chunk. The part from within the chunk is
+computed by `channel_decay.py`. For the gradients of β and of the gates the products of E with
+reading ∘ X Sᵀ are also computed. Where E is K, `chunk_gradient.py` computes this with the rest of
+dK. Grid: one program per chunk and block of key channels of one head. It iterates over the value
+channels.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from precondattn_triton.tiles import load_rows, load_tokens
 
 @triton.jit
 def d_erase_of(
-    k,
     erase,
     strength,
     reading,
     within_erase,
-    d_right,
-    d_keys,
+    right,
     states,
     d_erase,
     erased,
@@ -34,11 +33,6 @@ def d_erase_of(
     s,
     tokens,
     d,
-    k_b,
-    k_m,
-    k_s,
-    k_d,
-    k_group,
     erase_b,
     erase_m,
     erase_s,
@@ -49,14 +43,13 @@ def d_erase_of(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
-    DECAY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write KEYS channels of `d_erase` (b, s, m, d).
 
-    `from_keys` (m, blocks, T) gets Σ E ∘ (reading ∘ X Sᵀ). With a gate per key channel, `erased`
-    (m, T, WIDTH) gets the products with β and without the sum, and `within_erase` (m, T, WIDTH) is
-    the part of dE from within the chunk.
+    `from_keys` (m, blocks, T) gets Σ E ∘ (reading ∘ X Sᵀ), and `erased` (m, T, WIDTH) the products
+    with β and without the sum. `within_erase` (m, T, WIDTH) is the part of dE from within the
+    chunk.
     """
     BLOCKS: tl.constexpr = WIDTH // KEYS
     head = tl.program_id(1).to(tl.int64)
@@ -67,26 +60,17 @@ def d_erase_of(
     for c in range(0, STEP, BLOCK):
         at = head * (tokens // CHUNK) + chunk
         state = load_rows(states, at, WIDTH, first, KEYS, BLOCK, c, STEP)
-        right = load_rows(d_right, head, tokens, start, CHUNK, BLOCK, c, STEP)
-        from_state += product(right, tl.trans(state), PRECISION)
+        rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+        from_state += product(rows, tl.trans(state), PRECISION)
     position = tl.arange(0, CHUNK)
-    if DECAY == "head":
-        from_state *= tl.load(reading + head * tokens + start + position)[:, None]
-    if DECAY == "keys":
-        from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
+    from_state *= load_rows(reading, head, tokens, start, CHUNK, KEYS, first, WIDTH)
     keys = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
     read_keys = from_state * keys.to(tl.float32)
     sums = (head * BLOCKS + block) * tokens + start + position
     tl.store(from_keys + sums, tl.sum(read_keys, axis=1))
     beta = tl.load(strength + head * tokens + start + position)[:, None]
     gradient = -beta * from_state
-    if DECAY == "keys":
-        store_rows(erased, head, tokens, start, first, beta * read_keys, WIDTH)
-        gradient += load_rows(within_erase, head, tokens, start, CHUNK, KEYS, first, WIDTH)
-    else:
-        k = head_of(k, head, heads, k_b, k_m, k_group)
-        written = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
-        pairs = load_rows(d_keys, head, tokens, start, CHUNK, CHUNK, 0, CHUNK)
-        gradient += product(pairs, written, PRECISION)
+    store_rows(erased, head, tokens, start, first, beta * read_keys, WIDTH)
+    gradient += load_rows(within_erase, head, tokens, start, CHUNK, KEYS, first, WIDTH)
     d_erase += (head // heads * s * heads + head % heads) * d
     store_tokens(d_erase, start, first, s, d, heads * d, gradient)

@@ -14,7 +14,7 @@ from precondattn_triton.ccq import conditioned_read
 from tests.backends.triton.test_recurrences import BOUNDS, doubled
 from tests.backends.triton.tiles import error, small_tiles
 
-SHARING = ("gated_delta", "delta", "ssd", "retention", "linear")
+SHARING = ("gated_delta", "delta", "ssd", "retention", "linear", "gla", "kda")
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,7 +73,7 @@ def test_the_query_and_a_backbone_that_reads_the_same_keys_run_in_one_pass(base)
 @pytest.mark.parametrize(
     ("expression", "changes", "reason"),
     [
-        ("ccq(gla)", {}, "no kernels"),
+        ("ccq(rwkv6)", {}, "no kernels"),
         ("ccq[covariance=decayed](retention)", {}, "no decay"),
         ("ccq(linear[normalize=true])", {}, "one recurrence"),
         ("ccq(ssd)", {"verb": "extend"}, "no step"),
@@ -102,6 +102,8 @@ def test_gated_delta_at_the_borders_of_chunks(passes, t, heads):
         ("ccq(ssd)", 33, {"u": 2}),
         ("ccq(retention)", 17, {"h": 2}),
         ("ccq(linear)", 17, {"h": 4, "n": 2, "b": 2}),
+        ("ccq(gla)", 33, {"h": 4, "n": 2}),
+        ("ccq(kda)", 33, {"u": 2}),
     ],
 )
 def test_backbones_that_read_unit_keys_or_keys_as_they_are(passes, expression, t, heads):
@@ -113,14 +115,14 @@ def test_backbones_that_read_unit_keys_or_keys_as_they_are(passes, expression, t
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(linear)"])
+@pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(linear)", "ccq(gla)"])
 def test_half_precision(expression, dtype):
     layer = pa.parse(expression)
     check(layer, problem(layer, 34, d=20, e=24), dtype)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(ssd)"])
+@pytest.mark.parametrize("expression", ["ccq(gated_delta)", "ccq(ssd)", "ccq(gla)"])
 def test_packed_padded_and_masked_tokens(passes, expression):
     """One segment ends at a chunk's border, one within a chunk, and one spans several chunks."""
     layer = pa.parse(expression)
@@ -151,11 +153,15 @@ def test_the_query_alone_with_arbitrary_strides_and_rows_of_zero():
     check(layer, x)
 
 
-def test_rows_so_long_or_short_that_their_squares_overflow_or_vanish():
+@pytest.mark.parametrize("ratio", [0.1, 1e-30])
+def test_rows_so_long_or_short_that_their_squares_overflow_or_vanish(ratio):
+    """The squares of a query are summed in two blocks of channels, the larger ones last."""
     layer = pa.ConditionedQuery(eps=0)
-    x = problem(layer, 18)
+    x = problem(layer, 18, d=20)
     x["k"] *= 1e-25
     x["q"] *= 1e25
+    x["q"][..., :16] *= ratio
+    x["q"][:, 3] = 0.0
     expected = layer(**doubled(x), backend="reference")
     with small_tiles():
         out = layer(**x, backend="triton")

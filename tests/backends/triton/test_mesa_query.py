@@ -14,11 +14,11 @@ from precondattn.spec.positive_definite import NotSolvedError
 from precondattn_triton import Triton
 from precondattn_triton.configurations import Configuration
 from precondattn_triton.recurrence import mesa_query
-from tests.backends.triton.test_recurrences import BACKENDS, TWO_SUB_CHUNKS, check, problem
+from tests.backends.triton.test_recurrences import BACKENDS, CHUNKS_OF_32, check, problem
 from tests.backends.triton.tiles import error, small_tiles
 
 LEAF = pa.MesaQuery(decay="head", beta=True)
-HALF_CHUNKS = {**TWO_SUB_CHUNKS, "mesa_query": Configuration(16, 16)}
+HALF_CHUNKS = {**CHUNKS_OF_32, "mesa_query": Configuration(16, 16)}
 
 
 def inputs(layer, t, **options):

@@ -16,8 +16,8 @@ from precondattn_triton.configurations import Configuration
 from tests.backends.triton import pieces
 from tests.backends.triton.tiles import RECURRENT, error, small_tiles
 
-TWO_SUB_CHUNKS = dict.fromkeys(RECURRENT, Configuration(32, 16))
-FOUR_SUB_CHUNKS = dict.fromkeys(RECURRENT, Configuration(64, 16))
+CHUNKS_OF_32 = dict.fromkeys(RECURRENT, Configuration(32, 16))
+CHUNKS_OF_64 = dict.fromkeys(RECURRENT, Configuration(64, 16))
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BACKENDS = ("triton", "torch")
@@ -93,7 +93,7 @@ def test_keys_that_coincide_or_nearly_do(keys):
 @pytest.mark.parametrize("keys", ["clustered", "equal", "zero"])
 def test_keys_that_coincide_with_a_gate_for_each_channel(keys):
     x = problem(pa.KDA(), 33, keys=keys, heads=(1, 1), gates="extreme")
-    check(pa.KDA(), x, bound=1e-5, tiles=TWO_SUB_CHUNKS)
+    check(pa.KDA(), x, bound=1e-5, tiles=CHUNKS_OF_32)
 
 
 @pytest.mark.parametrize("keys", ["clustered", "equal"])
@@ -102,6 +102,21 @@ def test_coinciding_keys_cost_a_precise_kernel_no_accuracy_in_float16(monkeypatc
     x = problem(pa.Delta(), 40, keys=keys, heads=(1, 1))
     x["beta"] = torch.full_like(x["beta"], 1.95)
     check(pa.Delta(), x, torch.float16, bound=8e-4)
+
+
+def test_factors_in_bfloat16_are_rounded_unless_kernels_are_precise(monkeypatch):
+    inputs = problem(pa.GatedDelta(), 40, heads=(1, 1))
+    x = {name: array.bfloat16() for name, array in inputs.items()}
+    expected, pullback = pa.GatedDelta().vjp(**doubled(x), backend="reference")
+    d_out = torch.randn(expected.shape).bfloat16()
+    d_g = pullback(d_out.double())["g"]
+    errors = []
+    for value in ("1", "0"):
+        monkeypatch.setenv(VARIABLE, value)
+        with small_tiles():
+            pullback = pa.GatedDelta().vjp(**x, backend=BACKENDS)[1]
+            errors.append(error(pullback(d_out)["g"], d_g))
+    assert errors[0] < 3e-3 < errors[1] < 2e-2
 
 
 def test_zero_keys_and_open_gates_next_to_closed_ones():
@@ -171,10 +186,10 @@ def test_contracted_queries_run_by_the_same_kernels():
     ],
 )
 def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
-    """Chunks of two sub-chunks, so that pairs cross their border; channels in two blocks."""
+    """Chunks with five halvings; channels in two blocks."""
     layer = pa.parse(layer)
     heads = (1, 2) if t == 16 else (1, 1)
-    check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=TWO_SUB_CHUNKS)
+    check(layer, problem(layer, t, d=20, heads=heads), dtype, tiles=CHUNKS_OF_32)
 
 
 @pytest.mark.thorough(but=("gla-extreme", "gla-random"))
@@ -188,12 +203,17 @@ def test_a_gate_for_each_channel_gives_the_definition(layer, t, dtype):
         ("kda", "extreme"),
     ],
 )
-def test_four_sub_chunks_of_which_two_are_between_others(layer, gates):
+def test_all_halvings_of_a_chunk_as_it_is_shipped(layer, gates):
     """Open gates of channels next to closed ones, or all gates between."""
     layer = pa.parse(layer)
     x = problem(layer, 64, d=8, heads=(1, 1), gates=gates)
     segments = torch.tensor([[0] * 37 + [1] * 27])
-    check(layer, x, tiles=FOUR_SUB_CHUNKS, segment_ids=segments)
+    check(layer, x, tiles=CHUNKS_OF_64, segment_ids=segments)
+
+
+@pytest.mark.thorough
+def test_keys_of_more_than_256_channels_have_a_gate_each():
+    check(pa.GLA(), problem(pa.GLA(), 17, d=264, heads=(1, 1)), torch.bfloat16)
 
 
 @pytest.mark.thorough
@@ -328,6 +348,18 @@ def test_an_inverse_of_32_tokens_is_accurate(keys):
     # The bound of float32 rounding; the error within it depends on the CPU's order of summation.
     bound = torch.linalg.cond(system) * 2.0**-24
     assert error(result, torch.linalg.inv(system)) < bound < 1e-4
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_sum_of_gates_has_the_digits_of_two_numbers_in_bfloat16(level):
+    g = -torch.rand((16, 16), generator=torch.Generator().manual_seed(0))
+    result = torch.full((16, 16), torch.nan)
+    with small_tiles():
+        pieces.gates_to_the_middle[(1,)](g, result, level, 16)
+    blocks = g.double().reshape(-1, 2, 2**level, 16)
+    first = blocks[:, 0].flip(1).cumsum(1).flip(1) - blocks[:, 0]
+    expected = torch.stack((first, blocks[:, 1].cumsum(1)), 1).reshape(16, 16)
+    assert error(result, expected) < 2.0**-15
 
 
 def test_a_strong_gate_costs_later_weak_gates_no_accuracy():

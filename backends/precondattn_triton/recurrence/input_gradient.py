@@ -1,0 +1,284 @@
+"""The gradients of all inputs of a chunk, with one gate per head or none, in one kernel.
+
+    dA = s D ∘ dO Uᵀ,    dQ = dA K + s reading ∘ dO Sᵀ,
+    dK = dAᵀ Q (summed over the queries of a state) + writing ∘ U dSᵀ
+         − reading ∘ β ∘ X Sᵀ + (dL ∘ D + its transpose) K,
+
+the second line of dK with the delta rule only, with X and dL of `delta_rule.py`; S is the state
+before the chunk, dS the gradient of the state after it. If other keys E are erased than K, that
+line is replaced by (dL ∘ D)ᵀ E, and
+
+    dE = (dL ∘ D) K − reading ∘ β ∘ X Sᵀ.
+
+Additive: U = V, and dV = s (D ∘ Q Kᵀ)ᵀ dO + writing ∘ K dS. With the delta rule, dV = β ∘ X.
+
+The gradient of a gate is a sum over everything that it decays: pairs of tokens (`crossing`), reads
+of the state before the chunk (Σ Q ∘ dQ, − Σ E ∘ dE), writes to the state after it (Σ K ∘ dK), and
+the state itself from before to after the chunk (Σ S ∘ dS). Of dQ, dK and dE, these are the parts
+from the state.
+
+Grid: one program per chunk of one head. A program has three parts: dQ and dA, which is written to
+the workspace; the pairs dL of the delta rule with dV, or dV; and dK and dE, which read dA. Between
+them, a barrier makes dA complete, and keeps the compiler from holding one part's tiles in registers
+during another. The first and the last part iterate over blocks of key channels, and within these
+over value channels. FLOPs per token: delta rule 6 d e + 2 C (5 d + 2 e); additive 6 d e + 2 C (4 d
++ 2 e). Memory traffic is that of the inputs and their gradients, X, U and two states per chunk; the
+parts read some of them again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precondattn_triton.recurrence.chunk_tiles import (
+    as_factor,
+    crossing,
+    head_of,
+    pairs_of,
+    product,
+    store_rows,
+    store_tokens,
+)
+from precondattn_triton.tiles import load_rows, load_tokens
+
+
+@triton.jit
+def d_inputs(
+    q,
+    k,
+    v,
+    erase,
+    d_o,
+    u,
+    right,
+    gates,
+    strength,
+    reading,
+    erasing,
+    writing,
+    total,
+    states,
+    d_states,
+    d_scores,
+    d_q,
+    d_k,
+    d_v,
+    d_erase,
+    d_g,
+    d_beta,
+    heads,
+    queries,
+    s,
+    t,
+    tokens,
+    d,
+    e,
+    scale,
+    q_b,
+    q_m,
+    q_t,
+    q_r,
+    q_d,
+    q_group,
+    k_b,
+    k_m,
+    k_s,
+    k_d,
+    k_group,
+    v_b,
+    v_m,
+    v_s,
+    v_e,
+    v_group,
+    erase_b,
+    erase_m,
+    erase_s,
+    erase_d,
+    erase_group,
+    o_b,
+    o_m,
+    o_t,
+    o_r,
+    o_e,
+    CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    UNDECAYED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write `d_q` (b, t, m, r, d), `d_k` (b, s, m, d), `d_v` (b, s, m, e), `d_g`, `d_beta` (m, s).
+
+    `right` (m, T, STEP) is X. In an additive recurrence it, `u`, `strength` and `d_beta` are None.
+    `erase` and `d_erase` (b, s, m, d) are None if E is K, and `gates` and `d_g` without gates.
+    `d_scores` (m r, T, CHUNK) gets dA.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    chunk = head * tl.num_programs(0) + tl.program_id(0)
+    start = tl.program_id(0) * CHUNK
+    position = tl.arange(0, CHUNK)
+    numbers = head * tokens + start + position
+    output = head // heads * s * heads + head % heads
+    q = head_of(q, head, heads, q_b, q_m, q_group)
+    k = head_of(k, head, heads, k_b, k_m, k_group)
+    v = head_of(v, head, heads, v_b, v_m, v_group)
+    d_o = head_of(d_o, head, heads, o_b, o_m, 1)
+    d_q += (head // heads * t * heads + head % heads) * queries * d
+    d_k += output * d
+    d_v += output * e
+    # The sums of each token: of its pairs' gates, and of its reads, erasures and writes.
+    crossed = tl.zeros((CHUNK,), tl.float32)
+    reads = tl.zeros((CHUNK,), tl.float32)
+    erasures = tl.zeros((CHUNK,), tl.float32)
+    writes = tl.zeros((CHUNK,), tl.float32)
+    overlaps = tl.zeros((KEYS,), tl.float32)
+    for row in range(queries):
+        outputs, query = d_o + row * o_r, head * queries + row
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for c in range(0, e, BLOCK):
+            cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+            if u is not None:
+                written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            else:
+                written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+            pairs += product(cotangent, tl.trans(written), PRECISION)
+        pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+        if gates is not None:
+            scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for first in range(0, d, KEYS):
+                keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+                scores += product(rows, tl.trans(keys), PRECISION)
+            crossed += crossing(pairs * scores, CHUNK)
+        pairs = as_factor(pairs, d_scores)
+        store_rows(d_scores, query, tokens, start, 0, pairs, CHUNK)
+        # Between the parts of a program, no value is kept that can be loaded again.
+        tl.debug_barrier()
+        for first in range(0, d, KEYS):
+            gradient = tl.zeros((CHUNK, KEYS), tl.float32)
+            for c in range(0, e, BLOCK):
+                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                state = load_rows(states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
+                gradient += product(cotangent, tl.trans(state), PRECISION)
+            gradient *= scale
+            if gates is not None:
+                rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+                gradient *= tl.load(reading + numbers)[:, None]
+                reads += tl.sum(gradient * rows.to(tl.float32), axis=1)
+            keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+            gradient += product(pairs, keys, PRECISION)
+            at = start - s + t
+            store_tokens(d_q + row * d, at, first, t, d, heads * queries * d, gradient)
+    # `d_scores` is complete.
+    tl.debug_barrier()
+    if right is not None:
+        if erase is not None:
+            erase = head_of(erase, head, heads, erase_b, erase_m, erase_group)
+            d_erase += output * d
+        beta = tl.load(strength + numbers)
+        d_beta_own = tl.zeros((CHUNK,), tl.float32)
+        within = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for c in range(0, e, BLOCK):
+            rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            within += product(rows, tl.trans(written), PRECISION)
+            rows = rows.to(tl.float32)
+            store_tokens(d_v, start, c, s, e, heads * e, rows * beta[:, None])
+            values = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+            d_beta_own += tl.sum(rows * values.to(tl.float32), axis=1)
+        within *= pairs_of(gates, head * tokens + start, CHUNK, True, UNDECAYED)
+        scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for c in range(0, d, BLOCK):
+            keys = load_tokens(k, start, c, s, d, k_s, k_d, CHUNK, BLOCK)
+            if erase is not None:
+                erased = load_tokens(erase, start, c, s, d, erase_s, erase_d, CHUNK, BLOCK)
+                scores += product(erased, tl.trans(keys), PRECISION)
+            else:
+                scores += product(keys, tl.trans(keys), PRECISION)
+        scores *= within
+        d_beta_own -= tl.sum(scores, axis=1)
+        d_pairs = -beta[:, None] * within
+        if erase is None:
+            d_pairs += tl.trans(d_pairs)
+        d_pairs = as_factor(d_pairs, states)
+        if gates is not None:
+            crossed += crossing(-beta[:, None] * scores, CHUNK, UNDECAYED)
+    else:
+        for c in range(0, e, BLOCK):
+            gradient = tl.zeros((CHUNK, BLOCK), tl.float32)
+            for first in range(0, d, KEYS):
+                keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+                d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
+                gradient += product(keys, d_state, PRECISION)
+            if gates is not None:
+                gradient *= tl.load(writing + numbers)[:, None]
+            for row in range(queries):
+                pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+                for first in range(0, d, KEYS):
+                    keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+                    rows = load_tokens(
+                        q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS
+                    )
+                    pairs += product(rows, tl.trans(keys), PRECISION)
+                pairs *= pairs_of(gates, head * tokens + start, CHUNK, False) * scale
+                outputs = d_o + row * o_r
+                cotangent = load_tokens(outputs, start - s + t, c, t, e, o_t, o_e, CHUNK, BLOCK)
+                gradient += product(tl.trans(as_factor(pairs, states)), cotangent, PRECISION)
+            store_tokens(d_v, start, c, s, e, heads * e, gradient)
+    tl.debug_barrier()
+    for first in range(0, d, KEYS):
+        keys = load_tokens(k, start, first, s, d, k_s, k_d, CHUNK, KEYS)
+        gradient = tl.zeros((CHUNK, KEYS), tl.float32)
+        if right is not None:
+            from_state = tl.zeros((CHUNK, KEYS), tl.float32)
+        for c in range(0, e, BLOCK):
+            d_state = load_rows(d_states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
+            if u is not None:
+                written = load_rows(u, head, tokens, start, CHUNK, BLOCK, c, STEP)
+            else:
+                written = load_tokens(v, start, c, s, e, v_s, v_e, CHUNK, BLOCK)
+            gradient += product(written, tl.trans(d_state), PRECISION)
+            if right is not None or gates is not None:
+                state = load_rows(states, chunk, WIDTH, first, KEYS, BLOCK, c, STEP)
+            if gates is not None:
+                overlaps += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), axis=1)
+            if right is not None:
+                rows = load_rows(right, head, tokens, start, CHUNK, BLOCK, c, STEP)
+                from_state += product(rows, tl.trans(state), PRECISION)
+        if gates is not None:
+            gradient *= tl.load(writing + numbers)[:, None]
+            writes += tl.sum(gradient * keys.to(tl.float32), axis=1)
+        if right is not None:
+            if gates is not None:
+                from_state *= tl.load(erasing + numbers)[:, None]
+            if erase is not None:
+                erased = load_tokens(erase, start, first, s, d, erase_s, erase_d, CHUNK, KEYS)
+                erasures += tl.sum(from_state * erased.to(tl.float32), axis=1)
+                gradient += product(tl.trans(d_pairs), erased, PRECISION)
+                of_erased = product(d_pairs, keys, PRECISION) - beta[:, None] * from_state
+                store_tokens(d_erase, start, first, s, d, heads * d, of_erased)
+            else:
+                erasures += tl.sum(from_state * keys.to(tl.float32), axis=1)
+                gradient += product(d_pairs, keys, PRECISION) - beta[:, None] * from_state
+        for row in range(queries):
+            pairs = load_rows(d_scores, head * queries + row, tokens, start, CHUNK, CHUNK, 0, CHUNK)
+            rows = load_tokens(q + row * q_r, start - s + t, first, t, d, q_t, q_d, CHUNK, KEYS)
+            gradient += product(tl.trans(pairs), rows, PRECISION)
+        store_tokens(d_k, start, first, s, d, heads * d, gradient)
+    token = (start + position).to(tl.int64)
+    if right is not None:
+        tl.store(d_beta + head * s + token, d_beta_own - erasures, mask=token < s)
+    if gates is not None:
+        d_gate = crossed + tl.sum(overlaps, axis=0) * tl.load(total + chunk)
+        # Those of the tokens before each.
+        d_gate += tl.cumsum(writes, axis=0) - writes
+        if right is not None:
+            erasures *= beta
+            if UNDECAYED:
+                # The gate of a token is in the reads of those after it.
+                d_gate += erasures
+            reads -= erasures
+        d_gate += tl.cumsum(reads, axis=0, reverse=True)
+        tl.store(d_g + head * s + token, d_gate, mask=token < s)
