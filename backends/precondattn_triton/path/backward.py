@@ -1,10 +1,11 @@
 """PaTH backward, from o, λ and do: the launches of its kernels in order. Scores are recomputed.
 
-Queries are processed in groups of a few chunks: they are carried to the first chunk, and their
-gradients are carried back (`carried_queries.py`). From both, the gradients of keys, values and
-reflections are computed (`key_gradient.py`). Memory grows with the number of tokens times the
-queries of a group, not with the square of the number of tokens. Then follow the scores within
-chunks (`within_chunk.py`) and the gradients of the chunks' inputs (`chunk_gradient.py`).
+First all pairs of a query and a block before its own, then all pairs of a query and a chunk of its
+block before its own: queries are carried to each block or chunk, and their gradients are carried
+back (`carried_queries.py`). From both, the gradients of keys, values and reflections are computed
+(`key_gradient.py`). Queries are processed in groups (`groups.py`), as many as a budget of memory
+allows. Then follow the scores within chunks (`within_chunk.py`), and the gradients of the blocks'
+and of the chunks' inputs (`blocks.py`, `chunk_gradient.py`).
 """
 
 from __future__ import annotations
@@ -12,24 +13,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path import carried_queries as path_carry
 from precondattn_triton.path import key_gradient as path_key_gradient
 from precondattn_triton.path import within_chunk as path_within_chunk
+from precondattn_triton.path.blocks import PathBlocks, block_gradients
 from precondattn_triton.path.chunk_gradient import ChunkGradients, through_chunks
 from precondattn_triton.path.chunks import PathChunks
+from precondattn_triton.path.groups import Level, groups
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import row_products
 from precondattn_triton.tiles import KernelMasks, configured
-
-GROUP = 4
-"""The least number of chunks of queries in a group. Groups determine the memory of X and Y."""
-
-GROUP_TOKENS = 8192
-"""The least number of queries in a group, over all heads: fewer leave multiprocessors idle."""
 
 REFLECTION_ELEMENTS = 16384
 """Elements of F that a program computes."""
@@ -60,9 +57,33 @@ class PathGradients(NamedTuple):
     """(b n, T)"""
 
 
+class CarriedGradients(NamedTuple):
+    """What all queries contribute to keys and reflections of chunks, or of blocks; float32."""
+
+    keys: Tensor
+    """dK (b n, keys, D)"""
+    matrices: Tensor
+    """F (b n, keys / L, D, D)"""
+
+
+class _BackwardCall(NamedTuple):
+    """What all launches of the backward pass read."""
+
+    x: PathInputs
+    chunks: PathChunks
+    blocks: PathBlocks | None
+    masks: KernelMasks
+    log_total: Tensor
+    d_sum: Tensor
+    d_out: Tensor
+    scale: float
+    window: int | None
+
+
 def path_backward(
     x: PathInputs,
     chunks: PathChunks,
+    blocks: PathBlocks | None,
     masks: KernelMasks,
     full: Tensor,
     log_total: Tensor,
@@ -77,91 +98,133 @@ def path_backward(
     s, n, e = v.shape[1:]
     size, count, tokens = chunks.size, chunks.number, chunks.size * chunks.number
     d_sum = row_products(d_out, full, log_total, masks.q_valid)
-    w, keys, u, zr, _ = chunks
-    width, widths = w.shape[2], {"PADDED_D": w.shape[2], "PADDED_E": padded_width(e)}
+    w, _, u, zr, _ = chunks
+    width, value_width = w.shape[2], padded_width(e)
+    call = _BackwardCall(x, chunks, blocks, masks, log_total, d_sum, d_out, scale, window)
     chunk_y = w.new_empty((b, h, t, width), dtype=torch.float32)
-    d_keys = w.new_zeros(w.shape, dtype=torch.float32)
-    d_v = w.new_zeros((b * n, tokens, widths["PADDED_E"]), dtype=torch.float32)
-    d_whole = d_keys.new_zeros((b * n * count, width, width))
-    widths_and_window = {"HAS_WINDOW": window is not None, "D": d, "E": e, **widths}
+    d_v = w.new_zeros((b * n, tokens, value_width), dtype=torch.float32)
+    d_blocks = None
+    if blocks is not None:
+        d_blocks = _carried(call, chunk_y, d_v, of_blocks=True)
+    d_keys, d_whole = _carried(call, chunk_y, d_v, of_blocks=False)
+
+    widths = {"D": d, "E": e, "PADDED_D": width, "PADDED_E": value_width}
     common = {"CHUNK": size, "PRECISION": product_precision(v.dtype)}
-    sizes = scale, window or 0
-
-    for start, end in _groups(t, s, size, b * h):
-        rows, last = end - start, triton.cdiv(end + s - t, size)
-        carried = w.new_empty((b, h, last, rows, width))
-        query_gradients = torch.empty_like(carried)
-        group = start, end, rows, t, s, h, n
-        tuned = configured("path_carry", q, v)
-        path_carry.carry[(triton.cdiv(rows, tuned.rows) * b * h,)](
-            q, w, u, carried, masks.q_valid, masks.segment, *group, tokens, last, *q.stride(),
-            D=d, PADDED_D=width, ROWS=tuned.rows, **common,
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-        tuned = configured("path_query_gradient", q, v)
-        path_carry.query_gradient[(triton.cdiv(rows, tuned.rows) * b * h,)](
-            carried, v, w, keys, u, d_out, log_total, d_sum, query_gradients, chunk_y,
-            *masks, *sizes, *group, tokens, last, *v.stride(), *d_out.stride(),
-            HAS_WINDOW=window is not None, E=e, **widths, ROWS=tuned.rows, **common,
-            TWO_PARTS=splits_weights(v.dtype),
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-        tuned = configured("path_key_gradient", q, v)
-        tile = min(tuned.rows, size)
-        path_key_gradient.key_value_gradient[(last * size // tile * b * n,)](
-            carried, v, keys, d_out, log_total, d_sum, d_keys, d_v,
-            *masks, *sizes, *group, tokens, last, *v.stride(), *d_out.stride(),
-            **widths_and_window, ROWS=tile, COLUMNS=tuned.columns, **common,
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-        tuned = configured("path_reflections", q, q)
-        part = min(width, REFLECTION_ELEMENTS // width)
-        path_key_gradient.reflections[(last * width // part * b * n,)](
-            carried, query_gradients, d_whole, masks.segment, *group, count, last,
-            PADDED_D=width, WIDTH=part, COLUMNS=tuned.columns, **common,
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
-
     d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     a, d_s, b_within, d_b_within = (w.new_empty((b, h, t, size)) for _ in range(4))
     tuned = configured("path_within_chunk", q, v)
     tile = min(tuned.rows, size)
-    path_within_chunk.scores[(count * size // tile * b * h,)](
+    launch(
+        path_within_chunk.scores, (count * size // tile * b * h,),
         q, k, v, w, u, zr, d_out, log_total, d_sum, chunk_y, d_q, a, d_s, b_within, d_b_within,
-        *masks, *sizes, t, s, h, n, tokens,
+        *masks, scale, window or 0, t, s, h, n, tokens,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(),
-        **widths_and_window, CHANNELS=tuned.columns, ROWS=tile, **common,
+        HAS_WINDOW=window is not None, **widths, CHANNELS=tuned.columns, ROWS=tile, **common,
         TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip
     d_k, d_w, d_u = (torch.empty_like(d_keys) for _ in range(3))
     d_zr = d_keys.new_empty(zr.shape)
     tuned = configured("path_gather", q, v)
-    for left, right, total, sign in (
-        (a, d_out, d_v, 1.0),
-        (d_s, q, d_k, 1.0),
-        (d_b_within, q, d_w, 1.0),
-        (b_within, chunk_y.transpose(1, 2), d_u, -1.0),
-        (b_within, d_s.transpose(1, 2), d_zr, -1.0),
-    ):
-        part = min(total.shape[2], tuned.columns)
-        path_within_chunk.gather[(count * total.shape[2] // part * b * n,)](
-            left, right, total, masks.q_valid, sign, t, s, h, n, tokens, *right.stride(),
-            IS_SUM=total is d_v, WIDTH=right.shape[3], PADDED=total.shape[2], PART=part,
-            ROWS=min(tuned.rows, size), **common,
-            num_warps=tuned.warps, num_stages=tuned.stages,
-        )  # fmt: skip
+    d_part, e_part = min(width, tuned.columns), min(value_width, tuned.columns)
+    parts = max(width // d_part, value_width // e_part)
+    launch(
+        path_within_chunk.gather, (count * parts * b * n,),
+        a, d_s, b_within, d_b_within, q, d_out, chunk_y, d_v, d_k, d_w, d_u, d_zr, masks.q_valid,
+        t, s, h, n, tokens, *q.stride(), *d_out.stride(),
+        **widths, D_PART=d_part, E_PART=e_part, PARTS=parts,
+        ROWS=min(tuned.rows, size), **common,
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    of_blocks = None
+    if blocks is not None and d_blocks is not None:
+        of_blocks = block_gradients(chunks, blocks, *d_blocks, v)
     d_chunks = ChunkGradients(d_k, d_w, d_u, d_zr, d_keys, d_whole)
-    d_k, d_w, d_beta = through_chunks(k, x.beta, chunks, masks, d_chunks)
+    d_k, d_w, d_beta = through_chunks(k, x.beta, chunks, masks, d_chunks, of_blocks)
     return PathGradients(d_q, d_k, d_v, d_w, d_beta)
 
 
-def _groups(t: int, s: int, size: int, heads: int) -> list[tuple[int, int]]:
-    """Ranges of queries, each of which ends at the end of a chunk or of the call."""
-    past, groups, start = s - t, [], 0
-    group = size * max(GROUP, triton.cdiv(GROUP_TOKENS, heads * size))
-    while start < t:
-        end = min((start + past) // size * size + group - past, t)
-        groups.append((start, end))
-        start = end
-    return groups
+def _carried(
+    call: _BackwardCall, chunk_y: Tensor, d_v: Tensor, *, of_blocks: bool
+) -> CarriedGradients:
+    """The gradients of keys and reflections of all blocks, or of all chunks.
+
+    The gradients of queries are carried on in `chunk_y` (b, h, t, D), and `d_v` is added to.
+    """
+    q, _, v, _, _ = call.x
+    b, t, h, d = q.shape
+    s, n, e = v.shape[1:]
+    w, keys, u, _, _ = call.chunks
+    chunk, width, value_width = call.chunks.size, w.shape[2], padded_width(e)
+    tokens = call.chunks.number * chunk
+    blocks = call.blocks
+    size = tokens if blocks is None else blocks.size
+    past, corrections = s - t, None
+    if of_blocks and blocks is not None:
+        level = Level(size, blocks.number + 1)
+        keys, corrections = blocks.keys, blocks.corrections
+        past = max(past, size)  # The queries of the first block enter no other.
+    else:
+        level = Level(chunk, size // chunk)
+    row_bytes = 2 * b * h * width * w.element_size()
+    all_groups = groups(level, past, s, row_bytes)
+    # Groups of whole parents have keys of their own; groups of one parent add to each other's.
+    adds = len(all_groups) > 1 and all_groups[0].parent == all_groups[1].parent
+    shape = keys.shape[0], keys.shape[1] // level.length, width, width
+    is_written = all_groups[0].parent == 0 and not adds
+    new = torch.empty if is_written else torch.zeros
+    d_keys, d_matrices = (
+        new(of, dtype=torch.float32, device=v.device) for of in (keys.shape, shape)
+    )
+    lengths, flags = (t, s, h, n), {"HAS_WINDOW": call.window is not None}
+    widths = {"E": e, "PADDED_D": width, "PADDED_E": value_width}
+    precision = {"PRECISION": product_precision(v.dtype)}
+    masks, window, sums = call.masks, call.window or 0, (call.log_total, call.d_sum)
+    of_values = *v.stride(), *call.d_out.stride()
+    prefix = "path_block" if of_blocks else "path"
+    matrices = blocks.number if blocks is not None else 1
+
+    for group in all_groups:
+        x_rows = w.new_empty((b, h, max(group.stored, 1), width))
+        y_rows = torch.empty_like(x_rows)
+        queries, keys_end = group.end - group.start, cdiv(group.end, level.length)
+        keys_end = min(keys_end * level.length, keys.shape[1])
+        tuned = configured("path_carry", q, v)
+        launch(
+            path_carry.carry, (cdiv(queries, tuned.rows) * b * h,),
+            q, w, u, corrections, x_rows, masks.q_valid, masks.segment,
+            window, *group, size, *lengths, tokens, matrices, *q.stride(),
+            D=d, PADDED_D=width, ROWS=tuned.rows, CHUNK=chunk, **flags, **precision,
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+        tuned = configured(f"{prefix}_query_gradient", q, v)
+        launch(
+            path_carry.query_gradient, (cdiv(queries, tuned.rows) * b * h,),
+            x_rows, v, w, keys, u, corrections, call.d_out, *sums, y_rows, chunk_y,
+            *masks, call.scale, window, *group, size, *lengths, tokens, matrices, *of_values,
+            **flags, HAS_BLOCKS=blocks is not None, **widths,
+            COLUMNS=tuned.columns, ROWS=tuned.rows, CHUNK=chunk, **precision,
+            TWO_PARTS=splits_weights(v.dtype),
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+        tuned = configured(f"{prefix}_key_gradient", q, v)
+        rows, columns = (min(tile, level.length) for tile in tuned[:2])
+        launch(
+            path_key_gradient.key_value_gradient, ((keys_end - group.parent) // rows * b * n,),
+            x_rows, v, keys, call.d_out, *sums, d_keys, d_v,
+            *masks, call.scale, window, *group, *lengths,
+            tokens, keys.shape[1], group.parent, keys_end, *of_values,
+            **flags, ADDS=adds, **widths, ROWS=rows, COLUMNS=columns, **precision,
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+        tuned = configured("path_reflections", q, q)
+        part, columns = min(width, REFLECTION_ELEMENTS // width), min(tuned.columns, level.length)
+        first, last = group.parent // level.length, keys_end // level.length
+        launch(
+            path_key_gradient.reflections, ((last - first) * (width // part) * b * n,),
+            x_rows, y_rows, d_matrices, masks.segment,
+            window, *group, *lengths, shape[1], first, last,
+            PADDED_D=width, WIDTH=part, **flags, ADDS=adds, COLUMNS=columns, **precision,
+            num_warps=tuned.warps, num_stages=tuned.stages,
+        )  # fmt: skip
+    return CarriedGradients(d_keys, d_matrices)

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
 from precondattn_triton.configurations import Configuration
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.precision import exact, product_precision
 from precondattn_triton.tiles import (
     KernelMasks,
@@ -143,14 +144,15 @@ def path_chunks(
     b, s, n, d = k.shape
     tuned = configuration or chunking(k)
     size, width = tuned.rows, padded_width(d)
-    count = triton.cdiv(tokens or s, size)
+    count = cdiv(tokens or s, size)
     shape = b * n, count * size
     dtype = factor_dtype(k.dtype)
     w_out, keys, u = (k.new_empty((*shape, width), dtype=dtype) for _ in range(3))
     zr = k.new_empty((*shape, size), dtype=dtype)
     inverse = torch.empty_like(zr, dtype=torch.float32) if with_inverse else None
     result = PathChunks(w_out, keys, u, zr, inverse)
-    _chunks[(count * b * n,)](
+    launch(
+        _chunks, (count * b * n,),
         k, w, beta, masks.k_valid, *result, s, n, count, *k.stride(), *w.stride(), *beta.stride(),
         D=d, PADDED_D=width, CHANNELS=min(width, tuned.columns),
         CHUNK=size, LEVELS=size.bit_length() - 1,

@@ -2,18 +2,19 @@
 attention, with queries that are reflected between tiles of keys; H_t = I − β_t w_t w_tᵀ.
 
 Grid: one program per tile of ROWS queries x, head and sequence. It loops over chunks of keys
-(`chunks.py`) from the last that it attends to, to the first. In chunks that contain some of the
-queries, with B = tril(x wᵀ):
+(`chunks.py`) from the last that it attends to, to the first of its block, and then over the blocks
+before (`blocks.py`). In chunks that contain some of the queries, with B = tril(x wᵀ):
 
-    S = x kᵀ − B Z R,    x ← x − B U,
+    S = x kᵀ − B Z R,    x ← x − B U;
 
-and in all chunks before the tile:
+in the chunks of the block before the tile, and in the blocks before, of which one has S tokens:
 
-    S = x K̃ᵀ,    x ← x − (x wᵀ) U,
+    S = x K̃ᵀ,    x ← x − (x wᵀ) U;        S = x K̂ᵀ,    x ← x + x C;
 
-with online softmax over the tiles S (`softmax/score_tiles.py`). x is kept in float32. In units of
-t² / 2 products per head: d for the scores, 2 d for the reflections, e for the values. Registers
-hold x and the accumulator; k, v, w, K̃, U are read once per tile of queries.
+with online softmax over the tiles S (`softmax/score_tiles.py`). x is kept in float32. Products per
+head, in units of t² / 2: d for the scores, d² / S for the reflections, e for the values; and within
+blocks, in units of t S / 2, 2 d for the reflections. Registers hold x and the accumulator; k, v, w,
+K̃, U, K̂ and C are read once per tile of queries.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import triton
 import triton.language as tl
 
 from precondattn.kernel_backend.limits import padded_width
+from precondattn_triton.launching import cdiv, launch
+from precondattn_triton.path.blocks import PathBlocks, matrix_of
 from precondattn_triton.path.chunks import PathChunks, rows_of
 from precondattn_triton.precision import product_precision, splits_weights
 from precondattn_triton.softmax.score_tiles import mean_and_log, with_tile
@@ -33,7 +36,6 @@ from precondattn_triton.tiles import (
     KernelMasks,
     configured,
     is_token,
-    keys_met,
     load_tile,
     may_attend,
     store_tile,
@@ -71,15 +73,27 @@ def path_may_attend(row, column, is_key, batch, t, s, segment, window, HAS_WINDO
 
 
 @triton.jit
+def first_key(position, batch, s, segment, window, HAS_WINDOW: tl.constexpr):
+    """The first key that the query at a position among the keys may attend to, before masks."""
+    begin = position * 0
+    if segment is not None:
+        begin = tl.load(segment + batch * 2 * s + position)
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, position - window + 1)
+    return begin
+
+
+@triton.jit
 def _forward(
-    q, k, v, w, keys, u, zr, out, full, log_total,
+    q, k, v, w, keys, u, zr, block_keys, corrections, out, full, log_total,
     q_valid, k_valid, segment,
-    scale, window, t, s, h, n, tokens,
+    scale, window, t, s, h, n, tokens, size, blocks,
     q_batch, q_token, q_head, q_channel, k_batch, k_token, k_head, k_channel,
     v_batch, v_token, v_head, v_channel,
     HAS_WINDOW: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, TWO_PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, batch, head = tile_of_program(tl.cdiv(t, ROWS), h)
     kv = head // (h // n)
@@ -98,12 +112,7 @@ def _forward(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     past = s - t
     first = tile * ROWS + past
-    # The first key that each query may attend to.
-    first_keys = tl.zeros((ROWS,), tl.int32)
-    if segment is not None:
-        first_keys = tl.load(segment + batch * 2 * s + past + rows, mask=rows < t, other=0)
-    if HAS_WINDOW:
-        first_keys = tl.maximum(first_keys, past + rows - window + 1)
+    first_keys = first_key(tl.minimum(rows + past, s - 1), batch, s, segment, window, HAS_WINDOW)
     # Chunks that contain some of these queries; all earlier chunks precede every query.
     own_first = first // CHUNK
     own_end = tl.cdiv(tl.minimum(first + ROWS, s), CHUNK)
@@ -118,15 +127,17 @@ def _forward(
         scores, b = scores_within_chunk(x.to(FACTOR), k_tile, w_tile, zr_tile, is_before, PRECISION)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
-        mask = is_before & is_key[None, :] & (columns[None, :] >= first_keys[:, None])
+        mask = is_before & is_key[None, :]
+        if segment is not None or HAS_WINDOW:
+            mask = mask & (columns[None, :] >= first_keys[:, None])
         scores = tl.where(mask, scores * (scale * LOG2_E), float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
 
-    begin, _ = keys_met(tile * ROWS, ROWS, batch, t, s, segment, True)
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, first - window + 1)
-    last = tl.minimum(begin // CHUNK, own_first)
+    IS_MASKED: tl.constexpr = HAS_WINDOW or k_valid is not None or segment is not None
+    begin = tl.maximum(first_key(first, batch, s, segment, window, HAS_WINDOW), 0)
+    of_block = first // size * size
+    last = tl.minimum(tl.maximum(begin, of_block) // CHUNK, own_first)
     for back in range(0, own_first - last):
         start = (own_first - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
@@ -138,11 +149,36 @@ def _forward(
         b = tl.dot(factor, tl.trans(w_tile), input_precision=PRECISION).to(FACTOR)
         u_tile = rows_of(u, kv_index, tokens, start, CHUNK, PADDED_D)
         x -= tl.dot(b, u_tile, input_precision=PRECISION)
-        if HAS_WINDOW or k_valid is not None or segment is not None:
+        if IS_MASKED:
             mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
             scores = tl.where(mask, scores, float("-inf"))
         values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
         largest, total, acc = with_tile(largest, total, acc, scores, values, PRECISION, TWO_PARTS)
+
+    if corrections is not None:
+        for back in range(0, of_block // size - begin // size):
+            block = of_block // size - 1 - back
+            factor = x.to(FACTOR)
+            end = (block + 1) * size
+            first_column = tl.maximum(begin, block * size) // COLUMNS * COLUMNS
+            for column in range(first_column, end, COLUMNS):
+                columns = column + tl.arange(0, COLUMNS)
+                is_key = is_token(k_valid, batch, columns, s)
+                carried = rows_of(block_keys, kv_index, blocks * size, column, COLUMNS, PADDED_D)
+                if block_keys.dtype.element_ty == tl.float32:
+                    # Always true: x is split for its products anew, which costs fewer registers.
+                    factor = tl.where(column < end, x, 0.0)
+                scores = tl.dot(factor, tl.trans(carried), input_precision=PRECISION)
+                scores *= scale * LOG2_E
+                if IS_MASKED:
+                    mask = is_key[None, :] & (columns[None, :] >= first_keys[:, None])
+                    scores = tl.where(mask, scores, float("-inf"))
+                values = load_tile(v, columns, is_key, v_token, v_channel, E, PADDED_E).to(FACTOR)
+                largest, total, acc = with_tile(
+                    largest, total, acc, scores, values, PRECISION, TWO_PARTS
+                )
+            correction = matrix_of(corrections, kv_index * blocks + block, PADDED_D)
+            x = tl.dot(factor, correction, x, input_precision=PRECISION)
 
     o, logs = mean_and_log(largest, total, acc, is_row)
     tl.store(log_total + (batch * h + head) * t + rows, logs, mask=rows < t)
@@ -157,6 +193,7 @@ def path_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     chunks: PathChunks,
+    blocks: PathBlocks | None,
     masks: KernelMasks,
     *,
     scale: float,
@@ -169,13 +206,17 @@ def path_forward(
     full = None if v.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     log_total = v.new_empty((b, h, t), dtype=torch.float32)
     tuned = configured("path_forward", q, v)
-    _forward[(triton.cdiv(t, tuned.rows) * b * h,)](
-        q, k, v, *chunks[:4], out, full, log_total,
-        *masks, scale, window or 0, t, s, h, n, chunks.number * chunks.size,
+    of_blocks = (None, None) if blocks is None else (blocks.keys, blocks.corrections)
+    tokens = chunks.number * chunks.size
+    size, number = (tokens, 1) if blocks is None else (blocks.size, blocks.number)
+    launch(
+        _forward, (cdiv(t, tuned.rows) * b * h,),
+        q, k, v, *chunks[:4], *of_blocks, out, full, log_total,
+        *masks, scale, window or 0, t, s, h, n, tokens, size, number,
         *q.stride(), *k.stride(), *v.stride(),
         HAS_WINDOW=window is not None, D=d, E=e,
         PADDED_D=padded_width(d), PADDED_E=padded_width(e),
-        ROWS=tuned.rows, CHUNK=chunks.size,
+        ROWS=tuned.rows, COLUMNS=tuned.columns, CHUNK=chunks.size,
         PRECISION=product_precision(v.dtype), TWO_PARTS=splits_weights(v.dtype),
         num_warps=tuned.warps, num_stages=tuned.stages,
     )  # fmt: skip

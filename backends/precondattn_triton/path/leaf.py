@@ -17,6 +17,7 @@ from precondattn.kernel_backend.attention_options import declined_option
 from precondattn.spec.laser import LOG_MEAN_EXP
 from precondattn.spec.path import Path
 from precondattn_triton.path.backward import PathInputs, path_backward
+from precondattn_triton.path.blocks import path_blocks
 from precondattn_triton.path.chunk_gradient import tokens_of
 from precondattn_triton.path.chunks import path_chunks
 from precondattn_triton.path.forward import path_forward
@@ -53,8 +54,9 @@ class PathKernels:
         q, k, v, w, beta = _inputs(x)
         masks = masks_of(frame, q.shape[0])
         chunks = path_chunks(k, w, beta, masks, with_inverse=False)
+        blocks = path_blocks(chunks, k.shape[1], v, with_after=False)
         scale = leaf.scale_for(q.shape[3])
-        read = path_forward(q, k, v, chunks, masks, scale=scale, window=leaf.window)
+        read = path_forward(q, k, v, chunks, blocks, masks, scale=scale, window=leaf.window)
         residuals = (read.log_total,)
         return read.out, residuals if read.full is read.out else (*residuals, read.full)
 
@@ -69,12 +71,14 @@ class PathKernels:
     ) -> dict[str, torch.Tensor]:
         """The gradients of all inputs, in their dtypes."""
         inputs = _inputs(x)
-        q, k, _, w, beta = inputs
+        q, k, v, w, beta = inputs
         masks = masks_of(frame, q.shape[0])
+        chunks = path_chunks(k, w, beta, masks, with_inverse=True)
         log_total, *full = residuals
         d = path_backward(
             inputs,
-            path_chunks(k, w, beta, masks, with_inverse=True),
+            chunks,
+            path_blocks(chunks, k.shape[1], v, with_after=True),
             masks,
             full[0] if full else out.contiguous(),
             log_total,

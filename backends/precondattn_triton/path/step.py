@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import triton
 from torch import Tensor
 
 from precondattn.cache import Append, Replace, Rewrite, Updates
@@ -14,6 +13,7 @@ from precondattn.kernel_backend.limits import padded_width
 from precondattn.spec.path import Path
 from precondattn_triton.configurations import configuration
 from precondattn_triton.decoding import new_token_validity, slots_and_validity, splits_of
+from precondattn_triton.launching import cdiv, launch
 from precondattn_triton.path import decode as path_decode
 from precondattn_triton.precision import is_half, product_precision
 from precondattn_triton.tiles import LOG2_E
@@ -71,14 +71,16 @@ def path_step(
         "HAS_WINDOW": leaf.window is not None,
     }
     fixed |= {"ROWS": rows, "KEY_WIDTH": key_width, "WIDTH": width}
-    path_decode.recent[(b * n,)](
+    launch(
+        path_decode.recent, (b * n,),
         q, k, v, w, beta, keys, values, pending_w, pending_beta, lengths, past_valid,
         new_valid, carried, totals, maxima, sums, n, h // n, d, e, parts, scale, window, flush,
         q.stride(0), q.stride(2), q.stride(3), k.stride(0), k.stride(2), k.stride(3),
         v.stride(0), v.stride(2), v.stride(3), *of_new, *of_cache, *of_pending, valid_stride,
         0 if new_valid is None else new_valid.stride(0), **fixed,
     )  # fmt: skip
-    path_decode.flushed[(splits, b * n)](
+    launch(
+        path_decode.flushed, (splits, b * n),
         carried, keys, values, lengths, past_valid, totals, maxima, sums,
         count, n, d, e, parts, per_split, scale, window, flush, *of_cache, valid_stride,
         **fixed, TOKENS=tuned.columns, PRECISION=product_precision(q.dtype),
@@ -86,7 +88,8 @@ def path_step(
     )  # fmt: skip
     out = torch.empty((b, 1, h, e), dtype=v.dtype, device=v.device)
     token_stride = 0 if is_token is None else is_token.stride(0)
-    path_decode.merge[(b * n,)](
+    launch(
+        path_decode.merge, (b * n,),
         totals, maxima, sums, is_token, out, parts, n, h // n, e, token_stride,
         ROWS=rows, WIDTH=width,
     )  # fmt: skip
@@ -96,7 +99,8 @@ def path_step(
     # If lengths are on the device, the host does not know whether a sequence is flushed now.
     if frame.held is None or (frame.held + 1) % flush == 0:
         flushed = torch.empty_like(keys)
-        path_decode.flush_keys[(triton.cdiv(keys.shape[1], FLUSH_ROWS), b * n)](
+        launch(
+            path_decode.flush_keys, (cdiv(keys.shape[1], FLUSH_ROWS), b * n),
             keys, w, beta, pending_w, pending_beta, lengths, is_token, flushed,
             keys.shape[1], n, d, flush, *keys.stride(), *of_new, *of_pending, token_stride,
             *flushed.stride(), TOKENS=FLUSH_ROWS, KEY_WIDTH=key_width,

@@ -12,7 +12,7 @@ the queries of a chunk and over the query heads of a key/value head. 2 t C (3 d 
 2 t C (3 d + e + C) products per head.
 
 Grid of `scores`: one program per tile of queries, chunk, head and sequence. Grid of `gather`: one
-program per block of channels, chunk, kv head and sequence; one launch for each of the five sums.
+program per block of channels, chunk, kv head and sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precondattn_triton.path.chunks import rows_of
+from precondattn_triton.path.chunks import rows_of, store_rows
 from precondattn_triton.path.forward import path_may_attend
 from precondattn_triton.softmax.score_tiles import add_product, load_logs
 from precondattn_triton.tiles import (
@@ -131,32 +131,58 @@ def scores(
 
 @triton.jit
 def gather(
-    left, right, out, q_valid,
-    sign, t, s, h, n, tokens,
-    r_batch, r_token, r_head, r_channel,
-    IS_SUM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PART: tl.constexpr,
+    a_in, d_s_in, b_in, d_b_in, q, d_out, chunk_y, d_v, d_k, d_w, d_u, d_zr, q_valid,
+    t, s, h, n, tokens,
+    q_batch, q_token, q_head, q_channel, g_batch, g_token, g_head, g_channel,
+    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    D_PART: tl.constexpr, E_PART: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = PADDED // PART
     chunk_and_part, batch, kv = tile_of_program(tl.cdiv(s, CHUNK) * PARTS, n)
-    begin = chunk_and_part // PARTS * CHUNK
-    channels = chunk_and_part % PARTS * PART + tl.arange(0, PART)
-    FACTOR: tl.constexpr = left.dtype.element_ty
-    acc = tl.zeros((CHUNK, PART), tl.float32)
+    begin, part = chunk_and_part // PARTS * CHUNK, chunk_and_part % PARTS
+    d_first, e_first = part * D_PART, part * E_PART
+    FACTOR: tl.constexpr = a_in.dtype.element_ty
+    v_acc = tl.zeros((CHUNK, E_PART), tl.float32)
+    k_acc = tl.zeros((CHUNK, D_PART), tl.float32)
+    w_acc = tl.zeros((CHUNK, D_PART), tl.float32)
+    u_acc = tl.zeros((CHUNK, D_PART), tl.float32)
+    zr_acc = tl.zeros((CHUNK, CHUNK), tl.float32)
     for step in range(0, h // n * (CHUNK // ROWS)):
         head = kv * (h // n) + step // (CHUNK // ROWS)
         rows = begin - (s - t) + step % (CHUNK // ROWS) * ROWS + tl.arange(0, ROWS)
         is_present = (rows >= 0) & (rows < t)
         is_row = is_present & is_token(q_valid, batch, tl.maximum(rows, 0), t)
-        start = left + (batch * h + head) * t * CHUNK
-        weights = load_tile(start, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
-        at = addresses(right + batch * r_batch + head * r_head, rows, r_token, channels, r_channel)
-        mask = is_row[:, None] & (channels < WIDTH)[None, :]
-        factor = tl.load(at, mask=mask, other=0.0).to(FACTOR)
-        acc = tl.dot(tl.trans(weights), factor, acc, input_precision=PRECISION)
-    at = ((batch * n + kv) * tokens + begin + tl.arange(0, CHUNK))[:, None] * PADDED
-    at = out + at + channels[None, :]
-    acc *= sign
-    if IS_SUM:
-        acc += tl.load(at)
-    tl.store(at, acc)
+        at = (batch * h + head) * t
+        d_o = part_of(
+            d_out + batch * g_batch + head * g_head,
+            rows, is_row, g_token, e_first, g_channel, E, E_PART,
+        ).to(FACTOR)  # fmt: skip
+        a = load_tile(a_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        v_acc = tl.dot(tl.trans(a), d_o, v_acc, input_precision=PRECISION)
+        x = part_of(
+            q + batch * q_batch + head * q_head,
+            rows, is_row, q_token, d_first, q_channel, D, D_PART,
+        ).to(FACTOR)  # fmt: skip
+        d_s = load_tile(d_s_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        k_acc = tl.dot(tl.trans(d_s), x, k_acc, input_precision=PRECISION)
+        d_b = load_tile(d_b_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        w_acc = tl.dot(tl.trans(d_b), x, w_acc, input_precision=PRECISION)
+        b = load_tile(b_in + at * CHUNK, rows, is_present, CHUNK, 1, CHUNK, CHUNK)
+        y_in = chunk_y + at * PADDED_D
+        y = part_of(y_in, rows, is_row, PADDED_D, d_first, 1, PADDED_D, D_PART).to(FACTOR)
+        u_acc = tl.dot(tl.trans(b), y, u_acc, input_precision=PRECISION)
+        zr_acc = tl.dot(tl.trans(b), d_s, zr_acc, input_precision=PRECISION)
+    index = batch * n + kv
+    all_rows = begin + tl.arange(0, CHUNK)
+    if e_first < PADDED_E:
+        at_v = (index * tokens + all_rows)[:, None] * PADDED_E
+        at_v = d_v + at_v + e_first + tl.arange(0, E_PART)[None, :]
+        tl.store(at_v, v_acc + tl.load(at_v))
+    if d_first < PADDED_D:
+        at_d = (index * tokens + all_rows)[:, None] * PADDED_D
+        at_d += d_first + tl.arange(0, D_PART)[None, :]
+        tl.store(d_k + at_d, k_acc)
+        tl.store(d_w + at_d, w_acc)
+        tl.store(d_u + at_d, -u_acc)
+    if part == 0:
+        store_rows(d_zr, index, tokens, begin, -zr_acc)

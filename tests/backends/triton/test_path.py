@@ -12,6 +12,7 @@ from precondattn.frame import full_frame
 from precondattn.kernel_backend.precise import VARIABLE
 from precondattn_conformance.tolerance import error
 from precondattn_triton.configurations import Configuration
+from precondattn_triton.path.groups import Level, groups
 from precondattn_triton.path.leaf import PathKernels
 from tests.backends.triton.tiles import SMALL, tiles_as_given
 
@@ -20,9 +21,9 @@ INPUTS = ("q", "k", "v", "w", "beta")
 
 
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    """Groups of four chunks, so that short sequences have several groups."""
-    monkeypatch.setattr("precondattn_triton.path.backward.GROUP_TOKENS", 1)
+def small_blocks(monkeypatch):
+    """Blocks of two chunks, so that short sequences have several."""
+    monkeypatch.setattr("precondattn_triton.path.blocks.SMALLEST", 32)
 
 
 def problem(t, s=None, *, b=1, h=1, n=1, d=16, e=8, dtype=torch.float32):
@@ -94,7 +95,7 @@ def check(x, d_out, *, bound=None, **options):
         (17, 2, 1, 20, 12, torch.float32),
         (20, 1, 1, 16, 16, torch.float16),
         (33, 1, 1, 8, 8, torch.bfloat16),
-        (66, 1, 1, 16, 8, torch.float32),  # More chunks than a group of queries has.
+        (50, 2, 1, 16, 8, torch.float32),  # Queries of two blocks, and of one key head.
     ],
 )
 def test_output_and_gradients_of_every_size_and_dtype(t, h, n, d, e, dtype):
@@ -106,6 +107,29 @@ def test_output_and_gradients_of_every_size_and_dtype(t, h, n, d, e, dtype):
 def test_fewer_queries_than_keys_are_the_last_ones(t):
     """Tiles of queries begin within a chunk."""
     check(*problem(t, 35))
+
+
+@pytest.mark.parametrize("widest", [128, 8])
+def test_groups_of_queries_add_to_the_same_gradients(monkeypatch, widest):
+    """One block at a time; or, if keys are too wide for blocks, one chunk at a time."""
+    monkeypatch.setattr("precondattn_triton.path.blocks.WIDEST", widest)
+    monkeypatch.setattr("precondattn_triton.path.groups.BUDGET", 1)
+    check(*problem(40, 72))
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 640])
+@pytest.mark.parametrize("past", [0, 1, 40])
+@pytest.mark.parametrize("level", [Level(16, 4), Level(64, 100)])
+def test_groups_have_every_query_once_and_fit_the_budget(monkeypatch, level, past, tokens):
+    monkeypatch.setattr("precondattn_triton.path.groups.BUDGET", 3 * 2**16)
+    found = groups(level, past, past + tokens, row_bytes=64)
+    ends = [group.end for group in found]
+    assert [group.start for group in found[1:]] == ends[:-1]
+    assert found[0].start <= past < found[0].end
+    assert ends[-1] == past + tokens
+    for group in found:
+        is_smallest = group.end - group.start <= level.length * min(level.per_parent, 4)
+        assert 64 * group.stored <= 3 * 2**16 or is_smallest
 
 
 def test_tiles_may_be_larger_and_smaller_than_chunks():
